@@ -1,0 +1,36 @@
+# Compiler settings shared by every layer, and the libraries that the core stands on.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo)
+endif()
+
+option(STRATA_WERROR "Treat warnings as errors" OFF)
+set(STRATA_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined or thread")
+
+find_program(CCACHE_PROGRAM ccache)
+if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+endif()
+
+if(STRATA_SANITIZE)
+  add_compile_options(-fsanitize=${STRATA_SANITIZE} -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=${STRATA_SANITIZE})
+endif()
+
+# Linked PRIVATE by our own targets, so that nothing of it reaches users of the installed package.
+add_library(strata_warnings INTERFACE)
+target_compile_options(strata_warnings INTERFACE
+  -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wold-style-cast -Wnon-virtual-dtor
+  -Woverloaded-virtual -Wcast-align -Wnull-dereference -Wimplicit-fallthrough
+  $<$<BOOL:${STRATA_WERROR}>:-Werror>)
+
+find_package(Threads REQUIRED)
+find_package(fmt REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)

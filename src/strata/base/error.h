@@ -1,0 +1,68 @@
+// Errors of the engine. A user's or the machine's fault throws one of these classes; the message says
+// what was wanted, what was found and what to do, with the run-time values at its end. What cannot
+// happen is asserted: STRATA_ASSERT stays on in every build and throws InternalError, since an engine
+// that trains for weeks must not abort the process that holds the user's state.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace strata {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The configuration is wrong or asks for what is not supported; names the JSON path.
+class ConfigError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A file's content is not what its format says, or does not fit the model.
+class FormatError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A read or write failed; names path, offset, wanted and got bytes, errno.
+class IoError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Ranks disagree, or one of them is gone; names the ranks.
+class CommError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Memory of a tier does not suffice; says how much of it is held by what.
+class OutOfMemoryError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The engine was called in an order or with values that its contract forbids.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A bug in Strata itself.
+class InternalError : public Error {
+ public:
+  using Error::Error;
+};
+
+[[noreturn]] void throw_assert_failed(const char* expression, const char* file, int line);
+
+}  // namespace strata
+
+#define STRATA_ASSERT(condition)                                            \
+  do {                                                                      \
+    if (!(condition)) ::strata::throw_assert_failed(#condition, __FILE__, __LINE__); \
+  } while (false)

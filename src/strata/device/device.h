@@ -1,0 +1,83 @@
+// Seam: the place where weights live and kernels run. Implementations: cpu_device here; CUDA later.
+//
+// Order. Work is queued on streams; a stream runs its work in order. An Event marks a point of a stream;
+// another stream or the host can wait for it. The CPU device runs everything at once, in the caller's
+// thread, so its streams are always idle; callers are written for the asynchronous case.
+// Threads: a Device is internally synchronised; a Stream is used by one thread at a time.
+// Ownership: Memory frees on destruction; work that uses it must be complete by then.
+// Errors: OutOfMemoryError with the bytes wanted and, by kind, what the ledger holds.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+#include "strata/kernels/adam.h"
+#include "strata/kernels/grad_stats.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::device {
+
+// Memory of the device: aligned to at least 256 bytes, contents undefined. Charged to the ledger.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual std::span<std::byte> bytes() = 0;
+};
+
+// An address range of which a prefix is backed by memory; grows without moving. New memory is zero.
+class GrowableMemory {
+ public:
+  virtual ~GrowableMemory() = default;
+  virtual std::byte* base() = 0;
+  virtual Bytes reserved() const = 0;
+  virtual Bytes backed() const = 0;
+  // Backs at least `bytes` (rounded up to the granule); never shrinks. Throws OutOfMemoryError.
+  virtual void grow_to(Bytes bytes) = 0;
+};
+
+class Event {
+ public:
+  virtual ~Event() = default;
+  virtual bool done() = 0;
+  virtual void wait() = 0;  // blocks the calling thread
+};
+
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual std::unique_ptr<Event> record() = 0;
+  virtual void wait_for(Event& event) = 0;  // later work of this stream runs after the event
+  virtual void synchronize() = 0;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual std::string_view name() const = 0;  // "cpu"
+  virtual const std::shared_ptr<memory::Ledger>& ledger() const = 0;
+
+  virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
+  virtual std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) = 0;
+  virtual Bytes free_bytes() const = 0;  // what a new allocation may take, by the system's own count
+  virtual std::unique_ptr<Stream> create_stream() = 0;
+
+  // Kernels and copies; host and device pointers alike. Spans of one call do not overlap.
+  virtual void copy(std::span<std::byte> target, std::span<const std::byte> source, Stream& stream) = 0;
+  virtual void fill_zero(std::span<std::byte> target, Stream& stream) = 0;
+  // target = source, converted; both hold `numel` elements. Floating types only.
+  virtual void cast(std::byte* target, DType target_dtype, const std::byte* source,
+                    DType source_dtype, Numel numel, Stream& stream) = 0;
+  // target += source, in fp32, rounded once to the target's type.
+  virtual void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                          DType source_dtype, Numel numel, Stream& stream) = 0;
+  virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                         Stream& stream) = 0;
+  // Complete when it returns (the caller needs the numbers).
+  virtual kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) = 0;
+};
+
+}  // namespace strata::device

@@ -1,0 +1,74 @@
+// The ledger: how many bytes the engine holds now, and held at most, by tier and kind. Everything that
+// owns memory on the engine's behalf holds a Charge for as long as it owns it.
+// Threads: internally synchronised. Ownership: a Charge keeps its ledger alive (shared_ptr).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+
+#include "strata/base/units.h"
+
+namespace strata::memory {
+
+enum class Tier : std::uint8_t { kDevice, kHost, kNvme };
+inline constexpr int kTierCount = 3;
+
+enum class Kind : std::uint8_t {
+  kWeights,         // 16-bit or fp32 weights that stay: shards, or whole units where the stage keeps them
+  kGathered,        // weights of other ranks, held while a unit is in use
+  kGradients,       // flat gradient buffers on their way into a reduction
+  kGradientShards,  // reduced and accumulated gradients of this rank's shards, fp32
+  kMasterWeights,   // fp32 copy of this rank's shards
+  kOptimizerState,  // exp_avg, exp_avg_sq, and whatever an optimizer of the user keeps through the engine
+  kStaging,         // buffers of loading, saving and I/O
+};
+inline constexpr int kKindCount = 7;
+
+std::string_view name_of(Tier tier);
+std::string_view name_of(Kind kind);
+
+class Ledger;
+
+// Bytes held; given back by the destructor. Movable.
+class Charge {
+ public:
+  Charge() = default;
+  Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes);
+  Charge(Charge&& other) noexcept;
+  Charge& operator=(Charge&& other) noexcept;
+  ~Charge();
+  Bytes bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<Ledger> ledger_;
+  Tier tier_{};
+  Kind kind_{};
+  Bytes bytes_;
+};
+
+class Ledger {
+ public:
+  Bytes held(Tier tier, Kind kind) const;
+  Bytes held(Tier tier) const;
+  Bytes peak(Tier tier, Kind kind) const;  // since construction or reset_peaks()
+  Bytes peak(Tier tier) const;             // of the tier's total, not the sum of the kinds' peaks
+  void reset_peaks();
+
+ private:
+  friend class Charge;
+  void add(Tier tier, Kind kind, Bytes bytes);
+  void remove(Tier tier, Kind kind, Bytes bytes) noexcept;
+
+  struct Count {
+    Bytes held;
+    Bytes peak;
+  };
+  mutable std::mutex mutex_;
+  std::array<std::array<Count, kKindCount>, kTierCount> by_kind_{};  // guarded by mutex_
+  std::array<Count, kTierCount> by_tier_{};                          // guarded by mutex_
+};
+
+}  // namespace strata::memory

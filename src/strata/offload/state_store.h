@@ -1,0 +1,47 @@
+// Seam: where optimizer state (master weights, exp_avg, exp_avg_sq) rests between steps, whatever its
+// tier. The optimizer asks for a block, works on it through a lease and gives it back; a store on a slow
+// tier uses the order announced by read_ahead() to have the next blocks in memory in time.
+// Implementations: memory_store (device or host memory); NVMe later.
+//
+// Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is destroyed;
+// a block is leased at most once at a time. Errors: OutOfMemoryError, IoError from fetch() and flush();
+// what was added stays as it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "strata/base/units.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::offload {
+
+using BlockId = std::int32_t;
+
+enum class Access { kRead, kReadWrite };
+
+// Borrowed memory of one block. Giving it back (destroying it) after kReadWrite keeps what was written.
+class Lease {
+ public:
+  virtual ~Lease() = default;
+  virtual std::span<std::byte> bytes() = 0;  // aligned to 64 bytes at least
+};
+
+class StateStore {
+ public:
+  virtual ~StateStore() = default;
+  virtual memory::Tier tier() const = 0;
+  // Declares a block of zeroes. Space is taken now, so that a store that is too small fails here.
+  virtual BlockId add(std::string name, Bytes bytes, memory::Kind kind) = 0;
+  virtual Bytes size_of(BlockId block) const = 0;
+  virtual std::unique_ptr<Lease> fetch(BlockId block, Access access) = 0;
+  // Announces the next fetches, in order. A hint: a wrong one costs time only.
+  virtual void read_ahead(std::span<const BlockId> blocks) = 0;
+  // Returns when everything given back has reached the tier.
+  virtual void flush() = 0;
+};
+
+}  // namespace strata::offload
