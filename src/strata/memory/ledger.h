@@ -1,5 +1,5 @@
-// The ledger: how many bytes the engine holds now, and held at most, by tier and kind. Everything that
-// owns memory on the engine's behalf holds a Charge for as long as it owns it.
+// The ledger: how many bytes the engine holds now, and held at most, by tier and kind. Everything
+// that owns memory on the engine's behalf holds a Charge for as long as it owns it.
 // Threads: internally synchronised. Ownership: a Charge keeps its ledger alive (shared_ptr).
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 
 #include "strata/base/units.h"
@@ -17,12 +18,12 @@ enum class Tier : std::uint8_t { kDevice, kHost, kNvme };
 inline constexpr int kTierCount = 3;
 
 enum class Kind : std::uint8_t {
-  kWeights,         // 16-bit or fp32 weights that stay: shards, or whole units where the stage keeps them
+  kWeights,         // weights that stay: shards, or whole units where the stage keeps them
   kGathered,        // weights of other ranks, held while a unit is in use
   kGradients,       // flat gradient buffers on their way into a reduction
   kGradientShards,  // reduced and accumulated gradients of this rank's shards, fp32
   kMasterWeights,   // fp32 copy of this rank's shards
-  kOptimizerState,  // exp_avg, exp_avg_sq, and whatever an optimizer of the user keeps through the engine
+  kOptimizerState,  // exp_avg, exp_avg_sq, and what a user's optimizer keeps through the engine
   kStaging,         // buffers of loading, saving and I/O
 };
 inline constexpr int kKindCount = 7;
@@ -32,7 +33,7 @@ std::string_view name_of(Kind kind);
 
 class Ledger;
 
-// Bytes held; given back by the destructor. Movable.
+// Bytes held; given back by the destructor. Movable. One without a ledger counts nothing.
 class Charge {
  public:
   Charge() = default;
@@ -41,6 +42,7 @@ class Charge {
   Charge& operator=(Charge&& other) noexcept;
   ~Charge();
   Bytes bytes() const { return bytes_; }
+  void grow(Bytes by);  // holds `by` (>= 0) more from now on
 
  private:
   std::shared_ptr<Ledger> ledger_;
@@ -56,6 +58,10 @@ class Ledger {
   Bytes peak(Tier tier, Kind kind) const;  // since construction or reset_peaks()
   Bytes peak(Tier tier) const;             // of the tier's total, not the sum of the kinds' peaks
   void reset_peaks();
+  // One line for messages and logs: every tier that held something, its total and peak, and its
+  // kinds that hold something now: "device 1.50 MiB (peak 2.00 MiB): weights 1.50 MiB; host 0 B
+  // (peak 4.00 KiB)". "nothing held" when no tier ever did.
+  std::string report() const;
 
  private:
   friend class Charge;

@@ -1,0 +1,129 @@
+#include "strata/device/cpu_device.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/device/cpu_growable_memory.h"
+#include "strata/kernels/elementwise.h"
+#include "strata/memory/available_memory.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::device {
+namespace {
+
+// Copies and fills below this many bytes a thread are not worth handing over.
+constexpr Bytes kCopyGrain = 1_MiB;
+
+class CpuMemory final : public Memory {
+ public:
+  CpuMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold)
+      : buffer_(std::move(buffer)), hold_(std::move(hold)) {}
+  std::span<std::byte> bytes() override { return buffer_.bytes(); }
+
+ private:
+  memory::HostBuffer buffer_;
+  memory::ByteBudget::Hold hold_;
+};
+
+class CpuEvent final : public Event {
+ public:
+  bool done() override { return true; }
+  void wait() override {}
+};
+
+class CpuStream final : public Stream {
+ public:
+  std::unique_ptr<Event> record() override { return std::make_unique<CpuEvent>(); }
+  void wait_for(Event& event) override { event.wait(); }
+  void synchronize() override {}
+};
+
+}  // namespace
+
+CpuDevice::CpuDevice(CpuDeviceOptions options)
+    : ledger_(options.ledger ? std::move(options.ledger) : std::make_shared<memory::Ledger>()),
+      budget_(options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr),
+      pool_(options.threads) {}
+
+std::unique_ptr<Memory> CpuDevice::allocate(Bytes bytes, memory::Kind kind) {
+  memory::ByteBudget::Hold hold;
+  if (budget_) {
+    auto taken = budget_->take(bytes);
+    if (!taken) {
+      throw OutOfMemoryError(
+          fmt::format("device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; "
+                      "shard over more ranks, "
+                      "offload, or raise the budget; held: {}",
+                      memory::name_of(kind), to_string(bytes), to_string(budget_->left()),
+                      to_string(budget_->limit()), ledger_->report()));
+    }
+    hold = std::move(*taken);
+  }
+  memory::HostBuffer buffer(bytes,
+                            {.ledger = ledger_, .tier = memory::Tier::kDevice, .kind = kind});
+  return std::make_unique<CpuMemory>(std::move(buffer), std::move(hold));
+}
+
+std::unique_ptr<GrowableMemory> CpuDevice::reserve(Bytes bytes, memory::Kind kind) {
+  return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_, budget_);
+}
+
+Bytes CpuDevice::free_bytes() const {
+  const Bytes system = memory::available_memory();
+  return budget_ ? std::min(system, budget_->left()) : system;
+}
+
+std::unique_ptr<Stream> CpuDevice::create_stream() {
+  return std::make_unique<CpuStream>();
+}
+
+void CpuDevice::copy(std::span<std::byte> target, std::span<const std::byte> source, Stream&) {
+  STRATA_ASSERT(target.size() == source.size());
+  if (target.empty()) return;
+  const std::lock_guard lock(pool_mutex_);
+  pool_.parallel_for(static_cast<std::int64_t>(target.size()), kCopyGrain.value,
+                     [&](std::int64_t begin, std::int64_t end) {
+                       std::memcpy(target.data() + begin, source.data() + begin,
+                                   static_cast<std::size_t>(end - begin));
+                     });
+}
+
+void CpuDevice::fill_zero(std::span<std::byte> target, Stream&) {
+  if (target.empty()) return;
+  const std::lock_guard lock(pool_mutex_);
+  pool_.parallel_for(static_cast<std::int64_t>(target.size()), kCopyGrain.value,
+                     [&](std::int64_t begin, std::int64_t end) {
+                       std::memset(target.data() + begin, 0, static_cast<std::size_t>(end - begin));
+                     });
+}
+
+void CpuDevice::cast(std::byte* target, DType target_dtype, const std::byte* source,
+                     DType source_dtype, Numel numel, Stream&) {
+  STRATA_ASSERT(is_floating(target_dtype) && is_floating(source_dtype) && numel.value >= 0);
+  const std::lock_guard lock(pool_mutex_);
+  kernels::cast(target, target_dtype, source, source_dtype, numel, &pool_);
+}
+
+void CpuDevice::accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                           DType source_dtype, Numel numel, Stream&) {
+  STRATA_ASSERT(is_floating(target_dtype) && is_floating(source_dtype) && numel.value >= 0);
+  const std::lock_guard lock(pool_mutex_);
+  kernels::accumulate(target, target_dtype, source, source_dtype, numel, &pool_);
+}
+
+void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                          Stream&) {
+  const std::lock_guard lock(pool_mutex_);
+  kernels::adam_step(spans, scalars, &pool_);
+}
+
+kernels::GradStats CpuDevice::grad_stats(std::span<const float> gradients, Stream&) {
+  const std::lock_guard lock(pool_mutex_);
+  return kernels::grad_stats(gradients, &pool_);
+}
+
+}  // namespace strata::device

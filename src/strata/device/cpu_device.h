@@ -1,0 +1,56 @@
+// The CPU as a device: memory is host memory charged to the device tier, kernels run in the
+// caller's thread and in the device's own threads, and every call is complete when it returns.
+// Threads: internally synchronised; kernels of several callers take turns at the threads. Results
+// do not depend on the number of threads. Ownership: memory and streams may outlive the device.
+// Errors: OutOfMemoryError from allocate, reserve and grow_to.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "strata/base/thread_pool.h"
+#include "strata/device/device.h"
+#include "strata/memory/byte_budget.h"
+
+namespace strata::device {
+
+struct CpuDeviceOptions {
+  std::shared_ptr<memory::Ledger> ledger;  // null: the device makes its own
+  int threads = 1;                         // that share a kernel, the caller's included; >= 1
+  // The most that the device gives out; nullopt: what the system has. Bounds the share of one rank
+  // among many, and lets tests meet an exhausted device.
+  std::optional<Bytes> memory_limit;
+};
+
+class CpuDevice final : public Device {
+ public:
+  explicit CpuDevice(CpuDeviceOptions options = {});
+
+  std::string_view name() const override { return "cpu"; }
+  const std::shared_ptr<memory::Ledger>& ledger() const override { return ledger_; }
+
+  std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;
+  Bytes free_bytes() const override;
+  std::unique_ptr<Stream> create_stream() override;
+
+  void copy(std::span<std::byte> target, std::span<const std::byte> source,
+            Stream& stream) override;
+  void fill_zero(std::span<std::byte> target, Stream& stream) override;
+  void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+            Numel numel, Stream& stream) override;
+  void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                  DType source_dtype, Numel numel, Stream& stream) override;
+  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                 Stream& stream) override;
+  kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
+
+ private:
+  const std::shared_ptr<memory::Ledger> ledger_;
+  const std::shared_ptr<memory::ByteBudget> budget_;  // null: none
+  std::mutex pool_mutex_;                             // one loop at a time
+  ThreadPool pool_;                                   // guarded by pool_mutex_
+};
+
+}  // namespace strata::device

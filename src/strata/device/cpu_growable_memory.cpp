@@ -1,0 +1,76 @@
+#include "strata/device/cpu_growable_memory.h"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::device {
+
+CpuGrowableMemory::CpuGrowableMemory(Bytes bytes, memory::Kind kind,
+                                     std::shared_ptr<memory::Ledger> ledger,
+                                     std::shared_ptr<memory::ByteBudget> budget)
+    : ledger_(std::move(ledger)),
+      budget_(std::move(budget)),
+      kind_(kind),
+      reserved_(align_up(bytes, memory::page_size())),
+      charge_(ledger_, memory::Tier::kDevice, kind_, Bytes()) {
+  STRATA_ASSERT(bytes.value >= 0);
+  if (reserved_ == Bytes()) return;
+  void* address = ::mmap(nullptr, reserved_.size(), PROT_NONE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) throw_out_of_memory(reserved_, std::strerror(errno));
+  base_ = static_cast<std::byte*>(address);
+  // Advice: where huge pages are off, small ones serve.
+  ::madvise(base_, reserved_.size(), MADV_HUGEPAGE);
+}
+
+CpuGrowableMemory::~CpuGrowableMemory() {
+  if (base_ != nullptr) ::munmap(base_, reserved_.size());
+}
+
+void CpuGrowableMemory::grow_to(Bytes bytes) {
+  STRATA_ASSERT(bytes.value >= 0);
+  if (bytes <= backed_) return;
+  if (bytes > reserved_) {
+    throw UsageError(
+        fmt::format("growable memory ({}) cannot grow beyond the range that was reserved: reserve "
+                    "as much as it may "
+                    "ever need; wanted {} B, reserved {} B",
+                    memory::name_of(kind_), bytes.value, reserved_.value));
+  }
+  const Bytes target = align_up(bytes, memory::page_size());
+  const Bytes growth = target - backed_;
+  memory::ByteBudget::Hold hold;
+  if (budget_) {
+    auto taken = budget_->take(growth);
+    if (!taken) throw_out_of_memory(growth, "beyond the device's budget");
+    hold = std::move(*taken);
+  }
+  holds_.reserve(holds_.size() + 1);
+  if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0) {
+    throw_out_of_memory(growth, std::strerror(errno));
+  }
+  holds_.push_back(std::move(hold));
+  charge_.grow(growth);
+  backed_ = target;
+}
+
+void CpuGrowableMemory::throw_out_of_memory(Bytes wanted, const char* reason) const {
+  throw OutOfMemoryError(fmt::format(
+      "device cpu has no memory to grow by ({}): {} wanted, {} backed, {} reserved ({}){}; free "
+      "memory "
+      "or use a smaller part of it; held: {}",
+      memory::name_of(kind_), to_string(wanted), to_string(backed_), to_string(reserved_), reason,
+      budget_ ? fmt::format("; budget {}, {} left", to_string(budget_->limit()),
+                            to_string(budget_->left()))
+              : std::string(),
+      ledger_->report()));
+}
+
+}  // namespace strata::device

@@ -1,0 +1,44 @@
+// GrowableMemory of the CPU device: an address range reserved without access, of which a prefix is
+// made readable and writable, page by page. The kernel backs pages with zeroes when they are first
+// touched. Threads: one at a time. Ownership: frees range and charge on destruction. Units: the
+// granule is the page; whole pages are charged. Errors: OutOfMemoryError when the system or the
+// budget refuses, UsageError for growth beyond the range.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/memory/byte_budget.h"
+
+namespace strata::device {
+
+class CpuGrowableMemory final : public GrowableMemory {
+ public:
+  // `budget` may be null: no bound but the system's.
+  CpuGrowableMemory(Bytes bytes, memory::Kind kind, std::shared_ptr<memory::Ledger> ledger,
+                    std::shared_ptr<memory::ByteBudget> budget);
+  ~CpuGrowableMemory() override;
+  CpuGrowableMemory(const CpuGrowableMemory&) = delete;
+  CpuGrowableMemory& operator=(const CpuGrowableMemory&) = delete;
+
+  std::byte* base() override { return base_; }
+  Bytes reserved() const override { return reserved_; }
+  Bytes backed() const override { return backed_; }
+  void grow_to(Bytes bytes) override;
+
+ private:
+  [[noreturn]] void throw_out_of_memory(Bytes wanted, const char* reason) const;
+
+  const std::shared_ptr<memory::Ledger> ledger_;
+  const std::shared_ptr<memory::ByteBudget> budget_;
+  const memory::Kind kind_;
+  const Bytes reserved_;
+  std::byte* base_ = nullptr;  // null when reserved_ is 0
+  Bytes backed_;
+  memory::Charge charge_;
+  std::vector<memory::ByteBudget::Hold> holds_;  // one a growth
+};
+
+}  // namespace strata::device

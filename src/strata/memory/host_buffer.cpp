@@ -1,0 +1,135 @@
+#include "strata/memory/host_buffer.h"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
+
+namespace strata::memory {
+namespace {
+
+[[noreturn]] void throw_out_of_memory(Bytes wanted, const HostBufferOptions& options, int error) {
+  throw OutOfMemoryError(
+      fmt::format("no memory for a buffer of the {} tier ({}): {} wanted, the system refused it "
+                  "({}); free memory or "
+                  "raise the limits of this process (ulimit -v, vm.overcommit_memory, "
+                  "vm.max_map_count); held: {}",
+                  name_of(options.tier), name_of(options.kind), to_string(wanted),
+                  std::strerror(error), options.ledger ? options.ledger->report() : "not counted"));
+}
+
+Bytes mapped_size(Bytes bytes) {
+  return align_up(bytes, page_size());
+}
+
+// Null when the system refuses; errno says why.
+std::byte* map_pages(Bytes bytes) {
+  void* address = ::mmap(nullptr, bytes.size(), PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return address == MAP_FAILED ? nullptr : static_cast<std::byte*>(address);
+}
+
+void unmap_pages(std::byte* address, Bytes bytes) noexcept {
+  if (bytes.value > 0) ::munmap(address, bytes.size());
+}
+
+// Maps one huge page more than asked for and gives back what lies before and after the aligned
+// part.
+std::byte* map_huge_pages(Bytes bytes) {
+  std::byte* const mapped = map_pages(bytes + kHugePageSize);
+  if (mapped == nullptr) return nullptr;
+  const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(mapped)));
+  const Bytes before = align_up(address, kHugePageSize) - address;
+  std::byte* const aligned = mapped + before.size();
+  unmap_pages(mapped, before);
+  unmap_pages(aligned + bytes.size(), kHugePageSize - before);
+  // Advice: where huge pages are off, small ones serve.
+  ::madvise(aligned, bytes.size(), MADV_HUGEPAGE);
+  return aligned;
+}
+
+// Backs the pages of [begin, begin + bytes). Returns 0 or an errno.
+int populate(std::byte* begin, Bytes bytes) {
+#ifdef MADV_POPULATE_WRITE
+  if (::madvise(begin, bytes.size(), MADV_POPULATE_WRITE) == 0) return 0;
+  if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) return errno;
+#endif
+  // The kernel does not know this advice: a write to each page does the same.
+  for (Bytes at; at < bytes; at += page_size()) {
+    *const_cast<volatile std::byte*>(begin + at.size()) = std::byte{0};
+  }
+  return 0;
+}
+
+}  // namespace
+
+Bytes page_size() {
+  static const Bytes size(static_cast<std::int64_t>(::sysconf(_SC_PAGESIZE)));
+  return size;
+}
+
+HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(bytes) {
+  STRATA_ASSERT(bytes.value >= 0);
+  if (bytes == Bytes()) return;
+  // Rounding up, and the page that aligns, must not overflow.
+  if (bytes.value > std::numeric_limits<std::int64_t>::max() - 2 * kHugePageSize.value) {
+    throw_out_of_memory(bytes, options, ENOMEM);
+  }
+  const bool huge = options.huge_pages && bytes >= kHugePageSize;
+  data_ = huge ? map_huge_pages(mapped_size(bytes)) : map_pages(mapped_size(bytes));
+  if (data_ == nullptr) throw_out_of_memory(bytes, options, errno);
+  try {
+    if (options.touch != nullptr) touch(*options.touch);
+    charge_ = Charge(options.ledger, options.tier, options.kind, bytes);
+  } catch (const OutOfMemoryError&) {
+    unmap();
+    throw_out_of_memory(bytes, options, ENOMEM);
+  } catch (...) {
+    unmap();
+    throw;
+  }
+}
+
+HostBuffer::HostBuffer(HostBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, Bytes())),
+      charge_(std::move(other.charge_)) {}
+
+HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
+  if (this == &other) return *this;
+  unmap();
+  data_ = std::exchange(other.data_, nullptr);
+  size_ = std::exchange(other.size_, Bytes());
+  charge_ = std::move(other.charge_);
+  return *this;
+}
+
+HostBuffer::~HostBuffer() {
+  unmap();
+}
+
+void HostBuffer::unmap() noexcept {
+  if (data_ != nullptr) unmap_pages(data_, mapped_size(size_));
+  data_ = nullptr;
+}
+
+void HostBuffer::touch(ThreadPool& pool) {
+  // Chunks of several huge pages: long enough to pay for a call, short enough to share evenly.
+  const Bytes grain = kHugePageSize * 8;
+  pool.parallel_for(mapped_size(size_).value, grain.value,
+                    [this](std::int64_t begin, std::int64_t end) {
+                      const int error = populate(data_ + begin, Bytes(end - begin));
+                      if (error != 0) throw OutOfMemoryError("pages refused");
+                    });
+}
+
+}  // namespace strata::memory

@@ -1,0 +1,61 @@
+// A page-aligned buffer of host memory of its own, zeroed by the kernel: an anonymous mapping.
+// Pages take memory when first touched, unless the buffer is told to touch them all now. Threads:
+// as a std::vector: const calls from anywhere, the bytes are the user's to synchronise. Ownership:
+// the buffer owns the mapping and frees it on destruction; movable, addresses stay. Units: exactly
+// the bytes asked for are charged; the rounding up to whole pages is not. Errors: OutOfMemoryError
+// with the bytes wanted and what the ledger holds. The system commonly promises more memory than it
+// has, so that a buffer that is not touched now may fail only when it is used; Device::free_bytes
+// says what there is.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include "strata/base/units.h"
+#include "strata/memory/ledger.h"
+
+namespace strata {
+class ThreadPool;
+}
+
+namespace strata::memory {
+
+// The system's page size: what buffers are aligned to at least.
+Bytes page_size();
+
+// 2 MiB: what larger buffers are aligned to when they ask for huge pages.
+inline constexpr Bytes kHugePageSize = 2_MiB;
+
+struct HostBufferOptions {
+  std::shared_ptr<Ledger> ledger;  // null: charged nowhere
+  Tier tier = Tier::kHost;         // a CPU device charges its memory as the device's
+  Kind kind = Kind::kStaging;
+  bool huge_pages = true;       // advise huge pages when the buffer holds at least one
+  ThreadPool* touch = nullptr;  // back every page now, with these threads
+};
+
+class HostBuffer {
+ public:
+  HostBuffer() = default;  // 0 bytes
+  explicit HostBuffer(Bytes bytes, const HostBufferOptions& options = {});
+  HostBuffer(HostBuffer&& other) noexcept;
+  HostBuffer& operator=(HostBuffer&& other) noexcept;
+  ~HostBuffer();
+
+  std::byte* data() { return data_; }
+  const std::byte* data() const { return data_; }
+  Bytes size() const { return size_; }
+  std::span<std::byte> bytes() { return {data_, size_.size()}; }
+  std::span<const std::byte> bytes() const { return {data_, size_.size()}; }
+
+ private:
+  void unmap() noexcept;
+  void touch(ThreadPool& pool);
+
+  std::byte* data_ = nullptr;  // null when size_ is 0
+  Bytes size_;
+  Charge charge_;
+};
+
+}  // namespace strata::memory

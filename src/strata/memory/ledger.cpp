@@ -1,0 +1,151 @@
+#include "strata/memory/ledger.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::memory {
+namespace {
+
+std::size_t index_of(Tier tier) {
+  return static_cast<std::size_t>(tier);
+}
+std::size_t index_of(Kind kind) {
+  return static_cast<std::size_t>(kind);
+}
+
+}  // namespace
+
+std::string_view name_of(Tier tier) {
+  switch (tier) {
+    case Tier::kDevice:
+      return "device";
+    case Tier::kHost:
+      return "host";
+    case Tier::kNvme:
+      return "nvme";
+  }
+  STRATA_ASSERT(false);
+}
+
+std::string_view name_of(Kind kind) {
+  switch (kind) {
+    case Kind::kWeights:
+      return "weights";
+    case Kind::kGathered:
+      return "gathered weights";
+    case Kind::kGradients:
+      return "gradients";
+    case Kind::kGradientShards:
+      return "gradient shards";
+    case Kind::kMasterWeights:
+      return "master weights";
+    case Kind::kOptimizerState:
+      return "optimizer state";
+    case Kind::kStaging:
+      return "staging";
+  }
+  STRATA_ASSERT(false);
+}
+
+Charge::Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes)
+    : ledger_(std::move(ledger)), tier_(tier), kind_(kind), bytes_(bytes) {
+  STRATA_ASSERT(bytes.value >= 0);
+  if (ledger_) ledger_->add(tier_, kind_, bytes_);
+}
+
+Charge::Charge(Charge&& other) noexcept
+    : ledger_(std::exchange(other.ledger_, nullptr)),
+      tier_(other.tier_),
+      kind_(other.kind_),
+      bytes_(std::exchange(other.bytes_, Bytes())) {}
+
+Charge& Charge::operator=(Charge&& other) noexcept {
+  if (this == &other) return *this;
+  if (ledger_) ledger_->remove(tier_, kind_, bytes_);
+  ledger_ = std::exchange(other.ledger_, nullptr);
+  tier_ = other.tier_;
+  kind_ = other.kind_;
+  bytes_ = std::exchange(other.bytes_, Bytes());
+  return *this;
+}
+
+Charge::~Charge() {
+  if (ledger_) ledger_->remove(tier_, kind_, bytes_);
+}
+
+void Charge::grow(Bytes by) {
+  STRATA_ASSERT(by.value >= 0);
+  if (ledger_) ledger_->add(tier_, kind_, by);
+  bytes_ += by;
+}
+
+Bytes Ledger::held(Tier tier, Kind kind) const {
+  const std::lock_guard lock(mutex_);
+  return by_kind_[index_of(tier)][index_of(kind)].held;
+}
+
+Bytes Ledger::held(Tier tier) const {
+  const std::lock_guard lock(mutex_);
+  return by_tier_[index_of(tier)].held;
+}
+
+Bytes Ledger::peak(Tier tier, Kind kind) const {
+  const std::lock_guard lock(mutex_);
+  return by_kind_[index_of(tier)][index_of(kind)].peak;
+}
+
+Bytes Ledger::peak(Tier tier) const {
+  const std::lock_guard lock(mutex_);
+  return by_tier_[index_of(tier)].peak;
+}
+
+void Ledger::reset_peaks() {
+  const std::lock_guard lock(mutex_);
+  for (auto& kinds : by_kind_) {
+    for (Count& count : kinds) count.peak = count.held;
+  }
+  for (Count& count : by_tier_) count.peak = count.held;
+}
+
+std::string Ledger::report() const {
+  const std::lock_guard lock(mutex_);
+  std::string text;
+  for (int t = 0; t < kTierCount; ++t) {
+    const auto tier = static_cast<Tier>(t);
+    const Count& total = by_tier_[index_of(tier)];
+    if (total.peak == Bytes()) continue;
+    fmt::format_to(std::back_inserter(text), "{}{} {} (peak {})", text.empty() ? "" : "; ",
+                   name_of(tier), to_string(total.held), to_string(total.peak));
+    const char* separator = ": ";
+    for (int k = 0; k < kKindCount; ++k) {
+      const auto kind = static_cast<Kind>(k);
+      const Count& count = by_kind_[index_of(tier)][index_of(kind)];
+      if (count.held == Bytes()) continue;
+      fmt::format_to(std::back_inserter(text), "{}{} {}", separator, name_of(kind),
+                     to_string(count.held));
+      separator = ", ";
+    }
+  }
+  return text.empty() ? "nothing held" : text;
+}
+
+void Ledger::add(Tier tier, Kind kind, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  for (Count* count : {&by_kind_[index_of(tier)][index_of(kind)], &by_tier_[index_of(tier)]}) {
+    count->held += bytes;
+    count->peak = std::max(count->peak, count->held);
+  }
+}
+
+void Ledger::remove(Tier tier, Kind kind, Bytes bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  by_kind_[index_of(tier)][index_of(kind)].held -= bytes;
+  by_tier_[index_of(tier)].held -= bytes;
+}
+
+}  // namespace strata::memory
