@@ -41,10 +41,18 @@ const Entry& entry_of(DType dtype) {
 
 }  // namespace
 
-Bytes size_of(DType dtype) { return Bytes(entry_of(dtype).bytes); }
-bool is_floating(DType dtype) { return entry_of(dtype).floating; }
-std::string_view name_of(DType dtype) { return entry_of(dtype).name; }
-std::string_view safetensors_name_of(DType dtype) { return entry_of(dtype).safetensors; }
+Bytes size_of(DType dtype) {
+  return Bytes(entry_of(dtype).bytes);
+}
+bool is_floating(DType dtype) {
+  return entry_of(dtype).floating;
+}
+std::string_view name_of(DType dtype) {
+  return entry_of(dtype).name;
+}
+std::string_view safetensors_name_of(DType dtype) {
+  return entry_of(dtype).safetensors;
+}
 
 std::optional<DType> dtype_from_safetensors(std::string_view name) {
   for (const Entry& e : kEntries) {

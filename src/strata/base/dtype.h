@@ -30,7 +30,9 @@ enum class DType : std::uint8_t {
 
 Bytes size_of(DType dtype);
 
-inline Bytes bytes_of(Numel numel, DType dtype) { return size_of(dtype) * numel.value; }
+inline Bytes bytes_of(Numel numel, DType dtype) {
+  return size_of(dtype) * numel.value;
+}
 
 // fp32, fp16, bf16 or fp64: what master weights, kernels and reductions are defined for.
 bool is_floating(DType dtype);

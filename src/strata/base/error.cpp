@@ -9,9 +9,10 @@ namespace strata {
 
 void throw_assert_failed(const char* expression, const char* file, int line) {
   const char* slash = std::strrchr(file, '/');
-  throw InternalError(fmt::format("internal error: {} does not hold at {}:{}; please report it with the "
-                                  "configuration that led here",
-                                  expression, slash != nullptr ? slash + 1 : file, line));
+  throw InternalError(
+      fmt::format("internal error: {} does not hold at {}:{}; please report it with the "
+                  "configuration that led here",
+                  expression, slash != nullptr ? slash + 1 : file, line));
 }
 
 std::string to_string(Bytes bytes) {

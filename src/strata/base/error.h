@@ -1,7 +1,7 @@
-// Errors of the engine. A user's or the machine's fault throws one of these classes; the message says
-// what was wanted, what was found and what to do, with the run-time values at its end. What cannot
-// happen is asserted: STRATA_ASSERT stays on in every build and throws InternalError, since an engine
-// that trains for weeks must not abort the process that holds the user's state.
+// Errors of the engine. A user's or the machine's fault throws one of these classes; the message
+// says what was wanted, what was found and what to do, with the run-time values at its end. What
+// cannot happen is asserted: STRATA_ASSERT stays on in every build and throws InternalError, since
+// an engine that trains for weeks must not abort the process that holds the user's state.
 #pragma once
 
 #include <fmt/format.h>
@@ -62,7 +62,7 @@ class InternalError : public Error {
 
 }  // namespace strata
 
-#define STRATA_ASSERT(condition)                                            \
-  do {                                                                      \
+#define STRATA_ASSERT(condition)                                                     \
+  do {                                                                               \
     if (!(condition)) ::strata::throw_assert_failed(#condition, __FILE__, __LINE__); \
   } while (false)

@@ -40,7 +40,9 @@ struct Quantity {
 using Bytes = Quantity<struct BytesTag>;
 using Numel = Quantity<struct NumelTag>;
 
-constexpr Bytes operator""_B(unsigned long long v) { return Bytes(static_cast<std::int64_t>(v)); }
+constexpr Bytes operator""_B(unsigned long long v) {
+  return Bytes(static_cast<std::int64_t>(v));
+}
 constexpr Bytes operator""_KiB(unsigned long long v) {
   return Bytes(static_cast<std::int64_t>(v) << 10);
 }

@@ -1,0 +1,63 @@
+#include "strata/plan/flat_layout.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::plan {
+namespace {
+
+constexpr Bytes kAlignment = 256_B;
+
+}  // namespace
+
+FlatLayout::FlatLayout(std::span<const ParamSpec> model, std::vector<int> param_indices,
+                       DType dtype, int world_size)
+    : dtype_(dtype), world_size_(world_size) {
+  STRATA_ASSERT(world_size >= 1);
+  // fp32 gradients of 16-bit weights share the layout, so the alignment counts in elements of the
+  // narrowest type it is used with; 256 bytes of a wider type follow from it.
+  const Numel alignment(kAlignment / size_of(dtype));
+  Numel offset;
+  slots_.reserve(param_indices.size());
+  for (const int index : param_indices) {
+    const ParamSpec& param = model[static_cast<std::size_t>(index)];
+    STRATA_ASSERT(param.dtype == dtype);
+    slots_.push_back({index, offset, param.numel()});
+    used_ += param.numel();
+    offset = align_up(offset + param.numel(), alignment);
+  }
+  padded_ = align_up(offset, alignment * world_size);
+}
+
+std::vector<ShardPiece> FlatLayout::pieces(int rank) const {
+  const Numel begin = shard() * rank;
+  const Numel end = begin + shard();
+  std::vector<ShardPiece> result;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Numel low = std::max(begin, slots_[i].offset);
+    const Numel high = std::min(end, slots_[i].end());
+    if (low >= high) continue;
+    result.push_back(
+        {static_cast<int>(i), low - slots_[i].offset, high - slots_[i].offset, low - begin});
+  }
+  return result;
+}
+
+std::vector<GroupSegment> FlatLayout::segments(int rank, std::span<const ParamSpec> model) const {
+  std::vector<GroupSegment> result;
+  for (const ShardPiece& piece : pieces(rank)) {
+    const Slot& slot = slots_[static_cast<std::size_t>(piece.slot)];
+    const int group = model[static_cast<std::size_t>(slot.param)].group;
+    const Numel end = piece.shard_offset + (piece.param_end - piece.param_begin);
+    if (!result.empty() && result.back().group == group) {
+      result.back().end = end;
+    } else {
+      if (!result.empty()) result.back().end = piece.shard_offset;
+      result.push_back({group, piece.shard_offset, end});
+    }
+  }
+  return result;
+}
+
+}  // namespace strata::plan

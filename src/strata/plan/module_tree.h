@@ -1,0 +1,20 @@
+// A model's modules as planning sees them: names, classes, who contains whom, who owns which
+// parameters. Filled from torch.nn.Module or torch::nn::Module by the layer above. Immutable value.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace strata::plan {
+
+struct ModuleNode {
+  std::string path;         // "" for the root, else "model.layers.0"
+  std::string class_name;   // "Qwen3DecoderLayer"
+  int parent = -1;          // index; parents come before their children
+  std::vector<int> params;  // owned directly, indices into the model's parameters
+  bool callable = true;     // false for containers that are never called (ModuleList, ModuleDict)
+};
+
+using ModuleTree = std::vector<ModuleNode>;
+
+}  // namespace strata::plan

@@ -1,0 +1,27 @@
+// What planning knows of one parameter: everything but its values. Immutable value.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+
+namespace strata::plan {
+
+struct ParamSpec {
+  std::string name;  // global, as named_parameters() says it; of a tied parameter, the first name
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kFloat32;  // of the weight that computes
+  bool trainable = true;
+  int group = 0;  // index of the optimizer's param group; meaningless when not trainable
+
+  Numel numel() const {
+    std::int64_t n = 1;
+    for (const std::int64_t d : shape) n *= d;
+    return Numel(n);
+  }
+};
+
+}  // namespace strata::plan

@@ -1,0 +1,51 @@
+// Cuts a model into units (parameters that are gathered, reduced and updated together) and scopes
+// (the modules whose forward needs them). A block's parameters form one unit, split by dtype,
+// trainability and persistence. Parameters outside blocks form units of neighbours up to
+// `unit_bytes`, with their owning modules as scopes. A tied parameter belongs to the first unit
+// that meets it; every scope that reaches it lists that unit. Pure function; the same model gives
+// the same plan on every rank.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/base/units.h"
+#include "strata/plan/module_tree.h"
+#include "strata/plan/param_spec.h"
+
+namespace strata::plan {
+
+struct UnitSpec {
+  std::string name;  // of the block or first owner, with a suffix where a block has several units
+  std::vector<int> params;  // indices into the model's parameters, in flat order
+  DType dtype = DType::kFloat32;
+  bool trainable = true;
+  bool persistent = false;  // small parameters that stay gathered
+};
+
+struct ScopeSpec {
+  int module = 0;          // index into the module tree
+  std::vector<int> units;  // what its forward needs, ascending
+};
+
+struct ModelPlan {
+  std::vector<UnitSpec> units;
+  std::vector<ScopeSpec> scopes;
+  std::vector<int> unit_of_param;
+};
+
+struct PlanOptions {
+  std::vector<std::string> wrap;  // class names of blocks; empty: found by themselves
+  Bytes unit_bytes = 32_MiB;      // bound for units of neighbours outside blocks
+  Numel persistence_threshold;    // parameters of at most so many elements stay gathered; 0: none
+  Numel persistence_total;        // at most so many elements altogether; 0: no bound
+};
+
+ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
+                     const PlanOptions& options);
+
+// Canonical text of a model and its plan, a line a parameter, for comparing ranks.
+std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan);
+
+}  // namespace strata::plan
