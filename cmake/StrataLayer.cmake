@@ -1,13 +1,17 @@
 # strata_layer(NAME name SOURCES a.cpp ... HEADERS a.h ... DEPENDS layer ... LINK library ...)
-# Declares one layer as the object library strata_<name>; DEPENDS names the layers below it, the only
-# ones that its files may include (tests/tidy checks the includes themselves).
+# Declares one layer as the static library strata_<name>, strata::<name> to users of the installed
+# package. DEPENDS names the layers below it, the only ones that its files may include (tests/tidy
+# checks the includes themselves). HEADERS are what is installed.
 function(strata_layer)
   cmake_parse_arguments(L "" "NAME" "SOURCES;HEADERS;DEPENDS;LINK" ${ARGN})
   add_library(strata_${L_NAME} STATIC ${L_SOURCES})
+  add_library(strata::${L_NAME} ALIAS strata_${L_NAME})
+  set_target_properties(strata_${L_NAME} PROPERTIES EXPORT_NAME ${L_NAME})
   target_sources(strata_${L_NAME} PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/src
                  FILES ${L_HEADERS})
   target_include_directories(strata_${L_NAME} PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src> $<INSTALL_INTERFACE:include>)
+  target_compile_features(strata_${L_NAME} PUBLIC cxx_std_20)
   target_link_libraries(strata_${L_NAME} PRIVATE $<BUILD_INTERFACE:strata_warnings>)
   foreach(dep IN LISTS L_DEPENDS)
     target_link_libraries(strata_${L_NAME} PUBLIC strata_${dep})
@@ -15,18 +19,23 @@ function(strata_layer)
   if(L_LINK)
     target_link_libraries(strata_${L_NAME} PUBLIC ${L_LINK})
   endif()
-  set_property(GLOBAL APPEND PROPERTY STRATA_LAYERS strata_${L_NAME})
+  set_property(GLOBAL APPEND PROPERTY STRATA_LAYERS ${L_NAME})
 endfunction()
 
-# strata_test(NAME name SOURCES a_test.cpp ... LINK target ...): one GoogleTest binary, one ctest entry a case.
+# strata_test(NAME name SOURCES a_test.cpp ... LINK target ... [TIMEOUT seconds] [LABEL core|torch])
+# One GoogleTest program and one ctest entry. Label core (the default) is what also runs under the
+# sanitizers; label torch is for programs that link torch.
 function(strata_test)
-  cmake_parse_arguments(T "" "NAME;TIMEOUT" "SOURCES;LINK" ${ARGN})
+  cmake_parse_arguments(T "" "NAME;TIMEOUT;LABEL" "SOURCES;LINK" ${ARGN})
   if(NOT T_TIMEOUT)
     set(T_TIMEOUT 120)
+  endif()
+  if(NOT T_LABEL)
+    set(T_LABEL core)
   endif()
   add_executable(${T_NAME} ${T_SOURCES})
   target_link_libraries(${T_NAME} PRIVATE ${T_LINK} strata_warnings GTest::gtest GTest::gmock GTest::gtest_main)
   target_include_directories(${T_NAME} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
   add_test(NAME ${T_NAME} COMMAND ${T_NAME} --gtest_brief=1)
-  set_tests_properties(${T_NAME} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS core)
+  set_tests_properties(${T_NAME} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS ${T_LABEL})
 endfunction()

@@ -11,13 +11,17 @@ endif()
 option(STRATA_WERROR "Treat warnings as errors" OFF)
 set(STRATA_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined or thread")
 
+# ccache, told that precompiled headers are fine and that build folders beside each other may share.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+    env CCACHE_SLOPPINESS=pch_defines,time_macros CCACHE_NOHASHDIR=1
+    CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} ${CCACHE_PROGRAM})
 endif()
 
 if(STRATA_SANITIZE)
-  add_compile_options(-fsanitize=${STRATA_SANITIZE} -fno-omit-frame-pointer -g)
+  add_compile_options(-fsanitize=${STRATA_SANITIZE} -fno-sanitize-recover=all
+                      -fno-omit-frame-pointer -g)
   add_link_options(-fsanitize=${STRATA_SANITIZE})
 endif()
 
@@ -34,3 +38,6 @@ find_package(nlohmann_json REQUIRED)
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
 pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)
+if(STRATA_BUILD_TORCH OR STRATA_BUILD_PYTHON)
+  include(StrataTorch)
+endif()

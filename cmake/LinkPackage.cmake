@@ -1,0 +1,16 @@
+# cmake -DSOURCE=python/strata -DDESTINATION=<build>/pkg/strata -P LinkPackage.cmake
+# Makes DESTINATION hold a link to each file and folder of SOURCE, and drops links to what is gone.
+file(MAKE_DIRECTORY ${DESTINATION})
+file(GLOB present RELATIVE ${DESTINATION} ${DESTINATION}/*)
+foreach(name IN LISTS present)
+  if(IS_SYMLINK ${DESTINATION}/${name} AND NOT EXISTS ${DESTINATION}/${name})
+    file(REMOVE ${DESTINATION}/${name})
+  endif()
+endforeach()
+file(GLOB entries RELATIVE ${SOURCE} ${SOURCE}/*)
+list(REMOVE_ITEM entries __pycache__)
+foreach(name IN LISTS entries)
+  if(NOT IS_SYMLINK ${DESTINATION}/${name})
+    file(CREATE_LINK ${SOURCE}/${name} ${DESTINATION}/${name} SYMBOLIC)
+  endif()
+endforeach()

@@ -1,0 +1,30 @@
+# Finds Python and torch for the layers above the torch line, and bounds what compiling them costs.
+set(_components Interpreter)
+if(STRATA_BUILD_PYTHON)
+  list(APPEND _components Development.Module)
+endif()
+find_package(Python 3.10 REQUIRED COMPONENTS ${_components})
+find_package(StrataTorch 2.11 REQUIRED)
+
+# A file that includes torch takes 2 to 3 GiB to compile: as many at once as memory allows.
+cmake_host_system_information(RESULT _memory_mib QUERY TOTAL_PHYSICAL_MEMORY)
+math(EXPR _torch_jobs "${_memory_mib} / 3072")
+if(_torch_jobs LESS 1)
+  set(_torch_jobs 1)
+endif()
+set_property(GLOBAL APPEND PROPERTY JOB_POOLS strata_torch_jobs=${_torch_jobs})
+
+# strata_compiles_torch(target [PCH header ...]): for a target whose files include torch. PCH names the
+# headers to precompile, e.g. <ATen/ATen.h>: those that nearly every file of the target includes.
+function(strata_compiles_torch target)
+  cmake_parse_arguments(T "" "" "PCH" ${ARGN})
+  set_target_properties(${target} PROPERTIES JOB_POOL_COMPILE strata_torch_jobs)
+  if(T_PCH)
+    target_precompile_headers(${target} PRIVATE ${T_PCH})
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      target_compile_options(${target} PRIVATE -fpch-preprocess)  # ccache asks for it
+    elseif(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+      target_compile_options(${target} PRIVATE "SHELL:-Xclang -fno-pch-timestamp")
+    endif()
+  endif()
+endfunction()
