@@ -1,0 +1,51 @@
+// What is left of a positional transfer, or of one piece of it, and the one place that reads the
+// result of a system call: accept() continues after a short transfer, retries EINTR, and turns
+// everything else into an IoError with path, offset, wanted and got. Every engine drives its
+// transfers through it. Threads: one thread. Ownership: borrows the File and the memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "strata/base/units.h"
+#include "strata/io/file.h"
+#include "strata/io/system_calls.h"
+
+namespace strata::io {
+
+class PendingRange {
+ public:
+  // Throw UsageError if no file can have the range.
+  static PendingRange reading(const File& file, Bytes offset, std::span<std::byte> target);
+  static PendingRange writing(const File& file, Bytes offset, std::span<const std::byte> source);
+
+  // The part [begin, begin + bytes) of this range. Its errors speak of the whole transfer: `got`
+  // counts from the transfer's first byte.
+  PendingRange piece(Bytes begin, Bytes bytes) const;
+
+  Bytes wanted() const { return end_ - begin_; }
+  bool complete() const { return next_ == end_; }
+  // Takes what a system call on the rest returned (bytes moved, or -errno). Throws IoError.
+  void accept(std::int64_t result);
+  // Calls until complete.
+  void run(SystemCalls& calls);
+
+ private:
+  PendingRange(const File& file, Bytes offset, std::byte* target, const std::byte* source,
+               Bytes bytes);
+  [[noreturn]] void fail(const char* what, int code) const;
+
+  const File* file_;
+  std::byte* target_;         // first byte of the transfer; null for a write
+  const std::byte* source_;   // the same for a write; null for a read
+  Bytes offset_;              // of the transfer in the file
+  Bytes bytes_;               // of the transfer
+  Bytes begin_, next_, end_;  // of this range, relative to the transfer
+};
+
+// One complete transfer on the calling thread.
+void read_fully(const File& file, Bytes offset, std::span<std::byte> target);
+void write_fully(const File& file, Bytes offset, std::span<const std::byte> source);
+
+}  // namespace strata::io
