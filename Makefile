@@ -1,0 +1,117 @@
+# The two commands are `make test` and `make demo`; each does everything that it needs from a fresh
+# clone: system packages, a virtual environment, the build. `make help` lists the rest.
+#
+#   PYTHON=python3.12   the interpreter of the virtual environment
+#   WERROR=ON           warnings are errors (always so in CI and in the core's own presets)
+#   PYTEST="-k zero"    arguments for pytest
+#   JOBS=2              compile jobs and test programs at once
+
+PYTHON_GIVEN := $(if $(filter undefined,$(origin PYTHON)),,$(PYTHON))
+PYTHON ?= python3
+VENV ?= $(shell sh tools/choose_venv.sh $(PYTHON_GIVEN))
+JOBS ?= $(shell nproc)
+WERROR ?= $(if $(CI),ON,OFF)
+
+VENV := $(VENV)
+VENV_PYTHON := $(VENV)/bin/python
+BUILD := build/python$(patsubst .venv%,%,$(notdir $(VENV)))
+STAMPS := build/stamps
+SYSTEM := $(STAMPS)/system-$(notdir $(PYTHON))
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- what the machine must have ---------------------------------------------------------------------
+
+$(SYSTEM): tools/system_packages.sh
+	@sh tools/system_packages.sh $(PYTHON)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/bench $(STAMPS)/lint: tools/system_packages.sh
+	@sh tools/system_packages.sh $(PYTHON) $(@F)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(VENV)/.strata-ready: requirements.txt requirements-test.txt tools/python_environment.sh | $(SYSTEM)
+	@echo "Bringing $(VENV) to the pinned requirements"
+	@sh tools/python_environment.sh $(PYTHON) $(VENV)
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.strata-ready  ## System packages and the virtual environment
+
+# --- the build --------------------------------------------------------------------------------------
+
+# A configuration is redone by ninja itself when a CMake file changes; here, when its inputs do.
+$(BUILD)/.configured-$(WERROR): CMakePresets.json $(VENV)/.strata-ready
+	cmake --preset python -B $(BUILD) -DSTRATA_WERROR=$(WERROR) \
+	  -DPython_EXECUTABLE=$(abspath $(VENV_PYTHON)) --log-level=NOTICE
+	@rm -f $(BUILD)/.configured-* && touch $@
+
+build/dev/build.ninja build/asan/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
+	cmake --preset $(notdir $(@D)) --log-level=NOTICE
+	@touch $@
+
+# `import strata` in the virtual environment is this build.
+LINK_PACKAGE = $(VENV_PYTHON) -c "import pathlib, sysconfig; \
+  pathlib.Path(sysconfig.get_paths()['purelib'], 'strata-build.pth') \
+  .write_text('$(abspath $(BUILD))/pkg\n')"
+
+.PHONY: build module core
+build: $(BUILD)/.configured-$(WERROR)  ## Everything: core, torch layer, Python module, C++ tests
+	ninja -C $(BUILD) -j $(JOBS)
+	@$(LINK_PACKAGE)
+
+module: $(BUILD)/.configured-$(WERROR)  ## The Python module alone, as the demo needs it
+	ninja -C $(BUILD) -j $(JOBS) strata_package
+	@$(LINK_PACKAGE)
+
+core: build/dev/build.ninja  ## The torch-free core and its tests
+	ninja -C build/dev -j $(JOBS)
+
+# --- the work ---------------------------------------------------------------------------------------
+
+.PHONY: test test-core demo bench-cpu sanitize wheel
+test: build  ## All C++ and Python tests; ends with "N passed, N failed"
+	$(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS) -- $(PYTEST)
+
+test-core: core  ## The core's tests alone: seconds
+	$(PYTHON) tools/run_tests.py build/dev --cpp-only --label core --jobs $(JOBS)
+
+demo: module  ## Train a small Qwen3 over two ranks at ZeRO stage 3
+	$(VENV)/bin/torchrun --standalone --nproc_per_node=2 \
+	  examples/train_stdlib.py --config examples/ds_config.json $(DEMO)
+
+bench-cpu: $(STAMPS)/bench module  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
+	DS_ACCELERATOR=cpu $(VENV_PYTHON) bench/bench_cpu.py $(BENCH)
+
+# Address space randomization is off for TSan: the shadow memory of older runtimes needs fixed maps.
+sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan and under TSan
+	ninja -C build/asan -j $(JOBS)
+	ctest --preset asan -j $(JOBS)
+	ninja -C build/tsan -j $(JOBS)
+	setarch -R ctest --preset tsan -j $(JOBS)
+
+wheel: $(VENV)/.strata-ready  ## A wheel of the Python package, in dist/
+	$(VENV_PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+# --- the style --------------------------------------------------------------------------------------
+
+CPP_FILES = $(shell git ls-files '*.h' '*.cpp')
+
+.PHONY: format tidy clean
+format: $(STAMPS)/lint  ## clang-format on every C++ file
+	clang-format -i $(CPP_FILES)
+
+tidy: $(STAMPS)/lint build/dev/build.ninja  ## The style test, formatting and clang-tidy on the core
+	$(PYTHON) tests/tidy/check_tree.py .
+	clang-format --dry-run --Werror $(CPP_FILES)
+	git ls-files 'src/strata/*.cpp' ':!src/strata/torch/' | \
+	  xargs -n 1 -P $(JOBS) clang-tidy -p build/dev --quiet
+
+clean:  ## Remove what was built; the virtual environment stays
+	rm -rf build dist

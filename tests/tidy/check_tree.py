@@ -1,0 +1,26 @@
+"""Checks the whole tree against the rules of this folder; prints what it finds, one line each.
+
+    python3 tests/tidy/check_tree.py [ROOT]
+"""
+
+import sys
+from pathlib import Path
+
+import file_rules
+import include_rules
+
+
+def main() -> int:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+    if not (root / "src" / "strata").is_dir():
+        print(f"error: {root} is not the root of the sources: it has no src/strata")
+        return 2
+    findings = include_rules.check(root) + file_rules.check(root)
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} findings" if findings else "the tree is tidy")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
