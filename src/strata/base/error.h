@@ -52,6 +52,12 @@ class UsageError : public Error {
   using Error::Error;
 };
 
+// Values that training cannot use: gradients that are not finite.
+class NumericsError : public Error {
+ public:
+  using Error::Error;
+};
+
 // A bug in Strata itself.
 class InternalError : public Error {
  public:

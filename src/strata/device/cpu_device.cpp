@@ -115,6 +115,13 @@ void CpuDevice::accumulate(std::byte* target, DType target_dtype, const std::byt
   kernels::accumulate(target, target_dtype, source, source_dtype, numel, &pool_);
 }
 
+void CpuDevice::scale(std::span<float> target, std::span<const float> source, float factor, Stream&) {
+  STRATA_ASSERT(target.size() == source.size());
+  const std::lock_guard lock(pool_mutex_);
+  const std::byte* sources[] = {reinterpret_cast<const std::byte*>(source.data())};
+  kernels::sum_in_order(target, sources, DType::kFloat32, factor, false, &pool_);
+}
+
 void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                           Stream&) {
   const std::lock_guard lock(pool_mutex_);

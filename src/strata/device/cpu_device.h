@@ -16,11 +16,11 @@
 namespace strata::device {
 
 struct CpuDeviceOptions {
-  std::shared_ptr<memory::Ledger> ledger;  // null: the device makes its own
+  std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: the device makes its own
   int threads = 1;                         // that share a kernel, the caller's included; >= 1
   // The most that the device gives out; nullopt: what the system has. Bounds the share of one rank
   // among many, and lets tests meet an exhausted device.
-  std::optional<Bytes> memory_limit;
+  std::optional<Bytes> memory_limit = std::nullopt;
 };
 
 class CpuDevice final : public Device {
@@ -42,6 +42,8 @@ class CpuDevice final : public Device {
             Numel numel, Stream& stream) override;
   void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
                   DType source_dtype, Numel numel, Stream& stream) override;
+  void scale(std::span<float> target, std::span<const float> source, float factor,
+             Stream& stream) override;
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override;
   kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;

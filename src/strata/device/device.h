@@ -74,6 +74,9 @@ class Device {
   // target += source, in fp32, rounded once to the target's type.
   virtual void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
                           DType source_dtype, Numel numel, Stream& stream) = 0;
+  // target = factor * source; equal lengths.
+  virtual void scale(std::span<float> target, std::span<const float> source, float factor,
+                     Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
   // Complete when it returns (the caller needs the numbers).

@@ -1,0 +1,79 @@
+#include "strata/engine/adam_optimizer.h"
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+std::span<float> floats(offload::Lease& lease) {
+  return {reinterpret_cast<float*>(lease.bytes().data()), lease.bytes().size() / sizeof(float)};
+}
+
+}  // namespace
+
+AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
+                             offload::StateStore& states, bool decoupled)
+    : shards_(shards),
+      device_(device),
+      store_(states),
+      stream_(device.create_stream()),
+      decoupled_(decoupled) {
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    const Bytes bytes = bytes_of(unit.layout.shard(), DType::kFloat32);
+    const auto kind = memory::Kind::kOptimizerState;
+    states_.push_back({store_.add(unit.name() + ".exp_avg", bytes, kind),
+                       store_.add(unit.name() + ".exp_avg_sq", bytes, kind)});
+    fetch_list_.push_back(states_.back().exp_avg);
+    fetch_list_.push_back(states_.back().exp_avg_sq);
+  }
+}
+
+void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_scale) {
+  ++steps_;
+  store_.read_ahead(fetch_list_);
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    const OptimizerShards::UnitShard& shard = shards_.units()[i];
+    if (!shards_.gradients().filled(shard.unit)) continue;
+    update(shard, states_[i], groups, gradient_scale);
+  }
+  stream_->synchronize();
+}
+
+void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
+                           std::span<const GroupScalars> groups, float gradient_scale) {
+  Weights& weights = shards_.weights();
+  const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
+  const auto master = weights.lease_master(shard.unit);
+  const auto exp_avg = store_.fetch(states.exp_avg, offload::Access::kReadWrite);
+  const auto exp_avg_sq = store_.fetch(states.exp_avg_sq, offload::Access::kReadWrite);
+  const std::span<const float> gradient = shards_.gradients().values(shard.unit);
+  const bool narrow = weights.has_separate_master(shard.unit);
+  for (const plan::GroupSegment& segment : shard.segments) {
+    STRATA_ASSERT(static_cast<std::size_t>(segment.group) < groups.size());
+    const GroupScalars& group = groups[static_cast<std::size_t>(segment.group)];
+    const std::size_t begin = segment.begin.size();
+    const std::size_t numel = (segment.end - segment.begin).size();
+    kernels::AdamSpans spans;
+    spans.weight = floats(*master).subspan(begin, numel);
+    spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
+    spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
+    spans.gradient = gradient.subspan(begin, numel);
+    if (narrow) {
+      spans.weight16 = unit.shard.data() + bytes_of(segment.begin, unit.layout.dtype()).size();
+      spans.weight16_dtype = unit.layout.dtype();
+    }
+    kernels::AdamScalars scalars;
+    scalars.lr = group.lr;
+    scalars.beta1 = group.beta1;
+    scalars.beta2 = group.beta2;
+    scalars.eps = group.eps;
+    scalars.weight_decay = group.weight_decay;
+    scalars.decoupled = decoupled_;
+    scalars.step = steps_;
+    scalars.gradient_scale = gradient_scale;
+    device_.adam_step(spans, scalars, *stream_);
+  }
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,237 @@
+#include "strata/engine/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "strata/base/error.h"
+#include "strata/engine/adam_optimizer.h"
+#include "strata/engine/consistency.h"
+#include "strata/engine/external_optimizer.h"
+
+namespace strata::engine {
+namespace {
+
+// Must precede every allocation that assumes equal models, so it runs while members are
+// initialised.
+std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> collectives,
+                                           std::span<const plan::ParamSpec> params,
+                                           const plan::ModelPlan& plan,
+                                           const std::string& settings) {
+  require_same_text(*collectives, "configuration", settings);
+  require_same_text(*collectives, "model", plan::describe(params, plan));
+  return collectives;
+}
+
+std::unique_ptr<ShardedOptimizer> make_optimizer(OptimizerKind kind, OptimizerShards& shards,
+                                                 device::Device& device,
+                                                 offload::StateStore& states) {
+  switch (kind) {
+    case OptimizerKind::kNone:
+      return nullptr;
+    case OptimizerKind::kAdam:
+    case OptimizerKind::kAdamW:
+      return std::make_unique<AdamOptimizer>(shards, device, states, kind == OptimizerKind::kAdamW);
+    case OptimizerKind::kExternal:
+      return std::make_unique<ExternalOptimizer>(shards, device);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+               EngineOptions options, OptimizerKind optimizer, const std::string& settings,
+               std::shared_ptr<comm::Collectives> collectives,
+               std::shared_ptr<device::Device> device, std::shared_ptr<offload::StateStore> states,
+               ParameterViews& views)
+    : options_(options),
+      collectives_(checked(std::move(collectives), params, plan, settings)),
+      device_(std::move(device)),
+      states_(std::move(states)),
+      weights_(params, plan, options.stage, *collectives_, *device_, *states_),
+      gatherer_(weights_.units(), *collectives_, *device_, views,
+                {options.max_live, options.prefetch}),
+      reducer_(weights_.units(), *collectives_, *device_,
+               {options.reduce_dtype, options.accumulation_dtype, options.max_reducing}),
+      shards_(weights_, reducer_.shards(), collectives_->rank()),
+      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)),
+      stream_(device_->create_stream()) {}
+
+Engine::~Engine() = default;
+
+void Engine::weights_changed() {
+  gatherer_.invalidate();
+  collectives_->barrier();  // every rank's shards are written before anybody reads them
+  gatherer_.refresh_whole();
+}
+
+void Engine::adopt_flat(std::span<const int> params) {
+  for (const int param : params) {
+    const Unit& unit = weights_.unit_of(param);
+    const plan::Slot& slot = weights_.slot_of(param);
+    const DType dtype = unit.layout.dtype();
+    const auto [begin, end] = weights_.owned_range(param);
+    if (begin == end) continue;
+    const std::byte* source =
+        gatherer_.flat(unit.id).data() + bytes_of(slot.offset + begin, dtype).size();
+    weights_.store(param, begin, end - begin, source, dtype);
+  }
+}
+
+void Engine::begin_forward() {
+  if (!pass_started_) gatherer_.start_pass();
+  pass_started_ = true;
+  forward_seen_ = true;
+}
+
+void Engine::begin_backward(bool boundary) {
+  if (in_backward_) throw UsageError("backward() was called while a backward pass is running");
+  if (!forward_seen_) {
+    throw UsageError(
+        "backward() was called without a forward pass; call the engine with a batch first, then "
+        "backward() on the loss it gave");
+  }
+  reducer_.begin_backward(boundary || !options_.reduce_at_boundary, gatherer_.order().first_uses());
+  in_backward_ = true;
+}
+
+void Engine::add_gradient(int param, const std::byte* gradient, DType dtype) {
+  const Unit& unit = weights_.unit_of(param);
+  if (!unit.trainable()) {
+    throw UsageError(fmt::format(
+        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
+        "requires_grad before initialize()",
+        weights_.param(param).name));
+  }
+  reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype);
+}
+
+void Engine::end_backward() {
+  STRATA_ASSERT(in_backward_);
+  reducer_.end_backward();
+  in_backward_ = false;
+  forward_seen_ = false;
+  pass_started_ = false;
+  backward_seen_ = true;
+}
+
+void Engine::abandon_backward() {
+  in_backward_ = false;
+  forward_seen_ = false;
+  pass_started_ = false;
+  backward_seen_ = false;
+  reducer_.abandon_backward();
+}
+
+void Engine::zero_gradients() {
+  reducer_.shards().clear();
+  backward_seen_ = false;
+}
+
+void Engine::reduce_late() {
+  // Which units are late is known to each rank only for itself; all must reduce the union.
+  std::string mine;
+  for (const int unit : reducer_.late_units()) mine += fmt::format("{} ", unit);
+  std::vector<bool> late(weights_.units().size());
+  for (const std::string& text : collectives_->all_gather_text(mine)) {
+    std::size_t at = 0;
+    while (at < text.size()) {
+      const std::size_t space = text.find(' ', at);
+      late[static_cast<std::size_t>(std::stoi(text.substr(at, space - at)))] = true;
+      at = space + 1;
+    }
+  }
+  std::vector<int> units;
+  for (std::size_t i = 0; i < late.size(); ++i) {
+    if (late[i]) units.push_back(static_cast<int>(i));
+  }
+  reducer_.reduce_late(units);
+}
+
+Engine::Finding Engine::measure_gradients(double loss_scale) {
+  const auto measure = [this](bool with_late) {
+    double sum = 0.0;
+    double not_finite = 0.0;
+    for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+      if (!reducer_.shards().filled(shard.unit)) continue;
+      const kernels::GradStats stats =
+          device_->grad_stats(reducer_.shards().values(shard.unit), *stream_);
+      sum += stats.sum_of_squares;
+      if (!stats.finite) not_finite += 1.0;
+    }
+    // The one all-reduce of a step. It also is the synchronisation before the shards change:
+    // whoever takes part has finished its gathers.
+    std::vector<double> values{sum, not_finite,
+                               with_late ? static_cast<double>(reducer_.late_units().size()) : 0.0};
+    collectives_->all_reduce(values, comm::ReduceOp::kSum);
+    return values;
+  };
+  std::vector<double> values = measure(true);
+  if (values[2] > 0.0) {
+    reduce_late();
+    values = measure(false);
+  }
+  const bool finite = values[1] == 0.0;
+  const double norm =
+      finite ? std::sqrt(values[0]) / loss_scale : std::numeric_limits<double>::infinity();
+  return {norm, finite};
+}
+
+void Engine::report_not_finite() {
+  std::string mine;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (!reducer_.shards().filled(shard.unit)) continue;
+    if (device_->grad_stats(reducer_.shards().values(shard.unit), *stream_).finite) continue;
+    mine = weights_.units()[static_cast<std::size_t>(shard.unit)].name();
+    break;
+  }
+  std::string where;
+  const std::vector<std::string> texts = collectives_->all_gather_text(mine);
+  for (std::size_t r = 0; r < texts.size() && where.empty(); ++r) {
+    if (!texts[r].empty()) where = fmt::format("unit '{}' in the shard of rank {}", texts[r], r);
+  }
+  zero_gradients();
+  throw NumericsError(
+      fmt::format("the gradients of this step are not finite (NaN or infinity; usually the loss "
+                  "was). The weights are "
+                  "unchanged and the step's gradients are dropped, so training may go on with "
+                  "other data or a lower "
+                  "learning rate. First found in: {}",
+                  where));
+}
+
+void Engine::update_weights(std::span<const GroupScalars> groups, float gradient_scale) {
+  gatherer_.invalidate();
+  optimizer_->step(groups, gradient_scale);
+  collectives_->barrier();  // every shard is new before anybody gathers
+  gatherer_.refresh_whole();
+}
+
+StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
+                        bool skip_on_overflow) {
+  if (optimizer_ == nullptr) {
+    throw UsageError(
+        "step() was called on an engine without an optimizer; give initialize() an optimizer, or "
+        "an "
+        "'optimizer' section in the configuration");
+  }
+  if (!backward_seen_) {
+    throw UsageError(
+        "step() was called without a backward pass since the last step; call backward() first");
+  }
+  const Finding finding = measure_gradients(loss_scale);
+  if (!finding.finite && !skip_on_overflow && options_.check_finite) report_not_finite();
+  StepResult result{finding.finite || !skip_on_overflow, finding.norm};
+  if (result.applied) {
+    double scale = 1.0 / loss_scale;
+    if (options_.gradient_clipping > 0.0) {
+      scale *= std::min(1.0, options_.gradient_clipping / (finding.norm + 1e-6));
+    }
+    update_weights(groups, static_cast<float>(scale));
+  }
+  zero_gradients();
+  return result;
+}
+
+}  // namespace strata::engine

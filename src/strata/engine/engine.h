@@ -1,0 +1,107 @@
+// The engine: one rank's part of a sharded model, from the values of its shards to the next step. A
+// facade over Weights, Gatherer, Reducer and ShardedOptimizer; it holds the order in which these
+// are called, and the rules about it, and nothing else. Torch-free: whoever drives it
+// (strata_torch, or a test) tells it when a scope needs its units, hands it gradients as they
+// appear, and is told where parameters lie (ParameterViews).
+//
+// One step:  begin_forward, acquire/release ..., begin_backward, acquire/release, add_gradient ...,
+//            end_backward, [more micro-steps], step.
+// Threads: one thread at a time; a rank's forward and backward may be different threads as long as
+// one waits for the other. Every method marked collective must be called by all ranks, in the same
+// order. Errors: UsageError for calls out of order; CommError from peers; NumericsError for
+// gradients that are not finite. After an error in step() the weights are unchanged and the step's
+// gradients are dropped.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/engine_options.h"
+#include "strata/engine/gatherer.h"
+#include "strata/engine/optimizer_shards.h"
+#include "strata/engine/reducer.h"
+#include "strata/engine/weights.h"
+
+namespace strata::engine {
+
+// What the optimizer is; decides what states are kept.
+enum class OptimizerKind { kNone, kAdam, kAdamW, kExternal };
+
+struct StepResult {
+  bool applied = false;  // false: skipped, because 16-bit gradients overflowed
+  double grad_norm =
+      0.0;  // global L2 norm before clipping, without loss scale; infinite on overflow
+};
+
+class Engine {
+ public:
+  // Collective. Throws ConfigError, on every rank, when ranks bring different models or `settings`
+  // (the canonical text of the configuration); it names the first difference and who has it.
+  Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+         EngineOptions options, OptimizerKind optimizer, const std::string& settings,
+         std::shared_ptr<comm::Collectives> collectives, std::shared_ptr<device::Device> device,
+         std::shared_ptr<offload::StateStore> states, ParameterViews& views);
+  ~Engine();
+
+  // --- values ---
+  Weights& weights() { return weights_; }
+  // Collective: call when store() has been called for every parameter, on every rank.
+  void weights_changed();
+  // Takes what the unit's flat buffer holds now for `params` as their new values. Not a collective:
+  // every rank's flat buffer must hold the same. Follow with weights_changed().
+  void adopt_flat(std::span<const int> params);
+
+  // --- the pass ---
+  Gatherer& gatherer() { return gatherer_; }
+  void begin_forward();
+  bool forward_seen() const { return forward_seen_; }
+  // `reduce`: this is where gradients are reduced (each micro-step, or the boundary; see
+  // EngineOptions).
+  void begin_backward(bool boundary);
+  bool in_backward() const { return in_backward_; }
+  void add_gradient(int param, const std::byte* gradient, DType dtype);
+  void end_backward();
+  void abandon_backward();
+
+  // --- the step --- collective
+  StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
+  // Drops the gradients of the step so far.
+  void zero_gradients();
+
+  ShardedOptimizer* optimizer() { return optimizer_.get(); }
+  OptimizerShards& shards() { return shards_; }
+  comm::Collectives& collectives() { return *collectives_; }
+  device::Device& device() { return *device_; }
+  const EngineOptions& options() const { return options_; }
+
+ private:
+  struct Finding {
+    double norm = 0.0;
+    bool finite = true;
+  };
+  void reduce_late();
+  Finding measure_gradients(double loss_scale);
+  [[noreturn]] void report_not_finite();
+  void update_weights(std::span<const GroupScalars> groups, float gradient_scale);
+
+  EngineOptions options_;
+  std::shared_ptr<comm::Collectives> collectives_;
+  std::shared_ptr<device::Device> device_;
+  std::shared_ptr<offload::StateStore> states_;
+  Weights weights_;
+  Gatherer gatherer_;
+  Reducer reducer_;
+  OptimizerShards shards_;
+  std::unique_ptr<ShardedOptimizer> optimizer_;
+  std::unique_ptr<device::Stream> stream_;
+  bool forward_seen_ = false;  // since the last backward
+  bool pass_started_ = false;
+  bool in_backward_ = false;
+  bool backward_seen_ = false;  // since the last step
+};
+
+}  // namespace strata::engine

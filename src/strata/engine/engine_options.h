@@ -1,0 +1,28 @@
+// What the engine's parts need to know of a configuration, in their own units. Derived from Config
+// by engine_options_from(); set by hand in tests and by programs without a config file. Immutable
+// value.
+#pragma once
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+
+namespace strata::engine {
+
+struct EngineOptions {
+  // What stays whole: below 3 the weights of every unit; at 3 nothing but persistent units.
+  int stage = 3;
+  // Where gradients are reduced: after every micro-step, or once, at the accumulation boundary,
+  // which keeps every unit's whole gradient in between. The first is the same bits at every stage.
+  bool reduce_at_boundary = false;
+  int accumulation_steps = 1;
+  DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
+  DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
+  // Gathered weights may hold this much; one scope's units are gathered even where they exceed it.
+  Bytes max_live = 2_GiB;
+  Bytes prefetch = 128_MiB;        // of max_live, how much may be fetched ahead of its use
+  Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
+  double gradient_clipping = 0.0;  // global L2 norm; 0: none
+  bool check_finite = true;        // fp32, bf16: a gradient that is not finite is an error
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,44 @@
+#include "strata/engine/external_optimizer.h"
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& device)
+    : shards_(shards), device_(device), stream_(device.create_stream()) {
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    masters_.push_back(shards_.weights().lease_master(shard.unit));
+    gradients_.push_back(device.allocate(bytes_of(unit.layout.shard(), DType::kFloat32),
+                                         memory::Kind::kGradientShards));
+    auto* weight = reinterpret_cast<float*>(masters_.back()->bytes().data());
+    auto* gradient = reinterpret_cast<float*>(gradients_.back()->bytes().data());
+    for (const plan::GroupSegment& segment : shard.segments) {
+      const std::size_t begin = segment.begin.size();
+      const std::size_t numel = (segment.end - segment.begin).size();
+      segments_.push_back({segment.group, {weight + begin, numel}, {gradient + begin, numel}});
+    }
+  }
+}
+
+void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gradient_scale) {
+  STRATA_ASSERT(update_ != nullptr);
+  ++steps_;
+  for (std::size_t i = 0; i < gradients_.size(); ++i) {
+    const int unit = shards_.units()[i].unit;
+    const std::span<std::byte> target = gradients_[i]->bytes();
+    if (!shards_.gradients().filled(unit)) {
+      device_.fill_zero(target, *stream_);
+      continue;
+    }
+    const std::span<const float> values = shards_.gradients().values(unit);
+    device_.scale({reinterpret_cast<float*>(target.data()), values.size()}, values, gradient_scale,
+                  *stream_);
+  }
+  stream_->synchronize();
+  update_();
+  for (const OptimizerShards::UnitShard& shard : shards_.units())
+    shards_.weights().round_masters(shard.unit);
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,38 @@
+// Flat gradient buffers: memory that peers can read, taken when a unit's first gradient arrives and
+// given back when its reduction is done. Buffers are kept for reuse by exact size (units repeat),
+// so after the first pass nothing is allocated. Threads: one thread at a time. Ownership: a Buffer
+// goes back to its pool, which must outlive it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::engine {
+
+class GradientBuffers {
+ public:
+  struct Allocation {
+    std::unique_ptr<comm::SharedBuffer> memory;
+    memory::Charge charge;
+  };
+  using Buffer = std::unique_ptr<Allocation>;  // null: none
+
+  GradientBuffers(comm::Collectives& collectives, std::shared_ptr<memory::Ledger> ledger)
+      : collectives_(collectives), ledger_(std::move(ledger)) {}
+
+  Buffer take(Bytes bytes);
+  void give_back(Buffer buffer);
+  int allocations() const { return allocations_; }
+
+ private:
+  comm::Collectives& collectives_;
+  std::shared_ptr<memory::Ledger> ledger_;
+  std::map<std::size_t, std::vector<Buffer>> free_;  // by size in bytes
+  int allocations_ = 0;
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,75 @@
+#include "strata/engine/gradient_shards.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+std::span<float> as_floats(device::Memory& memory, Numel numel) {
+  return {reinterpret_cast<float*>(memory.bytes().data()), numel.size()};
+}
+
+}  // namespace
+
+GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype)
+    : units_(units),
+      device_(device),
+      stream_(device.create_stream()),
+      dtype_(dtype),
+      shards_(units.size()) {}
+
+std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory, Numel numel) {
+  const Bytes bytes = bytes_of(numel, DType::kFloat32);
+  if (memory == nullptr || memory->bytes().size() < bytes.size()) {
+    memory.reset();
+    memory = device_.allocate(bytes, memory::Kind::kGradientShards);
+  }
+  return as_floats(*memory, numel);
+}
+
+GradientShards::Target GradientShards::begin(int unit) {
+  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  if (shard.memory == nullptr) {
+    shard.memory = device_.allocate(bytes_of(numel, dtype_), memory::Kind::kGradientShards);
+  }
+  if (dtype_ != DType::kFloat32) return {scratch(shard.arriving, numel), false};
+  return {as_floats(*shard.memory, numel), shard.filled};
+}
+
+void GradientShards::settle(int unit) {
+  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  if (dtype_ != DType::kFloat32) {
+    const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+    std::byte* target = shard.memory->bytes().data();
+    const std::byte* source = shard.arriving->bytes().data();
+    if (shard.filled) {
+      device_.accumulate(target, dtype_, source, DType::kFloat32, numel, *stream_);
+    } else {
+      device_.cast(target, dtype_, source, DType::kFloat32, numel, *stream_);
+    }
+    stream_->synchronize();
+    shard.arriving.reset();
+  }
+  shard.filled = true;
+}
+
+std::span<float> GradientShards::values(int unit) {
+  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  STRATA_ASSERT(shard.filled);
+  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  if (dtype_ == DType::kFloat32) return as_floats(*shard.memory, numel);
+  const std::span<float> wide = scratch(widened_, numel);
+  device_.cast(widened_->bytes().data(), DType::kFloat32, shard.memory->bytes().data(), dtype_,
+               numel, *stream_);
+  stream_->synchronize();
+  return wide;
+}
+
+void GradientShards::clear() {
+  for (Shard& shard : shards_) shard.filled = false;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,52 @@
+// What an optimizer works on: for each trainable unit the fp32 master weights and the fp32 gradient
+// of this rank's shard, cut into segments by param group. Both our Adam and an optimizer of the
+// user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "strata/engine/gradient_shards.h"
+#include "strata/engine/weights.h"
+#include "strata/plan/flat_layout.h"
+
+namespace strata::engine {
+
+class OptimizerShards {
+ public:
+  OptimizerShards(Weights& weights, GradientShards& gradients, int rank);
+
+  struct UnitShard {
+    int unit = 0;
+    std::vector<plan::GroupSegment> segments;  // empty where the shard holds nothing but padding
+  };
+  const std::vector<UnitShard>& units() const { return units_; }
+  Weights& weights() { return weights_; }
+  GradientShards& gradients() { return gradients_; }
+
+ private:
+  Weights& weights_;
+  GradientShards& gradients_;
+  std::vector<UnitShard> units_;
+};
+
+// Hyper-parameters of one param group, as they are at this step.
+struct GroupScalars {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+};
+
+// Updates the shards once. `gradient_scale` multiplies every gradient first (clipping and loss
+// scale).
+class ShardedOptimizer {
+ public:
+  virtual ~ShardedOptimizer() = default;
+  // `groups`: by param group index.
+  virtual void step(std::span<const GroupScalars> groups, float gradient_scale) = 0;
+  virtual std::int64_t steps() const = 0;  // updates made
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,193 @@
+#include "strata/engine/reducer.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
+                 ReducerOptions options)
+    : units_(units),
+      collectives_(collectives),
+      device_(device),
+      stream_(device.create_stream()),
+      options_(options),
+      buffers_(collectives, device.ledger()),
+      shards_(units, device, options.accumulation_dtype),
+      progress_(units.size()) {
+  for (const Unit& unit : units_) {
+    const std::size_t slots = unit.trainable() ? unit.layout.slots().size() : 0;
+    Progress& p = progress(unit.id);
+    p.expected.assign(slots, 1);
+    p.seen.assign(slots, 0);
+    p.written.assign(slots, false);
+  }
+}
+
+Reducer::~Reducer() = default;
+
+void Reducer::begin_backward(bool reduce, std::span<const int> first_uses) {
+  reducing_ = reduce;
+  next_ = 0;
+  completion_.clear();
+  if (order_.empty()) {
+    std::vector<int> order(first_uses.rbegin(), first_uses.rend());
+    for (std::size_t i = units_.size(); i-- > 0;) order.push_back(static_cast<int>(i));
+    agree_on_order(std::move(order));
+  }
+  for (const int unit : order_) {
+    Progress& p = progress(unit);
+    std::fill(p.seen.begin(), p.seen.end(), 0);
+    p.missing = 0;
+    for (const int expected : p.expected) p.missing += expected;
+    p.reduced = false;
+    if (p.missing == 0) completion_.push_back(unit);
+  }
+}
+
+// Rank 0's order counts; first occurrences of trainable units, so the list may hold others and
+// repeat.
+void Reducer::agree_on_order(std::vector<int> order) {
+  std::vector<bool> placed(units_.size());
+  order_.clear();
+  for (const int unit : order) {
+    const auto index = static_cast<std::size_t>(unit);
+    if (placed[index] || !units_[index].trainable()) continue;
+    placed[index] = true;
+    order_.push_back(unit);
+  }
+  collectives_.broadcast(std::as_writable_bytes(std::span<int>(order_)), 0);
+}
+
+void Reducer::open(int unit) {
+  Progress& p = progress(unit);
+  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  p.buffer = buffers_.take(bytes_of(layout.padded(), options_.reduce_dtype));
+  std::fill(p.written.begin(), p.written.end(), false);
+  // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
+  const std::span<std::byte> bytes = p.buffer->memory->local();
+  const auto zero = [&](Numel begin, Numel end) {
+    const std::size_t from = bytes_of(begin, options_.reduce_dtype).size();
+    device_.fill_zero(bytes.subspan(from, bytes_of(end, options_.reduce_dtype).size() - from),
+                      *stream_);
+  };
+  Numel end;
+  for (const plan::Slot& slot : layout.slots()) {
+    if (slot.offset > end) zero(end, slot.offset);
+    end = slot.end();
+  }
+  if (layout.padded() > end) zero(end, layout.padded());
+}
+
+void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dtype) {
+  Progress& p = progress(unit);
+  const auto index = static_cast<std::size_t>(slot_index);
+  const plan::Slot& slot = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
+  if (p.buffer == nullptr) open(unit);
+  std::byte* target =
+      p.buffer->memory->local().data() + bytes_of(slot.offset, options_.reduce_dtype).size();
+  if (p.written[index]) {
+    device_.accumulate(target, options_.reduce_dtype, gradient, dtype, slot.numel, *stream_);
+  } else {
+    device_.cast(target, options_.reduce_dtype, gradient, dtype, slot.numel, *stream_);
+    p.written[index] = true;
+  }
+  if (++p.seen[index] > p.expected[index] || p.reduced) return;
+  if (--p.missing > 0) return;
+  completion_.push_back(unit);
+  if (reducing_) try_reduce();
+}
+
+void Reducer::try_reduce() {
+  while (next_ < order_.size() && progress(order_[next_]).missing <= 0)
+    start_reduction(order_[next_++]);
+}
+
+void Reducer::start_reduction(int unit) {
+  Progress& p = progress(unit);
+  const Unit& u = units_[static_cast<std::size_t>(unit)];
+  if (p.buffer == nullptr) open(unit);
+  for (std::size_t i = 0; i < p.written.size(); ++i) {
+    if (p.written[i]) continue;
+    const plan::Slot& slot = u.layout.slots()[i];
+    device_.fill_zero(
+        p.buffer->memory->local().subspan(bytes_of(slot.offset, options_.reduce_dtype).size(),
+                                          bytes_of(slot.numel, options_.reduce_dtype).size()),
+        *stream_);
+  }
+  stream_->synchronize();
+  const Bytes bytes = bytes_of(u.layout.padded(), options_.reduce_dtype);
+  finish_reductions(std::max(options_.max_reducing - bytes, Bytes()));
+  const GradientShards::Target target = shards_.begin(unit);
+  comm::Reduction reduction;
+  reduction.source = p.buffer->memory.get();
+  reduction.dtype = options_.reduce_dtype;
+  reduction.result = target.result;
+  reduction.accumulate = target.accumulate;
+  reduction.scale = 1.0F / static_cast<float>(collectives_.world_size());
+  p.reduced = true;
+  pending_bytes_ += bytes;
+  pending_.push_back({unit, std::move(p.buffer), nullptr});
+  pending_.back().work = collectives_.reduce_scatter(reduction, u.name());
+}
+
+void Reducer::finish_reductions(Bytes at_most) {
+  while (!pending_.empty() && pending_bytes_ > at_most) {
+    Pending& oldest = pending_.front();
+    oldest.work->wait();
+    shards_.settle(oldest.unit);
+    pending_bytes_ -= Bytes(oldest.buffer->memory->local().size());
+    buffers_.give_back(std::move(oldest.buffer));
+    pending_.pop_front();
+  }
+}
+
+void Reducer::end_backward() {
+  if (!reducing_) return;
+  while (next_ < order_.size()) start_reduction(order_[next_++]);
+  finish_reductions(Bytes());
+  learn();
+}
+
+void Reducer::learn() {
+  ++passes_;
+  for (const int unit : order_) {
+    Progress& p = progress(unit);
+    for (std::size_t i = 0; i < p.expected.size(); ++i) {
+      // After the first pass a parameter that got nothing is not waited for; later, the most ever
+      // seen.
+      p.expected[i] = passes_ == 1 ? p.seen[i] : std::max(p.expected[i], p.seen[i]);
+    }
+  }
+  if (passes_ > 1) return;
+  std::vector<int> order = completion_;
+  order.insert(order.end(), order_.begin(), order_.end());
+  agree_on_order(std::move(order));
+}
+
+void Reducer::abandon_backward() {
+  for (Pending& pending : pending_) {
+    pending.work.reset();  // waits, drops its error
+    buffers_.give_back(std::move(pending.buffer));
+  }
+  pending_.clear();
+  pending_bytes_ = Bytes();
+  for (Progress& p : progress_) buffers_.give_back(std::move(p.buffer));
+  shards_.clear();
+}
+
+std::vector<int> Reducer::late_units() const {
+  std::vector<int> result;
+  for (const int unit : order_) {
+    if (progress_[static_cast<std::size_t>(unit)].buffer != nullptr) result.push_back(unit);
+  }
+  return result;
+}
+
+void Reducer::reduce_late(std::span<const int> units) {
+  for (const int unit : units) start_reduction(unit);
+  finish_reductions(Bytes());
+}
+
+}  // namespace strata::engine

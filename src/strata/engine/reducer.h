@@ -1,0 +1,99 @@
+// Takes gradients as autograd produces them and turns them into reduced, accumulated fp32 gradient
+// shards.
+//
+// A parameter's gradient is written once, converted to the reduce dtype, at its place in its unit's
+// flat gradient buffer. When every expected gradient of a unit has arrived the unit is complete;
+// units are reduced in one order that all ranks share, each as soon as it and its predecessors are
+// complete, so that the collectives match whatever each rank's autograd did. The order and the
+// number of gradients to expect are learned from the first pass. A gradient that comes after its
+// unit was reduced (a graph that differs from the last one) is kept, and goes out with the next
+// reduction or at the step. A parameter that got no gradient on this rank contributes zeroes.
+//
+// Threads: one thread at a time. Ownership: gradients are read during add() only.
+// Errors: CommError; after one the reducer is broken with its collectives.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/gradient_buffers.h"
+#include "strata/engine/gradient_shards.h"
+#include "strata/engine/unit.h"
+
+namespace strata::engine {
+
+struct ReducerOptions {
+  DType reduce_dtype = DType::kFloat32;
+  DType accumulation_dtype = DType::kFloat32;
+  Bytes max_reducing;
+};
+
+class Reducer {
+ public:
+  Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
+          ReducerOptions options);
+  ~Reducer();
+
+  // A backward pass starts. `reduce`: its gradients are reduced now (else they wait, whole, for a
+  // later pass). `first_uses`: the units in the order in which forward first used them; taken as
+  // the reduction order, reversed, the first time (rank 0's counts).
+  void begin_backward(bool reduce, std::span<const int> first_uses);
+  // One gradient of one parameter: contiguous, the parameter's number of elements.
+  void add(int unit, int slot, const std::byte* gradient, DType dtype);
+  // Reduces what is left and waits for all. The shards are up to date afterwards.
+  void end_backward();
+  // A backward pass failed: what it left behind is dropped, so that the next one starts clean.
+  void abandon_backward();
+
+  // Units that hold gradients which came too late for their reduction.
+  std::vector<int> late_units() const;
+  // Collective: reduces the given units once more; ranks without late gradients contribute zeroes.
+  void reduce_late(std::span<const int> units);
+
+  GradientShards& shards() { return shards_; }
+
+ private:
+  struct Pending {
+    int unit = -1;
+    GradientBuffers::Buffer buffer;
+    std::unique_ptr<comm::Work> work;
+  };
+  struct Progress {
+    std::vector<int> expected;  // gradients by slot in one pass, as learned
+    std::vector<int> seen;      // in this pass
+    std::vector<bool> written;  // slots of the buffer that hold something
+    int missing = 0;            // gradients that are expected and have not come
+    bool reduced = false;       // in this pass
+    GradientBuffers::Buffer buffer;
+  };
+
+  void open(int unit);
+  void try_reduce();
+  void start_reduction(int unit);
+  void finish_reductions(Bytes at_most);
+  void agree_on_order(std::vector<int> order);
+  void learn();
+  Progress& progress(int unit) { return progress_[static_cast<std::size_t>(unit)]; }
+
+  std::vector<Unit>& units_;
+  comm::Collectives& collectives_;
+  device::Device& device_;
+  std::unique_ptr<device::Stream> stream_;
+  ReducerOptions options_;
+  GradientBuffers buffers_;
+  GradientShards shards_;
+  std::vector<Progress> progress_;  // by unit; of frozen units unused
+  std::vector<int> order_;       // trainable units in the order of reduction, the same on all ranks
+  std::vector<int> completion_;  // order of completion in this pass
+  std::size_t next_ = 0;         // index into order_ of the next unit to reduce
+  std::deque<Pending> pending_;
+  Bytes pending_bytes_;
+  bool reducing_ = false;  // this pass reduces
+  int passes_ = 0;         // passes that reduced
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,43 @@
+// A unit at run time: its plan, its layout and where its bytes are.
+//
+// Bytes of a unit, by state (S = one shard, F = the whole flat buffer = world_size * S):
+//   sharded, released   S of weights
+//   sharded, gathered   S + F (F counted as Kind::kGathered)
+//   whole               F of weights, of which this rank owns slice `rank`
+// and, when trainable, from the engine's other parts: one fp32 gradient shard, one fp32 master
+// shard (none when the weights are fp32 themselves), the optimizer's states.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "strata/comm/collectives.h"
+#include "strata/plan/flat_layout.h"
+#include "strata/plan/unit_plan.h"
+
+namespace strata::engine {
+
+struct Unit {
+  int id = 0;
+  plan::UnitSpec spec;
+  plan::FlatLayout layout;
+  bool whole = false;
+  comm::SliceMap slices;          // of the weights, for gathering
+  std::span<std::byte> shard;     // this rank's weights; lives as long as the engine
+  std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty
+
+  const std::string& name() const { return spec.name; }
+  bool trainable() const { return spec.trainable; }
+};
+
+// Who is told when a unit's flat buffer gets memory and loses it: the torch layer, which points the
+// parameters there. Called in the thread that drives the engine.
+class ParameterViews {
+ public:
+  virtual ~ParameterViews() = default;
+  virtual void attach(int unit, std::span<std::byte> flat) = 0;
+  virtual void detach(int unit) = 0;
+};
+
+}  // namespace strata::engine

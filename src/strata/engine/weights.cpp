@@ -1,0 +1,140 @@
+#include "strata/engine/weights.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+constexpr Bytes kPage = 4_KiB;
+
+// A lease of memory that needs no giving back: the shard itself.
+class ShardLease final : public offload::Lease {
+ public:
+  explicit ShardLease(std::span<std::byte> bytes) : bytes_(bytes) {}
+  std::span<std::byte> bytes() override { return bytes_; }
+
+ private:
+  std::span<std::byte> bytes_;
+};
+
+Bytes local_bytes(const plan::FlatLayout& layout, bool whole) {
+  return whole ? layout.flat_bytes() : layout.shard_bytes();
+}
+
+}  // namespace
+
+Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan, int stage,
+                 comm::Collectives& collectives, device::Device& device,
+                 offload::StateStore& states)
+    : params_(params.begin(), params.end()),
+      unit_of_param_(plan.unit_of_param),
+      slot_of_param_(params.size()),
+      rank_(collectives.rank()),
+      device_(device),
+      states_(states),
+      stream_(device.create_stream()) {
+  const int world = collectives.world_size();
+  Bytes total;
+  std::vector<Bytes> offsets;
+  for (const plan::UnitSpec& spec : plan.units) {
+    plan::FlatLayout layout(params_, spec.params, spec.dtype, world);
+    const bool whole = stage < 3 || world == 1 || spec.persistent;
+    offsets.push_back(total);
+    total += align_up(local_bytes(layout, whole), kPage);
+    for (std::size_t i = 0; i < spec.params.size(); ++i) {
+      slot_of_param_[static_cast<std::size_t>(spec.params[i])] = static_cast<int>(i);
+    }
+    units_.push_back({static_cast<int>(units_.size()), spec, std::move(layout), whole, {}, {}, {}});
+  }
+  charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, total);
+  memory_ = collectives.allocate("weights", total);
+  for (Unit& unit : units_) {
+    const Bytes offset = offsets[static_cast<std::size_t>(unit.id)];
+    const Bytes slice = unit.layout.shard_bytes();
+    const auto local =
+        memory_->local().subspan(offset.size(), local_bytes(unit.layout, unit.whole).size());
+    if (unit.whole) unit.resident = local;
+    unit.shard = unit.whole ? local.subspan((slice * rank_).size(), slice.size()) : local;
+    unit.slices = {memory_.get(), offset, unit.whole ? slice : Bytes(), slice};
+    const bool separate = unit.trainable() && unit.spec.dtype != DType::kFloat32;
+    master_blocks_.push_back(separate ? states.add(unit.name() + ".master",
+                                                   bytes_of(unit.layout.shard(), DType::kFloat32),
+                                                   memory::Kind::kMasterWeights)
+                                      : -1);
+  }
+}
+
+Weights::~Weights() = default;
+
+const plan::Slot& Weights::slot_of(int param) const {
+  const auto p = static_cast<std::size_t>(param);
+  const Unit& unit = units_[static_cast<std::size_t>(unit_of_param_[p])];
+  return unit.layout.slots()[static_cast<std::size_t>(slot_of_param_[p])];
+}
+
+std::pair<Numel, Numel> Weights::owned_range(int param) const {
+  const Unit& unit =
+      units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  const plan::Slot& slot = slot_of(param);
+  const Numel shard_begin = unit.layout.shard() * rank_;
+  const Numel low = std::max(shard_begin, slot.offset);
+  const Numel high = std::min(shard_begin + unit.layout.shard(), slot.end());
+  if (low >= high) return {Numel(), Numel()};
+  return {low - slot.offset, high - slot.offset};
+}
+
+void Weights::store(int param, Numel begin, Numel numel, const std::byte* source,
+                    DType source_dtype) {
+  const plan::Slot& slot = slot_of(param);
+  if (begin.value < 0 || numel.value < 0 || begin + numel > slot.numel) {
+    throw UsageError(fmt::format("elements [{}, {}) do not lie in parameter '{}' of {} elements",
+                                 begin.value, (begin + numel).value, this->param(param).name,
+                                 slot.numel.value));
+  }
+  const auto [owned_begin, owned_end] = owned_range(param);
+  const Numel low = std::max(begin, owned_begin);
+  const Numel high = std::min(begin + numel, owned_end);
+  if (low >= high) return;
+  const Unit& unit = unit_of(param);
+  const Numel shard_offset = slot.offset + low - unit.layout.shard() * rank_;
+  store_piece(unit, shard_offset, high - low, source + bytes_of(low - begin, source_dtype).size(),
+              source_dtype);
+}
+
+void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
+                          const std::byte* source, DType source_dtype) {
+  const DType dtype = unit.layout.dtype();
+  std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
+  if (dtype == source_dtype) {
+    const Bytes bytes = bytes_of(numel, dtype);
+    device_.copy({weights, bytes.size()}, {source, bytes.size()}, *stream_);
+  } else {
+    device_.cast(weights, dtype, source, source_dtype, numel, *stream_);
+  }
+  if (has_separate_master(unit.id)) {
+    const auto lease = lease_master(unit.id);
+    device_.cast(lease->bytes().data() + bytes_of(shard_offset, DType::kFloat32).size(),
+                 DType::kFloat32, source, source_dtype, numel, *stream_);
+  }
+  stream_->synchronize();
+}
+
+std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
+  const auto index = static_cast<std::size_t>(unit);
+  STRATA_ASSERT(units_[index].trainable());
+  if (master_blocks_[index] < 0) return std::make_unique<ShardLease>(units_[index].shard);
+  return states_.fetch(master_blocks_[index], offload::Access::kReadWrite);
+}
+
+void Weights::round_masters(int unit) {
+  if (!has_separate_master(unit)) return;
+  const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const auto lease = lease_master(unit);
+  device_.cast(u.shard.data(), u.layout.dtype(), lease->bytes().data(), DType::kFloat32,
+               u.layout.shard(), *stream_);
+  stream_->synchronize();
+}
+
+}  // namespace strata::engine

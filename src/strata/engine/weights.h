@@ -1,0 +1,71 @@
+// The weights of a model as this rank holds them: one SharedBuffer with every unit's shard, or, for
+// units that stay whole, the unit's whole flat buffer; and the fp32 master weights of the trainable
+// shards. Where weights are fp32 the shard is its own master.
+//
+// Values enter by store(), a piece of one parameter at a time, in any dtype: a rank keeps what
+// falls into its own shard, rounded once to the weight's dtype, with the master taken from the
+// unrounded value. Threads: one thread at a time; store() of different parameters may run in
+// parallel. Errors: UsageError on ranges outside a parameter.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/engine/unit.h"
+#include "strata/memory/ledger.h"
+#include "strata/offload/state_store.h"
+
+namespace strata::engine {
+
+class Weights {
+ public:
+  // `stage` decides which units are whole. Memory is taken here; contents are zero.
+  Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan, int stage,
+          comm::Collectives& collectives, device::Device& device, offload::StateStore& states);
+  ~Weights();
+
+  std::vector<Unit>& units() { return units_; }
+  const std::vector<Unit>& units() const { return units_; }
+  const plan::ParamSpec& param(int index) const { return params_[static_cast<std::size_t>(index)]; }
+  int param_count() const { return static_cast<int>(params_.size()); }
+  std::span<const plan::ParamSpec> params() const { return params_; }
+  Unit& unit_of(int param) {
+    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  }
+  const plan::Slot& slot_of(int param) const;
+  int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
+
+  // Elements [begin, begin + numel) of `param` have these values now. What lies outside this rank's
+  // shard is ignored.
+  void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
+  // The part of `param` that this rank owns: [first, second) in elements; empty when none.
+  std::pair<Numel, Numel> owned_range(int param) const;
+
+  // fp32 masters of a trainable unit's shard, as memory that stays in place while the lease lives.
+  std::unique_ptr<offload::Lease> lease_master(int unit);
+  bool has_separate_master(int unit) const {
+    return master_blocks_[static_cast<std::size_t>(unit)] >= 0;
+  }
+  // Rounds the unit's masters to its weights (for optimizers that know only masters).
+  void round_masters(int unit);
+
+ private:
+  void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
+                   DType source_dtype);
+
+  std::vector<plan::ParamSpec> params_;
+  std::vector<int> unit_of_param_;
+  std::vector<int> slot_of_param_;
+  std::vector<Unit> units_;
+  int rank_;
+  device::Device& device_;
+  offload::StateStore& states_;
+  std::unique_ptr<device::Stream> stream_;
+  std::unique_ptr<comm::SharedBuffer> memory_;
+  memory::Charge charge_;
+  std::vector<offload::BlockId> master_blocks_;  // by unit; -1: frozen, or the shard is the master
+};
+
+}  // namespace strata::engine
