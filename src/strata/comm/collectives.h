@@ -1,23 +1,26 @@
-// Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are threads
-// of one process), shm_collectives (processes of one host that pull from each other's memory), and,
-// above the torch line, c10d (gloo, NCCL).
+// Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are
+// threads of one process), shm_collectives (processes of one host that pull from each other's
+// memory), and, above the torch line, c10d (gloo, NCCL).
 //
-// Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may read.
-// Two kinds of operation move bulk data:
-//   all_gather      copies every rank's slice into my flat buffer. Where one_sided() is true I pull the
-//                   slices myself, when I like and in my own order, and peers need not take part. Else
-//                   it is a collective: every rank must call it, in the same order.
-//   reduce_scatter  adds up every rank's copy of my slice. Always a collective in one common order: the
+// Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
+// read. Two kinds of operation move bulk data:
+//   all_gather      copies every rank's slice into my flat buffer. Where one_sided() is true I pull
+//   the
+//                   slices myself, when I like and in my own order, and peers need not take part.
+//                   Else it is a collective: every rank must call it, in the same order.
+//   reduce_scatter  adds up every rank's copy of my slice. Always a collective in one common order:
+//   the
 //                   k-th call on each rank forms one operation, checked by its `tag`.
 // One-sided gathers are sound because slices change only between two synchronisations: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
-// barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards, barrier.
+// barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
+// barrier.
 //
-// Threads: one thread of a rank calls at a time. Different ranks are different threads or processes.
-// Ownership: spans and buffers passed in must outlive the returned Work's wait().
-// Errors: CommError, on every surviving rank, within `timeout`: a rank that died is named; ranks whose
-// operations do not match are named with what each of them was doing. After an error the object is
-// broken: every later call throws the same error at once. Never a hang.
+// Threads: one thread of a rank calls at a time. Different ranks are different threads or
+// processes. Ownership: spans and buffers passed in must outlive the returned Work's wait().
+// Errors: CommError, on every surviving rank, within `timeout`: a rank that died is named; ranks
+// whose operations do not match are named with what each of them was doing. After an error the
+// object is broken: every later call throws the same error at once. Never a hang.
 #pragma once
 
 #include <chrono>
@@ -33,8 +36,8 @@
 
 namespace strata::comm {
 
-// Page-aligned zeroed memory of this rank that its peers can read. Freed by the destructor; every rank
-// must have finished reading it by then (a barrier after the last use).
+// Page-aligned zeroed memory of this rank that its peers can read. Freed by the destructor; every
+// rank must have finished reading it by then (a barrier after the last use).
 class SharedBuffer {
  public:
   virtual ~SharedBuffer() = default;
@@ -42,9 +45,9 @@ class SharedBuffer {
   virtual const std::string& name() const = 0;
 };
 
-// Where each rank keeps its slice of one thing: rank r's slice is at first_offset + r * stride of r's
-// own SharedBuffer with the name of `buffer`, and is slice_bytes long. A sharded thing has stride 0; a
-// thing that every rank holds whole has stride slice_bytes.
+// Where each rank keeps its slice of one thing: rank r's slice is at first_offset + r * stride of
+// r's own SharedBuffer with the name of `buffer`, and is slice_bytes long. A sharded thing has
+// stride 0; a thing that every rank holds whole has stride slice_bytes.
 struct SliceMap {
   const SharedBuffer* buffer = nullptr;
   Bytes first_offset;
@@ -62,9 +65,9 @@ struct Reduction {
   bool accumulate = false;        // result += scale * sum
 };
 
-// A started operation. wait() returns when it is complete: results are readable and every buffer that
-// was passed in may be changed again. wait() rethrows the operation's error; it may be called again.
-// The destructor waits and drops errors.
+// A started operation. wait() returns when it is complete: results are readable and every buffer
+// that was passed in may be changed again. wait() rethrows the operation's error; it may be called
+// again. The destructor waits and drops errors.
 class Work {
  public:
   virtual ~Work() = default;
@@ -87,14 +90,15 @@ class Collectives {
   // unique among this rank's living buffers.
   virtual std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) = 0;
 
-  // flat = slice of rank 0, slice of rank 1, ...: world_size * slice_bytes. My own slice may already
-  // lie at its place in `flat` (gather in place). `tag` names the thing in errors.
+  // flat = slice of rank 0, slice of rank 1, ...: world_size * slice_bytes. My own slice may
+  // already lie at its place in `flat` (gather in place). `tag` names the thing in errors.
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
 
-  // Sums in fp32 in the order of ranks, so that the bits are the same in every run (gloo and NCCL keep
-  // their own order: deterministic() is false).
-  virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) = 0;
+  // Sums in fp32 in the order of ranks, so that the bits are the same in every run (gloo and NCCL
+  // keep their own order: deterministic() is false).
+  virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction,
+                                               std::string_view tag) = 0;
   virtual bool deterministic() const = 0;
 
   // Small values, in place, the same bits on every rank (summed in rank order).

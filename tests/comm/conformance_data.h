@@ -1,0 +1,238 @@
+// Conformance: bytes and numbers arrive where they should.
+#pragma once
+
+#include <cmath>
+#include <memory>
+#include <numeric>
+
+#include "comm/conformance_ranks.h"
+
+namespace strata::comm::conformance {
+
+class CollectivesMoveData : public ConformanceTest {};
+
+TEST_P(CollectivesMoveData, GathersTheSliceOfEveryRank) {
+  on_worlds([](Collectives& c) {
+    for (const std::size_t bytes : {0UL, 1UL, 17UL, 4096UL, 100'003UL, (1UL << 20) + 77}) {
+      auto buffer = c.allocate("weights", Bytes(bytes + 5));
+      fill(buffer->local(), c.rank());
+      c.barrier();
+      std::vector<std::byte> flat(bytes * static_cast<std::size_t>(c.world_size()));
+      c.all_gather({buffer.get(), 5_B, 0_B, Bytes(bytes)}, flat, "weights")->wait();
+      for (int r = 0; r < c.world_size(); ++r) {
+        for (std::size_t i = 0; i < bytes; ++i) {
+          require(flat[static_cast<std::size_t>(r) * bytes + i] == pattern(r, i + 5),
+                  fmt::format("{} bytes: byte {} of rank {}", bytes, i, r));
+        }
+      }
+      c.barrier();
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, GathersInPlaceWhereEveryRankHoldsTheWhole) {
+  on_worlds([](Collectives& c) {
+    const std::size_t bytes = 40'001;
+    const auto world = static_cast<std::size_t>(c.world_size());
+    auto whole = c.allocate("whole", Bytes(bytes * world));
+    const auto mine = static_cast<std::size_t>(c.rank()) * bytes;
+    fill(whole->local().subspan(mine, bytes), c.rank());
+    c.barrier();
+    c.all_gather({whole.get(), 0_B, Bytes(bytes), Bytes(bytes)}, whole->local(), "whole")->wait();
+    for (int r = 0; r < c.world_size(); ++r) {
+      require_pattern(whole->local().subspan(static_cast<std::size_t>(r) * bytes, bytes), r,
+                      "in place");
+    }
+    c.barrier();
+  });
+}
+
+TEST_P(CollectivesMoveData, SharedBuffersStartZeroedAndAlignedToPages) {
+  on_ranks(2, [](Collectives& c) {
+    for (const std::size_t bytes : {0UL, 3UL, 70'000UL}) {
+      auto buffer = c.allocate("fresh", Bytes(bytes));
+      require(buffer->local().size() == bytes && buffer->name() == "fresh", "size and name");
+      require(reinterpret_cast<std::uintptr_t>(buffer->local().data()) % 4096 == 0, "alignment");
+      for (const std::byte b : buffer->local()) require(b == std::byte{0}, "zeroed");
+      fill(buffer->local(), c.rank());
+      c.barrier();
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, ReadsTheNewBufferAfterOneWasFreedAndAnotherGotItsName) {
+  on_ranks(3, [](Collectives& c) {
+    for (int round = 0; round < 6; ++round) {
+      const std::size_t bytes = 5000 + 3000 * static_cast<std::size_t>(round % 3);
+      auto buffer = c.allocate("reused", Bytes(bytes));
+      fill(buffer->local(), c.rank(), round);
+      c.barrier();
+      std::vector<std::byte> flat(3 * bytes);
+      c.all_gather({buffer.get(), 0_B, 0_B, Bytes(bytes)}, flat, "reused")->wait();
+      for (int r = 0; r < 3; ++r) {
+        require_pattern(std::span(flat).subspan(static_cast<std::size_t>(r) * bytes, bytes), r,
+                        "reused", round);
+      }
+      c.barrier();
+    }
+  });
+}
+
+inline void check_reduction(Collectives& c, std::size_t numel, float scale, bool accumulate) {
+  const auto world = static_cast<std::size_t>(c.world_size());
+  auto source = c.allocate("gradients", Bytes(numel * world * 4 + 8));
+  const std::span<float> values = floats_of(*source).subspan(2);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = contribution(c.rank(), i);
+  std::vector<float> result(numel, 3.0F);
+  c.reduce_scatter({source.get(), 8_B, DType::kFloat32, result, scale, accumulate}, "gradients")
+      ->wait();
+  for (std::size_t i = 0; i < numel; ++i) {
+    const std::size_t at = static_cast<std::size_t>(c.rank()) * numel + i;
+    const float sum = scale * sum_by_rank(c.world_size(), at);
+    const float wanted = accumulate ? 3.0F + sum : sum;
+    const float slack = c.deterministic() && scale == 1.0F && !accumulate ? 0.0F : 0.02F;
+    require(std::abs(result[i] - wanted) <= slack,
+            fmt::format("element {} of {}: {} instead of {}", i, numel, result[i], wanted));
+  }
+}
+
+TEST_P(CollectivesMoveData, ReducesEveryRanksContribution) {
+  on_worlds([](Collectives& c) {
+    for (const std::size_t numel : {0UL, 1UL, 17UL, 1000UL, 70'001UL}) {
+      check_reduction(c, numel, 1.0F, false);
+      check_reduction(c, numel, 0.25F, false);
+      check_reduction(c, numel, 0.5F, true);
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, ReducesSixteenBitContributionsInSinglePrecision) {
+  on_worlds([](Collectives& c) {
+    const std::size_t numel = 100;
+    const auto world = static_cast<std::size_t>(c.world_size());
+    auto source = c.allocate("gradients", Bytes(numel * world * 2));
+    // 1.0 in bfloat16; on rank 0 256.0, next to which bfloat16 has no room for a 1.
+    const std::uint16_t value = c.rank() == 0 ? 0x4380 : 0x3f80;
+    for (std::size_t i = 0; i < numel * world; ++i) {
+      std::memcpy(source->local().data() + 2 * i, &value, 2);
+    }
+    std::vector<float> result(numel);
+    c.reduce_scatter({source.get(), 0_B, DType::kBFloat16, result, 1.0F, false}, "bf16")->wait();
+    const float wanted = 256.0F + static_cast<float>(c.world_size() - 1);
+    for (const float x : result) {
+      if (c.deterministic()) require(x == wanted, fmt::format("{} instead of {}", x, wanted));
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, StartsManyReductionsBeforeTheFirstIsWaitedFor) {
+  on_worlds([](Collectives& c) {
+    constexpr int kReductions = 150;
+    const auto world = static_cast<std::size_t>(c.world_size());
+    auto source = c.allocate("many", Bytes(kReductions * world * 4));
+    for (std::size_t i = 0; i < kReductions * world; ++i) {
+      floats_of(*source)[i] = contribution(c.rank(), i);
+    }
+    std::vector<float> results(kReductions);
+    std::vector<std::unique_ptr<Work>> works;
+    for (std::size_t i = 0; i < kReductions; ++i) {
+      works.push_back(c.reduce_scatter({source.get(), Bytes(i * world * 4), DType::kFloat32,
+                                        std::span(results).subspan(i, 1), 1.0F, false},
+                                       fmt::format("unit {}", i)));
+    }
+    for (auto work = works.rbegin(); work != works.rend(); ++work) (*work)->wait();
+    for (std::size_t i = 0; i < kReductions; ++i) {
+      require(works[i]->done(), "done after wait");
+      const float wanted =
+          sum_by_rank(c.world_size(), i * world + static_cast<std::size_t>(c.rank()));
+      require(std::abs(results[i] - wanted) <= (c.deterministic() ? 0.0F : 0.02F), "value");
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, LeavesTheSourceFreeToChangeAfterTheWait) {
+  on_ranks(3, [](Collectives& c) {
+    const std::size_t numel = 2000;
+    auto source = c.allocate("changing", Bytes(3 * numel * 4));
+    std::vector<float> result(numel);
+    for (int round = 0; round < 50; ++round) {
+      for (std::size_t i = 0; i < 3 * numel; ++i) {
+        floats_of(*source)[i] = contribution(c.rank(), i, round);
+      }
+      c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "changing")
+          ->wait();
+      for (std::size_t i = 0; i < numel; ++i) {
+        const std::size_t at = static_cast<std::size_t>(c.rank()) * numel + i;
+        require(std::abs(result[i] - sum_by_rank(3, at, round)) <= 0.02F,
+                fmt::format("round {} element {}", round, i));
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, FinishesAReductionWhileAnotherRankIsInABarrier) {
+  on_ranks(3, [](Collectives& c) {
+    auto source = c.allocate("crossing", 12_B);
+    for (float& x : floats_of(*source)) x = 1.0F;
+    float result = 0;
+    auto work = c.reduce_scatter(
+        {source.get(), 0_B, DType::kFloat32, std::span(&result, 1), 1.0F, false}, "crossing");
+    if (c.rank() == 0) work->wait();  // needs the others' part, who are in the barrier
+    c.barrier();
+    work->wait();
+    require(result == 3.0F, "sum");
+  });
+}
+
+TEST_P(CollectivesMoveData, ReducesDoublesToTheSameBitsOnEveryRank) {
+  on_worlds([](Collectives& c) {
+    for (const std::size_t count : {0UL, 1UL, 7UL, 20'000UL}) {
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax}) {
+        std::vector<double> values(count);
+        for (std::size_t i = 0; i < count; ++i) values[i] = double{contribution(c.rank(), i)} / 3;
+        c.all_reduce(values, op);
+        for (std::size_t i = 0; i < count; ++i) {
+          double wanted = double{contribution(0, i)} / 3;
+          for (int r = 1; r < c.world_size(); ++r) {
+            const double theirs = double{contribution(r, i)} / 3;
+            wanted = op == ReduceOp::kSum   ? wanted + theirs
+                     : op == ReduceOp::kMin ? std::min(wanted, theirs)
+                                            : std::max(wanted, theirs);
+          }
+          require(values[i] == wanted, fmt::format("value {} of {}", i, count));
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, BroadcastsFromEveryRoot) {
+  on_worlds([](Collectives& c) {
+    for (int root = 0; root < c.world_size(); ++root) {
+      for (const std::size_t bytes : {0UL, 1UL, 200'001UL}) {
+        std::vector<std::byte> data(bytes);
+        if (c.rank() == root) fill(data, root);
+        c.broadcast(data, root);
+        require_pattern(data, root, "broadcast");
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, ExchangesTextsOfDifferentLength) {
+  on_worlds([](Collectives& c) {
+    const auto text_of = [](int rank) {
+      const std::size_t length = rank == 0 ? 0 : static_cast<std::size_t>(rank) * 70'000 + 3;
+      return std::string(length, static_cast<char>('a' + rank));
+    };
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      const std::vector<std::string> texts = c.all_gather_text(text_of(c.rank()));
+      require(texts.size() == static_cast<std::size_t>(c.world_size()), "number of texts");
+      for (int r = 0; r < c.world_size(); ++r) {
+        require(texts[static_cast<std::size_t>(r)] == text_of(r), fmt::format("text of {}", r));
+      }
+    }
+  });
+}
+
+}  // namespace strata::comm::conformance

@@ -1,0 +1,157 @@
+// Conformance: what goes wrong ends in a CommError that names ranks, on every rank, and never in a
+// hang.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "comm/conformance_ranks.h"
+
+namespace strata::comm::conformance {
+
+class CollectivesReportErrors : public ConformanceTest {};
+
+inline void reduce_once(Collectives& c, std::size_t numel, std::string_view tag) {
+  auto source = c.allocate("source", Bytes(numel * 4 * static_cast<std::size_t>(c.world_size())));
+  std::vector<float> result(numel);
+  c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, false}, tag)->wait();
+}
+
+TEST_P(CollectivesReportErrors, NamesEachRanksTagWhenTheyDiffer) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    reduce_once(c, 64, c.rank() == 1 ? "layers.4" : "layers.3");
+  });
+  EXPECT_THAT(errors, testing::Each(testing::AllOf(testing::HasSubstr("layers.3"),
+                                                   testing::HasSubstr("layers.4"),
+                                                   testing::HasSubstr("rank 1"))));
+}
+
+TEST_P(CollectivesReportErrors, NamesEachRanksSizeWhenTheyDiffer) {
+  const auto errors = errors_on_ranks(
+      2, [](Collectives& c) { reduce_once(c, c.rank() == 0 ? 4096 : 4000, "layers.3"); });
+  EXPECT_THAT(errors,
+              testing::Each(testing::AllOf(testing::HasSubstr("4096"), testing::HasSubstr("4000"),
+                                           testing::HasSubstr("layers.3"))));
+}
+
+TEST_P(CollectivesReportErrors, NamesDifferentKindsOfOperation) {
+  const auto errors = errors_on_ranks(2, [](Collectives& c) {
+    if (c.rank() == 0) {
+      reduce_once(c, 8, "layers.3");
+    } else {
+      c.barrier();
+    }
+  });
+  EXPECT_THAT(errors, testing::Each(testing::AllOf(testing::HasSubstr("layers.3"),
+                                                   testing::HasSubstr("barrier"))));
+}
+
+TEST_P(CollectivesReportErrors, AbortWakesPeersWithItsReason) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    if (c.rank() == 1) c.abort("the disk of rank one is full");
+    c.barrier();
+  });
+  EXPECT_THAT(errors,
+              testing::Each(testing::AllOf(testing::HasSubstr("rank 1"),
+                                           testing::HasSubstr("disk of rank one is full"))));
+}
+
+TEST_P(CollectivesReportErrors, AbortFailsAReductionThatPeersWaitFor) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    if (c.rank() == 2) {
+      c.abort("no memory");
+      c.barrier();
+    } else {
+      reduce_once(c, 1000, "layers.0");
+    }
+  });
+  EXPECT_THAT(errors, testing::Each(testing::HasSubstr("no memory")));
+}
+
+TEST_P(CollectivesReportErrors, ThrowsTheSameErrorAtEveryLaterCall) {
+  const auto results = GetParam().run(2, std::chrono::seconds(60), [](Collectives& c) {
+    if (c.rank() == 1) c.abort("first reason");
+    std::vector<std::string> messages;
+    for (int i = 0; i < 3; ++i) {
+      try {
+        c.barrier();
+        messages.emplace_back("no error");
+      } catch (const CommError& error) {
+        messages.emplace_back(error.what());
+      }
+    }
+    require(messages[0] == messages[1] && messages[1] == messages[2], "the same error");
+    return messages[2];
+  });
+  EXPECT_THAT(results, testing::Each(testing::HasSubstr("first reason")));
+}
+
+TEST_P(CollectivesReportErrors, NamesARankThatLeft) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    if (c.rank() != 2) c.barrier();
+  });
+  EXPECT_THAT(errors[0], testing::HasSubstr("rank 2"));
+  EXPECT_THAT(errors[1], testing::HasSubstr("rank 2"));
+  EXPECT_EQ(errors[2], "no error");
+}
+
+TEST_P(CollectivesReportErrors, NamesARankThatDoesNotComeWithinTheTimeout) {
+  const auto errors = errors_on_ranks(
+      3,
+      [](Collectives& c) {
+        c.barrier();
+        if (c.rank() != 1) {
+          c.barrier();
+        } else {
+          // Lives, and takes no part until it hears that another rank has given up.
+          for (;;) static_cast<void>(c.allocate("unused", 8_B));
+        }
+      },
+      std::chrono::milliseconds(400));
+  EXPECT_THAT(errors, testing::Each(testing::AllOf(testing::HasSubstr("rank 1"),
+                                                   testing::HasSubstr("barrier"))));
+}
+
+TEST_P(CollectivesReportErrors, RefusesWrongArgumentsAndStaysUsable) {
+  on_ranks(2, [](Collectives& c) {
+    auto buffer = c.allocate("small", 100_B);
+    std::vector<std::byte> flat(20);
+    std::vector<float> result(50);
+    const auto refused = [](const std::function<void()>& call) {
+      try {
+        call();
+      } catch (const UsageError&) {
+        return true;
+      }
+      return false;
+    };
+    require(refused([&] {
+              c.all_gather({buffer.get(), 0_B, 0_B, 11_B}, flat, "x")->wait();
+            }),
+            "target of another size");
+    require(refused([&] {
+              c.all_gather({nullptr, 0_B, 0_B, 10_B}, flat, "x")->wait();
+            }),
+            "no buffer");
+    require(refused([&] {
+              c.all_gather({buffer.get(), 95_B, 0_B, 10_B}, flat, "x")->wait();
+            }),
+            "slice outside the buffer");
+    const auto reduce = [&](DType dtype) {
+      c.reduce_scatter({buffer.get(), 0_B, dtype, result, 1.0F, false}, "x")->wait();
+    };
+    require(refused([&] { reduce(DType::kFloat32); }), "source too small");
+    require(refused([&] { reduce(DType::kInt32); }), "integers");
+    require(refused([&] { static_cast<void>(c.allocate("small", 8_B)); }), "name in use");
+    require(refused([&] { c.broadcast(flat, 2); }), "no such root");
+    c.barrier();
+    c.all_gather({buffer.get(), 0_B, 0_B, 10_B}, flat, "x")->wait();
+    c.barrier();
+  });
+}
+
+}  // namespace strata::comm::conformance
