@@ -1,0 +1,46 @@
+// A Hugging Face checkpoint folder: which tensor lies in which file, and where. model.safetensors
+// if it is there, else the files that model.safetensors.index.json names; a path to one
+// .safetensors file is a checkpoint of that file alone. All headers are read and checked when it is
+// opened. Threads: immutable after construction; safe everywhere. Ownership: holds the open files.
+// Errors: FormatError for an index that lies (a file outside of the folder, missing files, a tensor
+// that its file lacks, a tensor in two files), what SafetensorsFile throws for each file.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/format/safetensors_file.h"
+
+namespace strata::format {
+
+// A tensor of a checkpoint: what its file says of it, and which of the checkpoint's files that is.
+struct CheckpointTensor {
+  std::size_t file = 0;
+  TensorInfo info;
+};
+
+class CheckpointIndex {
+ public:
+  explicit CheckpointIndex(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  const std::vector<SafetensorsFile>& files() const { return files_; }
+  // By file, then by offset. With an index, only what it names.
+  const std::vector<CheckpointTensor>& tensors() const { return tensors_; }
+  // Null if there is none of that name.
+  const CheckpointTensor* find(std::string_view name) const;
+
+ private:
+  void add_file(const std::string& path);
+  void open_indexed(const std::string& index_path);
+  void sort_names();
+
+  std::string path_;
+  std::vector<SafetensorsFile> files_;
+  std::vector<CheckpointTensor> tensors_;
+  std::vector<std::size_t> by_name_;  // indices of tensors_, in the order of their names
+};
+
+}  // namespace strata::format

@@ -1,0 +1,237 @@
+#include "strata/format/safetensors_header.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/format/header_scanner.h"
+#include "strata/format/message_text.h"
+
+namespace strata::format {
+namespace {
+
+constexpr std::string_view kMetadataKey = "__metadata__";
+
+// An entry as the header has it: offsets count from the start of the data.
+struct Entry {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> shape;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+template <typename... Args>
+[[noreturn]] void fail(std::string_view path, std::string_view tensor,
+                       fmt::format_string<Args...> problem, Args&&... args) {
+  throw FormatError(fmt::format("a safetensors file lies about tensor {}: {}: path={}",
+                                in_quotes(tensor),
+                                fmt::format(problem, std::forward<Args>(args)...), path));
+}
+
+DType read_dtype(HeaderScanner& scanner, const Entry& entry, std::string_view path) {
+  const std::string name = scanner.string("a dtype in quotes");
+  const std::optional<DType> dtype = dtype_from_safetensors(name);
+  if (!dtype) {
+    fail(path, entry.name,
+         "its dtype {} is not known; known are F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U64 "
+         "U32 U16 U8 BOOL",
+         in_quotes(name));
+  }
+  return *dtype;
+}
+
+std::vector<std::int64_t> read_shape(HeaderScanner& scanner, const Entry& entry,
+                                     std::string_view path) {
+  std::vector<std::int64_t> shape;
+  scanner.array("a shape in brackets", [&] {
+    if (shape.size() == kRankMax) {
+      fail(path, entry.name, "its shape has more than {} dimensions", kRankMax);
+    }
+    shape.push_back(scanner.integer("a dimension (an integer >= 0)"));
+  });
+  return shape;
+}
+
+void read_offsets(HeaderScanner& scanner, Entry& entry, std::string_view path) {
+  std::size_t count = 0;
+  scanner.array("data_offsets in brackets", [&] {
+    if (count == 2) fail(path, entry.name, "data_offsets has more than two numbers");
+    (count++ == 0 ? entry.begin : entry.end) = scanner.integer("an offset (an integer >= 0)");
+  });
+  if (count != 2) {
+    fail(path, entry.name, "data_offsets has {} numbers, wanted two: begin and end", count);
+  }
+}
+
+Entry read_entry(HeaderScanner& scanner, std::string name, std::string_view path) {
+  Entry entry;
+  entry.name = std::move(name);
+  bool dtype_seen = false;
+  bool shape_seen = false;
+  bool offsets_seen = false;
+  const auto first_time = [&](bool& seen, std::string_view key) {
+    if (std::exchange(seen, true)) fail(path, entry.name, "its entry has the key '{}' twice", key);
+  };
+  scanner.object("a tensor's entry in braces", [&](const std::string& key) {
+    if (key == "dtype") {
+      first_time(dtype_seen, key);
+      entry.dtype = read_dtype(scanner, entry, path);
+    } else if (key == "shape") {
+      first_time(shape_seen, key);
+      entry.shape = read_shape(scanner, entry, path);
+    } else if (key == "data_offsets") {
+      first_time(offsets_seen, key);
+      read_offsets(scanner, entry, path);
+    } else {
+      fail(path, entry.name, "its entry has the unknown key {}", in_quotes(key));
+    }
+  });
+  if (!dtype_seen) fail(path, entry.name, "its entry has no 'dtype'");
+  if (!shape_seen) fail(path, entry.name, "its entry has no 'shape'");
+  if (!offsets_seen) fail(path, entry.name, "its entry has no 'data_offsets'");
+  return entry;
+}
+
+// What the entry says, checked by itself: the size fits dtype and shape, the range fits the data.
+TensorInfo explain(Entry entry, Bytes data_begin, Bytes data_bytes, std::string_view path) {
+  const std::string& name = entry.name;
+  const std::optional<Numel> numel = checked_numel(entry.shape);
+  if (!numel) {
+    fail(path, name, "its shape {} has more elements than 63 bits count", shape_text(entry.shape));
+  }
+  const std::optional<Bytes> bytes = checked_bytes(*numel, entry.dtype);
+  if (!bytes) {
+    fail(path, name, "its shape {} of {} has more bytes than 63 bits count",
+         shape_text(entry.shape), name_of(entry.dtype));
+  }
+  if (entry.begin > entry.end) {
+    fail(path, name, "it ends before it begins: begin={} end={}", entry.begin, entry.end);
+  }
+  if (entry.end > data_bytes.value) {
+    fail(
+        path, name,
+        "its data ends beyond the file, which is truncated or was not written to its end: begin={} "
+        "end={} data_bytes={}",
+        entry.begin, entry.end, data_bytes.value);
+  }
+  if (entry.end - entry.begin != bytes->value) {
+    fail(path, name, "its size does not fit its shape {} of {}: wanted={} found={}",
+         shape_text(entry.shape), name_of(entry.dtype), bytes->value, entry.end - entry.begin);
+  }
+  return TensorInfo{.name = std::move(entry.name),
+                    .dtype = entry.dtype,
+                    .shape = std::move(entry.shape),
+                    .numel = *numel,
+                    .offset = data_begin + Bytes(entry.begin),
+                    .bytes = *bytes};
+}
+
+void refuse_duplicate_names(const std::vector<Entry>& entries, std::string_view path) {
+  std::vector<const std::string*> names;
+  names.reserve(entries.size());
+  for (const Entry& entry : entries) names.push_back(&entry.name);
+  std::sort(names.begin(), names.end(), [](const auto* a, const auto* b) { return *a < *b; });
+  const auto same = std::adjacent_find(names.begin(), names.end(),
+                                       [](const auto* a, const auto* b) { return *a == *b; });
+  if (same != names.end()) fail(path, **same, "the header names it twice");
+}
+
+// Every byte of the data belongs to exactly one tensor: no overlap, no hole, no rest. Room for
+// hidden content is what makes a file able to be two things at once.
+void demand_full_cover(const std::vector<TensorInfo>& tensors, Bytes data_begin, Bytes file_bytes,
+                       std::string_view path) {
+  Bytes reached = data_begin;
+  std::string_view before;
+  for (const TensorInfo& tensor : tensors) {
+    const Bytes begin = tensor.offset - data_begin;
+    if (tensor.offset < reached) {
+      fail(path, tensor.name, "its data overlaps that of {}: begin={} the other's end={}",
+           in_quotes(before), begin.value, (reached - data_begin).value);
+    }
+    if (tensor.offset > reached) {
+      fail(path, tensor.name, "a hole lies before its data: begin={} the data before ends at {}",
+           begin.value, (reached - data_begin).value);
+    }
+    reached = tensor.offset + tensor.bytes;
+    before = tensor.name;
+  }
+  if (reached != file_bytes) {
+    throw FormatError(
+        fmt::format("a safetensors file has bytes at its end that belong to no tensor: path={} "
+                    "wanted={} found={}",
+                    path, reached.value, file_bytes.value));
+  }
+}
+
+}  // namespace
+
+Bytes safetensors_header_bytes(std::span<const std::byte> start, Bytes file_bytes,
+                               std::string_view path) {
+  if (file_bytes < kHeaderLengthBytes || start.size() < kHeaderLengthBytes.size()) {
+    throw FormatError(
+        fmt::format("not a safetensors file: it is shorter than the length of a header: path={} "
+                    "wanted={} found={}",
+                    path, kHeaderLengthBytes.value, file_bytes.value));
+  }
+  std::uint64_t length = 0;
+  for (std::size_t i = kHeaderLengthBytes.size(); i-- > 0;) {
+    length = length << 8U | std::to_integer<std::uint64_t>(start[i]);
+  }
+  const auto room = static_cast<std::uint64_t>((file_bytes - kHeaderLengthBytes).value);
+  if (length > static_cast<std::uint64_t>(kHeaderBytesMax.value)) {
+    throw FormatError(
+        fmt::format("not a safetensors file: it claims a header longer than any may be: path={} "
+                    "claimed={} max={} "
+                    "file_bytes={}",
+                    path, length, kHeaderBytesMax.value, file_bytes.value));
+  }
+  if (length > room) {
+    throw FormatError(
+        fmt::format("a safetensors file claims a header longer than itself; it is truncated or no "
+                    "safetensors file: "
+                    "path={} claimed={} file_bytes={}",
+                    path, length, file_bytes.value));
+  }
+  return Bytes(static_cast<std::int64_t>(length));
+}
+
+SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_bytes,
+                                           std::string_view path) {
+  const Bytes data_begin = kHeaderLengthBytes + Bytes(json.size());
+  STRATA_ASSERT(data_begin <= file_bytes);
+  HeaderScanner scanner(json, path);
+  if (json.empty() || json.front() != '{') scanner.fail("it does not begin with '{'");
+  SafetensorsHeader header;
+  std::vector<Entry> entries;
+  bool metadata_seen = false;
+  scanner.object("an object", [&](std::string name) {
+    if (name != kMetadataKey) {
+      entries.push_back(read_entry(scanner, std::move(name), path));
+      return;
+    }
+    if (std::exchange(metadata_seen, true)) scanner.fail("__metadata__ is there twice");
+    scanner.object("metadata in braces", [&](std::string key) {
+      std::string value = scanner.string("a string as value of __metadata__");
+      if (!header.metadata.emplace(key, std::move(value)).second) {
+        scanner.fail(fmt::format("__metadata__ has the key {} twice", in_quotes(key)));
+      }
+    });
+  });
+  scanner.end();
+  refuse_duplicate_names(entries, path);
+  header.tensors.reserve(entries.size());
+  for (Entry& entry : entries) {
+    header.tensors.push_back(explain(std::move(entry), data_begin, file_bytes - data_begin, path));
+  }
+  // Among those that begin at one place, the empty ones come first.
+  std::stable_sort(header.tensors.begin(), header.tensors.end(),
+                   [](const TensorInfo& a, const TensorInfo& b) {
+                     return std::pair(a.offset, a.bytes) < std::pair(b.offset, b.bytes);
+                   });
+  demand_full_cover(header.tensors, data_begin, file_bytes, path);
+  return header;
+}
+
+}  // namespace strata::format

@@ -1,0 +1,115 @@
+#include "strata/format/sharded_writer.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/io/atomic_file.h"
+#include "strata/io/pending_range.h"
+
+namespace strata::format {
+namespace {
+
+void make_folder(const std::string& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error || !std::filesystem::is_directory(folder, error)) {
+    throw IoError(fmt::format("cannot make a folder: path={} errno={} ({})", folder, error.value(),
+                              error.message()));
+  }
+}
+
+// A name that an earlier save, finished or not, may have left.
+bool is_checkpoint_name(std::string_view name) {
+  const std::string_view partial = io::kPartialSuffix;
+  if (name.size() > partial.size() && name.substr(name.size() - partial.size()) == partial) {
+    name.remove_suffix(partial.size());
+  }
+  return name == kSingleFileName || name == kIndexFileName || is_shard_name(name);
+}
+
+}  // namespace
+
+ShardedWriter::ShardedWriter(std::string folder, std::vector<TensorSpec> tensors,
+                             io::IoEngine& engine, const ShardedWriterOptions& options)
+    : folder_(std::move(folder)),
+      tensors_(std::move(tensors)),
+      plan_(plan_shards(tensors_, options.shard_max)),
+      places_(tensors_.size()) {
+  std::set<std::string_view> names;
+  for (const TensorSpec& tensor : tensors_) {
+    if (!names.insert(tensor.name).second) {
+      throw UsageError(
+          fmt::format("a checkpoint cannot hold two tensors of one name: tensor={}", tensor.name));
+    }
+  }
+  make_folder(folder_);
+  for (std::size_t file = 0; file < plan_.files.size(); ++file) {
+    std::vector<TensorSpec> members;
+    for (const std::size_t tensor : plan_.tensors[file]) {
+      places_[tensor] = Place{file, members.size()};
+      members.push_back(tensors_[tensor]);
+    }
+    writers_.emplace_back(in_folder(plan_.files[file]), members, options.metadata, engine);
+  }
+}
+
+std::unique_ptr<io::Transfer> ShardedWriter::write(std::size_t tensor, Bytes offset,
+                                                   std::span<const std::byte> source) {
+  STRATA_ASSERT(tensor < places_.size());
+  const Place& place = places_[tensor];
+  return writers_[place.file].write(place.index, offset, source);
+}
+
+void ShardedWriter::finish() {
+  for (SafetensorsWriter& writer : writers_) writer.seal();
+  retire_index_of_overwritten_shards();
+  for (SafetensorsWriter& writer : writers_) writer.publish();
+  if (plan_.sharded()) publish_index();
+  remove_leftovers();
+}
+
+void ShardedWriter::retire_index_of_overwritten_shards() const {
+  if (!plan_.sharded()) return;
+  const bool overwrites = std::any_of(
+      plan_.files.begin(), plan_.files.end(),
+      [this](const std::string& name) { return std::filesystem::exists(in_folder(name)); });
+  if (overwrites) io::remove_file(in_folder(kIndexFileName));
+}
+
+void ShardedWriter::publish_index() const {
+  nlohmann::json index;
+  index["metadata"]["total_size"] = plan_.total.value;
+  nlohmann::json& map = index["weight_map"];
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    map[tensors_[i].name] = plan_.files[places_[i].file];
+  }
+  const std::string text = index.dump(2) + "\n";
+  io::AtomicFile file(in_folder(kIndexFileName));
+  io::write_fully(file.file(), Bytes(0), std::as_bytes(std::span(text)));
+  file.publish();
+}
+
+// A model.safetensors beside an index would be loaded in its place, so this is part of the save.
+void ShardedWriter::remove_leftovers() const {
+  std::set<std::string> ours(plan_.files.begin(), plan_.files.end());
+  if (plan_.sharded()) ours.insert(kIndexFileName);
+  std::vector<std::string> leftovers;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder_, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (is_checkpoint_name(name) && ours.count(name) == 0) leftovers.push_back(name);
+  }
+  if (error) {
+    throw IoError(fmt::format("cannot list a folder: path={} errno={} ({})", folder_, error.value(),
+                              error.message()));
+  }
+  for (const std::string& name : leftovers) io::remove_file(in_folder(name));
+}
+
+}  // namespace strata::format
