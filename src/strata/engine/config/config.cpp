@@ -1,0 +1,164 @@
+#include "strata/engine/config/config.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "strata/base/error.h"
+#include "strata/engine/config/aliases.h"
+#include "strata/engine/config/config_source.h"
+#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/key.h"
+#include "strata/engine/config/settings.h"
+#include "strata/engine/config/value_check.h"
+
+namespace strata::engine {
+namespace {
+
+using nlohmann::json;
+
+json open_document(std::string_view text_or_path) {
+  const ConfigSource source = open_config_source(text_or_path);
+  json document = parse_json_text(source.text, source.origin);
+  if (!document.is_object()) {
+    throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
+                                  source.origin, shown(document)));
+  }
+  apply_aliases(&document);
+  return document;
+}
+
+DType dtype_or_fp32(const Settings& s, std::string_view path) {
+  const auto name = s.maybe<std::string>(path);
+  if (!name) return DType::kFloat32;
+  const auto dtype = dtype_from_config(*name);
+  STRATA_ASSERT(dtype.has_value());
+  return *dtype;
+}
+
+ZeroConfig read_zero(const Settings& s) {
+  const auto numel = [&s](const char* name) {
+    return Numel(s.integer(join_path("zero_optimization", name)));
+  };
+  return {
+      .stage = static_cast<int>(s.integer("zero_optimization.stage")),
+      .reduce_bucket_size = numel("reduce_bucket_size"),
+      .prefetch_bucket_size = numel("stage3_prefetch_bucket_size"),
+      .param_persistence_threshold = numel("stage3_param_persistence_threshold"),
+      .model_persistence_threshold = numel("stage3_model_persistence_threshold"),
+      .max_live_parameters = numel("stage3_max_live_parameters"),
+      .gather_16bit_weights_on_model_save =
+          s.flag("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+      .ignore_unused_parameters = s.flag("zero_optimization.ignore_unused_parameters"),
+      .leaf = {.classes = s.texts("zero_optimization.leaf_module.classes"),
+               .names = s.texts("zero_optimization.leaf_module.names"),
+               .name_suffixes = s.texts("zero_optimization.leaf_module.name_suffixes")},
+  };
+}
+
+// 2 to initial_scale_power: the power is checked to be small.
+LossScaleParams read_loss_scale(const Settings& s, bool fp16) {
+  const LossScaleParams scale{
+      .fixed = s.number("fp16.loss_scale"),
+      .initial = std::ldexp(1.0, static_cast<int>(s.integer("fp16.initial_scale_power"))),
+      .window = s.integer("fp16.loss_scale_window"),
+      .hysteresis = s.integer("fp16.hysteresis"),
+      .consecutive_hysteresis = s.flag("fp16.consecutive_hysteresis"),
+      .minimum = static_cast<double>(s.integer("fp16.min_loss_scale"))};
+  if (!fp16) return {};
+  LossScaler check(scale);  // refuses a dynamic scale without window or minimum
+  return scale;
+}
+
+PrecisionConfig read_precision(const Settings& s) {
+  const bool bf16 = s.flag("bf16.enabled");
+  const bool fp16 = s.flag("fp16.enabled");
+  if (bf16 && fp16) {
+    throw ConfigError(
+        "bf16.enabled: contradicts fp16.enabled, since parameters have one element type; set one "
+        "of "
+        "the two to false; found both true");
+  }
+  const bool skip_bf16 = s.flag("bf16.check_grad_overflow");
+  const bool cast = s.flag("fp16.auto_cast");
+  return {.param_dtype = bf16 ? DType::kBFloat16 : (fp16 ? DType::kFloat16 : DType::kFloat32),
+          .grad_accum_dtype = dtype_or_fp32(s, "data_types.grad_accum_dtype"),
+          .communication_dtype = dtype_or_fp32(s, "communication_data_type"),
+          .cast_inputs = fp16 && cast,
+          .skip_on_overflow = fp16 || (bf16 && skip_bf16),
+          .loss_scale = read_loss_scale(s, fp16)};
+}
+
+StrataConfig read_strata(const Settings& s) {
+  const auto bytes = [&s](const char* path) -> std::optional<Bytes> {
+    const auto value = s.maybe<std::int64_t>(path);
+    return value ? std::optional(Bytes(*value)) : std::nullopt;
+  };
+  const std::string how = s.text("strata.collectives");
+  const auto threads = s.maybe<std::int64_t>("strata.threads");
+  return {.reduce_at =
+              s.text("strata.reduce_at") == "boundary" ? ReduceAt::kBoundary : ReduceAt::kMicroStep,
+          .collectives = how == "local"  ? CollectivesKind::kLocal
+                         : how == "shm"  ? CollectivesKind::kShm
+                         : how == "c10d" ? CollectivesKind::kC10d
+                                         : CollectivesKind::kAuto,
+          .max_live = bytes("strata.max_live_bytes"),
+          .wrap = s.texts("strata.wrap"),
+          .unit_size = bytes("strata.unit_size"),
+          .threads = threads ? std::optional(static_cast<int>(*threads)) : std::nullopt,
+          .timeout_s = s.number("strata.timeout_s")};
+}
+
+// Infinity, as frameworks write to silence the engine, means never.
+std::optional<std::int64_t> read_steps_per_print(const Settings& s) {
+  constexpr double kNever = 9e18;
+  const auto steps = s.maybe<double>("steps_per_print");
+  if (!steps || *steps >= kNever) return std::nullopt;
+  return std::max<std::int64_t>(1, static_cast<std::int64_t>(*steps));
+}
+
+}  // namespace
+
+Config Config::parse(std::string_view text_or_path) {
+  const json document = open_document(text_or_path);
+  Config config;
+  Settings s;
+  read_settings(config_keys(), document, "", &s, &config.hints);
+  config.zero = read_zero(s);
+  config.precision = read_precision(s);
+  config.strata = read_strata(s);
+  config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
+                  .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),
+                  .accumulation_steps = s.maybe<std::int64_t>("gradient_accumulation_steps")};
+  config.gradient_clipping = s.number("gradient_clipping");
+  config.gradient_op =
+      s.text("gradient_allreduce_op") == "sum" ? GradientOp::kSum : GradientOp::kMean;
+  config.steps_per_print = read_steps_per_print(s);
+  config.drop_last = s.flag("dataloader_drop_last");
+  // Parameters without a type were given to an optimizer that the caller brings.
+  const bool has_optimizer = !s.at("optimizer.type").is_null();
+  const bool has_scheduler = !s.at("scheduler.type").is_null();
+  s.at("optimizer.params");
+  s.at("scheduler.params");
+  if (has_optimizer) config.optimizer = read_optimizer(&s, &config.hints);
+  if (has_scheduler) config.scheduler = read_scheduler(&s, &config.hints);
+  STRATA_ASSERT(s.first_unread().empty());
+  config.settings_ = s.canonical();
+  return config;
+}
+
+void Config::complete_batch(int world_size) {
+  batch = complete_batch_sizes(batch, world_size);
+  settings_["train_batch_size"] = fmt::format("{}", *batch.train_batch_size);
+  settings_["train_micro_batch_size_per_gpu"] = fmt::format("{}", *batch.micro_batch_size);
+  settings_["gradient_accumulation_steps"] = fmt::format("{}", *batch.accumulation_steps);
+}
+
+std::string Config::digest() const {
+  std::string text;
+  for (const auto& [path, value] : settings_) text += fmt::format("{} = {}\n", path, value);
+  return text;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,94 @@
+// Config: a DeepSpeed JSON configuration as typed values. parse() accepts every key of DeepSpeed
+// 0.19's table (docs/CONFIG.md): a key is honoured and lands in a field here, or is a hint without
+// effect and is listed in `hints` (to be shown once), or is refused. Unknown keys are refused with
+// the nearest known. Threads: values; safe everywhere. Errors: ConfigError "json.path: what was
+// wanted ...; found ...".
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+#include "strata/engine/config/batch_sizes.h"
+#include "strata/engine/config/hint.h"
+#include "strata/engine/config/optimizer_config.h"
+#include "strata/engine/config/scheduler_config.h"
+#include "strata/engine/schedule/loss_scaler.h"
+
+namespace strata::engine {
+
+struct LeafModules {
+  std::vector<std::string> classes;
+  std::vector<std::string> names;
+  std::vector<std::string> name_suffixes;
+};
+
+struct ZeroConfig {
+  int stage = 0;
+  Numel reduce_bucket_size;
+  Numel prefetch_bucket_size;
+  Numel param_persistence_threshold;
+  Numel model_persistence_threshold;
+  Numel max_live_parameters;
+  bool gather_16bit_weights_on_model_save = false;
+  bool ignore_unused_parameters = true;
+  LeafModules leaf;
+};
+
+struct PrecisionConfig {
+  DType param_dtype = DType::kFloat32;          // fp32, bf16 or fp16
+  DType grad_accum_dtype = DType::kFloat32;     // data_types.grad_accum_dtype
+  DType communication_dtype = DType::kFloat32;  // communication_data_type
+  bool cast_inputs = false;                     // fp16.auto_cast
+  bool skip_on_overflow = false;                // fp16, or bf16.check_grad_overflow under bf16
+  LossScaleParams loss_scale;                   // a fixed 1 unless fp16 is on
+};
+
+enum class GradientOp : std::uint8_t { kMean, kSum };
+enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
+enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d };
+
+// The section "strata".
+struct StrataConfig {
+  ReduceAt reduce_at = ReduceAt::kMicroStep;
+  CollectivesKind collectives = CollectivesKind::kAuto;
+  std::optional<Bytes> max_live;   // absent: from zero.max_live_parameters
+  std::vector<std::string> wrap;   // empty: blocks are found by themselves
+  std::optional<Bytes> unit_size;  // absent: the engine's own
+  std::optional<int> threads;      // absent: cores over ranks
+  double timeout_s = 300.0;
+};
+
+struct Config {
+  // `text_or_path`: JSON text, the path of a JSON file, or urlsafe base64 of JSON text.
+  static Config parse(std::string_view text_or_path);
+
+  // Fills `batch` in for this many ranks. Errors: ConfigError with the equation that does not hold.
+  void complete_batch(int world_size);
+
+  // One line "path = value" a setting, sorted: equal on two ranks exactly when their configs mean
+  // the same.
+  std::string digest() const;
+
+  ZeroConfig zero;
+  PrecisionConfig precision;
+  BatchSizes batch;
+  double gradient_clipping = 1.0;  // 0: none
+  GradientOp gradient_op = GradientOp::kMean;
+  std::optional<std::int64_t> steps_per_print;  // absent: never
+  bool drop_last = false;
+  std::optional<OptimizerConfig> optimizer;
+  std::optional<SchedulerConfig> scheduler;
+  StrataConfig strata;
+  std::vector<Hint> hints;
+
+ private:
+  std::map<std::string, std::string> settings_;  // path to canonical text, for digest()
+};
+
+}  // namespace strata::engine

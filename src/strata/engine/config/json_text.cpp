@@ -1,0 +1,202 @@
+#include "strata/engine/config/json_text.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxDepth = 64;
+
+// JSON has no token for these, so they travel through the parser as texts that nobody writes.
+struct Token {
+  std::string_view text;
+  std::string_view sentinel;  // with its quotes
+  double value;
+};
+constexpr std::array<Token, 3> kTokens{{
+    {"-Infinity", "\"\x7f-Infinity\"", -std::numeric_limits<double>::infinity()},
+    {"Infinity", "\"\x7fInfinity\"", std::numeric_limits<double>::infinity()},
+    {"NaN", "\"\x7fNaN\"", std::numeric_limits<double>::quiet_NaN()},
+}};
+
+// Copies JSON without comments and trailing commas; lines stay where they are.
+class StrictCopy {
+ public:
+  explicit StrictCopy(std::string_view text) : text_(text) {}
+
+  std::string run() {
+    while (at_ < text_.size()) {
+      if (text_[at_] == '"') {
+        copy_string();
+      } else if (text_[at_] == '#' || starts("//")) {
+        while (at_ < text_.size() && text_[at_] != '\n') ++at_;
+      } else if (starts("/*")) {
+        skip_block();
+      } else if (!copy_token()) {
+        if (text_[at_] == '}' || text_[at_] == ']') drop_trailing_comma();
+        out_ += text_[at_++];
+      }
+    }
+    return std::move(out_);
+  }
+
+ private:
+  bool starts(std::string_view what) const { return text_.substr(at_, what.size()) == what; }
+
+  void copy_string() {
+    do {
+      if (text_[at_] == '\\' && at_ + 1 < text_.size()) out_ += text_[at_++];
+      out_ += text_[at_++];
+    } while (at_ < text_.size() && text_[at_] != '"');
+    if (at_ < text_.size()) out_ += text_[at_++];
+  }
+
+  void skip_block() {
+    const auto end = text_.find("*/", at_ + 2);
+    const auto stop = end == std::string_view::npos ? text_.size() : end + 2;
+    for (; at_ < stop; ++at_) {
+      if (text_[at_] == '\n') out_ += '\n';
+    }
+  }
+
+  bool copy_token() {
+    for (const Token& token : kTokens) {
+      if (!starts(token.text)) continue;
+      out_ += token.sentinel;
+      at_ += token.text.size();
+      return true;
+    }
+    return false;
+  }
+
+  void drop_trailing_comma() {
+    const auto last = out_.find_last_not_of(" \t\r\n");
+    if (last != std::string::npos && out_[last] == ',') out_[last] = ' ';
+  }
+
+  std::string_view text_;
+  std::size_t at_ = 0;
+  std::string out_;
+};
+
+// Builds the document and refuses a key that its object already has.
+class Builder : public nlohmann::json_sax<json> {
+ public:
+  Builder(std::string_view text, std::string_view origin) : text_(text), origin_(origin) {}
+
+  json take() { return std::move(root_); }
+
+  bool null() override { return add(nullptr); }
+  bool boolean(bool v) override { return add(v); }
+  bool number_integer(std::int64_t v) override { return add(v); }
+  bool number_unsigned(std::uint64_t v) override { return add(v); }
+  bool number_float(double v, const std::string&) override { return add(v); }
+  bool string(std::string& v) override {
+    for (const Token& token : kTokens) {
+      if (v == token.sentinel.substr(1, token.sentinel.size() - 2)) return add(token.value);
+    }
+    return add(v);
+  }
+  bool binary(json::binary_t&) override { return false; }
+  bool start_object(std::size_t) override { return open(json::object()); }
+  bool start_array(std::size_t) override { return open(json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+
+  bool key(std::string& name) override {
+    if (stack_.back()->contains(name)) {
+      std::string path;
+      for (const std::string& part : path_) path += part + ".";
+      throw ConfigError(fmt::format("{}{}: the key is given twice in {}; keep one of the two", path,
+                                    name, origin_));
+    }
+    key_ = name;
+    return true;
+  }
+
+  bool parse_error(std::size_t position, const std::string&, const json::exception& e) override {
+    const auto end = text_.begin() + static_cast<std::ptrdiff_t>(std::min(position, text_.size()));
+    const auto line = 1 + std::count(text_.begin(), end, '\n');
+    throw ConfigError(fmt::format("{} is not JSON; correct line {}: {}", origin_, line, e.what()));
+  }
+
+ private:
+  json* place(json value) {
+    if (stack_.empty()) {
+      root_ = std::move(value);
+      return &root_;
+    }
+    json& parent = *stack_.back();
+    if (parent.is_array()) return &parent.emplace_back(std::move(value));
+    return &(parent[key_] = std::move(value));
+  }
+
+  bool add(json value) {
+    place(std::move(value));
+    return true;
+  }
+
+  bool open(json value) {
+    if (stack_.size() >= kMaxDepth) {
+      throw ConfigError(
+          fmt::format("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth));
+    }
+    const bool member = !stack_.empty() && stack_.back()->is_object();
+    path_.push_back(member ? key_ : std::string("[]"));
+    if (stack_.empty()) path_.clear();
+    stack_.push_back(place(std::move(value)));
+    return true;
+  }
+
+  bool close() {
+    stack_.pop_back();
+    if (!path_.empty()) path_.pop_back();
+    return true;
+  }
+
+  std::string_view text_;
+  std::string_view origin_;
+  json root_;
+  std::vector<json*> stack_;       // from the root to the open object or list
+  std::vector<std::string> path_;  // the key of each, without the root's
+  std::string key_;
+};
+
+}  // namespace
+
+json parse_json_text(std::string_view text, std::string_view origin) {
+  const std::string strict = StrictCopy(text).run();
+  Builder builder(strict, origin);
+  json::sax_parse(strict, &builder);
+  return builder.take();
+}
+
+std::string canonical_text(const json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    const double v = value.get<double>();
+    return std::isnan(v) ? "NaN" : (v > 0 ? "Infinity" : "-Infinity");
+  }
+  if (value.is_array() || value.is_object()) {
+    std::string text;
+    for (const auto& [name, item] : value.items()) {
+      if (!text.empty()) text += ",";
+      if (value.is_object()) text += json(name).dump() + ":";
+      text += canonical_text(item);
+    }
+    return value.is_array() ? "[" + text + "]" : "{" + text + "}";
+  }
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,18 @@
+// Reads JSON as people and Python write it: comments (//, # and /* */), a comma after the last
+// element and the tokens Infinity, -Infinity and NaN are accepted; a key given twice is refused.
+// Pure functions. Errors: ConfigError with the line, or with the JSON path of the second key.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+namespace strata::engine {
+
+// `origin` names the text in messages: "ds.json", "the configuration".
+nlohmann::json parse_json_text(std::string_view text, std::string_view origin);
+
+// The same text in one canonical spelling: sorted keys, shortest numbers, Infinity as it came.
+std::string canonical_text(const nlohmann::json& value);
+
+}  // namespace strata::engine

@@ -1,0 +1,77 @@
+// The declarative table of configuration keys: path, type, default, limits, treatment and meaning
+// of every key that a config may hold. The parser walks it, docs/CONFIG.md is rendered from it.
+// Immutable data; safe everywhere. The rows live in keys_*.cpp, one file a section of the config.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace strata::engine {
+
+enum class Kind : std::uint8_t {
+  kFlag,      // true or false
+  kInteger,   // a whole number; 2.0 is one
+  kNumel,     // a number of elements; 5e8 and 3774873.6 are fine, fractions are cut off
+  kBytes,     // bytes: a number, or text like "512MiB"
+  kNumber,    // any finite number
+  kCount,     // a number that may be Infinity: how often, how long
+  kText,      // text
+  kChoice,    // text, one of `limits`
+  kStrings,   // a list of texts
+  kNumbers,   // a list of numbers of one length: `limits` says which
+  kPerGroup,  // a number, or a list of one number a parameter group
+  kSection,   // an object whose keys have rows of their own
+  kParams,    // an object that the optimizer or scheduler of that name checks
+  kSwitch,    // an object of a feature that is off unless one of the keys in `limits` is set
+};
+
+enum class Treatment : std::uint8_t {
+  kHonoured,  // has a typed field in Config
+  kHint,      // accepted; has no effect, and the row says why
+  kRefused,   // accepted only at its default; the row says what to write instead
+};
+
+struct Key {
+  std::string_view path;  // "zero_optimization.stage"
+  Kind kind;
+  std::string_view fallback;  // the default, as JSON
+  std::string_view limits;    // "0..3", ">= 0", "> 0"; of a choice: "none|cpu"
+  Treatment treatment;
+  std::string_view meaning;
+  std::string_view note;  // a hint: why it has no effect; a refused key: what to write instead
+};
+
+// An old or second name of a key.
+struct Alias {
+  std::string_view old_path;
+  std::string_view path;
+};
+
+std::span<const Key> zero_keys();
+std::span<const Key> offload_keys();
+std::span<const Key> precision_keys();
+std::span<const Key> training_keys();
+std::span<const Key> diagnostics_keys();
+std::span<const Key> feature_keys();
+std::span<const Key> strata_keys();
+
+// All rows above, in the order of docs/CONFIG.md.
+std::span<const Key> config_keys();
+// Rows of optimizer.params for Adam and AdamW.
+std::span<const Key> adam_keys();
+// Rows of scheduler.params for one of DeepSpeed's schedulers; empty when `type` is none of them.
+std::span<const Key> scheduler_keys(std::string_view type);
+std::span<const std::string_view> scheduler_types();
+std::span<const Alias> config_aliases();
+
+const Key* find_key(std::span<const Key> keys, std::string_view path);
+// "stage" of "zero_optimization.stage"; "zero_optimization" is the parent.
+std::string_view leaf_of(std::string_view path);
+std::string_view parent_of(std::string_view path);
+std::string join_path(std::string_view parent, std::string_view leaf);
+// "a number of elements >= 0", "one of none, cpu, nvme": what a message asks for.
+std::string wanted(const Key& key);
+
+}  // namespace strata::engine

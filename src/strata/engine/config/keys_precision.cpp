@@ -1,0 +1,63 @@
+// Rows of bf16, fp16 and data_types.
+#include <array>
+
+#include "strata/engine/config/key.h"
+
+namespace strata::engine {
+namespace {
+
+using enum Kind;
+using enum Treatment;
+
+constexpr std::array kKeys{
+    Key{"bf16", kSection, "{}", "", kHonoured, "parameters in bfloat16, master weights in fp32",
+        ""},
+    Key{"bf16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
+    Key{"bf16.check_grad_overflow", kFlag, "true", "", kHonoured,
+        "skip the step of every rank when a gradient is not finite", ""},
+    Key{"bf16.immediate_grad_update", kFlag, "false", "", kHint,
+        "accumulate a gradient as soon as it appears", "it always is"},
+    Key{"bf16.bf16_master_weights_and_grads", kFlag, "false", "", kRefused,
+        "master weights in bfloat16", "remove the key: master weights are fp32"},
+    Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kRefused, "optimizer state in bfloat16",
+        "remove the key: optimizer state is fp32"},
+
+    Key{"fp16", kSection, "{}", "", kHonoured, "parameters in float16, loss scaled", ""},
+    Key{"fp16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
+    Key{"fp16.auto_cast", kFlag, "false", "", kHonoured, "cast floating inputs of forward to fp16",
+        ""},
+    Key{"fp16.loss_scale", kNumber, "0.0", ">= 0", kHonoured,
+        "factor of the loss; 0 lets it adapt (dynamic)", ""},
+    Key{"fp16.initial_scale_power", kInteger, "16", "0..64", kHonoured,
+        "the dynamic scale starts at 2 to this power", ""},
+    Key{"fp16.loss_scale_window", kInteger, "1000", "", kHonoured,
+        "steps without overflow after which the scale doubles; > 0 when dynamic", ""},
+    Key{"fp16.hysteresis", kInteger, "2", ">= 1", kHonoured, "overflows before the scale halves",
+        ""},
+    Key{"fp16.consecutive_hysteresis", kFlag, "false", "", kHonoured,
+        "count only overflows in a row", ""},
+    Key{"fp16.min_loss_scale", kInteger, "1", "", kHonoured,
+        "the scale never falls below; > 0 when dynamic", ""},
+    Key{"fp16.fp16_master_weights_and_grads", kFlag, "false", "", kRefused,
+        "master weights in float16", "remove the key: master weights are fp32"},
+
+    Key{"data_types", kSection, "{}", "", kHonoured, "element types", ""},
+    Key{"data_types.grad_accum_dtype", kChoice, "null", "fp32|bf16|fp16|float32|bfloat16|float16",
+        kHonoured, "type in which gradients accumulate; null: fp32", ""},
+    Key{"data_types.param_dtype", kChoice, "null", "fp32|bf16|fp16|float32|bfloat16|float16",
+        kRefused, "type of parameters apart from bf16 and fp16",
+        "remove the key and set bf16.enabled or fp16.enabled"},
+    Key{"data_types.buffer_dtype", kChoice, "null", "fp32|bf16|fp16|float32|bfloat16|float16",
+        kRefused, "type of buffers apart from the model's own",
+        "remove the key and cast the buffers on the model: buffers keep their type"},
+    Key{"data_types.keep_in_fp32_modules", kStrings, "null", "", kRefused,
+        "buffers kept in fp32 by name", "remove the key: buffers keep their type"},
+};
+
+}  // namespace
+
+std::span<const Key> precision_keys() {
+  return kKeys;
+}
+
+}  // namespace strata::engine

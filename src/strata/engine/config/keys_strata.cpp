@@ -1,0 +1,39 @@
+// Rows of Strata's own section.
+#include <array>
+
+#include "strata/engine/config/key.h"
+
+namespace strata::engine {
+namespace {
+
+using enum Kind;
+using enum Treatment;
+
+constexpr std::array kKeys{
+    Key{"strata", kSection, "{}", "", kHonoured, "Strata's own settings", ""},
+    Key{"strata.reduce_at", kChoice, "\"micro_step\"", "micro_step|boundary", kHonoured,
+        "when gradients are reduced: after every backward, or once a step (keeps whole gradients)",
+        ""},
+    Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d", kHonoured,
+        "how ranks talk: threads of one process, processes of one host, torch.distributed", ""},
+    Key{"strata.max_live_bytes", kBytes, "null", "> 0", kHonoured,
+        "most bytes of gathered parameters a rank; null or \"auto\": from "
+        "stage3_max_live_parameters",
+        ""},
+    Key{"strata.wrap", kStrings, "[]", "", kHonoured,
+        "classes of the blocks that become units; []: found by themselves", ""},
+    Key{"strata.unit_size", kBytes, "null", "> 0", kHonoured,
+        "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
+    Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
+        "threads of host kernels a rank; null or \"auto\": cores / ranks of the host", ""},
+    Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,
+        "seconds after which a rank that waits for another reports an error", ""},
+};
+
+}  // namespace
+
+std::span<const Key> strata_keys() {
+  return kKeys;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,122 @@
+// Rows of zero_optimization.
+#include <array>
+
+#include "strata/engine/config/key.h"
+
+namespace strata::engine {
+namespace {
+
+using enum Kind;
+using enum Treatment;
+
+#define ZERO "zero_optimization."
+
+constexpr std::array kKeys{
+    Key{"zero_optimization", kSection, "{}", "", kHonoured, "what is sharded over the ranks", ""},
+    Key{ZERO "stage", kInteger, "0", "0..3", kHonoured,
+        "0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters", ""},
+    Key{ZERO "reduce_bucket_size", kNumel, "500000000", "> 0", kHonoured,
+        "most gradient elements under reduction at a time, one unit at least", ""},
+    Key{ZERO "stage3_prefetch_bucket_size", kNumel, "50000000", ">= 0", kHonoured,
+        "elements gathered ahead of their use", ""},
+    Key{ZERO "stage3_param_persistence_threshold", kNumel, "100000", ">= 0", kHonoured,
+        "parameters of at most this many elements stay gathered", ""},
+    Key{ZERO "stage3_model_persistence_threshold", kNumel, "9223372036854775807", ">= 0", kHonoured,
+        "most elements that stay gathered in all", ""},
+    Key{ZERO "stage3_max_live_parameters", kNumel, "1000000000", ">= 0", kHonoured,
+        "most elements that are gathered at a time", ""},
+    Key{ZERO "stage3_gather_16bit_weights_on_model_save", kFlag, "false", "", kHonoured,
+        "whether a framework may ask for the whole weights when it saves", ""},
+    Key{ZERO "ignore_unused_parameters", kFlag, "true", "", kHonoured,
+        "whether a trainable parameter may get no gradient in a step", ""},
+    Key{ZERO "leaf_module", kSection, "{}", "", kHonoured,
+        "modules that are gathered as one and never split", ""},
+    Key{ZERO "leaf_module.classes", kStrings,
+        R"(["transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",)"
+        R"("transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",)"
+        R"("transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"])",
+        "", kHonoured, "by class", ""},
+    Key{ZERO "leaf_module.names", kStrings, "[]", "", kHonoured, "by module name", ""},
+    Key{ZERO "leaf_module.name_suffixes", kStrings, "[]", "", kHonoured,
+        "by the end of the module name", ""},
+
+    Key{ZERO "contiguous_gradients", kFlag, "true", "", kHint,
+        "copy gradients into a contiguous bucket",
+        "gradients always land in their unit's flat buffer"},
+    Key{ZERO "reduce_scatter", kFlag, "true", "", kHint, "reduce-scatter rather than all-reduce",
+        "every stage reduces by reduce-scatter"},
+    Key{ZERO "use_multi_rank_bucket_allreduce", kFlag, "true", "", kHint,
+        "all-reduce a bucket and let its owners copy", "every stage reduces by reduce-scatter"},
+    Key{ZERO "allgather_partitions", kFlag, "true", "", kHint,
+        "all-gather rather than broadcasts after the step", "parameters are always all-gathered"},
+    Key{ZERO "allgather_bucket_size", kNumel, "500000000", ">= 0", kHint,
+        "elements a gather after the step", "a gather takes one unit; strata.unit_size bounds it"},
+    Key{ZERO "overlap_comm", kFlag, "null", "", kHint, "reduce while backward runs",
+        "the engine orders reductions itself; see strata.reduce_at"},
+    Key{ZERO "compute_grad_norm", kFlag, "true", "", kHint, "compute the global gradient norm",
+        "norm and overflow check are one pass that always runs"},
+    Key{ZERO "parameter_alignment", kFlag, "false", "", kHint,
+        "align parameters in the flat buffer", "parameters are always aligned to 256 bytes"},
+    Key{ZERO "load_from_fp32_weights", kFlag, "true", "", kHint,
+        "restore master weights from a checkpoint's fp32 copy",
+        "engine checkpoints are not read by this version"},
+    Key{ZERO "elastic_checkpoint", kFlag, "false", "", kHint, "old elastic checkpoint layout",
+        "engine checkpoints are not written by this version"},
+    Key{ZERO "sub_group_size", kNumel, "1000000000", ">= 0", kHint,
+        "elements of one optimizer sub-group", "the optimizer steps unit by unit"},
+    Key{ZERO "stage3_max_reuse_distance", kNumel, "1000000000", ">= 0", kHint,
+        "keep a parameter that is used again within this many elements",
+        "what is released follows the learned fetch order and the live bytes"},
+    Key{ZERO "stage3_module_granularity_threshold", kNumel, "0", "", kHint,
+        "gather modules below this granularity as one",
+        "units are found by block; see strata.wrap"},
+    Key{ZERO "stage3_use_all_reduce_for_fetch_params", kFlag, "false", "", kHint,
+        "gather by all-reduce", "gathers write in place into the flat buffer"},
+    Key{ZERO "stage3_allgather_sequential", kFlag, "false", "", kHint, "one gather a parameter",
+        "a gather takes one unit and copies nothing, so there is nothing to save"},
+    Key{ZERO "round_robin_gradients", kFlag, "false", "", kHint,
+        "interleave ownership of gradients", "every rank owns an equal slice of every unit"},
+    Key{ZERO "memory_efficient_linear", kFlag, "true", "", kHint,
+        "gather the weight of a Linear again in backward",
+        "autograd's views stay valid across release and gather"},
+    Key{ZERO "pipeline_loading_checkpoint", kFlag, "false", "", kHint,
+        "load a checkpoint rank after rank", "every rank reads its own byte ranges only"},
+    Key{ZERO "override_module_apply", kFlag, "true", "", kHint, "gather in Module.apply",
+        "a released parameter that is read anywhere is gathered on the spot"},
+    Key{ZERO "log_trace_cache_warnings", kFlag, "false", "", kHint,
+        "warn when the fetch order changes", "a changed order costs a late gather, nothing else"},
+    Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHint, "compare ranks with collectives",
+        "ranks always compare a running hash of their order"},
+    Key{ZERO "save_muon_momentum_buffer_in_memory", kFlag, "false", "", kHint,
+        "keep Muon's momentum gathered", "Muon is not offered"},
+
+    Key{ZERO "legacy_stage1", kFlag, "false", "", kRefused, "the first implementation of stage 1",
+        "write \"stage\": 1 alone"},
+    Key{ZERO "zenflow", kSwitch, "null", "", kRefused, "asynchronous updates of ZenFlow",
+        "remove the section"},
+    Key{ZERO "zero_hpz_partition_size", kInteger, "1", ">= 0", kRefused,
+        "a second shard of the parameters within a node (ZeRO++)", "write 1 or remove the key"},
+    Key{ZERO "zero_quantized_weights", kFlag, "false", "", kRefused,
+        "gathers of quantised weights (ZeRO++)", "write false or remove the key"},
+    Key{ZERO "zero_quantized_nontrainable_weights", kFlag, "false", "", kRefused,
+        "gathers of quantised frozen weights (ZeRO++)", "write false or remove the key"},
+    Key{ZERO "zero_quantized_gradients", kFlag, "false", "", kRefused,
+        "reductions of quantised gradients (ZeRO++)",
+        "remove the key; \"communication_data_type\": \"bf16\" halves the bytes"},
+    Key{ZERO "zeropp_loco_param", kSwitch, "null", "", kRefused,
+        "error feedback of quantised gradients (LoCo)", "remove the section"},
+    Key{ZERO "mics_shard_size", kInteger, "-1", "", kRefused, "sharding within sub-groups (MiCS)",
+        "write -1 or remove the key"},
+    Key{ZERO "mics_hierarchical_params_gather", kFlag, "false", "", kRefused,
+        "two-level gathers within sub-groups (MiCS)", "write false or remove the key"},
+};
+
+#undef ZERO
+
+}  // namespace
+
+std::span<const Key> zero_keys() {
+  return kKeys;
+}
+
+}  // namespace strata::engine

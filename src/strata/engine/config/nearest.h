@@ -1,0 +1,15 @@
+// Finds the known word that a misspelled one most likely meant. Pure functions.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+namespace strata::engine {
+
+// Edits (insert, remove, replace, swap of neighbours) that turn `a` into `b`, letter case ignored.
+int edit_distance(std::string_view a, std::string_view b);
+
+// The closest of `known`, the first of equals; empty when `known` is empty.
+std::string_view nearest_of(std::string_view word, std::span<const std::string_view> known);
+
+}  // namespace strata::engine

@@ -1,0 +1,147 @@
+#include "strata/engine/config/optimizer_config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <string_view>
+
+#include "strata/base/error.h"
+#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/key.h"
+#include "strata/engine/config/nearest.h"
+#include "strata/engine/config/settings.h"
+#include "strata/engine/config/value_check.h"
+
+namespace strata::engine {
+namespace {
+
+using nlohmann::json;
+
+// Classes of torch.optim whose update of an element needs that element's state alone.
+constexpr std::array<std::string_view, 11> kElementwise{"Adam",     "AdamW",  "SGD",   "Adagrad",
+                                                        "Adadelta", "Adamax", "NAdam", "RAdam",
+                                                        "RMSprop",  "Rprop",  "ASGD"};
+
+struct Unsupported {
+  std::string_view name;  // in lower case
+  std::string_view reason;
+};
+constexpr std::array<Unsupported, 16> kUnsupported{{
+    {"lamb", "it needs the norm of whole layers"},
+    {"onebitlamb", "it compresses communication"},
+    {"onebitadam", "it compresses communication"},
+    {"zerooneadam", "it compresses communication"},
+    {"muon", "it needs whole matrices"},
+    {"lion", "torch.optim has no such class"},
+    {"muadam", "it needs the mup package's own groups"},
+    {"muadamw", "it needs the mup package's own groups"},
+    {"musgd", "it needs the mup package's own groups"},
+    {"lbfgs", "it needs closures and the whole gradient"},
+    {"sparseadam", "it needs sparse gradients"},
+    {"adafactor", "it needs whole matrices"},
+    {"fusedadam", "write \"AdamW\", which is one fused pass"},
+    {"deepspeedcpuadam", "write \"AdamW\", which runs where the shard is"},
+    {"cpuadam", "write \"AdamW\", which runs where the shard is"},
+    {"adam8bit", "optimizer state is fp32"},
+}};
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  return out;
+}
+
+// The class of that name, however its letters are cased (DeepSpeed lowers "Adam", "AdamW",
+// "Adagrad").
+std::string_view class_of(const std::string& type) {
+  const std::string name = lower(type);
+  for (const std::string_view known : kElementwise) {
+    if (lower(known) == name) return known;
+  }
+  for (const Unsupported& u : kUnsupported) {
+    if (u.name != name) continue;
+    throw ConfigError(fmt::format(
+        "optimizer.type: not supported ({}); write \"AdamW\" or another elementwise class of "
+        "torch.optim; found \"{}\"",
+        u.reason, type));
+  }
+  throw ConfigError(fmt::format(
+      "optimizer.type: wanted Adam, AdamW or an elementwise class of torch.optim (the nearest is "
+      "\"{}\"); pass others as optimizer= to initialize; found \"{}\"",
+      nearest_of(type, kElementwise), type));
+}
+
+void refuse_max_grad_norm(const json& params) {
+  const auto found = params.find("max_grad_norm");
+  if (found == params.end()) return;
+  throw ConfigError(
+      fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the "
+                  "optimizer; write \"gradient_clipping\": {} at the top level; found {}",
+                  shown(*found), shown(*found)));
+}
+
+// What is passed to torch: everything given but the engine's own two keys.
+json torch_arguments(const json& params) {
+  json kept = json::object();
+  for (const auto& [name, value] : params.items()) {
+    const bool ours = name == "torch_adam" || name == "adam_w_mode";
+    if (!ours && !value.is_null() && value != "auto") kept[name] = value;
+  }
+  return kept;
+}
+
+OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
+                                Settings* settings) {
+  OptimizerConfig config{.type = std::move(type),
+                         .kind = OptimizerKind::kTorch,
+                         .adam = {},
+                         .torch_class = std::move(torch_class),
+                         .torch_params = canonical_text(torch_arguments(params))};
+  settings->set("optimizer.torch_class", config.torch_class);
+  settings->at("optimizer.torch_class");
+  return config;
+}
+
+bool flag_or(const json& params, const char* name, bool fallback) {
+  const Key* key = find_key(adam_keys(), std::string("optimizer.params.") + name);
+  STRATA_ASSERT(key != nullptr);
+  const auto found = params.find(name);
+  if (found == params.end() || found->is_null() || *found == "auto") return fallback;
+  return check_value(*key, *found).get<bool>();
+}
+
+}  // namespace
+
+OptimizerConfig read_optimizer(Settings* settings, std::vector<Hint>* hints) {
+  const std::string type = settings->text("optimizer.type");
+  const json params = settings->at("optimizer.params");
+  const std::string_view name = class_of(type);
+  refuse_max_grad_norm(params);
+  if (name != "Adam" && name != "AdamW") {
+    return torch_optimizer(type, std::string(name), params, settings);
+  }
+  const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
+  if (flag_or(params, "torch_adam", false)) {
+    return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings);
+  }
+  settings->set("optimizer.params",
+                json::object());  // each parameter has its own path from here on
+  read_settings(adam_keys(), params, "optimizer.params", settings, hints);
+  settings->at("optimizer.params.torch_adam");
+  settings->set("optimizer.params.adam_w_mode", decoupled);
+  const json& betas = settings->at("optimizer.params.betas");
+  return {.type = type,
+          .kind = OptimizerKind::kAdam,
+          .adam = {.lr = settings->number("optimizer.params.lr"),
+                   .beta1 = betas.at(0).get<double>(),
+                   .beta2 = betas.at(1).get<double>(),
+                   .eps = settings->number("optimizer.params.eps"),
+                   .weight_decay = settings->number("optimizer.params.weight_decay"),
+                   .decoupled = settings->flag("optimizer.params.adam_w_mode")},
+          .torch_class = {},
+          .torch_params = "{}"};
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,43 @@
+// The optimizer that a configuration names: the engine's own Adam and AdamW, or a class of
+// torch.optim that works elementwise, so that it can run on shards. Plain values. Errors:
+// ConfigError.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "strata/engine/config/hint.h"
+
+namespace strata::engine {
+
+class Settings;
+
+struct AdamOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+  bool decoupled = true;  // AdamW; false: Adam with L2 added to the gradient
+
+  bool operator==(const AdamOptions&) const = default;
+};
+
+enum class OptimizerKind : std::uint8_t {
+  kAdam,   // the engine's kernel; see `adam`
+  kTorch,  // torch.optim.<torch_class>(..., **torch_params)
+};
+
+struct OptimizerConfig {
+  std::string type;  // as the configuration spells it
+  OptimizerKind kind = OptimizerKind::kAdam;
+  AdamOptions adam;
+  std::string torch_class;          // "SGD"
+  std::string torch_params = "{}";  // keyword arguments as JSON text
+};
+
+// Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.
+OptimizerConfig read_optimizer(Settings* settings, std::vector<Hint>* hints);
+
+}  // namespace strata::engine

@@ -1,0 +1,160 @@
+#include "strata/engine/config/settings.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "strata/base/error.h"
+#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/nearest.h"
+#include "strata/engine/config/value_check.h"
+
+namespace strata::engine {
+namespace {
+
+using nlohmann::json;
+
+// Top-level keys that callers fill in, so "auto" there means: not given.
+constexpr std::array<std::string_view, 5> kFilledByCallers{
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "communication_data_type"};
+
+class Reader {
+ public:
+  Reader(std::span<const Key> keys, Settings* settings, std::vector<Hint>* hints)
+      : keys_(keys), settings_(settings), hints_(hints) {}
+
+  void read(const json& object, std::string_view prefix, bool quiet) {
+    for (const auto& [name, value] : object.items()) {
+      if (prefix.empty() && name.find('.') != std::string::npos) {
+        hints_->push_back({name,
+                           "a key with a dot names nothing; nest it: {\"section\": {\"key\": "
+                           "value}}"});
+        continue;
+      }
+      const std::string path = join_path(prefix, name);
+      const Key* key = find_key(keys_, path);
+      if (key == nullptr) refuse_unknown(path, prefix, value);
+      if (!is_given(*key, value, prefix)) continue;
+      if (key->kind == Kind::kSection) {
+        if (!value.is_object()) refuse_type(*key, value);
+        read(value, path, quiet || is_switched_off(*key, value));
+      } else {
+        take(*key, value, quiet);
+      }
+    }
+  }
+
+  void fill_defaults() {
+    for (const Key& key : keys_) {
+      if (key.treatment != Treatment::kHonoured || key.kind == Kind::kSection) continue;
+      if (!settings_->has(key.path))
+        settings_->set(std::string(key.path), json::parse(key.fallback));
+    }
+  }
+
+ private:
+  static bool is_given(const Key& key, const json& value, std::string_view prefix) {
+    if (value.is_null()) return false;
+    if (value != "auto") return true;
+    if (!prefix.empty()) return false;
+    const bool filled = std::ranges::find(kFilledByCallers, key.path) != kFilledByCallers.end();
+    if (!filled && key.kind != Kind::kText) {
+      throw ConfigError(
+          fmt::format("{}: \"auto\" is filled in by the caller of other keys, not of this one; "
+                      "write {} ({}) or "
+                      "remove the key; found \"auto\"",
+                      key.path, wanted(key), key.meaning));
+    }
+    return false;
+  }
+
+  // A section of hints that is disabled asks for nothing, so its keys need not be listed.
+  bool is_switched_off(const Key& section, const json& object) const {
+    const std::string path = join_path(section.path, "enabled");
+    const Key* key = find_key(keys_, path);
+    if (key == nullptr || key->treatment != Treatment::kHint) return false;
+    const auto found = object.find("enabled");
+    return found == object.end() ? key->fallback != "true" : *found == false;
+  }
+
+  void take(const Key& key, const json& value, bool quiet) {
+    if (key.kind == Kind::kSwitch) {
+      if (is_switched_on(key, value)) refuse_feature(key, value);
+      return;
+    }
+    json checked = check_value(key, value);
+    if (key.treatment == Treatment::kHonoured) {
+      settings_->set(std::string(key.path), std::move(checked));
+    } else if (key.treatment == Treatment::kHint) {
+      if (!quiet) hints_->push_back({std::string(key.path), std::string(key.note)});
+    } else if (checked != json::parse(key.fallback)) {
+      refuse_feature(key, value);
+    }
+  }
+
+  [[noreturn]] static void refuse_feature(const Key& key, const json& value) {
+    throw ConfigError(fmt::format("{}: not supported ({}); {}; found {}", key.path, key.meaning,
+                                  key.note, shown(value)));
+  }
+
+  [[noreturn]] static void refuse_type(const Key& key, const json& value) {
+    throw ConfigError(fmt::format("{}: wanted {} ({}); found {}", key.path, wanted(key),
+                                  key.meaning, shown(value)));
+  }
+
+  [[noreturn]] void refuse_unknown(const std::string& path, std::string_view prefix,
+                                   const json& value) const {
+    const std::string_view leaf = leaf_of(path);
+    std::string_view meant;
+    std::vector<std::string_view> siblings;
+    for (const Key& key : keys_) {
+      if (leaf_of(key.path) == leaf) meant = key.path;  // right key, wrong section
+      if (parent_of(key.path) == prefix) siblings.push_back(leaf_of(key.path));
+    }
+    const std::string near =
+        meant.empty() ? join_path(prefix, nearest_of(leaf, siblings)) : std::string(meant);
+    throw ConfigError(
+        fmt::format("{}: unknown key; the nearest known one is \"{}\"; write that or "
+                    "remove the key; found {}",
+                    path, near, shown(value)));
+  }
+
+  std::span<const Key> keys_;
+  Settings* settings_;
+  std::vector<Hint>* hints_;
+};
+
+}  // namespace
+
+const json& Settings::at(std::string_view path) const {
+  const auto found = values_.find(path);
+  STRATA_ASSERT(found != values_.end());
+  read_.insert(found->first);
+  return found->second;
+}
+
+std::string Settings::first_unread() const {
+  for (const auto& [path, value] : values_) {
+    if (!read_.contains(path)) return path;
+  }
+  return {};
+}
+
+std::map<std::string, std::string> Settings::canonical() const {
+  std::map<std::string, std::string> texts;
+  for (const auto& [path, value] : values_) {
+    if (!value.is_null()) texts[path] = canonical_text(value);
+  }
+  return texts;
+}
+
+void read_settings(std::span<const Key> keys, const json& object, std::string_view prefix,
+                   Settings* settings, std::vector<Hint>* hints) {
+  Reader reader(keys, settings, hints);
+  reader.read(object, prefix, false);
+  reader.fill_defaults();
+}
+
+}  // namespace strata::engine

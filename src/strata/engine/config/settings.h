@@ -1,0 +1,58 @@
+// Settings: what a configuration says, by path, in canonical form; honoured keys that it does not
+// name hold their default. read_settings() walks a document along the key table and sorts out what
+// is honoured, what is a hint, what is refused and what nobody knows. Threads: none; values.
+// Errors: ConfigError with the JSON path.
+#pragma once
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/engine/config/hint.h"
+#include "strata/engine/config/key.h"
+
+namespace strata::engine {
+
+class Settings {
+ public:
+  void set(std::string path, nlohmann::json value) { values_[std::move(path)] = std::move(value); }
+  bool has(std::string_view path) const { return values_.find(path) != values_.end(); }
+
+  // The value of an honoured path. Null where the default is null; the typed getters below assert
+  // the type that the table promises.
+  const nlohmann::json& at(std::string_view path) const;
+  bool flag(std::string_view path) const { return at(path).get<bool>(); }
+  std::int64_t integer(std::string_view path) const { return at(path).get<std::int64_t>(); }
+  double number(std::string_view path) const { return at(path).get<double>(); }
+  std::string text(std::string_view path) const { return at(path).get<std::string>(); }
+  std::vector<std::string> texts(std::string_view path) const {
+    return at(path).get<std::vector<std::string>>();
+  }
+  template <typename T>
+  std::optional<T> maybe(std::string_view path) const {
+    const nlohmann::json& value = at(path);
+    return value.is_null() ? std::nullopt : std::optional<T>(value.get<T>());
+  }
+
+  // The first path that no getter ever asked for: a key honoured by the table but by no one else.
+  std::string first_unread() const;
+
+  // Path to canonical text, sorted; null values are left out.
+  std::map<std::string, std::string> canonical() const;
+
+ private:
+  std::map<std::string, nlohmann::json, std::less<>> values_;
+  mutable std::set<std::string, std::less<>> read_;
+};
+
+// Walks `object`, found at `prefix` ("" for the root), along `keys` and adds to `settings` and
+// `hints`. Every honoured key of `keys` has a value in `settings` afterwards.
+void read_settings(std::span<const Key> keys, const nlohmann::json& object, std::string_view prefix,
+                   Settings* settings, std::vector<Hint>* hints);
+
+}  // namespace strata::engine

@@ -1,0 +1,217 @@
+#include "strata/engine/config/value_check.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "strata/base/error.h"
+#include "strata/engine/config/json_text.h"
+
+namespace strata::engine {
+namespace {
+
+using nlohmann::json;
+
+[[noreturn]] void refuse(const Key& key, const json& value, std::string_view advice = {}) {
+  throw ConfigError(fmt::format("{}: wanted {} ({}){}{}; found {}", key.path, wanted(key),
+                                key.meaning, advice.empty() ? "" : "; ", advice, shown(value)));
+}
+
+double parse_double(std::string_view text) {
+  return std::strtod(std::string(text).c_str(), nullptr);
+}
+
+// ">= 0", "> 0", "0..3", "2 of 0..1": the part after "of" counts.
+bool within(std::string_view limits, double v) {
+  if (const auto of = limits.find("of "); of != std::string_view::npos)
+    limits.remove_prefix(of + 3);
+  if (limits.empty()) return true;
+  if (const auto dots = limits.find(".."); dots != std::string_view::npos) {
+    return v >= parse_double(limits.substr(0, dots)) && v <= parse_double(limits.substr(dots + 2));
+  }
+  if (limits.starts_with(">= ")) return v >= parse_double(limits.substr(3));
+  STRATA_ASSERT(limits.starts_with("> "));
+  return v > parse_double(limits.substr(2));
+}
+
+double number_of(const Key& key, const json& value) {
+  if (value.is_number()) return value.get<double>();
+  if (value.is_string()) {
+    refuse(key, value, "write the number without quotes");
+  }
+  refuse(key, value);
+}
+
+// Towards zero; what no int64 holds becomes the largest or smallest.
+std::int64_t clamped(double v) {
+  constexpr double kTop = 9223372036854775808.0;  // 2^63
+  if (v >= kTop) return std::numeric_limits<std::int64_t>::max();
+  if (v <= -kTop) return std::numeric_limits<std::int64_t>::min();
+  return static_cast<std::int64_t>(v);
+}
+
+std::int64_t integer_of(const Key& key, const json& value, bool cut_fraction) {
+  const double v = number_of(key, value);
+  if (std::isnan(v) || !within(key.limits, v)) refuse(key, value);
+  if (value.is_number_unsigned()) {
+    const auto whole = value.get<std::uint64_t>();
+    constexpr auto kTop = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+    return static_cast<std::int64_t>(std::min(whole, kTop));
+  }
+  if (value.is_number_integer()) return value.get<std::int64_t>();
+  if (!cut_fraction && v != std::floor(v)) refuse(key, value, "fractions have no meaning here");
+  if (!cut_fraction && !std::isfinite(v)) refuse(key, value);
+  const std::int64_t whole = clamped(v);
+  if (!within(key.limits, static_cast<double>(whole))) refuse(key, value);
+  return whole;
+}
+
+std::optional<double> factor_of(std::string_view suffix) {
+  struct Suffix {
+    std::string_view name;
+    double bytes;
+  };
+  constexpr std::array<Suffix, 9> kSuffixes{{{"B", 1.0},
+                                             {"KiB", 1024.0},
+                                             {"MiB", 1048576.0},
+                                             {"GiB", 1073741824.0},
+                                             {"TiB", 1099511627776.0},
+                                             {"KB", 1e3},
+                                             {"MB", 1e6},
+                                             {"GB", 1e9},
+                                             {"TB", 1e12}}};
+  for (const Suffix& s : kSuffixes) {
+    if (suffix == s.name) return s.bytes;
+  }
+  return std::nullopt;
+}
+
+std::int64_t bytes_of(const Key& key, const json& value) {
+  if (!value.is_string()) return integer_of(key, value, true);
+  const auto& text = value.get_ref<const std::string&>();
+  double count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+  auto suffix = std::string_view(text).substr(static_cast<std::size_t>(end - text.data()));
+  while (suffix.starts_with(' ')) suffix.remove_prefix(1);
+  const auto factor = factor_of(suffix);
+  if (error != std::errc{} || !std::isfinite(count) || !factor) refuse(key, value);
+  if (!within(key.limits, std::floor(count * *factor))) refuse(key, value);
+  return clamped(count * *factor);
+}
+
+double finite_of(const Key& key, const json& value) {
+  const double v = number_of(key, value);
+  if (!std::isfinite(v) || !within(key.limits, v)) refuse(key, value);
+  return v;
+}
+
+json check_choice(const Key& key, const json& value) {
+  if (!value.is_string()) refuse(key, value);
+  std::string_view rest = key.limits;
+  while (!rest.empty()) {
+    const auto bar = std::min(rest.find('|'), rest.size());
+    if (rest.substr(0, bar) == value.get_ref<const std::string&>()) return value;
+    rest.remove_prefix(std::min(bar + 1, rest.size()));
+  }
+  refuse(key, value);
+}
+
+json check_numbers(const Key& key, const json& value, std::optional<std::size_t> length) {
+  if (!value.is_array() || value.empty() || (length && value.size() != *length)) refuse(key, value);
+  json numbers = json::array();
+  for (const json& item : value) {
+    if (!item.is_number()) refuse(key, value);
+    const double v = item.get<double>();
+    if (!std::isfinite(v) || !within(key.limits, v)) refuse(key, value);
+    numbers.push_back(v);
+  }
+  return numbers;
+}
+
+json check_strings(const Key& key, const json& value) {
+  if (!value.is_array()) refuse(key, value, "write [\"...\"]");
+  for (const json& item : value) {
+    if (!item.is_string()) refuse(key, value, "write [\"...\"]");
+  }
+  return value;
+}
+
+json check_flag(const Key& key, const json& value) {
+  if (value.is_boolean()) return value;
+  refuse(key, value, value.is_string() ? "write it without quotes" : "");
+}
+
+}  // namespace
+
+std::string shown(const json& value) {
+  constexpr std::size_t kShown = 120;
+  std::string text = canonical_text(value);
+  if (text.size() > kShown) text = text.substr(0, kShown) + "...";
+  return text;
+}
+
+bool is_switched_on(const Key& key, const json& value) {
+  if (!value.is_object()) {
+    if (value.is_boolean()) return value.get<bool>();
+    refuse(key, value);
+  }
+  if (value.empty()) return false;
+  bool has_switch = false;
+  std::string_view rest = key.limits;
+  while (!rest.empty()) {
+    const auto bar = std::min(rest.find('|'), rest.size());
+    const auto found = value.find(std::string(rest.substr(0, bar)));
+    if (found != value.end()) {
+      has_switch = true;
+      const bool off = found->is_null() || *found == false || *found == 0 || *found == "auto";
+      if (!off) return true;
+    }
+    rest.remove_prefix(std::min(bar + 1, rest.size()));
+  }
+  return !has_switch;
+}
+
+json check_value(const Key& key, const json& value) {
+  switch (key.kind) {
+    case Kind::kFlag:
+      return check_flag(key, value);
+    case Kind::kInteger:
+      return integer_of(key, value, false);
+    case Kind::kNumel:
+      return integer_of(key, value, true);
+    case Kind::kBytes:
+      return bytes_of(key, value);
+    case Kind::kNumber:
+      return finite_of(key, value);
+    case Kind::kCount: {
+      const double v = number_of(key, value);
+      if (std::isnan(v) || !within(key.limits, v)) refuse(key, value);
+      return v;
+    }
+    case Kind::kText:
+      if (!value.is_string()) refuse(key, value);
+      return value;
+    case Kind::kChoice:
+      return check_choice(key, value);
+    case Kind::kStrings:
+      return check_strings(key, value);
+    case Kind::kNumbers:
+      return check_numbers(key, value, 2);
+    case Kind::kPerGroup:
+      return value.is_array() ? check_numbers(key, value, std::nullopt)
+                              : json(finite_of(key, value));
+    case Kind::kParams:
+      if (!value.is_object()) refuse(key, value);
+      return value;
+    case Kind::kSection:
+    case Kind::kSwitch:
+      break;
+  }
+  STRATA_ASSERT(false);
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,156 @@
+#include "strata/engine/config/config.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "engine/config/parsing.h"
+
+namespace strata::engine {
+namespace {
+
+TEST(Config, HasDeepSpeedsDefaults) {
+  const Config c = parsed("{}");
+  EXPECT_EQ(c.zero.stage, 0);
+  EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
+  EXPECT_EQ(c.zero.prefetch_bucket_size, Numel(50'000'000));
+  EXPECT_EQ(c.zero.param_persistence_threshold, Numel(100'000));
+  EXPECT_EQ(c.zero.max_live_parameters, Numel(1'000'000'000));
+  EXPECT_TRUE(c.zero.ignore_unused_parameters);
+  EXPECT_EQ(c.zero.leaf.classes.size(), 3U);
+  EXPECT_EQ(c.gradient_clipping, 1.0);
+  EXPECT_EQ(c.gradient_op, GradientOp::kMean);
+  EXPECT_EQ(c.precision.param_dtype, DType::kFloat32);
+  EXPECT_EQ(c.precision.grad_accum_dtype, DType::kFloat32);
+  EXPECT_FALSE(c.precision.skip_on_overflow);
+  EXPECT_FALSE(c.steps_per_print.has_value());
+  EXPECT_FALSE(c.optimizer.has_value());
+  EXPECT_FALSE(c.scheduler.has_value());
+  EXPECT_TRUE(c.hints.empty());
+}
+
+TEST(Config, HasDefaultsOfItsOwnSection) {
+  const StrataConfig s = parsed("{}").strata;
+  EXPECT_EQ(s.reduce_at, ReduceAt::kMicroStep);
+  EXPECT_EQ(s.collectives, CollectivesKind::kAuto);
+  EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
+  EXPECT_TRUE(s.wrap.empty());
+}
+
+TEST(Config, ReadsItsOwnSection) {
+  const StrataConfig s = parsed(R"({"strata": {"reduce_at": "boundary", "collectives": "shm",
+      "max_live_bytes": "512MiB", "wrap": ["Block"], "unit_size": 1e6, "threads": 3,
+      "timeout_s": 7.5}})")
+                             .strata;
+  EXPECT_EQ(s.reduce_at, ReduceAt::kBoundary);
+  EXPECT_EQ(s.collectives, CollectivesKind::kShm);
+  EXPECT_EQ(s.max_live, 512_MiB);
+  EXPECT_EQ(s.wrap, std::vector<std::string>{"Block"});
+  EXPECT_EQ(s.unit_size, Bytes(1'000'000));
+  EXPECT_EQ(s.threads, 3);
+  EXPECT_EQ(s.timeout_s, 7.5);
+}
+
+TEST(Config, ReadsBytesWithEverySuffix) {
+  const auto bytes = [](const std::string& text) {
+    return parsed(R"({"strata": {"unit_size": ")" + text + "\"}}").strata.unit_size;
+  };
+  EXPECT_EQ(bytes("7B"), 7_B);
+  EXPECT_EQ(bytes("2KiB"), 2_KiB);
+  EXPECT_EQ(bytes("1.5 GiB"), 1536_MiB);
+  EXPECT_EQ(bytes("3MB"), Bytes(3'000'000));
+  EXPECT_EQ(bytes("auto"), std::nullopt);
+}
+
+TEST(Config, ReadsBf16) {
+  const Config c = parsed(R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"},
+      "communication_data_type": "fp16"})");
+  EXPECT_EQ(c.precision.param_dtype, DType::kBFloat16);
+  EXPECT_EQ(c.precision.grad_accum_dtype, DType::kBFloat16);
+  EXPECT_EQ(c.precision.communication_dtype, DType::kFloat16);
+  EXPECT_TRUE(c.precision.skip_on_overflow);
+  EXPECT_EQ(c.precision.loss_scale.fixed, 1.0);
+  EXPECT_FALSE(parsed(R"({"bf16": {"enabled": true, "check_grad_overflow": false}})")
+                   .precision.skip_on_overflow);
+}
+
+TEST(Config, ReadsFp16WithItsLossScale) {
+  const PrecisionConfig p = parsed(R"({"fp16": {"enabled": true, "auto_cast": true,
+      "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4,
+      "consecutive_hysteresis": true, "min_loss_scale": 2}})")
+                                .precision;
+  EXPECT_EQ(p.param_dtype, DType::kFloat16);
+  EXPECT_TRUE(p.cast_inputs);
+  EXPECT_TRUE(p.skip_on_overflow);
+  const LossScaleParams expected{.fixed = 0.0,
+                                 .initial = 4096.0,
+                                 .window = 500,
+                                 .hysteresis = 4,
+                                 .consecutive_hysteresis = true,
+                                 .minimum = 2.0};
+  EXPECT_EQ(p.loss_scale, expected);
+}
+
+TEST(Config, IgnoresALossScaleThatCannotMatter) {
+  EXPECT_EQ(refusal_of(R"({"fp16": {"enabled": false, "loss_scale_window": 0}})"), "accepted");
+  EXPECT_EQ(refusal_of(R"({"fp16": {"enabled": true, "loss_scale": 64, "loss_scale_window": 0}})"),
+            "accepted");
+}
+
+TEST(Config, CutsFractionsOfElements) {
+  const Config c = parsed(R"({"zero_optimization": {"stage": 3.0,
+      "stage3_prefetch_bucket_size": 3774873.6, "reduce_bucket_size": 5e8}})");
+  EXPECT_EQ(c.zero.stage, 3);
+  EXPECT_EQ(c.zero.prefetch_bucket_size, Numel(3'774'873));
+  EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
+}
+
+TEST(Config, TakesInfinityWhereItMakesSense) {
+  EXPECT_FALSE(parsed(R"({"steps_per_print": Infinity})").steps_per_print.has_value());
+  EXPECT_EQ(parsed(R"({"steps_per_print": 10})").steps_per_print, 10);
+  EXPECT_EQ(parsed(R"({"zero_optimization": {"stage3_max_live_parameters": Infinity}})")
+                .zero.max_live_parameters.value,
+            std::numeric_limits<std::int64_t>::max());
+}
+
+TEST(Config, DropsAutoInSectionsAndWhereCallersFillIn) {
+  const Config c = parsed(R"({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2,
+      "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+      "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})");
+  EXPECT_EQ(c.gradient_clipping, 1.0);
+  EXPECT_FALSE(c.batch.train_batch_size.has_value());
+  EXPECT_EQ(c.batch.micro_batch_size, 2);
+  EXPECT_EQ(c.precision.param_dtype, DType::kFloat32);
+  EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
+}
+
+TEST(Config, MapsOldSpellings) {
+  const Config c = parsed(R"({"bfloat16": {"enabled": true}, "aio": {"thread_count": 4},
+      "zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": true,
+                            "max_live_parameters": 7, "cpu_offload": false}})");
+  EXPECT_EQ(c.precision.param_dtype, DType::kBFloat16);
+  EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
+  EXPECT_EQ(c.zero.max_live_parameters, Numel(7));
+  EXPECT_NE(reason_of(c, "aio.intra_op_parallelism"), "no hint");
+}
+
+TEST(Config, ListsHintsWithTheirReason) {
+  const Config c =
+      parsed(R"({"prescale_gradients": true, "zero_optimization": {"overlap_comm": true},
+      "zero_optimization.reduce_bucket_size": 1048576.0, "wandb": {"enabled": true}})");
+  EXPECT_EQ(reason_of(c, "prescale_gradients"), "the reduction divides in fp32");
+  EXPECT_EQ(reason_of(c, "zero_optimization.overlap_comm"),
+            "the engine orders reductions itself; see strata.reduce_at");
+  EXPECT_EQ(reason_of(c, "zero_optimization.reduce_bucket_size").substr(0, 14), "a key with a d");
+  EXPECT_EQ(reason_of(c, "wandb.enabled").substr(0, 24), "metrics are not sent any");
+  EXPECT_EQ(c.hints.size(), 4U);
+}
+
+TEST(Config, DoesNotListHintsOfWhatIsSwitchedOffOrNotGiven) {
+  const Config c = parsed(R"({"wandb": {"enabled": false, "project": "x"}, "log_level": null,
+      "flops_profiler": {"detailed": false}, "zero_optimization": {"overlap_comm": "auto"}})");
+  EXPECT_TRUE(c.hints.empty());
+}
+
+}  // namespace
+}  // namespace strata::engine

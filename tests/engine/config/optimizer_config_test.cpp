@@ -1,0 +1,91 @@
+#include "strata/engine/config/optimizer_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/config/parsing.h"
+
+namespace strata::engine {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+std::string optimizer(const std::string& type, const std::string& params = "{}") {
+  return R"({"optimizer": {"type": ")" + type + R"(", "params": )" + params + "}}";
+}
+
+TEST(OptimizerConfig, ReadsAdamW) {
+  const Config c = parsed(optimizer("AdamW", R"({"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6,
+                                                 "weight_decay": 0.1, "foreach": null})"));
+  EXPECT_EQ(c.optimizer->kind, OptimizerKind::kAdam);
+  EXPECT_EQ(c.optimizer->adam, (AdamOptions{.lr = 3e-4,
+                                            .beta1 = 0.8,
+                                            .beta2 = 0.95,
+                                            .eps = 1e-6,
+                                            .weight_decay = 0.1,
+                                            .decoupled = true}));
+}
+
+TEST(OptimizerConfig, TakesAdamForAdamWUnlessToldOtherwise) {
+  EXPECT_TRUE(parsed(optimizer("Adam")).optimizer->adam.decoupled);
+  EXPECT_FALSE(parsed(optimizer("Adam", R"({"adam_w_mode": false})")).optimizer->adam.decoupled);
+  EXPECT_TRUE(parsed(optimizer("adamw", R"({"adam_w_mode": false})")).optimizer->adam.decoupled);
+}
+
+TEST(OptimizerConfig, HandsTorchAdamItsParametersAsTheyAre) {
+  const Config c =
+      parsed(optimizer("Adam", R"({"torch_adam": true, "adam_w_mode": false, "amsgrad": true,
+                                   "lr": 0.01, "eps": "auto"})"));
+  EXPECT_EQ(c.optimizer->kind, OptimizerKind::kTorch);
+  EXPECT_EQ(c.optimizer->torch_class, "Adam");
+  EXPECT_EQ(c.optimizer->torch_params, R"({"amsgrad":true,"lr":0.01})");
+  EXPECT_EQ(parsed(optimizer("Adam", R"({"torch_adam": true})")).optimizer->torch_class, "AdamW");
+}
+
+TEST(OptimizerConfig, HandsElementwiseClassesOfTorchTheirs) {
+  const Config c = parsed(optimizer("adagrad", R"({"lr": 0.1, "anything": [1, 2]})"));
+  EXPECT_EQ(c.optimizer->kind, OptimizerKind::kTorch);
+  EXPECT_EQ(c.optimizer->torch_class, "Adagrad");
+  EXPECT_EQ(c.optimizer->torch_params, R"({"anything":[1,2],"lr":0.1})");
+}
+
+TEST(OptimizerConfig, RefusesWhatCannotRunOnShards) {
+  EXPECT_EQ(refusal_of(optimizer("Lamb")),
+            "optimizer.type: not supported (it needs the norm of whole layers); write \"AdamW\" or "
+            "another elementwise class of torch.optim; found \"Lamb\"");
+  EXPECT_THAT(refusal_of(optimizer("LBFGS")), HasSubstr("not supported"));
+  EXPECT_THAT(refusal_of(optimizer("Muon")), HasSubstr("it needs whole matrices"));
+}
+
+TEST(OptimizerConfig, NamesTheNearestTypeAndParameter) {
+  EXPECT_EQ(
+      refusal_of(optimizer("AdmW")),
+      "optimizer.type: wanted Adam, AdamW or an elementwise class of torch.optim (the nearest "
+      "is \"AdamW\"); pass others as optimizer= to initialize; found \"AdmW\"");
+  EXPECT_THAT(refusal_of(optimizer("AdamW", R"({"weigth_decay": 0.1})")),
+              StartsWith("optimizer.params.weigth_decay: unknown key; the nearest known one is "
+                         "\"optimizer.params.weight_decay\""));
+}
+
+TEST(OptimizerConfig, RefusesParametersThatItsKernelLacks) {
+  EXPECT_EQ(refusal_of(optimizer("AdamW", R"({"max_grad_norm": 1.0})")),
+            "optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; write "
+            "\"gradient_clipping\": 1.0 at the top level; found 1.0");
+  EXPECT_THAT(refusal_of(optimizer("AdamW", R"({"amsgrad": true})")),
+              StartsWith("optimizer.params.amsgrad: not supported (the AMSGrad variant); add "
+                         "\"torch_adam\": true"));
+  EXPECT_THAT(refusal_of(optimizer("AdamW", R"({"betas": [0.9]})")),
+              StartsWith("optimizer.params.betas: wanted a list of numbers, 2 of 0..1"));
+  EXPECT_THAT(refusal_of(optimizer("AdamW", R"({"lr": -1})")),
+              StartsWith("optimizer.params.lr: wanted a number >= 0 (learning rate); found -1"));
+  EXPECT_THAT(refusal_of(optimizer("AdamW", R"({"torch_adam": "yes"})")),
+              StartsWith("optimizer.params.torch_adam: wanted true or false"));
+}
+
+TEST(OptimizerConfig, TakesParametersWithoutATypeForTheCallersOwn) {
+  EXPECT_FALSE(parsed(R"({"optimizer": {"params": {"lr": 1}}})").optimizer.has_value());
+}
+
+}  // namespace
+}  // namespace strata::engine

@@ -1,0 +1,162 @@
+// Every message is read whole or nearly so: the path, what was wanted or meant, what to write, what
+// was found.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/config/parsing.h"
+
+namespace strata::engine {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Refusal {
+  const char* json;
+  const char* message;  // its beginning
+};
+
+void expect_refusals(const std::vector<Refusal>& cases) {
+  for (const Refusal& c : cases) EXPECT_THAT(refusal_of(c.json), StartsWith(c.message)) << c.json;
+}
+
+TEST(Refusals, NameTheTypeThatWasWanted) {
+  expect_refusals({
+      {R"({"zero_optimization": {"stage": "two"}})",
+       "zero_optimization.stage: wanted an integer 0..3 (0: nothing is sharded; 1: optimizer "
+       "state; "
+       "2: and gradients; 3: and parameters); write the number without quotes; found \"two\""},
+      {R"({"zero_optimization": {"stage": 4}})",
+       "zero_optimization.stage: wanted an integer 0..3 (0: nothing is sharded; 1: optimizer "
+       "state; "
+       "2: and gradients; 3: and parameters); found 4"},
+      {R"({"zero_optimization": {"stage": 1.5}})",
+       "zero_optimization.stage: wanted an integer 0..3"},
+      {R"({"zero_optimization": {"stage3_max_live_parameters": "5e8"}})",
+       "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
+       "elements that are gathered at a time); write the number without quotes; found \"5e8\""},
+      {R"({"zero_optimization": {"reduce_bucket_size": 0.5}})",
+       "zero_optimization.reduce_bucket_size: wanted a number of elements > 0"},
+      {R"({"zero_optimization": {"stage3_max_live_parameters": NaN}})",
+       "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
+       "elements that are gathered at a time); found NaN"},
+      {R"({"zero_optimization": [3]})",
+       "zero_optimization: wanted an object { ... } (what is sharded over the ranks); found [3]"},
+      {R"({"zero_optimization": {"ignore_unused_parameters": "false"}})",
+       "zero_optimization.ignore_unused_parameters: wanted true or false (whether a trainable "
+       "parameter may get no gradient in a step); write it without quotes; found \"false\""},
+      {R"({"gradient_clipping": Infinity})",
+       "gradient_clipping: wanted a number >= 0 (largest global L2 norm of the gradient; 0 does "
+       "not "
+       "clip); found Infinity"},
+      {R"({"gradient_clipping": -1})", "gradient_clipping: wanted a number >= 0"},
+      {R"({"steps_per_print": NaN})", "steps_per_print: wanted a number or Infinity, > 0"},
+      {R"({"communication_data_type": "fp8"})",
+       "communication_data_type: wanted one of fp32, fp16, bf16 (element type in which gradients "
+       "travel; null: fp32); found \"fp8\""},
+      {R"({"strata": {"max_live_bytes": "12 apples"}})",
+       "strata.max_live_bytes: wanted bytes as a number or text like \"512MiB\", > 0"},
+      {R"({"strata": {"wrap": "Block"}})",
+       "strata.wrap: wanted a list of texts (classes of the blocks that become units; []: found by "
+       "themselves); write [\"...\"]; found \"Block\""},
+      {R"({"train_batch_size": 0})", "train_batch_size: wanted an integer 1..2147483647"},
+      {R"({"fp16": {"enabled": true, "loss_scale": -2}})", "fp16.loss_scale: wanted a number >= 0"},
+      {R"({"fp16": {"enabled": true, "loss_scale_window": 0}})",
+       "a dynamic loss scale (fp16.loss_scale 0) needs fp16.loss_scale_window > 0"},
+      {R"({"steps_per_print": "auto"})",
+       "steps_per_print: \"auto\" is filled in by the caller of other keys, not of this one"},
+  });
+}
+
+TEST(Refusals, NameTheNearestKnownKey) {
+  expect_refusals({
+      {R"({"zero_optimisation": {}})",
+       "zero_optimisation: unknown key; the nearest known one is \"zero_optimization\"; write that "
+       "or remove the key; found {}"},
+      {R"({"zero_optimization": {"stge": 2}})",
+       "zero_optimization.stge: unknown key; the nearest known one is \"zero_optimization.stage\""},
+      {R"({"zero_optimization": {"leaf_module": {"class": []}}})",
+       "zero_optimization.leaf_module.class: unknown key; the nearest known one is "
+       "\"zero_optimization.leaf_module.classes\""},
+      {R"({"strata": {"max_live": 5}})",
+       "strata.max_live: unknown key; the nearest known one is \"strata."},
+      {R"({"wandb": {"porject": "x"}})",
+       "wandb.porject: unknown key; the nearest known one is \"wandb.project\""},
+      {R"({"stage": 3})",
+       "stage: unknown key; the nearest known one is \"zero_optimization.stage\""},
+  });
+}
+
+TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
+  expect_refusals({
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})",
+       "zero_optimization.offload_optimizer.device: not supported (optimizer state that lives on "
+       "the "
+       "host or a drive); write \"none\" or remove offload_optimizer; stages 1 to 3 shard that "
+       "state "
+       "over the ranks; found \"cpu\""},
+      {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
+       "zero_optimization.offload_param.device: not supported"},
+      {R"({"zero_optimization": {"offload_param": {"device": "gpu"}}})",
+       "zero_optimization.offload_param.device: wanted one of none, cpu, nvme"},
+      {R"({"zero_optimization": {"cpu_offload": true}})",
+       "zero_optimization.offload_optimizer.device: not supported"},
+      {R"({"zero_optimization": {"legacy_stage1": true}})",
+       "zero_optimization.legacy_stage1: not supported (the first implementation of stage 1); "
+       "write "
+       "\"stage\": 1 alone; found true"},
+      {R"({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}})",
+       "zero_optimization.zenflow: not supported (asynchronous updates of ZenFlow); remove the "
+       "section; found {\"topk_ratio\":0.1}"},
+      {R"({"zero_optimization": {"mics_shard_size": 8}})",
+       "zero_optimization.mics_shard_size: not"},
+      {R"({"zero_optimization": {"zero_quantized_gradients": true}})",
+       "zero_optimization.zero_quantized_gradients: not supported"},
+      {R"({"amp": {"enabled": true, "opt_level": "O1"}})",
+       "amp: not supported (mixed precision of NVIDIA apex); remove the section and write "
+       "\"bf16\": "
+       "{\"enabled\": true}; found "},
+      {R"({"compile": {"deepcompile": true}})", "compile: not supported (DeepCompile)"},
+      {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
+      {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
+      {R"({"sparse_gradients": true})", "sparse_gradients: not supported"},
+      {R"({"managed_gradient_accumulation": false})",
+       "managed_gradient_accumulation: not supported"},
+      {R"({"torch_autocast": {"enabled": true}})", "torch_autocast: not supported"},
+      {R"({"data_types": {"param_dtype": "bf16"}})", "data_types.param_dtype: not supported"},
+      {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",
+       "bf16.bf16_optimizer_states: not supported"},
+  });
+}
+
+TEST(Refusals, SpareFeaturesThatAreOff) {
+  EXPECT_EQ(refusal_of(R"({"amp": {"enabled": false}, "elasticity": null, "hybrid_engine": {},
+      "compile": {"deepcompile": false}, "tensor_parallel": {"autotp_size": 0},
+      "sparse_gradients": false, "sequence_parallel_size": 1, "curriculum_learning":
+      {"enabled": false, "min": 3}, "graph_harvesting": false, "managed_gradient_accumulation": true,
+      "zero_optimization": {"zenflow": null, "mics_shard_size": -1, "zero_hpz_partition_size": 1,
+      "legacy_stage1": false, "offload_param": {"device": "none", "nvme_path": null},
+      "offload_optimizer": null}})"),
+            "accepted");
+}
+
+TEST(Refusals, NameContradictions) {
+  EXPECT_THAT(refusal_of(R"({"bf16": {"enabled": true}, "fp16": {"enabled": true}})"),
+              StartsWith("bf16.enabled: contradicts fp16.enabled"));
+  EXPECT_THAT(refusal_of(R"({"bf16": {}, "bfloat16": {}})"),
+              StartsWith("bfloat16: an old spelling of \"bf16\", which is given too"));
+  EXPECT_THAT(refusal_of(R"({"zero_optimization": {"cpu_offload": true,
+                             "offload_optimizer": {"device": "none"}}})"),
+              StartsWith("zero_optimization.cpu_offload: an old spelling of "
+                         "\"zero_optimization.offload_optimizer\""));
+}
+
+TEST(Refusals, ShortenLongValues) {
+  const std::string message =
+      refusal_of(R"({"gradient_clipping": ")" + std::string(5000, 'x') + "\"}");
+  EXPECT_LT(message.size(), 400U);
+  EXPECT_THAT(message, HasSubstr("xxx..."));
+}
+
+}  // namespace
+}  // namespace strata::engine

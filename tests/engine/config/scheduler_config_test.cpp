@@ -1,0 +1,62 @@
+#include "strata/engine/config/scheduler_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/config/parsing.h"
+
+namespace strata::engine {
+namespace {
+
+using testing::StartsWith;
+
+std::string scheduler(const std::string& type, const std::string& params) {
+  return R"({"scheduler": {"type": ")" + type + R"(", "params": )" + params + "}}";
+}
+
+TEST(SchedulerConfig, ReadsTypedParameters) {
+  const Config c = parsed(scheduler("WarmupDecayLR", R"({"total_num_steps": 100.0,
+      "warmup_max_lr": [1e-3, 1e-4], "warmup_num_steps": 5, "warmup_type": "linear",
+      "last_batch_iteration": 3})"));
+  const auto& params = std::get<WarmupDecayLrParams>(c.scheduler->params);
+  EXPECT_EQ(params.total_steps, 100);
+  EXPECT_EQ(params.warmup.max_lr->values, (std::vector<double>{1e-3, 1e-4}));
+  EXPECT_EQ(params.warmup.warmup_steps, 5);
+  EXPECT_EQ(params.warmup.shape, WarmupShape::kLinear);
+  EXPECT_EQ(c.scheduler->last_iteration, 3);
+}
+
+TEST(SchedulerConfig, NamesTheNearestTypeAndParameter) {
+  EXPECT_EQ(
+      refusal_of(scheduler("WarmupLr2", "{}")),
+      "scheduler.type: wanted WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest "
+      "(the nearest is \"WarmupLR\"); pass a scheduler of torch.optim as lr_scheduler= to "
+      "initialize; found \"WarmupLr2\"");
+  EXPECT_THAT(refusal_of(scheduler("WarmupLR", R"({"warmup_steps": 5})")),
+              StartsWith("scheduler.params.warmup_steps: unknown key; the nearest known one is "
+                         "\"scheduler.params.warmup_"));
+  EXPECT_THAT(refusal_of(scheduler("WarmupLR", R"({"total_num_steps": 5})")),
+              StartsWith("scheduler.params.total_num_steps: unknown key"));
+}
+
+TEST(SchedulerConfig, NamesWhatIsRequired) {
+  EXPECT_EQ(refusal_of(scheduler("WarmupDecayLR", R"({"total_num_steps": "auto"})")),
+            "scheduler.params.total_num_steps: WarmupDecayLR needs an integer >= 0 (steps of the "
+            "whole training; required); found none");
+  EXPECT_THAT(refusal_of(scheduler("OneCycle", R"({"cycle_min_lr": 0.1})")),
+              StartsWith("scheduler.params.cycle_max_lr: OneCycle needs a number, or a list"));
+}
+
+TEST(SchedulerConfig, RefusesWrongValues) {
+  EXPECT_THAT(refusal_of(scheduler("WarmupLR", R"({"warmup_num_steps": 0})")),
+              StartsWith("scheduler.params.warmup_num_steps: wanted an integer > 0"));
+  EXPECT_THAT(refusal_of(scheduler("WarmupLR", R"({"warmup_type": "cubic"})")),
+              StartsWith("scheduler.params.warmup_type: wanted one of log, linear"));
+  EXPECT_THAT(
+      refusal_of(scheduler("WarmupLR", R"({"warmup_max_lr": ["a"]})")),
+      StartsWith("scheduler.params.warmup_max_lr: wanted a number, or a list of one number a "
+                 "parameter group, >= 0"));
+}
+
+}  // namespace
+}  // namespace strata::engine
