@@ -52,10 +52,12 @@ std::string json_string(const std::string& text) {
   }
 }
 
-std::string entry_text(const TensorInfo& tensor, Bytes begin) {
+// The offset still counts from the start of the data.
+std::string entry_text(const TensorInfo& tensor) {
   return fmt::format("{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
                      json_string(tensor.name), safetensors_name_of(tensor.dtype),
-                     fmt::join(tensor.shape, ","), begin.value, (begin + tensor.bytes).value);
+                     fmt::join(tensor.shape, ","), tensor.offset.value,
+                     (tensor.offset + tensor.bytes).value);
 }
 
 std::string metadata_text(const Metadata& metadata) {
@@ -90,12 +92,12 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
   Bytes reached;
   for (const std::size_t i : order) {
     TensorInfo& tensor = layout.tensors[i];
-    if (json.size() > 1) json += ',';
-    json += entry_text(tensor, reached);
     tensor.offset = reached;
     if (__builtin_add_overflow(reached.value, tensor.bytes.value, &reached.value)) {
       throw UsageError("cannot write tensors whose bytes together do not fit 63 bits");
     }
+    if (json.size() > 1) json += ',';
+    json += entry_text(tensor);
   }
   json += '}';
   const Bytes data_begin = align_up(kHeaderLengthBytes + Bytes(json.size()), kDataAlignment);
