@@ -15,7 +15,7 @@ FOLDERS = ("src", "python", "cli", "tests", "fuzz", "bench", "examples", "tools"
 SUFFIXES = {".h", ".cpp", ".py", ".sh"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-MIN_HEADER_PARAGRAPH = 80  # characters: less is a title, not a description
+MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 BANNED_WORDS = re.compile("|".join((r"\bTO" r"DO\b", r"\bFIX" r"ME\b", r"\bX" r"XX\b", r"\bHA" r"CK\b",
                                     r"\bfor " r"now\b")))
