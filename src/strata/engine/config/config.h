@@ -71,8 +71,8 @@ struct Config {
   // Fills `batch` in for this many ranks. Errors: ConfigError with the equation that does not hold.
   void complete_batch(int world_size);
 
-  // One line "path = value" a setting, sorted: equal on two ranks exactly when their configs mean
-  // the same.
+  // One line "path = value" a setting, sorted by path, defaults included; hints are left out. Ranks
+  // that got the same configuration have the same digest.
   std::string digest() const;
 
   ZeroConfig zero;
