@@ -14,28 +14,29 @@ namespace {
 constexpr std::string_view kIntroduction =
     R"(# Configuration
 
-<!-- Written by the target strata_config_doc from the key table; edit src/strata/engine/config/keys_*.cpp. -->
+<!-- Written by the target strata_config_doc from src/strata/engine/config/keys_*.cpp. -->
 
-Strata reads DeepSpeed's JSON configuration: a dict, the path of a JSON file, JSON text, or that text in
-urlsafe base64. Comments (`//`, `#`, `/* */`), a trailing comma and Python's `Infinity` are accepted; a key
-given twice is refused.
+Strata reads DeepSpeed's JSON configuration: a dict, the path of a JSON file, JSON text, or that
+text in urlsafe base64. Comments (`//`, `#`, `/* */`), a trailing comma and Python's `Infinity`
+are accepted; a key given twice is refused.
 
 Every key is one of:
 
 - **honoured**: it has the effect that the table says;
-- **hint**: accepted, without effect, for the reason given. The engine lists the hints of a configuration
-  once at the start;
-- **refused**: accepted only at its default, or while the section is absent, `null`, empty or disabled. The
-  error says what to write instead.
+- **hint**: accepted, without effect, for the reason given. The engine lists the hints of a
+  configuration once at the start;
+- **refused**: accepted only at its default, or while the section is absent, `null`, empty or
+  disabled. The error says what to write instead.
 
-A key that is in no table is refused, and the error names the nearest known one. (Top-level keys with a dot in
-their name, which some frameworks write, name nothing: they are listed as hints.) `null` means *not given*, and
-so does `"auto"` within a section and for the batch sizes, `gradient_clipping` and `communication_data_type`.
-Sizes may be written as `5e8`; fractions of an element are cut off. Bytes may be written as `"512MiB"` (KiB,
-MiB, GiB, TiB; KB, MB, GB, TB).
+A key that is in no table is refused, and the error names the nearest known one. (Top-level keys
+with a dot in their name, which some frameworks write, name nothing: they are listed as hints.)
+`null` means *not given*, and so does `"auto"` within a section and for the batch sizes,
+`gradient_clipping` and `communication_data_type`. Sizes may be written as `5e8`; fractions of
+an element are cut off. Bytes may be written as `"512MiB"` (KiB, MiB, GiB, TiB; KB, MB, GB, TB).
 
-`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`: any two give the
-third, a batch or micro-batch alone means accumulation 1, and what does not come out even is refused.
+`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`:
+any two give the third, a batch or micro-batch alone means accumulation 1, and what does not
+come out even is refused.
 )";
 
 std::string_view name_of(Treatment treatment) {
