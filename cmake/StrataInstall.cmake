@@ -19,6 +19,9 @@ foreach(_layer IN LISTS _layers)
   list(APPEND _targets strata_${_layer})
 endforeach()
 
+# Builds what `cmake --install --component cpp` needs, without tests and the Python module.
+add_custom_target(strata_libraries DEPENDS ${_targets})
+
 install(TARGETS ${_targets} EXPORT StrataTargets COMPONENT cpp
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
