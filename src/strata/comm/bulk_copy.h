@@ -1,5 +1,4 @@
-// Copies between the buffers of ranks. Large copies go past the caches: what is gathered is larger
-// than they are, and a store that does not read its cache line first saves a third of the traffic.
+// Copies between the buffers of ranks.
 // Threads: split over `pool` when one is given. When it returns, the bytes are visible to whoever
 // sees a later release store of the calling thread.
 #pragma once
@@ -13,7 +12,13 @@ class ThreadPool;
 
 namespace strata::comm {
 
+enum class CopyHint {
+  kInCaches,    // the target fits there and is read soon
+  kPastCaches,  // it does not: stores that do not first read their line save a third of the traffic
+};
+
 // Spans of equal length that do not overlap.
-void bulk_copy(std::span<std::byte> target, std::span<const std::byte> source, ThreadPool* pool);
+void bulk_copy(std::span<std::byte> target, std::span<const std::byte> source, CopyHint hint,
+               ThreadPool* pool);
 
 }  // namespace strata::comm

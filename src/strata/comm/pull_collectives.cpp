@@ -16,6 +16,10 @@
 namespace strata::comm {
 namespace {
 
+// A flat buffer of this size leaves little of a last-level cache to anything else. Measured: below
+// it plain copies are faster by half, above it streaming ones.
+constexpr std::size_t kPastCachesFrom = std::size_t{16} << 20;
+
 // Shared by the Collectives and its Works, which may outlive it.
 struct Core {
   Core(std::unique_ptr<PeerMemory> memory, const CommOptions& options)
@@ -134,7 +138,7 @@ class PullCollectives final : public Collectives {
 
   void check_arguments(const SliceMap& slices, std::span<const std::byte> flat,
                        std::string_view tag);
-  void pull_slice(int from, const SliceMap& slices, std::span<std::byte> target,
+  void pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,
                   std::string_view tag);
   BufferView wait_for_buffer(int from, const SharedBuffer& mine, std::string_view tag);
 
@@ -147,11 +151,10 @@ std::unique_ptr<Work> PullCollectives::all_gather(const SliceMap& slices, std::s
   check_arguments(slices, flat, tag);
   while (core_->reductions.pull_next()) {  // peers may be waiting for it
   }
-  const std::size_t bytes = slices.slice_bytes.size();
   // Each rank starts at its right neighbour, so that not all read from the same one.
-  for (int step = 0; bytes > 0 && step < world_size(); ++step) {
-    const int from = (rank() + step) % world_size();
-    pull_slice(from, slices, flat.subspan(static_cast<std::size_t>(from) * bytes, bytes), tag);
+  const bool empty = slices.slice_bytes == Bytes(0);
+  for (int step = 0; !empty && step < world_size(); ++step) {
+    pull_slice((rank() + step) % world_size(), slices, flat, tag);
   }
   return std::make_unique<CompletedWork>();
 }
@@ -168,7 +171,7 @@ void PullCollectives::check_arguments(const SliceMap& slices, std::span<const st
   }
 }
 
-void PullCollectives::pull_slice(int from, const SliceMap& slices, std::span<std::byte> target,
+void PullCollectives::pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,
                                  std::string_view tag) {
   const BufferView view = wait_for_buffer(from, *slices.buffer, tag);
   const Bytes offset = slices.first_offset + slices.stride * from;
@@ -181,9 +184,12 @@ void PullCollectives::pull_slice(int from, const SliceMap& slices, std::span<std
     if (from == rank()) throw UsageError(message);
     core_->link.fail(message);
   }
-  const auto source = view.bytes.subspan(offset.size(), slices.slice_bytes.size());
+  const std::size_t bytes = slices.slice_bytes.size();
+  const auto source = view.bytes.subspan(offset.size(), bytes);
+  const auto target = flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
   if (source.data() == target.data()) return;  // gathered in place
-  bulk_copy(target, source, core_->pool);
+  const bool large = flat.size() >= kPastCachesFrom;
+  bulk_copy(target, source, large ? CopyHint::kPastCaches : CopyHint::kInCaches, core_->pool);
 }
 
 BufferView PullCollectives::wait_for_buffer(int from, const SharedBuffer& mine,
