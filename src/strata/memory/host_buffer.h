@@ -28,7 +28,7 @@ Bytes page_size();
 inline constexpr Bytes kHugePageSize = 2_MiB;
 
 struct HostBufferOptions {
-  std::shared_ptr<Ledger> ledger;  // null: charged nowhere
+  std::shared_ptr<Ledger> ledger = nullptr;  // null: charged nowhere
   Tier tier = Tier::kHost;         // a CPU device charges its memory as the device's
   Kind kind = Kind::kStaging;
   bool huge_pages = true;       // advise huge pages when the buffer holds at least one

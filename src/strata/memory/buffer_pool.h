@@ -1,0 +1,192 @@
+// Buffers that are taken and given back over and over in the same few sizes, as gathers of units
+// do. A buffer given back is kept and serves the next request of its size, so that a training step
+// allocates nothing once every size has been seen. `Buffer` is what the allocate function makes,
+// for example device::Memory; it has `std::span<std::byte> bytes()`. Threads: internally
+// synchronised; allocation and freeing happen outside the lock. Ownership: leases may outlive the
+// pool. Whoever gives a buffer back has seen its work complete, or orders the next use after it:
+// the pool knows no streams. Units: sizes are rounded up to pages, for matching and for allocation.
+// Errors: what the allocate function throws; after an OutOfMemoryError the cached buffers are freed
+// and it is asked once more.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/base/units.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::memory {
+
+template <typename Buffer>
+class BufferPool {
+  struct State;
+
+ public:
+  using Allocate = std::function<std::unique_ptr<Buffer>(Bytes)>;
+
+  // A buffer in use; given back by the destructor. Movable.
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(Lease&& other) noexcept = default;
+    Lease& operator=(Lease&& other) noexcept {
+      if (this == &other) return *this;
+      give_back();
+      state_ = std::move(other.state_);
+      buffer_ = std::move(other.buffer_);
+      bytes_ = std::exchange(other.bytes_, {});
+      return *this;
+    }
+    ~Lease() { give_back(); }
+    std::span<std::byte> bytes() const { return bytes_; }  // exactly as many as asked for
+
+   private:
+    friend class BufferPool;
+    Lease(std::shared_ptr<State> state, std::unique_ptr<Buffer> buffer, Bytes bytes)
+        : state_(std::move(state)),
+          buffer_(std::move(buffer)),
+          bytes_(buffer_->bytes().first(bytes.size())) {}
+    void give_back() noexcept {
+      if (buffer_) state_->give_back(std::move(buffer_));
+    }
+
+    std::shared_ptr<State> state_;
+    std::unique_ptr<Buffer> buffer_;  // null: holds nothing
+    std::span<std::byte> bytes_;
+  };
+
+  // Keeps at most `cache_limit` bytes of buffers that nobody uses; beyond that, those given back
+  // longest ago are freed. `allocate` makes buffers of exactly the bytes it is asked for.
+  BufferPool(Allocate allocate, Bytes cache_limit)
+      : allocate_(std::move(allocate)), state_(std::make_shared<State>()) {
+    set_cache_limit(cache_limit);
+  }
+
+  Lease acquire(Bytes bytes) {
+    STRATA_ASSERT(bytes.value >= 0);
+    const Bytes size = align_up(std::max(bytes, Bytes(1)), page_size());
+    std::unique_ptr<Buffer> buffer = state_->take(size);
+    if (!buffer) {
+      buffer = allocate(size);
+      STRATA_ASSERT(buffer && Bytes(buffer->bytes().size()) == size);
+      state_->admit(size);
+    }
+    return Lease(state_, std::move(buffer), bytes);
+  }
+
+  // Frees the buffers that nobody uses.
+  void trim() { state_->shrink_to(Bytes()); }
+  void set_cache_limit(Bytes limit) {
+    STRATA_ASSERT(limit.value >= 0);
+    {
+      const std::lock_guard lock(state_->mutex);
+      state_->limit = limit;
+    }
+    state_->shrink_to(limit);
+  }
+
+  // Buffers made since construction; it stays as it is once every size in use at a time was seen.
+  std::int64_t allocations() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->allocations;
+  }
+  Bytes cached_bytes() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->cached_bytes;
+  }
+  Bytes leased_bytes() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->leased_bytes;
+  }
+
+ private:
+  std::unique_ptr<Buffer> allocate(Bytes size) {
+    try {
+      return allocate_(size);
+    } catch (const OutOfMemoryError&) {
+      // Buffers cached in other sizes may be what is missing.
+      if (!state_->shrink_to(Bytes())) throw;
+    }
+    return allocate_(size);
+  }
+
+  // All members are guarded by the mutex. Buffers are freed while it is not held.
+  struct State {
+    std::mutex mutex;
+    Bytes limit;
+    std::vector<std::unique_ptr<Buffer>> cached;  // in the order they were given back
+    std::size_t leases = 0;
+    std::int64_t allocations = 0;
+    Bytes cached_bytes;
+    Bytes leased_bytes;
+
+    static Bytes size_of(Buffer& buffer) { return Bytes(buffer.bytes().size()); }
+
+    // The buffer of this size used last; null when there is none.
+    std::unique_ptr<Buffer> take(Bytes size) {
+      const std::lock_guard lock(mutex);
+      for (auto at = cached.rbegin(); at != cached.rend(); ++at) {
+        if (size_of(**at) != size) continue;
+        std::unique_ptr<Buffer> buffer = std::move(*at);
+        cached.erase(std::next(at).base());
+        cached_bytes -= size;
+        leased_bytes += size;
+        ++leases;
+        return buffer;
+      }
+      return nullptr;
+    }
+
+    // Counts a new buffer as leased, and makes sure that giving it back will not allocate.
+    void admit(Bytes size) {
+      const std::lock_guard lock(mutex);
+      cached.reserve(cached.size() + leases + 1);
+      leased_bytes += size;
+      ++leases;
+      ++allocations;
+    }
+
+    void give_back(std::unique_ptr<Buffer> buffer) noexcept {
+      Bytes keep;
+      {
+        const std::lock_guard lock(mutex);
+        leased_bytes -= size_of(*buffer);
+        cached_bytes += size_of(*buffer);
+        --leases;
+        cached.push_back(std::move(buffer));
+        keep = limit;
+      }
+      shrink_to(keep);
+    }
+
+    // Whether anything was freed.
+    bool shrink_to(Bytes keep) noexcept {
+      bool freed = false;
+      while (pop_oldest_beyond(keep)) freed = true;
+      return freed;
+    }
+
+    std::unique_ptr<Buffer> pop_oldest_beyond(Bytes keep) {
+      const std::lock_guard lock(mutex);
+      if (cached_bytes <= keep) return nullptr;
+      std::unique_ptr<Buffer> oldest = std::move(cached.front());
+      cached.erase(cached.begin());
+      cached_bytes -= size_of(*oldest);
+      return oldest;
+    }
+  };
+
+  const Allocate allocate_;
+  const std::shared_ptr<State> state_;
+};
+
+}  // namespace strata::memory

@@ -1,0 +1,152 @@
+#include "strata/memory/buffer_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/memory/byte_budget.h"
+
+namespace strata::memory {
+namespace {
+
+using Pool = BufferPool<HostBuffer>;
+
+struct BoundedBuffer {
+  HostBuffer buffer;
+  ByteBudget::Hold hold;
+  std::span<std::byte> bytes() { return buffer.bytes(); }
+};
+
+Pool::Allocate charged_to(std::shared_ptr<Ledger> ledger) {
+  return [ledger](Bytes bytes) {
+    return std::make_unique<HostBuffer>(
+        bytes, HostBufferOptions{.ledger = ledger, .kind = Kind::kGathered});
+  };
+}
+
+TEST(BufferPool, AllocatesNothingOnceEverySizeWasSeen) {
+  const auto ledger = std::make_shared<Ledger>();
+  Pool pool(charged_to(ledger), 1_GiB);
+  const auto step = [&pool] {
+    auto current = pool.acquire(100_KiB);
+    for (int block = 0; block < 10; ++block) {
+      auto next = pool.acquire(50_KiB + Bytes(block));  // equal after rounding
+      current = std::move(next);
+    }
+  };
+  step();
+  const auto warm = pool.allocations();
+  EXPECT_EQ(warm, 3);  // the large one, and two small ones in turn
+  for (int i = 0; i < 5; ++i) step();
+  EXPECT_EQ(pool.allocations(), warm);
+  EXPECT_EQ(pool.leased_bytes(), 0_B);
+  EXPECT_EQ(pool.cached_bytes(), ledger->held(Tier::kHost, Kind::kGathered));
+}
+
+TEST(BufferPool, ALeaseHasExactlyTheBytesAskedFor) {
+  Pool pool(charged_to(nullptr), 1_MiB);
+  EXPECT_EQ(pool.acquire(5000_B).bytes().size(), 5000U);
+  EXPECT_EQ(pool.acquire(0_B).bytes().size(), 0U);
+  EXPECT_EQ(pool.cached_bytes(), page_size() * 3);
+}
+
+TEST(BufferPool, LeasesOfOneSizeNeverShareABuffer) {
+  Pool pool(charged_to(nullptr), 1_MiB);
+  const auto first = pool.acquire(4_KiB);
+  const auto second = pool.acquire(4_KiB);
+  EXPECT_NE(first.bytes().data(), second.bytes().data());
+}
+
+TEST(BufferPool, FreesTheOldestBeyondItsLimit) {
+  const auto ledger = std::make_shared<Ledger>();
+  const Bytes page = page_size();
+  Pool pool(charged_to(ledger), page * 3);
+  { const auto oldest = pool.acquire(page * 2); }
+  { const auto newest = pool.acquire(page * 3); }
+  EXPECT_EQ(pool.cached_bytes(), page * 3);
+  EXPECT_EQ(ledger->held(Tier::kHost), page * 3);
+  { const auto again = pool.acquire(page * 3); }
+  EXPECT_EQ(pool.allocations(), 2);
+  { const auto larger_than_the_limit = pool.acquire(page * 4); }
+  EXPECT_EQ(pool.cached_bytes(), 0_B);
+  EXPECT_EQ(ledger->held(Tier::kHost), 0_B);
+}
+
+TEST(BufferPool, TrimAndALowerLimitFreeWhatIsCachedAndNothingInUse) {
+  const auto ledger = std::make_shared<Ledger>();
+  const Bytes page = page_size();
+  Pool pool(charged_to(ledger), 1_MiB);
+  const auto used = pool.acquire(page);
+  { const auto cached = pool.acquire(page * 2); }
+  pool.trim();
+  EXPECT_EQ(ledger->held(Tier::kHost), page);
+  EXPECT_EQ(pool.leased_bytes(), page);
+  { const auto cached = pool.acquire(page * 2); }
+  pool.set_cache_limit(page);
+  EXPECT_EQ(pool.cached_bytes(), 0_B);
+  EXPECT_EQ(ledger->held(Tier::kHost), page);
+}
+
+TEST(BufferPool, GivesUpCachedBuffersBeforeItRunsOutOfMemory) {
+  const Bytes page = page_size();
+  const auto budget = ByteBudget::create(page * 4);
+  BufferPool<BoundedBuffer> pool(
+      [&](Bytes bytes) {
+        auto hold = budget->take(bytes);
+        if (!hold) throw OutOfMemoryError("budget spent");
+        return std::make_unique<BoundedBuffer>(BoundedBuffer{HostBuffer(bytes), std::move(*hold)});
+      },
+      1_GiB);
+  { const auto first = pool.acquire(page * 3); }
+  const auto second = pool.acquire(page * 4);
+  EXPECT_EQ(pool.leased_bytes(), page * 4);
+  EXPECT_THROW(pool.acquire(page), OutOfMemoryError);
+  EXPECT_EQ(pool.leased_bytes(), page * 4);
+}
+
+TEST(BufferPool, AFailedAllocationLeavesThePoolAsItWas) {
+  bool fail = true;
+  Pool pool(
+      [&](Bytes bytes) {
+        if (fail) throw std::runtime_error("device lost");
+        return std::make_unique<HostBuffer>(bytes);
+      },
+      1_MiB);
+  EXPECT_THROW(pool.acquire(1_B), std::runtime_error);
+  EXPECT_EQ(pool.allocations(), 0);
+  EXPECT_EQ(pool.leased_bytes(), 0_B);
+  fail = false;
+  EXPECT_NO_THROW(pool.acquire(1_B));
+}
+
+TEST(BufferPool, ALeaseMayOutliveItsPool) {
+  auto pool = std::make_unique<Pool>(charged_to(nullptr), 1_MiB);
+  const auto lease = pool->acquire(10_B);
+  pool.reset();
+  lease.bytes()[9] = std::byte{1};
+}
+
+TEST(BufferPool, ThreadsTakeAndGiveBackAtTheSameTime) {
+  Pool pool(charged_to(nullptr), 64_KiB);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&pool, t] {
+      for (int i = 0; i < 300; ++i) {
+        const auto lease = pool.acquire(Bytes(1 + (i % 3) * 8000));
+        lease.bytes()[0] = static_cast<std::byte>(t);
+        EXPECT_EQ(lease.bytes()[0], static_cast<std::byte>(t));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(pool.leased_bytes(), 0_B);
+  EXPECT_LE(pool.cached_bytes(), 64_KiB);
+}
+
+}  // namespace
+}  // namespace strata::memory
