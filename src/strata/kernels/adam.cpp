@@ -1,0 +1,112 @@
+#include "strata/kernels/adam.h"
+
+#include <type_traits>
+
+#include "strata/base/thread_pool.h"
+#include "strata/kernels/adam_constants.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "strata/kernels/adam.cpp"
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include "strata/kernels/lanes-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace strata::kernels::HWY_NAMESPACE {
+
+#if STRATA_KERNELS_HAVE_LANES
+// Copy16 is the storage of the 16-bit copy, or void.
+template <bool kL2, class Copy16>
+void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t numel) {
+  const hn::ScalableTag<float> d;
+  const auto gradient_scale = hn::Set(d, c.gradient_scale);
+  const auto decay = hn::Set(d, c.decay);
+  const auto l2 = hn::Set(d, c.l2);
+  const auto lerp_weight = hn::Set(d, c.lerp_weight);
+  const auto from_gradient = hn::Ne(hn::Set(d, c.lerp_from_gradient ? 1.0F : 0.0F), hn::Zero(d));
+  const auto beta2 = hn::Set(d, c.beta2);
+  const auto square_weight = hn::Set(d, c.square_weight);
+  const auto correction2_root = hn::Set(d, c.correction2_root);
+  const auto eps = hn::Set(d, c.eps);
+  const auto negative_step_size = hn::Set(d, c.negative_step_size);
+  float* const HWY_RESTRICT weights = spans.weight.data();
+  float* const HWY_RESTRICT exp_avgs = spans.exp_avg.data();
+  float* const HWY_RESTRICT exp_avg_sqs = spans.exp_avg_sq.data();
+  const float* const HWY_RESTRICT gradients = spans.gradient.data();
+  for (std::size_t i = 0; i < numel; i += hn::Lanes(d)) {
+    auto weight = hn::LoadU(d, weights + i);
+    auto gradient = hn::Mul(hn::LoadU(d, gradients + i), gradient_scale);
+    if constexpr (kL2) gradient = hn::MulAdd(l2, weight, gradient);
+    auto m = hn::LoadU(d, exp_avgs + i);
+    auto v = hn::LoadU(d, exp_avg_sqs + i);
+    m = hn::MulAdd(lerp_weight, hn::Sub(gradient, m), hn::IfThenElse(from_gradient, gradient, m));
+    v = hn::MulAdd(hn::Mul(square_weight, gradient), gradient, hn::Mul(v, beta2));
+    const auto denominator = hn::Add(hn::Div(hn::Sqrt(v), correction2_root), eps);
+    const auto update = hn::Div(hn::Mul(negative_step_size, m), denominator);
+    weight = hn::Add(hn::Mul(weight, decay), update);
+    hn::StoreU(m, d, exp_avgs + i);
+    hn::StoreU(v, d, exp_avg_sqs + i);
+    hn::StoreU(weight, d, weights + i);
+    if constexpr (!std::is_void_v<Copy16>) {
+      Lanes<Copy16>::store(d, weight, spans.weight16 + 2 * i);
+    }
+  }
+}
+
+template <bool kL2>
+void adam_body(const AdamSpans& spans, const AdamConstants& constants, std::size_t numel) {
+  if (spans.weight16 == nullptr) {
+    adam_vectors<kL2, void>(spans, constants, numel);
+  } else if (spans.weight16_dtype == DType::kBFloat16) {
+    adam_vectors<kL2, BFloat16>(spans, constants, numel);
+  } else {
+    adam_vectors<kL2, Float16>(spans, constants, numel);
+  }
+}
+
+// The last few elements go through the scalar loop, whose results are the same bits.
+void adam_range(const AdamSpans& spans, const AdamConstants& constants) {
+  const std::size_t numel = spans.weight.size();
+  const std::size_t body = numel - numel % hn::Lanes(hn::ScalableTag<float>());
+  if (constants.l2 != 0.0F) {
+    adam_body<true>(spans, constants, body);
+  } else {
+    adam_body<false>(spans, constants, body);
+  }
+  adam_scalar_loop(part_of(spans, body, numel), constants);
+}
+#else
+void adam_range(const AdamSpans& spans, const AdamConstants& constants) {
+  adam_scalar_loop(spans, constants);
+}
+#endif
+
+}  // namespace strata::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace strata::kernels {
+
+HWY_EXPORT(adam_range);
+
+// 28 bytes an element: large beside the cost of handing out a chunk, small beside a shard.
+constexpr std::int64_t kGrain = 32768;
+
+void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* pool) {
+  check_adam(spans, scalars);
+  const AdamConstants constants(scalars);
+  if (pool == nullptr) {
+    HWY_DYNAMIC_DISPATCH(adam_range)(spans, constants);
+    return;
+  }
+  const auto numel = static_cast<std::int64_t>(spans.weight.size());
+  pool->parallel_for(numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    HWY_DYNAMIC_DISPATCH(adam_range)
+    (part_of(spans, static_cast<std::size_t>(begin), static_cast<std::size_t>(end)), constants);
+  });
+}
+
+}  // namespace strata::kernels
+#endif  // HWY_ONCE

@@ -1,0 +1,196 @@
+#include "strata/kernels/elementwise.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
+#include "strata/kernels/elementwise_loops.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "strata/kernels/elementwise.cpp"
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include "strata/kernels/lanes-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace strata::kernels::HWY_NAMESPACE {
+
+#if STRATA_KERNELS_HAVE_LANES
+// fp64 takes a whole vector for half a vector of fp32.
+template <typename Target, typename Source>
+using CastLanes =
+    std::conditional_t<std::is_same_v<Target, double> || std::is_same_v<Source, double>,
+                       hn::Half<hn::ScalableTag<float>>, hn::ScalableTag<float>>;
+
+template <typename Target, typename Source>
+void cast_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
+  const CastLanes<Target, Source> d;
+  const std::size_t body = numel - numel % hn::Lanes(d);
+  for (std::size_t i = 0; i < body; i += hn::Lanes(d)) {
+    const auto value = Lanes<Source>::load(d, source + i * sizeof(Source));
+    Lanes<Target>::store(d, value, target + i * sizeof(Target));
+  }
+  cast_scalars<Target, Source>(target, source, body, numel);
+}
+
+template <typename Target, typename Source>
+void accumulate_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
+  const hn::ScalableTag<float> d;
+  const std::size_t body = numel - numel % hn::Lanes(d);
+  for (std::size_t i = 0; i < body; i += hn::Lanes(d)) {
+    std::byte* const to = target + i * sizeof(Target);
+    const auto addend = Lanes<Source>::load(d, source + i * sizeof(Source));
+    Lanes<Target>::store(d, hn::Add(Lanes<Target>::load(d, to), addend), to);
+  }
+  accumulate_scalars<Target, Source>(target, source, body, numel);
+}
+
+// So many sources are read side by side: more streams than that defeat the prefetchers. With more
+// sources, partial sums of a block wait in `partial`, which stays in the first-level cache.
+constexpr std::size_t kStreams = 8;
+constexpr std::size_t kBlock = 2048;
+
+// Adds sources [first, first + count) of elements [begin, end) to `partial`, or begins with them.
+template <typename Source>
+HWY_INLINE void add_streams(const SumTask& task, std::size_t first, std::size_t count,
+                            std::size_t begin, std::size_t end, float* HWY_RESTRICT partial) {
+  const hn::ScalableTag<float> d;
+  const auto scale = hn::Set(d, task.scale);
+  const bool last = first + count == task.sources.size();
+  const std::byte* const* const sources = task.sources.data() + first;
+  for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
+    const std::size_t offset = i * sizeof(Source);
+    auto sum = Lanes<Source>::load(d, sources[0] + offset);
+    if (first > 0) sum = hn::Add(hn::Load(d, partial + (i - begin)), sum);
+    for (std::size_t k = 1; k < count; ++k) {
+      sum = hn::Add(sum, Lanes<Source>::load(d, sources[k] + offset));
+    }
+    if (!last) {
+      hn::Store(sum, d, partial + (i - begin));
+      continue;
+    }
+    sum = hn::Mul(sum, scale);
+    if (task.accumulate) sum = hn::Add(hn::LoadU(d, task.target + i), sum);
+    hn::StoreU(sum, d, task.target + i);
+  }
+}
+
+template <typename Source>
+void sum_range_of(const SumTask& task, std::size_t begin, std::size_t end) {
+  HWY_ALIGN float partial[kBlock];
+  const std::size_t body = end - (end - begin) % hn::Lanes(hn::ScalableTag<float>());
+  for (std::size_t block = begin; block < body; block += kBlock) {
+    const std::size_t block_end = std::min(body, block + kBlock);
+    for (std::size_t first = 0; first < task.sources.size(); first += kStreams) {
+      const std::size_t count = std::min(kStreams, task.sources.size() - first);
+      add_streams<Source>(task, first, count, block, block_end, partial);
+    }
+  }
+  sum_scalars<Source>(task, body, end);
+}
+#else
+template <typename Target, typename Source>
+void cast_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
+  cast_scalars<Target, Source>(target, source, 0, numel);
+}
+
+template <typename Target, typename Source>
+void accumulate_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
+  accumulate_scalars<Target, Source>(target, source, 0, numel);
+}
+
+template <typename Source>
+void sum_range_of(const SumTask& task, std::size_t begin, std::size_t end) {
+  sum_scalars<Source>(task, begin, end);
+}
+#endif
+
+// From DType values to the loops of two storage types.
+void cast_range(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                std::size_t numel) {
+  with_wide_storage(target_dtype, [&](auto to) {
+    with_wide_storage(source_dtype, [&](auto from) {
+      cast_range_of<decltype(to), decltype(from)>(target, source, numel);
+    });
+  });
+}
+
+void accumulate_range(std::byte* target, DType target_dtype, const std::byte* source,
+                      DType source_dtype, std::size_t numel) {
+  with_storage(target_dtype, [&](auto to) {
+    with_storage(source_dtype, [&](auto from) {
+      accumulate_range_of<decltype(to), decltype(from)>(target, source, numel);
+    });
+  });
+}
+
+void sum_range(const SumTask& task, DType dtype, std::size_t begin, std::size_t end) {
+  with_storage(dtype, [&](auto from) { sum_range_of<decltype(from)>(task, begin, end); });
+}
+
+}  // namespace strata::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace strata::kernels {
+
+HWY_EXPORT(cast_range);
+HWY_EXPORT(accumulate_range);
+HWY_EXPORT(sum_range);
+
+namespace {
+
+// Some hundred KiB a chunk: large beside the cost of handing it out.
+constexpr std::int64_t kGrain = 65536;
+
+template <typename Range>
+void split(std::int64_t numel, ThreadPool* pool, Range&& range) {
+  if (pool == nullptr) {
+    if (numel > 0) range(std::int64_t{0}, numel);
+  } else {
+    pool->parallel_for(numel, kGrain, range);
+  }
+}
+
+}  // namespace
+
+void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+          Numel numel, ThreadPool* pool) {
+  check_cast(target_dtype, source_dtype);
+  split(numel.value, pool, [&](std::int64_t begin, std::int64_t end) {
+    std::byte* const to = target + bytes_of(Numel(begin), target_dtype).value;
+    const std::byte* const from = source + bytes_of(Numel(begin), source_dtype).value;
+    const Numel part(end - begin);
+    if (target_dtype == source_dtype) {
+      std::memcpy(to, from, bytes_of(part, target_dtype).size());
+    } else {
+      HWY_DYNAMIC_DISPATCH(cast_range)(to, target_dtype, from, source_dtype, part.size());
+    }
+  });
+}
+
+void accumulate(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+                Numel numel, ThreadPool* pool) {
+  check_accumulate(target_dtype, source_dtype);
+  split(numel.value, pool, [&](std::int64_t begin, std::int64_t end) {
+    std::byte* const to = target + bytes_of(Numel(begin), target_dtype).value;
+    const std::byte* const from = source + bytes_of(Numel(begin), source_dtype).value;
+    HWY_DYNAMIC_DISPATCH(accumulate_range)
+    (to, target_dtype, from, source_dtype, static_cast<std::size_t>(end - begin));
+  });
+}
+
+void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
+                  float scale, bool accumulate, ThreadPool* pool) {
+  check_sum(sources.size(), dtype);
+  const SumTask task{target.data(), sources, scale, accumulate};
+  split(static_cast<std::int64_t>(target.size()), pool, [&](std::int64_t begin, std::int64_t end) {
+    HWY_DYNAMIC_DISPATCH(sum_range)
+    (task, dtype, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+  });
+}
+
+}  // namespace strata::kernels
+#endif  // HWY_ONCE

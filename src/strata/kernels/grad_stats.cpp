@@ -1,0 +1,129 @@
+#include "strata/kernels/grad_stats.h"
+
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "strata/base/thread_pool.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "strata/kernels/grad_stats.cpp"
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include "strata/kernels/lanes-inl.h"
+
+// The order of summation, the same on every machine: chunks of kChunk elements; within a chunk,
+// element i goes to the partial sum i % kLanes; partial sums are added pairwise; chunks in their
+// order. Squares of fp32 numbers are exact in fp64, so fused or not makes no difference.
+#ifndef STRATA_KERNELS_GRAD_STATS_ORDER_
+#define STRATA_KERNELS_GRAD_STATS_ORDER_
+namespace strata::kernels {
+namespace {
+
+constexpr std::size_t kLanes = 32;
+constexpr std::size_t kChunk = 65536;
+
+using PartialSums = std::array<double, kLanes>;
+
+void add_scalars(PartialSums& sums, std::span<const float> values) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double value = static_cast<double>(values[i]);
+    sums[i % kLanes] += value * value;
+  }
+}
+
+double total_of(PartialSums& sums) {
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+  }
+  return sums[0];
+}
+
+}  // namespace
+}  // namespace strata::kernels
+#endif  // STRATA_KERNELS_GRAD_STATS_ORDER_
+
+HWY_BEFORE_NAMESPACE();
+namespace strata::kernels::HWY_NAMESPACE {
+
+#if STRATA_KERNELS_HAVE_LANES
+double chunk_sum(std::span<const float> values) {
+  const hn::CappedTag<double, kLanes> d;
+  const hn::Rebind<float, decltype(d)> narrow;
+  constexpr std::size_t kWidth = hn::MaxLanes(d);
+  constexpr std::size_t kVectors = kLanes / kWidth;
+  hn::Vec<decltype(d)> vectors[kVectors];
+  for (std::size_t k = 0; k < kVectors; ++k) vectors[k] = hn::Zero(d);
+  const std::size_t body = values.size() - values.size() % kLanes;
+  for (std::size_t i = 0; i < body; i += kLanes) {
+    for (std::size_t k = 0; k < kVectors; ++k) {
+      const auto value = hn::PromoteTo(d, hn::LoadU(narrow, values.data() + i + k * kWidth));
+      vectors[k] = hn::MulAdd(value, value, vectors[k]);
+    }
+  }
+  PartialSums sums;
+  for (std::size_t k = 0; k < kVectors; ++k) hn::StoreU(vectors[k], d, sums.data() + k * kWidth);
+  add_scalars(sums, values.subspan(body));
+  return total_of(sums);
+}
+#else
+double chunk_sum(std::span<const float> values) {
+  PartialSums sums{};
+  add_scalars(sums, values);
+  return total_of(sums);
+}
+#endif
+
+}  // namespace strata::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace strata::kernels {
+
+HWY_EXPORT(chunk_sum);
+
+namespace {
+
+// The squares are too small to overflow fp64, and they cannot cancel: the sum is finite if and only
+// if every gradient is.
+GradStats stats_of(double sum) {
+  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
+}
+
+}  // namespace
+
+GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool) {
+  double sum = 0.0;
+  if (pool == nullptr || gradients.size() <= kChunk) {
+    for (std::size_t i = 0; i < gradients.size(); i += kChunk) {
+      sum += HWY_DYNAMIC_DISPATCH(chunk_sum)(
+          gradients.subspan(i, std::min(kChunk, gradients.size() - i)));
+    }
+    return stats_of(sum);
+  }
+  std::vector<double> partial((gradients.size() - 1) / kChunk + 1);
+  pool->parallel_for(static_cast<std::int64_t>(gradients.size()), kChunk,
+                     [&](std::int64_t begin, std::int64_t end) {
+                       const auto at = static_cast<std::size_t>(begin);
+                       const auto numel = static_cast<std::size_t>(end - begin);
+                       partial[at / kChunk] =
+                           HWY_DYNAMIC_DISPATCH(chunk_sum)(gradients.subspan(at, numel));
+                     });
+  for (const double value : partial) sum += value;
+  return stats_of(sum);
+}
+
+GradStats grad_stats_reference(std::span<const float> gradients) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < gradients.size(); i += kChunk) {
+    PartialSums sums{};
+    add_scalars(sums, gradients.subspan(i, std::min(kChunk, gradients.size() - i)));
+    sum += total_of(sums);
+  }
+  return stats_of(sum);
+}
+
+}  // namespace strata::kernels
+#endif  // HWY_ONCE
