@@ -21,8 +21,8 @@ TEST_P(CollectivesMoveData, GathersTheSliceOfEveryRank) {
       c.all_gather({buffer.get(), 5_B, 0_B, Bytes(bytes)}, flat, "weights")->wait();
       for (int r = 0; r < c.world_size(); ++r) {
         for (std::size_t i = 0; i < bytes; ++i) {
-          require(flat[static_cast<std::size_t>(r) * bytes + i] == pattern(r, i + 5),
-                  fmt::format("{} bytes: byte {} of rank {}", bytes, i, r));
+          require_or_say(flat[static_cast<std::size_t>(r) * bytes + i] == pattern(r, i + 5),
+                         [&] { return fmt::format("{} bytes: byte {} of rank {}", bytes, i, r); });
         }
       }
       c.barrier();
@@ -91,8 +91,9 @@ inline void check_reduction(Collectives& c, std::size_t numel, float scale, bool
     const float sum = scale * sum_by_rank(c.world_size(), at);
     const float wanted = accumulate ? 3.0F + sum : sum;
     const float slack = c.deterministic() && scale == 1.0F && !accumulate ? 0.0F : 0.02F;
-    require(std::abs(result[i] - wanted) <= slack,
-            fmt::format("element {} of {}: {} instead of {}", i, numel, result[i], wanted));
+    require_or_say(std::abs(result[i] - wanted) <= slack, [&] {
+      return fmt::format("element {} of {}: {} instead of {}", i, numel, result[i], wanted);
+    });
   }
 }
 
@@ -120,7 +121,8 @@ TEST_P(CollectivesMoveData, ReducesSixteenBitContributionsInSinglePrecision) {
     c.reduce_scatter({source.get(), 0_B, DType::kBFloat16, result, 1.0F, false}, "bf16")->wait();
     const float wanted = 256.0F + static_cast<float>(c.world_size() - 1);
     for (const float x : result) {
-      if (c.deterministic()) require(x == wanted, fmt::format("{} instead of {}", x, wanted));
+      if (c.deterministic())
+        require_or_say(x == wanted, [&] { return fmt::format("{} instead of {}", x, wanted); });
     }
   });
 }
@@ -163,8 +165,8 @@ TEST_P(CollectivesMoveData, LeavesTheSourceFreeToChangeAfterTheWait) {
           ->wait();
       for (std::size_t i = 0; i < numel; ++i) {
         const std::size_t at = static_cast<std::size_t>(c.rank()) * numel + i;
-        require(std::abs(result[i] - sum_by_rank(3, at, round)) <= 0.02F,
-                fmt::format("round {} element {}", round, i));
+        require_or_say(std::abs(result[i] - sum_by_rank(3, at, round)) <= 0.02F,
+                       [&] { return fmt::format("round {} element {}", round, i); });
       }
     }
   });
@@ -199,7 +201,8 @@ TEST_P(CollectivesMoveData, ReducesDoublesToTheSameBitsOnEveryRank) {
                      : op == ReduceOp::kMin ? std::min(wanted, theirs)
                                             : std::max(wanted, theirs);
           }
-          require(values[i] == wanted, fmt::format("value {} of {}", i, count));
+          require_or_say(values[i] == wanted,
+                         [&] { return fmt::format("value {} of {}", i, count); });
         }
       }
     }
@@ -229,7 +232,8 @@ TEST_P(CollectivesMoveData, ExchangesTextsOfDifferentLength) {
       const std::vector<std::string> texts = c.all_gather_text(text_of(c.rank()));
       require(texts.size() == static_cast<std::size_t>(c.world_size()), "number of texts");
       for (int r = 0; r < c.world_size(); ++r) {
-        require(texts[static_cast<std::size_t>(r)] == text_of(r), fmt::format("text of {}", r));
+        require_or_say(texts[static_cast<std::size_t>(r)] == text_of(r),
+                       [&] { return fmt::format("text of {}", r); });
       }
     }
   });

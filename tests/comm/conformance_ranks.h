@@ -67,6 +67,12 @@ inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
+// The text is made only when it is needed: some checks run for every byte.
+template <typename MakeText>
+void require_or_say(bool condition, const MakeText& make_text) {
+  if (!condition) throw std::runtime_error(make_text());
+}
+
 // A byte that depends on all of its coordinates.
 inline std::byte pattern(int rank, std::size_t index, int round = 0) {
   const std::size_t mixed = static_cast<std::size_t>(rank + 1) * 131 + index * 7 +
@@ -81,7 +87,8 @@ inline void fill(std::span<std::byte> bytes, int rank, int round = 0) {
 inline void require_pattern(std::span<const std::byte> bytes, int rank, const std::string& what,
                             int round = 0) {
   for (std::size_t i = 0; i < bytes.size(); ++i) {
-    require(bytes[i] == pattern(rank, i, round), fmt::format("{}: byte {} is wrong", what, i));
+    require_or_say(bytes[i] == pattern(rank, i, round),
+                   [&] { return fmt::format("{}: byte {} is wrong", what, i); });
   }
 }
 
