@@ -5,11 +5,10 @@
 #include <vector>
 
 #include "strata/base/thread_pool.h"
+#include "strata/kernels/targets.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "strata/kernels/grad_stats.cpp"
-#define HWY_DISABLED_TARGETS \
-  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
 #include "strata/kernels/lanes-inl.h"

@@ -1,0 +1,219 @@
+#include "strata/kernels/adam.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "kernels/every_target.h"
+#include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
+#include "strata/kernels/float16.h"
+
+namespace strata::kernels {
+namespace {
+
+// One tensor under training; `offset` elements are left free before it, so that it starts
+// unaligned.
+struct Tensor {
+  std::size_t offset;
+  std::vector<float> weight, exp_avg, exp_avg_sq, gradient;
+  std::vector<std::uint16_t> weight16;
+
+  explicit Tensor(std::size_t numel, std::size_t start = 0)
+      : offset(start),
+        weight(plain_numbers(numel + start, 1, 0.02F)),
+        exp_avg(plain_numbers(numel + start, 2, 1e-3F)),
+        exp_avg_sq(plain_numbers(numel + start, 3, 1e-3F)),
+        gradient(plain_numbers(numel + start, 4, 1e-3F)),
+        weight16(numel + start) {
+    for (float& value : exp_avg_sq) value *= value;
+  }
+
+  AdamSpans spans() {
+    return {.weight = std::span(weight).subspan(offset),
+            .exp_avg = std::span(exp_avg).subspan(offset),
+            .exp_avg_sq = std::span(exp_avg_sq).subspan(offset),
+            .gradient = std::span(gradient).subspan(offset)};
+  }
+
+  AdamSpans spans_with_copy(DType dtype) {
+    AdamSpans result = spans();
+    result.weight16 = std::as_writable_bytes(std::span(weight16)).data() + 2 * offset;
+    result.weight16_dtype = dtype;
+    return result;
+  }
+};
+
+void expect_same(const std::vector<float>& found, const std::vector<float>& expected,
+                 const char* what) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    ASSERT_TRUE(same_bits(found[i], expected[i]))
+        << what << "[" << i << "]: " << found[i] << " is not " << expected[i];
+  }
+}
+
+void expect_same(const Tensor& found, const Tensor& expected) {
+  expect_same(found.weight, expected.weight, "weight");
+  expect_same(found.exp_avg, expected.exp_avg, "exp_avg");
+  expect_same(found.exp_avg_sq, expected.exp_avg_sq, "exp_avg_sq");
+  EXPECT_EQ(found.weight16, expected.weight16);
+}
+
+std::vector<AdamScalars> variants() {
+  return {
+      {.step = 1},
+      {.lr = 3e-4, .beta2 = 0.95, .weight_decay = 0.1, .step = 7, .gradient_scale = 0.37F},
+      {.weight_decay = 0.1, .decoupled = false, .step = 3, .gradient_scale = 1.0F / 65536.0F},
+      {.beta1 = 0.4, .weight_decay = 0.01, .step = 2},  // exp_avg moves more than half of the way
+      {.beta1 = 0.0, .beta2 = 0.0, .step = 100000},
+  };
+}
+
+TEST(AdamStep, EqualsTheReferenceBitForBitOnEveryTarget) {
+  for_every_target([] {
+    for (const AdamScalars& scalars : variants()) {
+      for (const std::size_t numel : kSizes) {
+        Tensor found(numel, numel % 3);
+        Tensor expected(numel, numel % 3);
+        adam_step(found.spans(), scalars, nullptr);
+        adam_step_reference(expected.spans(), scalars);
+        expect_same(found, expected);
+      }
+    }
+  });
+}
+
+TEST(AdamStep, The16BitCopyIsTheRoundedWeightAndChangesNothingElse) {
+  for_every_target([] {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      for (const std::size_t numel : kSizes) {
+        Tensor with_copy(numel, 1);
+        Tensor without(numel, 1);
+        adam_step(with_copy.spans_with_copy(dtype), variants()[1], nullptr);
+        adam_step(without.spans(), variants()[1], nullptr);
+        for (std::size_t i = 1; i <= numel; ++i) {
+          const float weight = without.weight[i];
+          without.weight16[i] =
+              dtype == DType::kBFloat16 ? bfloat16_from(weight).bits : float16_from(weight).bits;
+        }
+        expect_same(with_copy, without);
+      }
+    }
+  });
+}
+
+TEST(AdamStep, DoesNotDependOnWhereShardsBeginOrOnThreads) {
+  constexpr std::size_t kNumel = 100'003;
+  const AdamScalars scalars = variants()[1];
+  Tensor whole(kNumel);
+  adam_step(whole.spans(), scalars, nullptr);
+  for (const std::size_t shard : {1000U, 33'335U, 99'999U}) {
+    Tensor parts(kNumel);
+    for (std::size_t begin = 0; begin < kNumel; begin += shard) {
+      const std::size_t numel = std::min(shard, kNumel - begin);
+      AdamSpans part = parts.spans();
+      part.weight = part.weight.subspan(begin, numel);
+      part.exp_avg = part.exp_avg.subspan(begin, numel);
+      part.exp_avg_sq = part.exp_avg_sq.subspan(begin, numel);
+      part.gradient = part.gradient.subspan(begin, numel);
+      adam_step(part, scalars, nullptr);
+    }
+    expect_same(parts, whole);
+  }
+  Tensor whole16(kNumel);
+  adam_step(whole16.spans_with_copy(DType::kFloat16), scalars, nullptr);
+  for (const int threads : {1, 3}) {
+    ThreadPool pool(threads);
+    Tensor shared(kNumel);
+    adam_step(shared.spans_with_copy(DType::kFloat16), scalars, &pool);
+    expect_same(shared, whole16);
+  }
+}
+
+// Numbers that torch 2.11 printed for AdamW(lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).
+TEST(AdamStep, GivesTheKnownResultsOfTwoSteps) {
+  for (const bool reference : {false, true}) {
+    std::array<float, 3> weight = {1.0F, -2.0F, 0.5F};
+    std::array<float, 3> exp_avg{};
+    std::array<float, 3> exp_avg_sq{};
+    const std::array<float, 3> gradient = {0.3F, -0.07F, 0.0F};
+    for (const std::int64_t step : {1, 2}) {
+      const AdamScalars scalars{.lr = 0.1, .beta2 = 0.99, .weight_decay = 0.5, .step = step};
+      const AdamSpans spans{weight, exp_avg, exp_avg_sq, gradient};
+      reference ? adam_step_reference(spans, scalars) : adam_step(spans, scalars, nullptr);
+    }
+    EXPECT_THAT(weight, ::testing::ElementsAre(0x1.6a3d6ep-1F, -0x1.9c28f4p+0F, 0x1.ce147ap-2F));
+    EXPECT_THAT(exp_avg, ::testing::ElementsAre(0x1.d2f1acp-5F, -0x1.b3d07ep-7F, 0.0F));
+    EXPECT_THAT(exp_avg_sq, ::testing::ElementsAre(0x1.d57ffcp-10F, 0x1.98fc9p-14F, 0.0F));
+  }
+}
+
+TEST(AdamStep, DecayActsOnTheWeightWhenDecoupledAndOnTheGradientOtherwise) {
+  for (const bool decoupled : {true, false}) {
+    std::array<float, 1> weight = {2.0F};
+    std::array<float, 1> exp_avg{};
+    std::array<float, 1> exp_avg_sq{};
+    const std::array<float, 1> gradient = {0.0F};
+    adam_step({weight, exp_avg, exp_avg_sq, gradient},
+              {.lr = 0.5, .weight_decay = 0.25, .decoupled = decoupled}, nullptr);
+    EXPECT_FLOAT_EQ(weight[0], decoupled ? 1.75F : 1.5F);
+    EXPECT_FLOAT_EQ(exp_avg[0], decoupled ? 0.0F : 0.05F);
+  }
+}
+
+TEST(AdamStep, ABadGradientSpoilsItsOwnElementOnly) {
+  for_every_target([] {
+    Tensor found(100);
+    Tensor clean(100);
+    found.gradient[37] = std::numeric_limits<float>::quiet_NaN();
+    found.gradient[99] = std::numeric_limits<float>::infinity();
+    adam_step(found.spans(), {}, nullptr);
+    adam_step(clean.spans(), {}, nullptr);
+    for (std::size_t i = 0; i < 100; ++i) {
+      EXPECT_EQ(std::isnan(found.weight[i]), i == 37 || i == 99);
+      if (i != 37 && i != 99) {
+        EXPECT_EQ(found.weight[i], clean.weight[i]);
+      }
+    }
+  });
+}
+
+TEST(AdamStep, SubnormalMomentsAreKept) {
+  for_every_target([] {
+    Tensor found(33);
+    Tensor expected(33);
+    for (Tensor* tensor : {&found, &expected}) {
+      for (float& value : tensor->exp_avg) value = 1e-40F;
+      for (float& value : tensor->exp_avg_sq) value = 1e-42F;
+      for (float& value : tensor->gradient) value = 1e-39F;
+    }
+    adam_step(found.spans(), {.step = 5}, nullptr);
+    adam_step_reference(expected.spans(), {.step = 5});
+    expect_same(found, expected);
+    EXPECT_GT(found.exp_avg_sq[0], 0.0F);
+  });
+}
+
+TEST(AdamStep, RefusesACopyThatIsNot16Bit) {
+  Tensor tensor(4);
+  try {
+    adam_step(tensor.spans_with_copy(DType::kFloat64), {}, nullptr);
+    FAIL() << "nothing was thrown";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("bfloat16 or float16"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("float64"));
+  }
+}
+
+TEST(AdamStep, SpansOfDifferentLengthsAndAZerothStepAreBugs) {
+  Tensor tensor(4);
+  AdamSpans spans = tensor.spans();
+  EXPECT_THROW(adam_step(spans, {.step = 0}, nullptr), InternalError);
+  spans.gradient = spans.gradient.first(3);
+  EXPECT_THROW(adam_step(spans, {}, nullptr), InternalError);
+}
+
+}  // namespace
+}  // namespace strata::kernels
