@@ -115,7 +115,8 @@ void CpuDevice::accumulate(std::byte* target, DType target_dtype, const std::byt
   kernels::accumulate(target, target_dtype, source, source_dtype, numel, &pool_);
 }
 
-void CpuDevice::scale(std::span<float> target, std::span<const float> source, float factor, Stream&) {
+void CpuDevice::scale(std::span<float> target, std::span<const float> source, float factor,
+                      Stream&) {
   STRATA_ASSERT(target.size() == source.size());
   const std::lock_guard lock(pool_mutex_);
   const std::byte* sources[] = {reinterpret_cast<const std::byte*>(source.data())};

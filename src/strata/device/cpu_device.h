@@ -17,7 +17,7 @@ namespace strata::device {
 
 struct CpuDeviceOptions {
   std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: the device makes its own
-  int threads = 1;                         // that share a kernel, the caller's included; >= 1
+  int threads = 1;  // that share a kernel, the caller's included; >= 1
   // The most that the device gives out; nullopt: what the system has. Bounds the share of one rank
   // among many, and lets tests meet an exhausted device.
   std::optional<Bytes> memory_limit = std::nullopt;

@@ -1,8 +1,10 @@
 // GrowableMemory of the CPU device: an address range reserved without access, of which a prefix is
 // made readable and writable, page by page. The kernel backs pages with zeroes when they are first
-// touched. Threads: one at a time. Ownership: frees range and charge on destruction. Units: the
-// granule is the page; whole pages are charged. Errors: OutOfMemoryError when the system or the
-// budget refuses, UsageError for growth beyond the range.
+// touched.
+// Threads: one at a time. Ownership: frees range and charge on destruction.
+// Units: the granule is the page; whole pages are charged.
+// Errors: OutOfMemoryError when the system or the budget refuses, UsageError for growth beyond the
+// range.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
 // Seam: the place where weights live and kernels run. Implementations: cpu_device here; CUDA later.
 //
-// Order. Work is queued on streams; a stream runs its work in order. An Event marks a point of a stream;
-// another stream or the host can wait for it. The CPU device runs everything at once, in the caller's
-// thread, so its streams are always idle; callers are written for the asynchronous case.
+// Order. Work is queued on streams; a stream runs its work in order. An Event marks a point of a
+// stream; another stream or the host can wait for it. The CPU device runs everything at once, in
+// the caller's thread, so its streams are always idle; callers are written for the other case.
 // Threads: a Device is internally synchronised; a Stream is used by one thread at a time.
 // Ownership: Memory frees on destruction; work that uses it must be complete by then.
 // Errors: OutOfMemoryError with the bytes wanted and, by kind, what the ledger holds.
@@ -62,11 +62,13 @@ class Device {
 
   virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
   virtual std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) = 0;
-  virtual Bytes free_bytes() const = 0;  // what a new allocation may take, by the system's own count
+  // What a new allocation may take, by the system's own count.
+  virtual Bytes free_bytes() const = 0;
   virtual std::unique_ptr<Stream> create_stream() = 0;
 
   // Kernels and copies; host and device pointers alike. Spans of one call do not overlap.
-  virtual void copy(std::span<std::byte> target, std::span<const std::byte> source, Stream& stream) = 0;
+  virtual void copy(std::span<std::byte> target, std::span<const std::byte> source,
+                    Stream& stream) = 0;
   virtual void fill_zero(std::span<std::byte> target, Stream& stream) = 0;
   // target = source, converted; both hold `numel` elements. Floating types only.
   virtual void cast(std::byte* target, DType target_dtype, const std::byte* source,

@@ -2,9 +2,10 @@
 // tensors that pass through. Nothing is allocated but bookkeeping, and the span is never exceeded.
 // Threads: internally synchronised; extents may be made and given back on different threads.
 // Ownership: the span belongs to the caller and outlives the extents; extents may outlive the
-// arena. Units: sizes are rounded up to the granule, so that every extent is aligned to it. Errors:
-// none; try_allocate returns nullopt when no free piece is large enough, and the caller waits,
-// streams in smaller pieces, or writes the message.
+// arena.
+// Units: sizes are rounded up to the granule, so that every extent is aligned to it.
+// Errors: none; try_allocate returns nullopt when no free piece is large enough, and the caller
+// waits, streams in smaller pieces, or writes the message.
 #pragma once
 
 #include <cstddef>

@@ -1,12 +1,13 @@
 // Buffers that are taken and given back over and over in the same few sizes, as gathers of units
 // do. A buffer given back is kept and serves the next request of its size, so that a training step
 // allocates nothing once every size has been seen. `Buffer` is what the allocate function makes,
-// for example device::Memory; it has `std::span<std::byte> bytes()`. Threads: internally
-// synchronised; allocation and freeing happen outside the lock. Ownership: leases may outlive the
-// pool. Whoever gives a buffer back has seen its work complete, or orders the next use after it:
-// the pool knows no streams. Units: sizes are rounded up to pages, for matching and for allocation.
-// Errors: what the allocate function throws; after an OutOfMemoryError the cached buffers are freed
-// and it is asked once more.
+// for example device::Memory; it has `std::span<std::byte> bytes()`.
+// Threads: internally synchronised; allocation and freeing happen outside the lock. Ownership:
+// leases may outlive the pool. Whoever gives a buffer back has seen its work complete, or orders
+// the next use after it: the pool knows no streams.
+// Units: sizes are rounded up to pages, for matching and for allocation.
+// Errors: what the allocate function throws; after an OutOfMemoryError the cached buffers are
+// freed and it is asked once more.
 #pragma once
 
 #include <algorithm>

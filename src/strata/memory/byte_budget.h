@@ -1,7 +1,8 @@
 // A number of bytes that holders share: each takes a part and gives it back by destruction. Bounds
-// what a device or a store may hold, whatever the system would still give. Threads: internally
-// synchronised. Ownership: a Hold keeps its budget alive. Errors: none; take() returns nullopt when
-// the bytes do not fit, and the caller knows what message to write.
+// what a device or a store may hold, whatever the system would still give.
+// Threads: internally synchronised. Ownership: a Hold keeps its budget alive.
+// Errors: none; take() returns nullopt when the bytes do not fit, and the caller knows what
+// message to write.
 #pragma once
 
 #include <memory>

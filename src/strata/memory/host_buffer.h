@@ -1,11 +1,11 @@
 // A page-aligned buffer of host memory of its own, zeroed by the kernel: an anonymous mapping.
-// Pages take memory when first touched, unless the buffer is told to touch them all now. Threads:
-// as a std::vector: const calls from anywhere, the bytes are the user's to synchronise. Ownership:
-// the buffer owns the mapping and frees it on destruction; movable, addresses stay. Units: exactly
-// the bytes asked for are charged; the rounding up to whole pages is not. Errors: OutOfMemoryError
-// with the bytes wanted and what the ledger holds. The system commonly promises more memory than it
-// has, so that a buffer that is not touched now may fail only when it is used; Device::free_bytes
-// says what there is.
+// Pages take memory when first touched, unless the buffer is told to touch them all now.
+// Threads: as a std::vector: const calls from anywhere, the bytes are the user's to synchronise.
+// Ownership: the buffer owns the mapping and frees it on destruction; movable, addresses stay.
+// Units: exactly the bytes asked for are charged; the rounding up to whole pages is not.
+// Errors: OutOfMemoryError with the bytes wanted and what the ledger holds. The system commonly
+// promises more memory than it has, so that a buffer that is not touched now may fail only when it
+// is used; Device::free_bytes says what there is.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ inline constexpr Bytes kHugePageSize = 2_MiB;
 
 struct HostBufferOptions {
   std::shared_ptr<Ledger> ledger = nullptr;  // null: charged nowhere
-  Tier tier = Tier::kHost;         // a CPU device charges its memory as the device's
+  Tier tier = Tier::kHost;                   // a CPU device charges its memory as the device's
   Kind kind = Kind::kStaging;
   bool huge_pages = true;       // advise huge pages when the buffer holds at least one
   ThreadPool* touch = nullptr;  // back every page now, with these threads

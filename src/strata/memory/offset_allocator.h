@@ -1,10 +1,12 @@
 // Gives out ranges [offset, offset + size) of a fixed space that it never touches: memory of an
 // arena, bytes of a file. Best fit: the smallest free range that suffices, the lowest offset among
 // equals; freed ranges are joined with their free neighbours at once, so that no two free ranges
-// ever touch. Cost: O(log n) in the number of ranges for alignments up to the granule; a greater
-// alignment also looks at the free ranges that are large enough but for their position. Threads:
-// one at a time. Units: bytes; sizes are rounded up to the granule, and so are offsets. Errors:
-// none but InternalError for a range that is not held; a release never allocates.
+// ever touch.
+// Cost: O(log n) in the number of ranges for alignments up to the granule; a greater alignment
+// also looks at the free ranges that are large enough but for their position.
+// Threads: one at a time.
+// Units: bytes; sizes are rounded up to the granule, and so are offsets.
+// Errors: none but InternalError for a range that is not held; a release never allocates.
 #pragma once
 
 #include <map>

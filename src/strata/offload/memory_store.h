@@ -1,8 +1,9 @@
 // StateStore in memory: every block is a buffer of its own, a lease is that buffer. One class for
-// the device and the host tier, which differ only in who allocates. Threads: one at a time.
-// Ownership: the store owns the blocks; a lease keeps its own block alive. On a device, work on a
-// lease is complete before the lease is given back. Errors: OutOfMemoryError from add(); UsageError
-// for a block that does not exist or is leased already.
+// the device and the host tier, which differ only in who allocates.
+// Threads: one at a time. Ownership: the store owns the blocks; a lease keeps its own block alive.
+// On a device, work on a lease is complete before the lease is given back.
+// Errors: OutOfMemoryError from add(); UsageError for a block that does not exist or is leased
+// already.
 #pragma once
 
 #include <functional>
@@ -22,7 +23,8 @@ namespace strata::offload {
 
 struct HostStoreOptions {
   std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: charged nowhere
-  std::optional<Bytes> memory_limit = std::nullopt;       // the most that the store takes; nullopt: what there is
+  std::optional<Bytes> memory_limit =
+      std::nullopt;  // the most that the store takes; nullopt: what there is
   ThreadPool* touch =
       nullptr;  // backs the pages of each block when it is added, with these threads
 };

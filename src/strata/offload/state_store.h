@@ -1,11 +1,11 @@
-// Seam: where optimizer state (master weights, exp_avg, exp_avg_sq) rests between steps, whatever its
-// tier. The optimizer asks for a block, works on it through a lease and gives it back; a store on a slow
-// tier uses the order announced by read_ahead() to have the next blocks in memory in time.
-// Implementations: memory_store (device or host memory); NVMe later.
+// Seam: where optimizer state (master weights, exp_avg, exp_avg_sq) rests between steps, whatever
+// its tier. The optimizer asks for a block, works on it through a lease and gives it back; a store
+// on a slow tier uses the order announced by read_ahead() to have the next blocks in memory in
+// time. Implementations: memory_store (device or host memory); NVMe later.
 //
-// Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is destroyed;
-// a block is leased at most once at a time. Errors: OutOfMemoryError, IoError from fetch() and flush();
-// what was added stays as it was.
+// Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is
+// destroyed; a block is leased at most once at a time.
+// Errors: OutOfMemoryError, IoError from fetch() and flush(); what was added stays as it was.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,8 @@ using BlockId = std::int32_t;
 
 enum class Access { kRead, kReadWrite };
 
-// Borrowed memory of one block. Giving it back (destroying it) after kReadWrite keeps what was written.
+// Borrowed memory of one block. Giving it back (destroying it) after kReadWrite keeps what was
+// written.
 class Lease {
  public:
   virtual ~Lease() = default;

@@ -1,0 +1,300 @@
+// What every Device must do, as a typed suite. A device joins by a harness type and one line:
+//   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceConformance, CpuHarness);
+// The harness is default-constructible and has
+//   static constexpr std::string_view kName;      what name() says
+//   std::unique_ptr<device::Device> make(std::optional<Bytes> memory_limit);
+// The suite reaches device memory through Device::copy alone, so that the memory may lie anywhere.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "device/device_fixture.h"
+#include "strata/base/error.h"
+#include "strata/device/device.h"
+#include "strata/kernels/elementwise.h"
+
+namespace strata::device {
+
+TYPED_TEST_SUITE_P(DeviceConformance);
+
+TYPED_TEST_P(DeviceConformance, SaysItsName) {
+  EXPECT_EQ(this->device_->name(), TypeParam::kName);
+  ASSERT_NE(this->device_->ledger(), nullptr);
+}
+
+TYPED_TEST_P(DeviceConformance, MemoryIsAlignedAndOfTheSizeAskedFor) {
+  for (const Bytes size : {0_B, 1_B, 255_B, 4097_B, 3_MiB}) {
+    const auto memory = this->allocate(size);
+    EXPECT_EQ(memory->bytes().size(), size.size());
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory->bytes().data()) % 256, 0U);
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, MemoryIsChargedByKindUntilItGoes) {
+  const auto& ledger = *this->device_->ledger();
+  {
+    const auto weights = this->device_->allocate(1000_B, memory::Kind::kWeights);
+    const auto gathered = this->device_->allocate(300_B, memory::Kind::kGathered);
+    EXPECT_EQ(ledger.held(memory::Tier::kDevice, memory::Kind::kWeights), 1000_B);
+    EXPECT_EQ(ledger.held(memory::Tier::kDevice, memory::Kind::kGathered), 300_B);
+  }
+  EXPECT_EQ(ledger.held(memory::Tier::kDevice), 0_B);
+}
+
+TYPED_TEST_P(DeviceConformance, RunningOutSaysWhatWasWantedAndWhatIsHeld) {
+  const auto limited = this->harness_.make(64_MiB);
+  const auto held = limited->allocate(40_MiB, memory::Kind::kMasterWeights);
+  try {
+    limited->allocate(48_MiB, memory::Kind::kGathered);
+    FAIL() << "beyond the limit";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("(gathered weights)"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr(to_string(48_MiB) + " wanted"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("master weights " + to_string(40_MiB)));
+  }
+  EXPECT_EQ(limited->ledger()->held(memory::Tier::kDevice), 40_MiB);
+  EXPECT_NO_THROW(limited->allocate(16_MiB, memory::Kind::kGathered));
+}
+
+TYPED_TEST_P(DeviceConformance, FreeBytesFallWithWhatALimitedDeviceHolds) {
+  const auto limited = this->harness_.make(64_MiB);
+  EXPECT_LE(limited->free_bytes(), 64_MiB);
+  const auto held = limited->allocate(40_MiB, memory::Kind::kWeights);
+  EXPECT_LE(limited->free_bytes(), 24_MiB);
+  EXPECT_GT(this->device_->free_bytes(), 0_B);
+}
+
+TYPED_TEST_P(DeviceConformance, CopiesBetweenHostAndDeviceInEveryDirection) {
+  for (const Bytes size : {0_B, 1_B, 4097_B, 3_MiB + 5_B}) {
+    const auto content = this->random_bytes(size, 1);
+    const auto first = this->upload(content);
+    const auto second = this->allocate(size);
+    this->device_->copy(second->bytes(), first->bytes(), *this->stream_);
+    EXPECT_EQ(this->download(second->bytes()), content);
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, ACopyTouchesNothingBesideItsTarget) {
+  const auto content = this->random_bytes(1000_B, 2);
+  const auto memory = this->upload(content);
+  const auto part = this->random_bytes(100_B, 3);
+  this->device_->copy(memory->bytes().subspan(333, 100), part, *this->stream_);
+  this->device_->fill_zero(memory->bytes().subspan(700, 50), *this->stream_);
+  auto expected = content;
+  std::copy(part.begin(), part.end(), expected.begin() + 333);
+  std::fill_n(expected.begin() + 700, 50, std::byte{0});
+  EXPECT_EQ(this->download(memory->bytes()), expected);
+}
+
+TYPED_TEST_P(DeviceConformance, FillsWithZeroes) {
+  const auto memory = this->upload(this->random_bytes(3_MiB + 5_B, 4));
+  this->device_->fill_zero(memory->bytes(), *this->stream_);
+  EXPECT_EQ(this->download(memory->bytes()), std::vector<std::byte>((3_MiB + 5_B).size()));
+}
+
+TYPED_TEST_P(DeviceConformance, CastsEveryPairOfTypesAsTheHostKernelsDo) {
+  for (const DType from : kFloatingTypes) {
+    for (const DType to : kFloatingTypes) {
+      for (const std::size_t count : kCounts) {
+        const auto content = this->floating_content(from, count, 5);
+        std::vector<std::byte> expected(bytes_of(Numel(count), to).size());
+        kernels::cast(expected.data(), to, content.data(), from, Numel(count), nullptr);
+        const auto source = this->upload(content);
+        const auto target = this->allocate(Bytes(expected.size()));
+        this->device_->cast(target->bytes().data(), to, source->bytes().data(), from, Numel(count),
+                            *this->stream_);
+        EXPECT_EQ(this->download(target->bytes()), expected)
+            << name_of(from) << " to " << name_of(to) << ", " << count << " elements";
+      }
+    }
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, AccumulatesEveryPairOfTypesAsTheHostKernelsDo) {
+  for (const DType from : kTrainingTypes) {
+    for (const DType to : kTrainingTypes) {
+      for (const std::size_t count : kCounts) {
+        const auto content = this->floating_content(from, count, 6);
+        auto expected = this->floating_content(to, count, 7);
+        const auto source = this->upload(content);
+        const auto target = this->upload(expected);
+        kernels::accumulate(expected.data(), to, content.data(), from, Numel(count), nullptr);
+        this->device_->accumulate(target->bytes().data(), to, source->bytes().data(), from,
+                                  Numel(count), *this->stream_);
+        EXPECT_EQ(this->download(target->bytes()), expected)
+            << name_of(from) << " onto " << name_of(to) << ", " << count << " elements";
+      }
+    }
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, ScalesEachElementWithOneRounding) {
+  for (const std::size_t count : kCounts) {
+    const auto values = this->random_floats(count, 17);
+    const auto source = this->upload(this->raw(values));
+    const auto target = this->upload(this->raw(this->random_floats(count, 18)));
+    this->device_->scale(this->floats(*target), this->floats(*source), 0.3F, *this->stream_);
+    auto expected = values;
+    for (float& value : expected) value *= 0.3F;
+    EXPECT_EQ(this->download_floats(*target), expected) << count << " elements";
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, AdamIsWithinOneUlpOfTheReference) {
+  for (const std::size_t count : kCounts) {
+    auto weight = this->random_floats(count, 8);
+    auto exp_avg = this->random_floats(count, 9);
+    auto exp_avg_sq = this->random_floats(count, 10);
+    for (float& value : exp_avg_sq) value = std::abs(value);
+    const auto gradient = this->random_floats(count, 11);
+    std::vector<std::byte> weight16(count * 2);
+    const auto weight_there = this->upload(this->raw(weight));
+    const auto avg_there = this->upload(this->raw(exp_avg));
+    const auto sq_there = this->upload(this->raw(exp_avg_sq));
+    const auto gradient_there = this->upload(this->raw(gradient));
+    const auto weight16_there = this->upload(weight16);
+    const kernels::AdamScalars scalars{.weight_decay = 0.1, .step = 3, .gradient_scale = 0.5F};
+
+    kernels::adam_step_reference(
+        {weight, exp_avg, exp_avg_sq, gradient, weight16.data(), DType::kBFloat16}, scalars);
+    this->device_->adam_step(
+        {this->floats(*weight_there), this->floats(*avg_there), this->floats(*sq_there),
+         this->floats(*gradient_there), weight16_there->bytes().data(), DType::kBFloat16},
+        scalars, *this->stream_);
+
+    const auto expect_near = [count](const std::vector<float>& got,
+                                     const std::vector<float>& want) {
+      ASSERT_EQ(got.size(), want.size());
+      std::int64_t worst = 0;
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        worst = std::max(worst, ulps_between(got[i], want[i]));
+      }
+      EXPECT_LE(worst, 1) << count << " elements";
+    };
+    expect_near(this->download_floats(*weight_there), weight);
+    expect_near(this->download_floats(*avg_there), exp_avg);
+    expect_near(this->download_floats(*sq_there), exp_avg_sq);
+    // The 16-bit copy is that of the device's own weight.
+    std::vector<std::byte> narrowed(count * 2);
+    const auto weight_got = this->download_floats(*weight_there);
+    kernels::cast(narrowed.data(), DType::kBFloat16, this->raw(weight_got).data(), DType::kFloat32,
+                  Numel(count), nullptr);
+    EXPECT_EQ(this->download(weight16_there->bytes()), narrowed);
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, GradStatsMatchTheReferenceAndSeeWhatIsNotFinite) {
+  for (const std::size_t count : kCounts) {
+    auto gradient = this->random_floats(count, 12);
+    auto there = this->upload(this->raw(gradient));
+    const auto expected = kernels::grad_stats_reference(gradient);
+    const auto got = this->device_->grad_stats(this->floats(*there), *this->stream_);
+    EXPECT_NEAR(got.sum_of_squares, expected.sum_of_squares, 1e-12 * expected.sum_of_squares);
+    EXPECT_TRUE(got.finite);
+    if (count == 0) continue;
+    for (const float bad :
+         {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+      gradient[count / 2] = bad;
+      there = this->upload(this->raw(gradient));
+      EXPECT_FALSE(this->device_->grad_stats(this->floats(*there), *this->stream_).finite);
+    }
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, WorkOfAStreamRunsInOrderAndAnEventOrdersAnother) {
+  const auto other = this->device_->create_stream();
+  const auto first = this->random_bytes(1_MiB, 13);
+  const auto second = this->random_bytes(1_MiB, 14);
+  const auto memory = this->upload(first);
+  const auto target = this->allocate(1_MiB);
+  this->device_->fill_zero(memory->bytes(), *this->stream_);
+  this->device_->copy(memory->bytes(), second, *this->stream_);
+  const auto written = this->stream_->record();
+  other->wait_for(*written);
+  this->device_->copy(target->bytes(), memory->bytes(), *other);
+  const auto copied = other->record();
+  copied->wait();
+  EXPECT_TRUE(copied->done());
+  EXPECT_TRUE(written->done());
+  EXPECT_EQ(this->download(target->bytes()), second);
+}
+
+TYPED_TEST_P(DeviceConformance, AnEventMayOutliveItsStream) {
+  auto stream = this->device_->create_stream();
+  const auto event = stream->record();
+  stream.reset();
+  event->wait();
+  EXPECT_TRUE(event->done());
+}
+
+TYPED_TEST_P(DeviceConformance, GrowableMemoryGrowsInPlaceAndNewMemoryIsZero) {
+  const auto memory = this->device_->reserve(64_MiB, memory::Kind::kWeights);
+  EXPECT_GE(memory->reserved(), 64_MiB);
+  EXPECT_EQ(memory->backed(), 0_B);
+  std::byte* const base = memory->base();
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(base) % 256, 0U);
+
+  memory->grow_to(1000_B);
+  EXPECT_GE(memory->backed(), 1000_B);
+  const auto content = this->random_bytes(1000_B, 15);
+  this->device_->copy({base, 1000}, content, *this->stream_);
+  Bytes before = memory->backed();
+  for (const Bytes size : {3_MiB, 40_MiB, 64_MiB}) {
+    memory->grow_to(size);
+    ASSERT_EQ(memory->base(), base);
+    ASSERT_GE(memory->backed(), size);
+    const std::span<std::byte> fresh(base + before.size(), (memory->backed() - before).size());
+    ASSERT_EQ(this->download(fresh), std::vector<std::byte>(fresh.size()));
+    before = memory->backed();
+  }
+  EXPECT_EQ(this->download({base, 1000}), content);
+}
+
+TYPED_TEST_P(DeviceConformance, GrowableMemoryChargesWhatIsBackedAndNeverShrinks) {
+  const auto& ledger = *this->device_->ledger();
+  auto memory = this->device_->reserve(64_MiB, memory::Kind::kWeights);
+  EXPECT_EQ(ledger.held(memory::Tier::kDevice), 0_B);
+  memory->grow_to(5_MiB);
+  const Bytes backed = memory->backed();
+  EXPECT_EQ(ledger.held(memory::Tier::kDevice, memory::Kind::kWeights), backed);
+  memory->grow_to(1_B);
+  memory->grow_to(0_B);
+  EXPECT_EQ(memory->backed(), backed);
+  memory.reset();
+  EXPECT_EQ(ledger.held(memory::Tier::kDevice), 0_B);
+}
+
+TYPED_TEST_P(DeviceConformance, AGrowthThatFailsLeavesWhatIsBacked) {
+  const auto limited = this->harness_.make(64_MiB);
+  const auto memory = limited->reserve(1_GiB, memory::Kind::kWeights);
+  memory->grow_to(32_MiB);
+  const auto content = this->random_bytes(100_B, 16);
+  limited->copy({memory->base(), 100}, content, *this->stream_);
+  const Bytes backed = memory->backed();
+  EXPECT_THROW(memory->grow_to(512_MiB), OutOfMemoryError);
+  EXPECT_THROW(memory->grow_to(memory->reserved() + 1_B), UsageError);
+  EXPECT_EQ(memory->backed(), backed);
+  EXPECT_EQ(limited->ledger()->held(memory::Tier::kDevice), backed);
+  EXPECT_EQ(this->download({memory->base(), 100}), content);
+}
+
+REGISTER_TYPED_TEST_SUITE_P(
+    DeviceConformance, SaysItsName, MemoryIsAlignedAndOfTheSizeAskedFor,
+    MemoryIsChargedByKindUntilItGoes, RunningOutSaysWhatWasWantedAndWhatIsHeld,
+    FreeBytesFallWithWhatALimitedDeviceHolds, CopiesBetweenHostAndDeviceInEveryDirection,
+    ACopyTouchesNothingBesideItsTarget, FillsWithZeroes, CastsEveryPairOfTypesAsTheHostKernelsDo,
+    AccumulatesEveryPairOfTypesAsTheHostKernelsDo, ScalesEachElementWithOneRounding,
+    AdamIsWithinOneUlpOfTheReference, GradStatsMatchTheReferenceAndSeeWhatIsNotFinite,
+    WorkOfAStreamRunsInOrderAndAnEventOrdersAnother, AnEventMayOutliveItsStream,
+    GrowableMemoryGrowsInPlaceAndNewMemoryIsZero, GrowableMemoryChargesWhatIsBackedAndNeverShrinks,
+    AGrowthThatFailsLeavesWhatIsBacked);
+
+}  // namespace strata::device
