@@ -1,0 +1,152 @@
+// Speed of the kernels over arrays far larger than the caches. Every case ends with a STREAM triad
+// on the same threads, so that its bandwidth can be judged against what the machine gave at that
+// moment: `of_triad` is the fraction. Bytes are those that an element needs: what is read plus what
+// is written.
+//   bench_kernels --benchmark_format=json   the same numbers for scripts
+//   STRATA_BENCH_NUMEL=8388608              elements of each array (the default)
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "strata/kernels/adam.h"
+#include "strata/kernels/elementwise.h"
+#include "strata/kernels/grad_stats.h"
+#include "triad.h"
+
+namespace strata::bench {
+namespace {
+
+using kernels::AdamSpans;
+
+constexpr int kTriadRounds = 50;
+
+std::size_t numel() {
+  const char* const text = std::getenv("STRATA_BENCH_NUMEL");
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : std::size_t{1} << 23;
+}
+
+std::byte* bytes_at(std::vector<float>& array) {
+  return std::as_writable_bytes(std::span(array)).data();
+}
+
+// As STREAM does, both rates are those of the fastest round: what else runs here slows single
+// rounds.
+template <typename Call>
+void measure(benchmark::State& state, double bytes_an_element, Call&& call) {
+  ThreadPool pool(static_cast<int>(state.range(0)));
+  call(pool);  // touches every page
+  double best = std::numeric_limits<double>::infinity();
+  for (auto _ : state) {
+    const auto start = std::chrono::steady_clock::now();
+    call(pool);
+    const auto stop = std::chrono::steady_clock::now();
+    const double seconds = std::chrono::duration<double>(stop - start).count();
+    state.SetIterationTime(seconds);
+    best = std::min(best, seconds);
+  }
+  const double rate = static_cast<double>(numel()) / best;
+  const double triad = Triad(numel(), pool).measure(kTriadRounds);
+  state.counters["elements/s"] = rate;
+  state.counters["GB/s"] = rate * bytes_an_element * 1e-9;
+  state.counters["triad_GB/s"] = triad * 1e-9;
+  state.counters["of_triad"] = rate * bytes_an_element / triad;
+}
+
+void adam(benchmark::State& state, bool with_copy, DType copy) {
+  std::vector<float> weight(numel(), 0.02F);
+  std::vector<float> exp_avg(numel(), 1e-3F);
+  std::vector<float> exp_avg_sq(numel(), 1e-6F);
+  std::vector<float> gradient(numel(), 1e-3F);
+  std::vector<float> weight16(with_copy ? numel() / 2 + 1 : 0);
+  const AdamSpans spans{
+      weight, exp_avg, exp_avg_sq, gradient, with_copy ? bytes_at(weight16) : nullptr, copy};
+  measure(state, with_copy ? 30.0 : 28.0, [&](ThreadPool& pool) {
+    kernels::adam_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
+  });
+}
+
+void cast(benchmark::State& state, DType to, DType from) {
+  std::vector<float> source(numel(), 1.0F);
+  std::vector<float> target(numel());
+  const auto width = static_cast<double>((size_of(to) + size_of(from)).value);
+  measure(state, width, [&](ThreadPool& pool) {
+    kernels::cast(bytes_at(target), to, bytes_at(source), from, Numel(numel()), &pool);
+  });
+}
+
+void accumulate(benchmark::State& state, DType from) {
+  std::vector<float> source(numel(), 1e-3F);
+  std::vector<float> target(numel());
+  measure(state, 8.0 + static_cast<double>(size_of(from).value), [&](ThreadPool& pool) {
+    kernels::accumulate(bytes_at(target), DType::kFloat32, bytes_at(source), from, Numel(numel()),
+                        &pool);
+  });
+}
+
+void sum_in_order(benchmark::State& state, DType from, std::size_t world) {
+  std::vector<std::vector<float>> arrays(world, std::vector<float>(numel(), 1e-3F));
+  std::vector<const std::byte*> sources;
+  for (auto& array : arrays) sources.push_back(bytes_at(array));
+  std::vector<float> target(numel());
+  const double read = static_cast<double>(size_of(from).value) * static_cast<double>(world);
+  measure(state, 4.0 + read, [&](ThreadPool& pool) {
+    kernels::sum_in_order(target, sources, from, 0.5F, false, &pool);
+  });
+}
+
+void grad_stats(benchmark::State& state) {
+  std::vector<float> gradient(numel(), 1e-3F);
+  measure(state, 4.0, [&](ThreadPool& pool) {
+    auto stats = kernels::grad_stats(gradient, &pool);
+    benchmark::DoNotOptimize(stats);
+  });
+}
+
+template <typename Function, typename... Arguments>
+void add(const std::string& name, Function function, Arguments... arguments) {
+  benchmark::RegisterBenchmark(name.c_str(),
+                               [=](benchmark::State& state) { function(state, arguments...); })
+      ->ArgName("threads")
+      ->Arg(1)
+      ->Arg(2)
+      ->MinTime(1.0)
+      ->UseManualTime()
+      ->Unit(benchmark::kMillisecond);
+}
+
+void add_all() {
+  constexpr DType kFp32 = DType::kFloat32;
+  add("adam_step", adam, false, DType::kBFloat16);
+  add("adam_step/bf16_copy", adam, true, DType::kBFloat16);
+  add("adam_step/fp16_copy", adam, true, DType::kFloat16);
+  add("grad_stats", grad_stats);
+  for (const DType narrow : {DType::kBFloat16, DType::kFloat16}) {
+    const std::string name(name_of(narrow));
+    add("cast/float32_to_" + name, cast, narrow, kFp32);
+    add("cast/" + name + "_to_float32", cast, kFp32, narrow);
+    add("accumulate/" + name, accumulate, narrow);
+  }
+  for (const std::size_t world : {std::size_t{2}, std::size_t{4}}) {
+    for (const DType from : {kFp32, DType::kBFloat16}) {
+      add("sum_in_order/" + std::string(name_of(from)) + "/" + std::to_string(world) + "_sources",
+          sum_in_order, from, world);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strata::bench
+
+int main(int argc, char** argv) {
+  strata::bench::add_all();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}
