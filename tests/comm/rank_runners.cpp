@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <exception>
 #include <thread>
 
@@ -29,6 +30,7 @@ struct Child {
 Child start_child(int rank, const MakeRank& make, const RankBody& body) {
   int ends[2];
   STRATA_ASSERT(::pipe(ends) == 0);
+  std::fflush(nullptr);  // or the child would print it again
   const pid_t pid = ::fork();
   STRATA_ASSERT(pid >= 0);
   if (pid == 0) {

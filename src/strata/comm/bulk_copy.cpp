@@ -19,13 +19,13 @@ namespace strata::comm::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-constexpr std::size_t kLine = 64;
-
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 void stream_copy(std::byte* target, const std::byte* source, std::size_t bytes) {
   std::memcpy(target, source, bytes);
 }
 #else
+constexpr std::size_t kLine = 64;
+
 void stream_copy(std::byte* target, const std::byte* source, std::size_t bytes) {
   const hn::CappedTag<std::uint8_t, kLine> d;
   const std::size_t lanes = hn::Lanes(d);

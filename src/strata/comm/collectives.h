@@ -5,22 +5,26 @@
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
 //   all_gather      copies every rank's slice into my flat buffer. Where one_sided() is true I pull
-//   the
-//                   slices myself, when I like and in my own order, and peers need not take part.
-//                   Else it is a collective: every rank must call it, in the same order.
+//                   the slices myself, when I like and in my own order, and peers need not take
+//                   part. Else it is a collective: every rank must call it, in the same order.
 //   reduce_scatter  adds up every rank's copy of my slice. Always a collective in one common order:
-//   the
-//                   k-th call on each rank forms one operation, checked by its `tag`.
+//                   the k-th call on each rank forms one operation, checked by its `tag`. Several
+//                   may be started before the first is waited for. The work may be done in wait(),
+//                   in done() or in any later call of this rank, so a rank that computes for long
+//                   between its calls should call done() now and then.
+// reduce_scatter, all_reduce, broadcast, all_gather_text and barrier share that one order.
 // One-sided gathers are sound because slices change only between two synchronisations: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
 // barrier.
 //
-// Threads: one thread of a rank calls at a time. Different ranks are different threads or
-// processes. Ownership: spans and buffers passed in must outlive the returned Work's wait().
-// Errors: CommError, on every surviving rank, within `timeout`: a rank that died is named; ranks
-// whose operations do not match are named with what each of them was doing. After an error the
-// object is broken: every later call throws the same error at once. Never a hang.
+// Threads: one thread of a rank calls at a time. Different ranks are different threads or processes.
+// Ownership: spans and buffers passed in must outlive the returned Work's wait().
+// Errors: UsageError for arguments that cannot be right on this rank alone; nothing was started.
+// From the call that starts an operation or from its wait(): CommError, on every surviving rank,
+// within `timeout`: a rank that died is named; ranks whose operations do not match are named with
+// what each of them was doing. After an error the object is broken: every later call throws the
+// same error at once. Never a hang.
 #pragma once
 
 #include <chrono>
