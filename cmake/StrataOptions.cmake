@@ -29,7 +29,7 @@ endif()
 add_library(strata_warnings INTERFACE)
 target_compile_options(strata_warnings INTERFACE
   -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wold-style-cast -Wnon-virtual-dtor
-  -Woverloaded-virtual -Wcast-align -Wnull-dereference -Wimplicit-fallthrough
+  -Woverloaded-virtual -Wcast-align -Wimplicit-fallthrough
   $<$<BOOL:${STRATA_WERROR}>:-Werror>)
 
 find_package(Threads REQUIRED)

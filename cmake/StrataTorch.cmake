@@ -19,6 +19,8 @@ set_property(GLOBAL APPEND PROPERTY JOB_POOLS strata_torch_jobs=${_torch_jobs})
 function(strata_compiles_torch target)
   cmake_parse_arguments(T "" "" "PCH" ${ARGN})
   set_target_properties(${target} PROPERTIES JOB_POOL_COMPILE strata_torch_jobs)
+  # Torch brings fmt headers of its own version, which come first here; the linked libfmt is another one.
+  target_compile_definitions(${target} PRIVATE FMT_HEADER_ONLY=1)
   if(T_PCH)
     target_precompile_headers(${target} PRIVATE ${T_PCH})
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")

@@ -23,16 +23,16 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
-std::unique_ptr<ShardedOptimizer> make_optimizer(OptimizerKind kind, OptimizerShards& shards,
+std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule kind, OptimizerShards& shards,
                                                  device::Device& device,
                                                  offload::StateStore& states) {
   switch (kind) {
-    case OptimizerKind::kNone:
+    case UpdateRule::kNone:
       return nullptr;
-    case OptimizerKind::kAdam:
-    case OptimizerKind::kAdamW:
-      return std::make_unique<AdamOptimizer>(shards, device, states, kind == OptimizerKind::kAdamW);
-    case OptimizerKind::kExternal:
+    case UpdateRule::kAdam:
+    case UpdateRule::kAdamW:
+      return std::make_unique<AdamOptimizer>(shards, device, states, kind == UpdateRule::kAdamW);
+    case UpdateRule::kExternal:
       return std::make_unique<ExternalOptimizer>(shards, device);
   }
   return nullptr;
@@ -41,7 +41,7 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(OptimizerKind kind, OptimizerSh
 }  // namespace
 
 Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-               EngineOptions options, OptimizerKind optimizer, const std::string& settings,
+               EngineOptions options, UpdateRule optimizer, const std::string& settings,
                std::shared_ptr<comm::Collectives> collectives,
                std::shared_ptr<device::Device> device, std::shared_ptr<offload::StateStore> states,
                ParameterViews& views)
@@ -49,11 +49,12 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       collectives_(checked(std::move(collectives), params, plan, settings)),
       device_(std::move(device)),
       states_(std::move(states)),
-      weights_(params, plan, options.stage, *collectives_, *device_, *states_),
+      weights_(params, plan, options, *collectives_, *device_, *states_),
       gatherer_(weights_.units(), *collectives_, *device_, views,
                 {options.max_live, options.prefetch}),
       reducer_(weights_.units(), *collectives_, *device_,
-               {options.reduce_dtype, options.accumulation_dtype, options.max_reducing}),
+               {options.name, options.reduce_dtype, options.accumulation_dtype,
+                options.max_reducing, options.sum_gradients}),
       shards_(weights_, reducer_.shards(), collectives_->rank()),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)),
       stream_(device_->create_stream()) {}
@@ -85,14 +86,15 @@ void Engine::begin_forward() {
   forward_seen_ = true;
 }
 
-void Engine::begin_backward(bool boundary) {
+void Engine::begin_backward(bool boundary, bool synchronise) {
   if (in_backward_) throw UsageError("backward() was called while a backward pass is running");
   if (!forward_seen_) {
     throw UsageError(
         "backward() was called without a forward pass; call the engine with a batch first, then "
         "backward() on the loss it gave");
   }
-  reducer_.begin_backward(boundary || !options_.reduce_at_boundary, gatherer_.order().first_uses());
+  reducer_.begin_backward(boundary || (synchronise && !options_.reduce_at_boundary),
+                          gatherer_.order().first_uses());
   in_backward_ = true;
 }
 

@@ -28,8 +28,8 @@
 
 namespace strata::engine {
 
-// What the optimizer is; decides what states are kept.
-enum class OptimizerKind { kNone, kAdam, kAdamW, kExternal };
+// Who updates the shards; decides what states are kept.
+enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
 
 struct StepResult {
   bool applied = false;  // false: skipped, because 16-bit gradients overflowed
@@ -42,7 +42,7 @@ class Engine {
   // Collective. Throws ConfigError, on every rank, when ranks bring different models or `settings`
   // (the canonical text of the configuration); it names the first difference and who has it.
   Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-         EngineOptions options, OptimizerKind optimizer, const std::string& settings,
+         EngineOptions options, UpdateRule optimizer, const std::string& settings,
          std::shared_ptr<comm::Collectives> collectives, std::shared_ptr<device::Device> device,
          std::shared_ptr<offload::StateStore> states, ParameterViews& views);
   ~Engine();
@@ -59,9 +59,9 @@ class Engine {
   Gatherer& gatherer() { return gatherer_; }
   void begin_forward();
   bool forward_seen() const { return forward_seen_; }
-  // `reduce`: this is where gradients are reduced (each micro-step, or the boundary; see
-  // EngineOptions).
-  void begin_backward(bool boundary);
+  // `boundary`: a step follows. `synchronise`: false keeps the gradients on this rank for a later
+  // pass.
+  void begin_backward(bool boundary, bool synchronise = true);
   bool in_backward() const { return in_backward_; }
   void add_gradient(int param, const std::byte* gradient, DType dtype);
   void end_backward();

@@ -3,18 +3,21 @@
 // value.
 #pragma once
 
+#include <string>
+
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 
 namespace strata::engine {
 
 struct EngineOptions {
+  std::string name = "engine";  // tells the engines of one process apart; the same on every rank
   // What stays whole: below 3 the weights of every unit; at 3 nothing but persistent units.
   int stage = 3;
   // Where gradients are reduced: after every micro-step, or once, at the accumulation boundary,
   // which keeps every unit's whole gradient in between. The first is the same bits at every stage.
   bool reduce_at_boundary = false;
-  int accumulation_steps = 1;
+  bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
   // Gathered weights may hold this much; one scope's units are gathered even where they exceed it.

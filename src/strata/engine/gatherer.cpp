@@ -63,6 +63,11 @@ void Gatherer::release(int index) {
   if (live_ > bounds_.max_live) drop(index);
 }
 
+void Gatherer::discard(int index) {
+  release(index);
+  if (slot(index).pins == 0 && !unit(index).whole) drop(index);
+}
+
 void Gatherer::start(int index) {
   Unit& u = unit(index);
   Slot& s = slot(index);

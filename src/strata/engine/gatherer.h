@@ -40,6 +40,8 @@ class Gatherer {
 
   void acquire(int unit);
   void release(int unit);
+  // Unpins, and drops the gathered copy with whatever was written to it (when no one else pins it).
+  void discard(int unit);
   bool gathered(int unit) const;
   bool pinned(int unit) const;
 

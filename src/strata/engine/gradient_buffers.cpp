@@ -13,7 +13,8 @@ GradientBuffers::Buffer GradientBuffers::take(Bytes bytes) {
   }
   auto buffer = std::make_unique<Allocation>();
   buffer->charge = memory::Charge(ledger_, memory::Tier::kDevice, memory::Kind::kGradients, bytes);
-  buffer->memory = collectives_.allocate(fmt::format("gradients.{}", allocations_++), bytes);
+  buffer->memory =
+      collectives_.allocate(fmt::format("{}.gradients.{}", name_, allocations_++), bytes);
   return buffer;
 }
 

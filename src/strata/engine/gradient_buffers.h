@@ -6,6 +6,7 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "strata/comm/collectives.h"
@@ -21,14 +22,16 @@ class GradientBuffers {
   };
   using Buffer = std::unique_ptr<Allocation>;  // null: none
 
-  GradientBuffers(comm::Collectives& collectives, std::shared_ptr<memory::Ledger> ledger)
-      : collectives_(collectives), ledger_(std::move(ledger)) {}
+  GradientBuffers(std::string name, comm::Collectives& collectives,
+                  std::shared_ptr<memory::Ledger> ledger)
+      : name_(std::move(name)), collectives_(collectives), ledger_(std::move(ledger)) {}
 
   Buffer take(Bytes bytes);
   void give_back(Buffer buffer);
   int allocations() const { return allocations_; }
 
  private:
+  std::string name_;
   comm::Collectives& collectives_;
   std::shared_ptr<memory::Ledger> ledger_;
   std::map<std::size_t, std::vector<Buffer>> free_;  // by size in bytes

@@ -13,7 +13,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       device_(device),
       stream_(device.create_stream()),
       options_(options),
-      buffers_(collectives, device.ledger()),
+      buffers_(options.name, collectives, device.ledger()),
       shards_(units, device, options.accumulation_dtype),
       progress_(units.size()) {
   for (const Unit& unit : units_) {
@@ -125,7 +125,7 @@ void Reducer::start_reduction(int unit) {
   reduction.dtype = options_.reduce_dtype;
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
-  reduction.scale = 1.0F / static_cast<float>(collectives_.world_size());
+  reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   p.reduced = true;
   pending_bytes_ += bytes;
   pending_.push_back({unit, std::move(p.buffer), nullptr});

@@ -16,6 +16,7 @@
 #include <deque>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "strata/comm/collectives.h"
@@ -27,9 +28,11 @@
 namespace strata::engine {
 
 struct ReducerOptions {
+  std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;
   DType accumulation_dtype = DType::kFloat32;
   Bytes max_reducing;
+  bool sum = false;  // over ranks; else the mean
 };
 
 class Reducer {

@@ -25,9 +25,9 @@ Bytes local_bytes(const plan::FlatLayout& layout, bool whole) {
 
 }  // namespace
 
-Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan, int stage,
-                 comm::Collectives& collectives, device::Device& device,
-                 offload::StateStore& states)
+Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                 const EngineOptions& options, comm::Collectives& collectives,
+                 device::Device& device, offload::StateStore& states)
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
@@ -40,7 +40,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
   std::vector<Bytes> offsets;
   for (const plan::UnitSpec& spec : plan.units) {
     plan::FlatLayout layout(params_, spec.params, spec.dtype, world);
-    const bool whole = stage < 3 || world == 1 || spec.persistent;
+    const bool whole = options.stage < 3 || world == 1 || spec.persistent;
     offsets.push_back(total);
     total += align_up(local_bytes(layout, whole), kPage);
     for (std::size_t i = 0; i < spec.params.size(); ++i) {
@@ -49,7 +49,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     units_.push_back({static_cast<int>(units_.size()), spec, std::move(layout), whole, {}, {}, {}});
   }
   charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, total);
-  memory_ = collectives.allocate("weights", total);
+  memory_ = collectives.allocate(options.name + ".weights", total);
   for (Unit& unit : units_) {
     const Bytes offset = offsets[static_cast<std::size_t>(unit.id)];
     const Bytes slice = unit.layout.shard_bytes();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "strata/device/device.h"
+#include "strata/engine/engine_options.h"
 #include "strata/engine/unit.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/state_store.h"
@@ -21,9 +22,10 @@ namespace strata::engine {
 
 class Weights {
  public:
-  // `stage` decides which units are whole. Memory is taken here; contents are zero.
-  Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan, int stage,
-          comm::Collectives& collectives, device::Device& device, offload::StateStore& states);
+  // The options' stage decides which units are whole. Memory is taken here; contents are zero.
+  Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+          const EngineOptions& options, comm::Collectives& collectives, device::Device& device,
+          offload::StateStore& states);
   ~Weights();
 
   std::vector<Unit>& units() { return units_; }

@@ -1,0 +1,61 @@
+// The configuration as Python reads it.
+#include "bindings.h"
+
+namespace strata::python {
+
+void bind_config(py::module_& module) {
+  using engine::Config;
+  py::class_<Config>(module, "Config")
+      .def_static("parse", &Config::parse, py::arg("text_or_path"))
+      .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
+      .def("digest", &Config::digest)
+      .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
+      .def_property_readonly(
+          "dtype", [](const Config& c) { return std::string(name_of(c.precision.param_dtype)); })
+      .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
+      .def_property_readonly("train_batch_size",
+                             [](const Config& c) { return c.batch.train_batch_size; })
+      .def_property_readonly("micro_batch_size",
+                             [](const Config& c) { return c.batch.micro_batch_size; })
+      .def_property_readonly("accumulation_steps",
+                             [](const Config& c) { return c.batch.accumulation_steps; })
+      .def_readonly("gradient_clipping", &Config::gradient_clipping)
+      .def_readonly("steps_per_print", &Config::steps_per_print)
+      .def_readonly("drop_last", &Config::drop_last)
+      .def_property_readonly(
+          "gather_16bit_weights_on_model_save",
+          [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; })
+      .def_property_readonly("timeout_s", [](const Config& c) { return c.strata.timeout_s; })
+      .def_property_readonly("collectives",
+                             [](const Config& c) {
+                               constexpr const char* kNames[] = {"auto", "local", "shm", "c10d"};
+                               return std::string(kNames[static_cast<int>(c.strata.collectives)]);
+                             })
+      .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
+      .def_property_readonly("hints",
+                             [](const Config& c) {
+                               std::vector<std::pair<std::string, std::string>> hints;
+                               for (const auto& hint : c.hints)
+                                 hints.emplace_back(hint.path, hint.reason);
+                               return hints;
+                             })
+      // None, or (kind, torch class, torch keyword arguments as JSON, Adam's options as a dict)
+      .def_property_readonly("optimizer",
+                             [](const Config& c) -> py::object {
+                               if (!c.optimizer) return py::none();
+                               const auto& o = *c.optimizer;
+                               py::dict adam;
+                               adam["lr"] = o.adam.lr;
+                               adam["betas"] = py::make_tuple(o.adam.beta1, o.adam.beta2);
+                               adam["eps"] = o.adam.eps;
+                               adam["weight_decay"] = o.adam.weight_decay;
+                               const bool ours = o.kind == engine::OptimizerKind::kAdam;
+                               return py::make_tuple(
+                                   ours ? (o.adam.decoupled ? "adamw" : "adam") : "torch",
+                                   o.torch_class, o.torch_params, adam);
+                             })
+      .def_property_readonly("has_scheduler",
+                             [](const Config& c) { return c.scheduler.has_value(); });
+}
+
+}  // namespace strata::python

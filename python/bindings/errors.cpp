@@ -1,0 +1,21 @@
+// One Python class for each class of error. All derive from strata.Error, a RuntimeError: callers
+// take a ValueError out of saving for something else.
+#include "bindings.h"
+#include "strata/engine/schedule/loss_scaler.h"
+
+namespace strata::python {
+
+void bind_errors(py::module_& module) {
+  const auto base = py::register_exception<Error>(module, "Error", PyExc_RuntimeError);
+  py::register_exception<ConfigError>(module, "ConfigError", base);
+  py::register_exception<FormatError>(module, "FormatError", base);
+  py::register_exception<IoError>(module, "IoError", base);
+  py::register_exception<CommError>(module, "CommError", base);
+  py::register_exception<OutOfMemoryError>(module, "OutOfMemoryError", base);
+  py::register_exception<UsageError>(module, "UsageError", base);
+  py::register_exception<NumericsError>(module, "NumericsError", base);
+  py::register_exception<engine::LossScaleError>(module, "LossScaleError", base);
+  py::register_exception<InternalError>(module, "InternalError", base);
+}
+
+}  // namespace strata::python

@@ -1,0 +1,165 @@
+// How the engine gets between a Python module and its parameters: ScopedForward stands where an
+// instance's `forward` stood, and ParameterDict where its `_parameters` stood.
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "bindings.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+// Tensors in the containers that modules take and return: tuples, lists, dicts (and what derives
+// from them, such as transformers' outputs) and dataclasses.
+void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int depth) {
+  if (THPVariable_Check(object)) {
+    tensors.push_back(THPVariable_Unpack(object));
+    return;
+  }
+  if (depth == 0 || PyUnicode_Check(object) || object == Py_None) return;
+  if (PyTuple_Check(object)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+      collect_tensors(PyTuple_GET_ITEM(object, i), tensors, depth - 1);
+    }
+  } else if (PyList_Check(object)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+      collect_tensors(PyList_GET_ITEM(object, i), tensors, depth - 1);
+    }
+  } else if (PyDict_Check(object)) {
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &value) != 0)
+      collect_tensors(value, tensors, depth - 1);
+  } else if (py::hasattr(object, "__dataclass_fields__") && py::hasattr(object, "__dict__")) {
+    collect_tensors(py::object(py::handle(object).attr("__dict__")).ptr(), tensors, depth - 1);
+  }
+}
+
+constexpr int kNesting = 6;
+
+class ScopedForward {
+ public:
+  ScopedForward(std::shared_ptr<ShardedModel> model, int scope, py::object forward)
+      : model_(std::move(model)), scope_(scope), forward_(std::move(forward)) {}
+
+  py::object call(const py::args& args, const py::kwargs& kwargs) {
+    if (!model_->alive()) return forward_(*args, **kwargs);
+    {
+      const py::gil_scoped_release release;
+      model_->scopes().enter(scope_);
+    }
+    py::object result;
+    try {
+      result = forward_(*args, **kwargs);
+    } catch (...) {
+      if (model_->alive()) model_->scopes().abandon(scope_);
+      throw;
+    }
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> outputs;
+    if (at::GradMode::is_enabled()) {
+      collect_tensors(args.ptr(), inputs, kNesting);
+      collect_tensors(kwargs.ptr(), inputs, kNesting);
+      collect_tensors(result.ptr(), outputs, kNesting);
+    }
+    model_->scopes().leave(scope_, inputs, outputs);
+    return result;
+  }
+
+  py::object forward() const { return forward_; }
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  int scope_;
+  py::object forward_;
+};
+
+// A dict whose items, when they are released parameters, are gathered as they are read by key: what
+// nn.Module.__getattr__ does. Iterating (parameters(), state_dict()) gathers nothing. A copy of it
+// is an ordinary dict in behaviour, since only attach() gives it a model.
+struct ParameterDict {
+  PyDictObject dict;
+  std::weak_ptr<ShardedModel>* model;
+};
+
+ParameterDict* as_parameter_dict(PyObject* self) {
+  return reinterpret_cast<ParameterDict*>(self);
+}
+
+bool gather_if_released(PyObject* self, PyObject* value) {
+  const at::Tensor& tensor = THPVariable_Unpack(value);
+  if (tensor.numel() != 0 || as_parameter_dict(self)->model == nullptr) return true;
+  const std::shared_ptr<ShardedModel> model = as_parameter_dict(self)->model->lock();
+  if (model == nullptr || !model->alive()) return true;
+  const int param = model->index_of(tensor);
+  if (param < 0) return true;
+  try {
+    const py::gil_scoped_release release;
+    model->read(param);
+    return true;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return false;
+  }
+}
+
+PyObject* parameter_dict_subscript(PyObject* self, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(self, key);
+  if (value == nullptr) {
+    if (PyErr_Occurred() == nullptr) PyErr_SetObject(PyExc_KeyError, key);
+    return nullptr;
+  }
+  if (THPVariable_Check(value) && !gather_if_released(self, value)) return nullptr;
+  Py_INCREF(value);
+  return value;
+}
+
+void parameter_dict_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete as_parameter_dict(self)->model;
+  as_parameter_dict(self)->model = nullptr;
+  PyDict_Type.tp_dealloc(self);
+  Py_DECREF(type);
+}
+
+py::object make_parameter_dict_type() {
+  static PyType_Slot slots[] = {
+      {Py_tp_base, &PyDict_Type},
+      {Py_mp_subscript, reinterpret_cast<void*>(&parameter_dict_subscript)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(&parameter_dict_dealloc)},
+      {Py_tp_doc,
+       const_cast<char*>("dict that gathers released parameters when they are read by key")},
+      {0, nullptr}};
+  static PyType_Spec spec{"strata._C.ParameterDict", static_cast<int>(sizeof(ParameterDict)), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+  return py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+}
+
+}  // namespace
+
+void bind_interception(py::module_& module) {
+  py::class_<ScopedForward>(module, "ScopedForward")
+      .def(py::init<std::shared_ptr<ShardedModel>, int, py::object>(), py::arg("model"),
+           py::arg("scope"), py::arg("forward"))
+      .def("__call__", &ScopedForward::call)
+      .def_property_readonly("forward", &ScopedForward::forward)
+      // copy.deepcopy of a module gives the copy its own plain forward.
+      .def("__deepcopy__", [](const ScopedForward& self, const py::dict& memo) {
+        return py::module_::import("copy").attr("deepcopy")(self.forward(), memo);
+      });
+  const py::object type = make_parameter_dict_type();
+  module.attr("ParameterDict") = type;
+  module.def(
+      "attach_parameter_dict",
+      [type](const py::object& dict, const std::shared_ptr<ShardedModel>& model) {
+        STRATA_ASSERT(py::isinstance(dict, type));
+        auto& slot = as_parameter_dict(dict.ptr())->model;
+        delete slot;
+        slot = new std::weak_ptr<ShardedModel>(model);
+      },
+      py::arg("dict"), py::arg("model"));
+}
+
+}  // namespace strata::python

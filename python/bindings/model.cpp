@@ -1,0 +1,202 @@
+// ShardedModel as Python drives it.
+#include <ATen/ops/from_blob.h>
+
+#include "bindings.h"
+#include "strata/device/cpu_device.h"
+#include "strata/offload/memory_store.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+// (name, tensor, full shape, has values, group, owner, index there)
+using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
+                                  std::shared_ptr<ShardedModel>, int>;
+// (path, class name, parent, own parameters, callable)
+using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool>;
+// (lr, beta1, beta2, eps, weight decay)
+using GroupTuple = std::tuple<double, double, double, double, double>;
+
+engine::UpdateRule rule_from(const std::string& name) {
+  if (name == "none") return engine::UpdateRule::kNone;
+  if (name == "adam") return engine::UpdateRule::kAdam;
+  if (name == "adamw") return engine::UpdateRule::kAdamW;
+  STRATA_ASSERT(name == "external");
+  return engine::UpdateRule::kExternal;
+}
+
+torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
+                             const std::vector<ModuleTuple>& modules) {
+  torch::ModelInput input;
+  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index] : parameters) {
+    input.parameters.push_back({name, tensor, shape, has_values, group, owner, owner_index});
+  }
+  for (const auto& [path, class_name, parent, params, callable] : modules) {
+    input.tree.push_back({path, class_name, parent, params, callable});
+  }
+  return input;
+}
+
+std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& parameters,
+                                         const std::vector<ModuleTuple>& modules,
+                                         const engine::Config& config, const std::string& rule,
+                                         std::shared_ptr<comm::Collectives> collectives,
+                                         int threads, std::string name) {
+  const torch::ModelInput input = input_from(parameters, modules);
+  const py::gil_scoped_release release;
+  device::CpuDeviceOptions options;
+  options.threads = threads;
+  auto device = std::make_shared<device::CpuDevice>(options);
+  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
+  return std::make_shared<ShardedModel>(
+      input, config, rule_from(rule),
+      torch::ModelRuntime{std::move(collectives), std::move(device), std::move(states)},
+      std::move(name));
+}
+
+// None at a micro-step that is no boundary, else (applied, gradient norm).
+py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
+  std::vector<engine::GroupScalars> scalars;
+  for (const auto& [lr, beta1, beta2, eps, decay] : groups)
+    scalars.push_back({lr, beta1, beta2, eps, decay});
+  std::optional<engine::StepResult> result;
+  {
+    const py::gil_scoped_release release;
+    result = model.step(scalars);
+  }
+  if (!result) return py::none();
+  return py::make_tuple(result->applied, result->grad_norm);
+}
+
+engine::ExternalOptimizer& external(ShardedModel& model) {
+  auto* optimizer = dynamic_cast<engine::ExternalOptimizer*>(model.engine().optimizer());
+  STRATA_ASSERT(optimizer != nullptr);
+  return *optimizer;
+}
+
+// [(group, fp32 weight [numel], fp32 gradient [numel])]: views of the engine's memory.
+std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& model) {
+  std::vector<std::tuple<int, at::Tensor, at::Tensor>> result;
+  const auto view = [](std::span<float> values) {
+    return at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
+                         at::TensorOptions().dtype(at::kFloat));
+  };
+  for (const engine::ExternalSegment& s : external(model).segments()) {
+    result.emplace_back(s.group, view(s.weight), view(s.gradient));
+  }
+  return result;
+}
+
+// {(tier, kind): (held, peak)} in bytes; (tier, "total") for the tier.
+py::dict memory_report(ShardedModel& model) {
+  py::dict report;
+  memory::Ledger& ledger = model.ledger();
+  for (int t = 0; t < memory::kTierCount; ++t) {
+    const auto tier = static_cast<memory::Tier>(t);
+    const std::string tier_name(name_of(tier));
+    for (int k = 0; k < memory::kKindCount; ++k) {
+      const auto kind = static_cast<memory::Kind>(k);
+      report[py::make_tuple(tier_name, std::string(name_of(kind)))] =
+          py::make_tuple(ledger.held(tier, kind).value, ledger.peak(tier, kind).value);
+    }
+    report[py::make_tuple(tier_name, "total")] =
+        py::make_tuple(ledger.held(tier).value, ledger.peak(tier).value);
+  }
+  return report;
+}
+
+py::list units(ShardedModel& model) {
+  py::list result;
+  for (const engine::Unit& unit : model.engine().weights().units()) {
+    py::dict entry;
+    entry["name"] = unit.name();
+    entry["params"] = unit.spec.params;
+    entry["dtype"] = std::string(name_of(unit.layout.dtype()));
+    entry["trainable"] = unit.trainable();
+    entry["whole"] = unit.whole;
+    entry["shard_numel"] = unit.layout.shard().value;
+    entry["flat_bytes"] = unit.layout.flat_bytes().value;
+    result.append(entry);
+  }
+  return result;
+}
+
+void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  model.def("begin_forward", &ShardedModel::begin_forward, unlocked)
+      .def("begin_backward", &ShardedModel::begin_backward, unlocked)
+      .def("end_backward", &ShardedModel::end_backward, unlocked)
+      .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
+      .def("step", &step, py::arg("groups"))
+      .def("zero_gradients", [](ShardedModel& m) { m.engine().zero_gradients(); })
+      .def("loss_factor",
+           [](ShardedModel& m, bool scale) { return m.control().loss_factor(scale); })
+      .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
+      .def("set_boundary",
+           [](ShardedModel& m, std::optional<bool> b) { m.control().set_boundary(b); })
+      .def("set_synchronise", [](ShardedModel& m, bool s) { m.control().set_synchronise(s); })
+      .def("set_accumulation_steps",
+           [](ShardedModel& m, std::int64_t n) { m.control().set_accumulation_steps(n); })
+      .def_property_readonly("accumulation_steps",
+                             [](ShardedModel& m) { return m.control().accumulation_steps(); })
+      .def_property_readonly("micro_steps",
+                             [](ShardedModel& m) { return m.control().micro_steps(); })
+      .def_property_readonly("global_steps",
+                             [](ShardedModel& m) { return m.control().global_steps(); })
+      .def_property_readonly("skipped_steps",
+                             [](ShardedModel& m) { return m.control().skipped_steps(); })
+      .def_property_readonly("grad_norm", [](ShardedModel& m) { return m.control().grad_norm(); })
+      .def_property_readonly("loss_scale",
+                             [](ShardedModel& m) { return m.control().loss_scaler().scale(); });
+}
+
+void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  model
+      .def(
+          "gather", [](ShardedModel& m, const std::vector<int>& p) { m.gather(p); }, unlocked)
+      .def(
+          "release", [](ShardedModel& m, const std::vector<int>& p, bool discard) { m.release(p, discard); }, unlocked)
+      .def(
+          "publish",
+          [](ShardedModel& m, const std::vector<int>& p, int root) { m.publish(p, root); },
+          unlocked)
+      .def("index_of", &ShardedModel::index_of)
+      .def("gathered", &ShardedModel::gathered)
+      .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
+      .def("is_sharded",
+           [](ShardedModel& m, int p) { return !m.engine().weights().unit_of(p).whole; })
+      .def("scopes",
+           [](const ShardedModel& m) {
+             std::vector<int> modules;
+             for (const auto& scope : m.plan().scopes) modules.push_back(scope.module);
+             return modules;
+           })
+      .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
+      .def("segments", &segments)
+      .def("set_update",
+           [](ShardedModel& m, py::function update) {
+             external(m).set_update([update = std::move(update)] {
+               const py::gil_scoped_acquire acquire;
+               update();
+             });
+           })
+      .def("memory_report", &memory_report)
+      .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
+      .def("units", &units)
+      .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
+      .def_property_readonly("alive", &ShardedModel::alive);
+}
+
+}  // namespace
+
+void bind_model(py::module_& module) {
+  py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
+  model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
+            py::arg("rule"), py::arg("collectives"), py::arg("threads"), py::arg("name"));
+  bind_training(model);
+  bind_values(model);
+}
+
+}  // namespace strata::python

@@ -1,0 +1,112 @@
+"""zero.Init: modules whose parameters are sharded as soon as they are built."""
+
+import json
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from . import _C
+from .interception import intercept
+from .model_input import describe_modules, describe_parameters
+from ._owner import owner_of
+from .ownership import take_ownership
+from .runtime import init_distributed, make_collectives
+
+_DTYPES = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
+
+
+class Init:
+    """Context in which every module gives its parameters up to a sharded store when it becomes part of
+    another one, so that a model is never whole on a rank: at most one module's own parameters are.
+    Rank 0's values win. ``strata.initialize`` takes the shards over, a unit at a time. Inside, parameters
+    may be read as usual (they are gathered on the spot); change them within ``GatheredParameters``.
+
+    Collective: every rank builds the same modules. Nested contexts are harmless.
+
+    Args:
+        module: shards this module, already built, at once.
+        config_dict_or_path, config: a configuration; its precision is that of the shards. "auto" values
+            are let through. Without one, ``dtype``.
+        dtype: torch.float32 (default), torch.bfloat16 or torch.float16.
+        enabled: False makes the context do nothing.
+        The other arguments are DeepSpeed's and have no effect here.
+    """
+
+    def __init__(
+        self,
+        module=None,
+        data_parallel_group=None,
+        mem_efficient_linear=True,
+        remote_device=None,
+        pin_memory=False,
+        config_dict_or_path=None,
+        config=None,
+        enabled=True,
+        dtype=None,
+        mpu=None,
+        **_ignored,
+    ):
+        self._enabled = enabled
+        self._hook = None
+        self._roots = []
+        self._count = 0
+        if not enabled:
+            return
+        init_distributed()
+        self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
+        self._collectives = None
+        if module is not None:
+            self._shard(module)
+
+    def __enter__(self):
+        if self._enabled:
+            self._hook = register_module_module_registration_hook(self._registered)
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if kind is None:
+            for parent in self._roots:
+                self._shard(parent)
+        self._roots = []
+        return False
+
+    def _registered(self, parent, name, child):
+        """Called where ``parent.name = child``: the child is complete, the parent is not yet."""
+        if child is not None:
+            self._shard(child)
+        if not any(parent is root for root in self._roots):
+            self._roots.append(parent)
+        self._roots = [root for root in self._roots if root is not child]
+
+    def _shard(self, module):
+        new = [p for p in module.parameters() if owner_of(p)[0] is None]
+        if not new or not all(p.is_floating_point() for p in new):
+            return
+        if self._collectives is None:
+            self._collectives = make_collectives(self._config.collectives, self._config.timeout_s)
+        holder = _OwnParameters(module)
+        parameters = describe_parameters(holder, {})
+        modules, objects = describe_modules(holder, parameters)
+        core = _C.ShardedModel(parameters, modules, self._config, "none", self._collectives, 1, f"init.{self._count}")
+        self._count += 1
+        take_ownership(core, parameters)
+        intercept(core, objects, scopes=False)
+
+
+class _OwnParameters(torch.nn.Module):
+    """The parameters of a module that no engine owns yet, and nothing else of it."""
+
+    def __init__(self, module):
+        super().__init__()
+        for path, parameter in module.named_parameters():
+            if owner_of(parameter)[0] is None:
+                self.register_parameter(path.replace(".", "/"), parameter)
+
+
+def _parse(config, dtype):
+    if config is None:
+        config = {"zero_optimization": {"stage": 3}, **_DTYPES[dtype or torch.float32]}
+    return _C.Config.parse(json.dumps(config) if isinstance(config, dict) else str(config))

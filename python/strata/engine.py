@@ -1,0 +1,240 @@
+"""The engine object that a training script calls. Everything it decides is decided in C++."""
+
+from contextlib import contextmanager
+
+import torch
+
+from . import _C
+from .interception import intercept, restore
+from .model_input import describe_modules, describe_parameters
+from .ownership import give_up_ownership, take_ownership
+
+
+class Engine(torch.nn.Module):
+    """A model under the engine; made by ``strata.initialize``.
+
+    Attributes:
+        module: the user's model, the same object.
+        optimizer: ``ShardedOptimizer`` or None.
+        lr_scheduler: stepped by ``step()`` after every applied update; or None.
+        core: the C++ model (_C.ShardedModel).
+    """
+
+    def __init__(self, model, config, optimizer, rule, collectives, born_flat=None):
+        super().__init__()
+        self.module = model
+        self.optimizer = optimizer
+        self.lr_scheduler = None
+        self.training_dataloader = None
+        self._config = config
+        self._collectives = collectives
+        groups = {}
+        for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
+            groups.update((id(p), index) for p in group["params"])
+        self._refuse_unoptimised(model, groups, rule)
+        parameters = describe_parameters(model, groups, born_flat)
+        modules, module_objects = describe_modules(model, parameters)
+        self.core = _C.ShardedModel(
+            parameters, modules, config, rule, collectives, config.threads or torch.get_num_threads(), "engine"
+        )
+        self._described = parameters
+        take_ownership(self.core, parameters)
+        self._interception = intercept(self.core, module_objects)
+
+    def _refuse_unoptimised(self, model, groups, rule):
+        if rule == "none":
+            return
+        left_out = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
+        if left_out:
+            raise _C.UsageError(
+                f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
+                f"requires_grad=False on them or add them. First: '{left_out[0]}'"
+            )
+
+    # --- the pass ---
+
+    def forward(self, *args, **kwargs):
+        """The model's forward; under ``fp16.auto_cast`` floating inputs are cast to fp16."""
+        self.core.begin_forward()
+        if self._config.cast_inputs:
+            args, kwargs = _cast_inputs((args, kwargs), torch.float16)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Runs autograd from ``loss`` and reduces gradients.
+
+        Args:
+            loss: scalar tensor that this engine's forward gave.
+            retain_graph: as in ``torch.autograd.backward``.
+            scale_wrt_gas: divide by the accumulation steps.
+
+        Returns:
+            ``loss``, not scaled.
+
+        Raises:
+            UsageError: without a forward before; for a loss that depends on no parameter.
+        """
+        self.core.begin_backward()
+        try:
+            factor = self.core.loss_factor(scale_wrt_gas)
+            (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+            self.core.end_backward()
+        except BaseException:
+            self.core.abandon_backward()
+            raise
+        return loss
+
+    def step(self, lr_kwargs=None):
+        """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler.
+
+        Raises:
+            UsageError: without a backward pass since the last step.
+            NumericsError: in fp32 and bf16, when gradients are not finite. The weights are unchanged.
+        """
+        result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        if result is None:
+            return
+        applied, _ = result
+        self.optimizer.overflow = not applied
+        if applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def zero_grad(self, set_to_none=True):
+        """Does nothing in the middle of accumulation: the engine forgets gradients at each step."""
+
+    def is_gradient_accumulation_boundary(self):
+        """Whether the next ``step()`` updates the weights."""
+        return self.core.at_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """Says whether the next ``step()`` updates the weights; holds until set again, None: count."""
+        self.core.set_boundary(is_boundary)
+
+    @contextmanager
+    def no_sync(self):
+        """Inside, gradients stay on this rank (whole, in the reduce dtype) and nothing is reduced; they go
+        out with the next reduction. Unlike DeepSpeed's, at every stage."""
+        self.core.set_synchronise(False)
+        try:
+            yield
+        finally:
+            self.core.set_synchronise(True)
+
+    # --- what scripts read ---
+
+    def get_global_grad_norm(self):
+        """float: L2 norm over all ranks at the last boundary, before clipping; None before the first."""
+        return self.core.grad_norm
+
+    @property
+    def global_steps(self):
+        """int: accumulation boundaries so far, skipped ones included."""
+        return self.core.global_steps
+
+    @property
+    def micro_steps(self):
+        """int: calls of ``step()`` so far."""
+        return self.core.micro_steps
+
+    @property
+    def skipped_steps(self):
+        """int: boundaries at which 16-bit gradients overflowed."""
+        return self.core.skipped_steps
+
+    @property
+    def global_samples(self):
+        """int: samples of all ranks so far."""
+        return self.core.micro_steps * self._config.micro_batch_size * self.world_size
+
+    def was_step_applied(self):
+        """Whether the last boundary changed the weights."""
+        return self.optimizer is not None and self.global_steps > 0 and not self.optimizer.overflow
+
+    def get_lr(self):
+        """[float], one a param group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @property
+    def global_rank(self):
+        """int: this process's rank."""
+        return self._collectives.rank
+
+    @property
+    def world_size(self):
+        """int: number of ranks."""
+        return self._collectives.world_size
+
+    @property
+    def collectives_name(self):
+        """str: "local", "shm" or "gloo"."""
+        return self._collectives.name
+
+    @property
+    def device(self):
+        """torch.device where parameters are when gathered."""
+        return torch.device("cpu")
+
+    def train_batch_size(self):
+        """int: samples of all ranks in one optimizer step."""
+        return self._config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self):
+        """int: samples of one rank in one forward."""
+        return self._config.micro_batch_size
+
+    def gradient_accumulation_steps(self):
+        """int."""
+        return self.core.accumulation_steps
+
+    def zero_optimization_stage(self):
+        """int, 0 to 3."""
+        return self._config.stage
+
+    def memory_report(self):
+        """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
+        return self.core.memory_report()
+
+    def deepspeed_io(self, dataset, collate_fn=None, batch_size=None):
+        """A DataLoader over ``dataset`` that gives each rank its part, in micro-batches."""
+        sampler = torch.utils.data.distributed.DistributedSampler(
+            dataset, num_replicas=self.world_size, rank=self.global_rank, drop_last=self._config.drop_last
+        )
+        return torch.utils.data.DataLoader(
+            dataset,
+            batch_size=batch_size or self._config.micro_batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=self._config.drop_last,
+        )
+
+    # --- the end ---
+
+    def destroy(self, keep_values=False):
+        """Takes every hook away and gives the engine's memory back.
+
+        Args:
+            keep_values: leave the model with full parameters of its own (collective at stage 3); else its
+                parameters are empty.
+        """
+        self.core.destroy(keep_values)
+        restore(self._interception)
+        give_up_ownership(self.core, self._described)
+
+    def __getattr__(self, name):
+        """Names that the engine does not have are the model's (``engine.generate``)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+def _cast_inputs(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast_inputs(v, dtype) for v in value)
+    if isinstance(value, dict):
+        return {k: _cast_inputs(v, dtype) for k, v in value.items()}
+    return value

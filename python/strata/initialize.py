@@ -1,0 +1,143 @@
+"""``strata.initialize``: from a model and a configuration to an engine."""
+
+import json
+import logging
+import os
+
+import torch
+
+from . import _C
+from .engine import Engine
+from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
+from .runtime import init_distributed, make_collectives, rank_and_world_size
+from .schedule import ScheduledLR
+
+logger = logging.getLogger("strata")
+
+
+def parse_config(config):
+    """A _C.Config with complete batch sizes.
+
+    Args:
+        config: a dict, the path of a JSON file, or JSON text.
+    """
+    if isinstance(config, dict):
+        text = json.dumps(config)
+    elif isinstance(config, (str, os.PathLike)):
+        text = os.fspath(config)
+    else:
+        raise _C.ConfigError(
+            f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=..."
+        )
+    parsed = _C.Config.parse(text)
+    parsed.complete_batch(rank_and_world_size()[1])
+    return parsed
+
+
+def initialize(
+    args=None,
+    model=None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    distributed_port=None,
+    mpu=None,
+    dist_init_required=None,
+    collate_fn=None,
+    config=None,
+    mesh_param=None,
+    config_params=None,
+):
+    """Puts ``model`` under the engine. Collective: every rank calls it with the same model.
+
+    The signature is DeepSpeed's. The model's parameters are taken over: at stage 3 they are empty
+    (``numel() == 0``) except while they are used. Rank 0's values win.
+
+    Args:
+        args: a namespace whose ``deepspeed_config`` is used when ``config`` is not given.
+        model: a ``torch.nn.Module`` with floating-point parameters on the CPU.
+        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or
+            a callable that makes one from parameters. AdamW and Adam run in the engine's kernel; others run
+            as they are on the fp32 shards, which is right for those that work element by element.
+        model_parameters: what the configuration's optimizer optimises: parameters or param groups; all
+            trainable parameters when None.
+        training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
+        lr_scheduler: None (the configuration's), a scheduler, or a callable that makes one from the
+            optimizer. ``engine.step()`` steps it.
+        collate_fn: of the dataloader.
+        config: dict, path or JSON text (docs/CONFIG.md).
+        mpu, mesh_param, distributed_port: must be None; sharding groups are not supported.
+
+    Returns:
+        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none.
+
+    Raises:
+        ConfigError: the configuration, or ranks that bring different models or configurations.
+        CommError: a rank that does not come or ends.
+        OutOfMemoryError: the shards do not fit.
+    """
+    if model is None:
+        raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise _C.UsageError(f"initialize({name}=...) is not supported: ranks form one group. Leave it out")
+    if dist_init_required is not False:
+        init_distributed()
+    parsed = parse_config(_find_config(args, config, config_params))
+    sharded_optimizer, rule = _make_optimizer(parsed, model, optimizer, model_parameters)
+    engine = Engine(model, parsed, sharded_optimizer, rule, make_collectives(parsed.collectives, parsed.timeout_s))
+    if sharded_optimizer is not None:
+        sharded_optimizer.bind(engine.core)
+        if rule == "external":
+            run_on_shards(sharded_optimizer, engine.core)
+    engine.lr_scheduler = _make_scheduler(parsed, sharded_optimizer, lr_scheduler)
+    engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn) if training_data is not None else None
+    _log_hints(parsed, engine)
+    return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _find_config(args, config, config_params):
+    for candidate in (config, config_params, getattr(args, "deepspeed_config", None)):
+        if candidate is not None:
+            return candidate
+    raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
+
+
+def _make_optimizer(config, model, optimizer, model_parameters):
+    parameters = model_parameters
+    if parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(parameters)
+    if optimizer is None:
+        return optimizer_from_config(config, parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise _C.UsageError(
+                "optimizer must be a torch.optim.Optimizer or a callable that makes one from parameters; "
+                f"found {type(optimizer).__name__}"
+            )
+        optimizer = optimizer(parameters)
+    if isinstance(optimizer, ShardedOptimizer):
+        raise _C.UsageError("this optimizer belongs to another engine; make a new one from the model's parameters")
+    return wrap_torch_optimizer(optimizer)
+
+
+def _make_scheduler(config, optimizer, lr_scheduler):
+    if lr_scheduler is not None:
+        if hasattr(lr_scheduler, "step"):
+            return lr_scheduler
+        return lr_scheduler(optimizer)
+    if config.has_scheduler and optimizer is not None:
+        return ScheduledLR(config, optimizer)
+    return None
+
+
+def _log_hints(config, engine):
+    if engine.global_rank != 0:
+        return
+    logger.info("strata: stage %d, %s, world size %d over %s", config.stage, config.dtype, engine.world_size,
+                engine.collectives_name)
+    if config.hints:
+        lines = "".join(f"\n  {path}: {reason}" for path, reason in config.hints)
+        logger.info("accepted settings without effect:%s", lines)

@@ -1,0 +1,47 @@
+"""Puts the engine between a model's modules and their parameters, and takes it away again."""
+
+from . import _C
+
+
+def intercept(core, modules, scopes=True):
+    """Wraps the forward of every scope's module, and the ``_parameters`` of every module that owns
+    sharded parameters, so that a read outside any scope gathers.
+
+    Args:
+        core: a _C.ShardedModel.
+        modules: [torch.nn.Module] in the order of the module tree that ``core`` was made of.
+        scopes: False leaves every forward as it is; reads alone gather.
+
+    Returns:
+        what ``restore`` takes.
+    """
+    undo = []
+    for scope, module_index in enumerate(core.scopes() if scopes else ()):
+        if not core.scope_needed(scope):
+            continue
+        module = modules[module_index]
+        had_own = "forward" in module.__dict__
+        undo.append((module, "forward", module.__dict__.get("forward") if had_own else None))
+        module.__dict__["forward"] = _C.ScopedForward(core, scope, module.forward)
+    for module in modules:
+        if isinstance(module._parameters, _C.ParameterDict):
+            module.__dict__["_parameters"] = dict(module._parameters)  # of an earlier engine
+        own = [core.index_of(p) for p in module._parameters.values() if p is not None]
+        if not any(i >= 0 and core.is_sharded(i) for i in own):
+            continue
+        plain = module._parameters
+        module.__dict__["_parameters"] = _C.ParameterDict(plain)
+        _C.attach_parameter_dict(module.__dict__["_parameters"], core)
+        undo.append((module, "_parameters", plain))
+    return undo
+
+
+def restore(undo):
+    """Undoes ``intercept``."""
+    for module, name, value in undo:
+        if name == "_parameters":
+            module.__dict__[name] = dict(module.__dict__[name])
+        elif value is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = value

@@ -1,0 +1,112 @@
+"""The optimizer that ``initialize`` returns: hyper-parameters for the user, the update in the engine."""
+
+import json
+
+import torch
+
+from . import _C
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What schedulers and scripts see of the engine's optimizer.
+
+    ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
+    any torch optimizer. ``step()`` and ``zero_grad()`` are the engine's business and do nothing here
+    (as under DeepSpeed). ``inner`` is the user's optimizer when one updates the shards, else None.
+
+    Attributes:
+        overflow: bool, whether the last step was skipped because 16-bit gradients overflowed.
+    """
+
+    def __init__(self, param_groups, defaults, inner=None):
+        super().__init__(param_groups, defaults)  # keeps the dicts, so that they stay shared with their owner
+        self.inner = inner
+        self.overflow = False
+        self._model = None
+        if inner is not None:
+            self.state = inner.state
+
+    def bind(self, model):
+        """Called by the engine: ``model`` is its _C.ShardedModel."""
+        self._model = model
+
+    @property
+    def loss_scale(self):
+        """The factor of the loss under fp16; 1.0 in other precisions."""
+        return self._model.loss_scale
+
+    cur_scale = loss_scale
+
+    def step(self, closure=None):
+        """Does nothing: ``engine.step()`` updates the weights."""
+
+    def zero_grad(self, set_to_none=True):
+        """Does nothing: the engine forgets gradients when it has used them."""
+
+    def scalars(self):
+        """[(lr, beta1, beta2, eps, weight decay)], one a param group, as they are now."""
+        result = []
+        for group in self.param_groups:
+            beta1, beta2 = group.get("betas", (0.0, 0.0))
+            values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
+            result.append(tuple(float(v) for v in values))
+        return result
+
+
+def optimizer_from_config(config, parameters):
+    """(ShardedOptimizer, rule) for the configuration's ``optimizer`` section, or (None, "none").
+
+    Args:
+        config: a _C.Config.
+        parameters: parameters or dicts of param groups, as torch.optim takes them.
+    """
+    if config.optimizer is None:
+        return None, "none"
+    kind, torch_class, torch_params, adam = config.optimizer
+    if kind == "torch":
+        inner = getattr(torch.optim, torch_class)(parameters, **json.loads(torch_params))
+        return wrap_torch_optimizer(inner)
+    return ShardedOptimizer(_as_groups(parameters), adam), kind
+
+
+def wrap_torch_optimizer(inner):
+    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
+
+    AdamW and Adam without amsgrad or maximize are computed by the engine's own one-pass kernel, with the
+    hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32 shards, which is
+    right for optimizers that work element by element.
+    """
+    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(type(inner))
+    special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
+    decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
+    if exact and not special and not inner.state and len(set(decoupled)) == 1:
+        rule = "adamw" if decoupled[0] else "adam"
+        return ShardedOptimizer(inner.param_groups, inner.defaults), rule
+    return ShardedOptimizer(inner.param_groups, inner.defaults, inner), "external"
+
+
+def run_on_shards(sharded, model):
+    """Lets ``sharded.inner`` update this rank's fp32 shards: its groups get the segments as parameters."""
+    inner = sharded.inner
+    for group in inner.param_groups:
+        group["params"] = []
+    pairs = []
+    for group_index, weight, gradient in model.segments():
+        segment = torch.nn.Parameter(weight)
+        pairs.append((segment, gradient))
+        inner.param_groups[group_index]["params"].append(segment)
+
+    def update():
+        for segment, gradient in pairs:
+            segment.grad = gradient
+        inner.step()
+
+    model.set_update(update)
+
+
+def _as_groups(parameters):
+    """Param groups of parameters or of param groups, as torch.optim takes either."""
+    parameters = list(parameters)
+    if parameters and isinstance(parameters[0], dict):
+        return [dict(group) for group in parameters]
+    return [{"params": parameters}]

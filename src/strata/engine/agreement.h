@@ -1,0 +1,44 @@
+// One outcome for all ranks of something that each of them does for itself, such as reading its
+// part of a file. Without it a rank whose disk fails would leave while the others wait for it at
+// the next collective.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/comm/collectives.h"
+
+namespace strata::engine {
+
+// What went wrong on a rank: the name of the error's class ("IoError"; any other name stands for
+// Error) and its message. An empty kind: nothing did.
+struct Failure {
+  std::string kind;
+  std::string message;
+};
+
+Failure failure_of(const std::exception_ptr& error);
+
+// Collective. Returns if no rank failed; else throws, on every rank, an error of the class that the
+// first failed rank had, whose message names that rank and `what` it was doing. Where all ranks
+// failed alike, each throws that message as it is.
+void agree(comm::Collectives& collectives, std::string_view what, const Failure& mine);
+
+// Collective. Runs `part`, which takes part in no collective itself, and agrees on its outcome.
+template <typename Part>
+void together(comm::Collectives& collectives, std::string_view what, Part&& part) {
+  Failure mine;
+  try {
+    std::forward<Part>(part)();
+  } catch (const CommError&) {
+    throw;  // the others know already
+  } catch (...) {
+    mine = failure_of(std::current_exception());
+  }
+  agree(collectives, what, mine);
+}
+
+}  // namespace strata::engine

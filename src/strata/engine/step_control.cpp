@@ -1,0 +1,89 @@
+#include "strata/engine/step_control.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+// Numbers of elements become bytes with the width of the weights; huge ones mean "no bound".
+Bytes bytes_or_unbounded(Numel numel, DType dtype) {
+  constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max() / 16;
+  return bytes_of(std::min(numel, Numel(kLargest)), dtype);
+}
+
+}  // namespace
+
+EngineOptions engine_options_from(const Config& config) {
+  const DType dtype = config.precision.param_dtype;
+  EngineOptions options;
+  options.stage = config.zero.stage;
+  options.reduce_at_boundary = config.strata.reduce_at == ReduceAt::kBoundary;
+  options.sum_gradients = config.gradient_op == GradientOp::kSum;
+  options.reduce_dtype = config.precision.communication_dtype;
+  options.accumulation_dtype = config.precision.grad_accum_dtype;
+  options.max_live =
+      config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
+  options.prefetch = bytes_or_unbounded(config.zero.prefetch_bucket_size, dtype);
+  options.max_reducing = bytes_or_unbounded(config.zero.reduce_bucket_size, options.reduce_dtype);
+  options.gradient_clipping = config.gradient_clipping;
+  options.check_finite = dtype == DType::kFloat32 || config.precision.skip_on_overflow;
+  return options;
+}
+
+StepControl::StepControl(Engine& engine, const Config& config)
+    : engine_(engine),
+      scaler_(config.precision.loss_scale),
+      half_precision_(config.precision.param_dtype == DType::kFloat16),
+      accumulation_steps_(config.batch.accumulation_steps.value_or(1)) {}
+
+double StepControl::loss_factor(bool scale_by_accumulation) const {
+  const double accumulation =
+      scale_by_accumulation ? static_cast<double>(accumulation_steps_) : 1.0;
+  return scaler_.scale() / accumulation;
+}
+
+bool StepControl::at_boundary() const {
+  return boundary_.value_or((micro_steps_ + 1) % accumulation_steps_ == 0);
+}
+
+void StepControl::set_accumulation_steps(std::int64_t steps) {
+  if (steps < 1)
+    throw UsageError(fmt::format("gradient accumulation needs at least 1 step; got {}", steps));
+  accumulation_steps_ = steps;
+}
+
+void StepControl::begin_backward() {
+  engine_.begin_backward(at_boundary(), synchronise_);
+}
+
+void StepControl::end_backward() {
+  engine_.end_backward();
+  backward_done_ = true;
+}
+
+void StepControl::abandon_backward() {
+  engine_.abandon_backward();
+  backward_done_ = false;
+}
+
+std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
+  if (!backward_done_) {
+    throw UsageError(
+        "step() was called without a backward pass since the last step; call backward(loss) first");
+  }
+  const bool boundary = at_boundary();
+  backward_done_ = false;
+  ++micro_steps_;
+  if (!boundary) return std::nullopt;
+  const StepResult result = engine_.step(groups, scaler_.scale(), half_precision_);
+  grad_norm_ = result.grad_norm;
+  ++global_steps_;
+  if (!result.applied) ++skipped_steps_;
+  scaler_.update(!result.applied);
+  return result;
+}
+
+}  // namespace strata::engine

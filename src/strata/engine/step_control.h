@@ -1,0 +1,69 @@
+// What a training script's backward() and step() mean: which micro-step is a boundary, what the
+// loss is multiplied by, when the loss scale and the learning rates move. Drives an Engine by a
+// Config. Threads: one thread at a time. Ownership: borrows the engine. Errors: UsageError for
+// calls out of order, LossScaleError, and those of Engine::step().
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "strata/engine/config/config.h"
+#include "strata/engine/engine.h"
+#include "strata/engine/schedule/loss_scaler.h"
+
+namespace strata::engine {
+
+// The engine's own terms for a configuration. `world_size` completes what depends on it.
+EngineOptions engine_options_from(const Config& config);
+
+class StepControl {
+ public:
+  // `config.batch` must be complete.
+  StepControl(Engine& engine, const Config& config);
+
+  // What the loss is multiplied by before autograd runs: the loss scale, divided by the
+  // accumulation steps when `scale_by_accumulation`.
+  double loss_factor(bool scale_by_accumulation) const;
+
+  // True when the next step() updates the weights: at every accumulation_steps-th micro-step, or as
+  // set.
+  bool at_boundary() const;
+  // Overrides the count, until called with nullopt.
+  void set_boundary(std::optional<bool> boundary) { boundary_ = boundary; }
+  // Inside no_sync gradients are kept on the rank and not reduced.
+  void set_synchronise(bool synchronise) { synchronise_ = synchronise; }
+
+  void begin_backward();
+  void end_backward();
+  void abandon_backward();
+
+  // One micro-step is over; at a boundary the weights are updated (collective). nullopt: not a
+  // boundary.
+  std::optional<StepResult> step(std::span<const GroupScalars> groups);
+
+  std::int64_t micro_steps() const { return micro_steps_; }
+  std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
+  std::int64_t skipped_steps() const { return skipped_steps_; }
+  std::int64_t accumulation_steps() const { return accumulation_steps_; }
+  void set_accumulation_steps(std::int64_t steps);
+  const LossScaler& loss_scaler() const { return scaler_; }
+  LossScaler& loss_scaler() { return scaler_; }
+  std::optional<double> grad_norm() const { return grad_norm_; }  // of the last boundary
+
+ private:
+  Engine& engine_;
+  LossScaler scaler_;
+  bool half_precision_;  // fp16: overflow is expected now and then, and skipped
+  std::int64_t accumulation_steps_;
+  std::optional<bool> boundary_;
+  bool synchronise_ = true;
+  bool backward_done_ = false;  // in this micro-step
+  std::int64_t micro_steps_ = 0;
+  std::int64_t global_steps_ = 0;
+  std::int64_t skipped_steps_ = 0;
+  std::optional<double> grad_norm_;
+};
+
+}  // namespace strata::engine

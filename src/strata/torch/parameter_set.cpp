@@ -1,0 +1,99 @@
+#include "strata/torch/parameter_set.h"
+
+#include <ATen/ops/empty.h>
+
+#include "strata/base/error.h"
+#include "strata/torch/dtype.h"
+
+namespace strata::torch {
+namespace {
+
+c10::intrusive_ptr<c10::StorageImpl> make_storage() {
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
+                                               c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
+                                               nullptr,
+                                               /*resizable=*/false);
+}
+
+// A view made without set_(), whose bounds checks would need memory behind the storage.
+at::Tensor make_view(const c10::intrusive_ptr<c10::StorageImpl>& storage,
+                     const plan::ParamSpec& spec, Numel offset) {
+  const auto scalar = to_scalar_type(spec.dtype);
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(scalar));
+  view.unsafeGetTensorImpl()->set_storage_offset(offset.value);
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(spec.shape);
+  return view;
+}
+
+}  // namespace
+
+void ParameterSet::bind(const engine::Weights& weights) {
+  STRATA_ASSERT(views_.empty());
+  views_.resize(variables_.size());
+  for (const engine::Unit& unit : weights.units()) {
+    UnitStorage storage{make_storage(), unit.spec.params};
+    for (const plan::Slot& slot : unit.layout.slots()) {
+      views_[static_cast<std::size_t>(slot.param)] =
+          make_view(storage.impl, weights.param(slot.param), slot.offset);
+    }
+    units_.push_back(std::move(storage));
+  }
+  for (std::size_t i = 0; i < variables_.size(); ++i) {
+    const auto scalar = to_scalar_type(weights.param(static_cast<int>(i)).dtype);
+    empties_.push_back(at::empty({0}, at::TensorOptions().dtype(scalar)));
+    variables_[i].set_data(views_[i]);
+  }
+}
+
+void ParameterSet::settle() {
+  early_.resize(units_.size());
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (early_[i].data() != nullptr) {
+      attach(static_cast<int>(i), early_[i]);
+    } else {
+      detach(static_cast<int>(i));
+    }
+  }
+  early_.clear();
+}
+
+void ParameterSet::unbind(std::span<const at::Tensor> full) {
+  for (std::size_t i = 0; i < variables_.size(); ++i) {
+    variables_[i].set_data(full[i].defined() ? full[i] : empties_[i]);
+  }
+  for (UnitStorage& unit : units_) {
+    unit.impl->set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+    unit.impl->set_nbytes(0);
+  }
+  views_.clear();
+  units_.clear();
+}
+
+void ParameterSet::attach(int unit, std::span<std::byte> flat) {
+  const auto index = static_cast<std::size_t>(unit);
+  if (units_.empty()) {
+    early_.resize(std::max(early_.size(), index + 1));
+    early_[index] = flat;
+    return;
+  }
+  UnitStorage& storage = units_[index];
+  storage.impl->set_data_ptr_noswap(c10::DataPtr(flat.data(), c10::Device(c10::kCPU)));
+  storage.impl->set_nbytes(flat.size());
+  for (const int param : storage.params) {
+    variables_[static_cast<std::size_t>(param)].set_data(views_[static_cast<std::size_t>(param)]);
+  }
+}
+
+void ParameterSet::detach(int unit) {
+  if (units_.empty()) return;
+  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  for (const int param : storage.params) {
+    variables_[static_cast<std::size_t>(param)].set_data(empties_[static_cast<std::size_t>(param)]);
+  }
+  storage.impl->set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+  storage.impl->set_nbytes(0);
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,63 @@
+// The model's parameters as torch sees them, pointed at the engine's memory.
+//
+// Each unit has one torch storage for its whole life. Gathering gives it memory, releasing takes
+// the memory away, so views that autograd saved (weight.t() and the like) stay valid at the next
+// gather, at whatever address. A gathered parameter is a view of its full shape; a released one is
+// empty, shape [0], as frameworks made for sharded training expect. The user's tensor object never
+// changes.
+//
+// Threads: one thread at a time (autograd's backward thread counts while the caller waits for it).
+// Ownership: shares the user's tensors; the memory behind them belongs to the engine, so after the
+// engine is gone released parameters stay empty until new data is set.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <span>
+#include <vector>
+
+#include "strata/engine/unit.h"
+#include "strata/engine/weights.h"
+
+namespace strata::torch {
+
+class ParameterSet final : public engine::ParameterViews {
+ public:
+  // `variables`: by parameter index.
+  explicit ParameterSet(std::vector<at::Tensor> variables) : variables_(std::move(variables)) {}
+
+  // Makes storages and views for the engine's layout and points every parameter at its full shape,
+  // still without memory: the moment to make autograd nodes, which record that shape. Until then
+  // attach() only remembers, so that the parameters' own values can be read first.
+  void bind(const engine::Weights& weights);
+  // After bind(): attaches the units that have memory and releases the others.
+  void settle();
+  // Points every parameter at memory of its own again, with the values that `full` gives, or leaves
+  // it empty where that is undefined.
+  void unbind(std::span<const at::Tensor> full);
+
+  void attach(int unit, std::span<std::byte> flat) override;
+  void detach(int unit) override;
+
+  const at::Tensor& variable(int param) const {
+    return variables_[static_cast<std::size_t>(param)];
+  }
+  // The full-shape view; its storage has memory while the unit is gathered.
+  const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
+  int size() const { return static_cast<int>(variables_.size()); }
+
+ private:
+  struct UnitStorage {
+    c10::intrusive_ptr<c10::StorageImpl> impl;
+    std::vector<int> params;
+  };
+
+  std::vector<at::Tensor> variables_;
+  std::vector<at::Tensor> views_;
+  std::vector<at::Tensor> empties_;
+  std::vector<UnitStorage> units_;
+  std::vector<std::span<std::byte>> early_;  // attached before bind(), by unit
+};
+
+}  // namespace strata::torch

@@ -1,0 +1,175 @@
+#include "strata/torch/scopes.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::torch {
+namespace {
+
+namespace autograd = ::torch::autograd;
+
+// Runs a function when a node is about to run; passes gradients through.
+class BeforeNode final : public autograd::FunctionPreHook {
+ public:
+  explicit BeforeNode(std::function<void()> action) : action_(std::move(action)) {}
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    action_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> action_;
+};
+
+std::vector<autograd::Node*> producers(std::span<const at::Tensor> tensors) {
+  std::vector<autograd::Node*> nodes;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    autograd::Node* node = tensor.grad_fn().get();
+    if (node != nullptr && std::find(nodes.begin(), nodes.end(), node) == nodes.end())
+      nodes.push_back(node);
+  }
+  return nodes;
+}
+
+}  // namespace
+
+struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
+  // One backward life of a scope.
+  struct Life {
+    int scope = 0;
+    enum { kWaiting, kRunning, kOver } state = kWaiting;
+    int inputs = 0;       // nodes that made the scope's inputs
+    int inputs_left = 0;  // of these, those that have not run
+  };
+
+  engine::Engine* engine = nullptr;  // null once the owner is gone
+  std::vector<std::vector<int>> units_of_scope;
+  std::vector<std::shared_ptr<Life>> running;
+  std::vector<int> read_units;       // gathered by read() where a backward may follow
+  std::vector<int> idle_read_units;  // gathered by read() under no_grad
+
+  void acquire(int scope) {
+    const auto& units = units_of_scope[static_cast<std::size_t>(scope)];
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      try {
+        engine->gatherer().acquire(units[i]);
+      } catch (...) {
+        while (i-- > 0) engine->gatherer().release(units[i]);
+        throw;
+      }
+    }
+  }
+  void release(int scope) {
+    for (const int unit : units_of_scope[static_cast<std::size_t>(scope)])
+      engine->gatherer().release(unit);
+  }
+  void begin(const std::shared_ptr<Life>& life) {
+    if (engine == nullptr || life->state == Life::kRunning) return;
+    acquire(life->scope);  // again after kOver: a graph that is run twice (retain_graph)
+    life->state = Life::kRunning;
+    life->inputs_left = life->inputs;
+    running.push_back(life);
+    // Inputs without a producer never end the life. The end of this run of the graph does: of the
+    // whole backward pass, or of the one inside a reentrant checkpoint, whose inputs are all
+    // detached.
+    autograd::Engine::get_default_engine().queue_callback([tracker = weak_from_this(), life] {
+      if (const auto t = tracker.lock()) t->end(life);
+    });
+  }
+  void end(const std::shared_ptr<Life>& life) {
+    if (engine == nullptr || life->state != Life::kRunning) return;
+    life->state = Life::kOver;
+    std::erase(running, life);
+    release(life->scope);
+  }
+};
+
+Scopes::Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope)
+    : tracker_(std::make_shared<Tracker>()) {
+  tracker_->engine = &engine;
+  tracker_->units_of_scope = std::move(units_of_scope);
+}
+
+Scopes::~Scopes() {
+  tracker_->engine = nullptr;
+}
+
+bool Scopes::needed(int) const {
+  return tracker_->engine->collectives().world_size() > 1;
+}
+
+void Scopes::enter(int scope) {
+  tracker_->acquire(scope);
+}
+
+void Scopes::abandon(int scope) {
+  tracker_->release(scope);
+}
+
+void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
+                   std::span<const at::Tensor> outputs) {
+  const auto& units = tracker_->units_of_scope[static_cast<std::size_t>(scope)];
+  const auto& all = tracker_->engine->weights().units();
+  const bool sharded = std::any_of(units.begin(), units.end(),
+                                   [&](int u) { return !all[static_cast<std::size_t>(u)].whole; });
+  if (sharded && at::GradMode::is_enabled()) {
+    auto life = std::make_shared<Tracker::Life>();
+    life->scope = scope;
+    const std::weak_ptr<Tracker> tracker = tracker_;
+    const std::vector<autograd::Node*> before = producers(inputs);
+    for (autograd::Node* node : producers(outputs)) {
+      // An input that is handed through was not made here.
+      if (std::find(before.begin(), before.end(), node) != before.end()) continue;
+      node->add_pre_hook(std::make_unique<BeforeNode>([tracker, life] {
+        if (const auto t = tracker.lock()) t->begin(life);
+      }));
+    }
+    life->inputs = static_cast<int>(before.size());
+    for (autograd::Node* node : before) {
+      // In front of the hooks that are there: the node belongs to the scope before this one, whose
+      // units are gathered by such a hook, and ours should be gone by then.
+      auto hook = std::make_unique<BeforeNode>([tracker, life] {
+        const auto t = tracker.lock();
+        if (t != nullptr && --life->inputs_left <= 0) t->end(life);
+      });
+      auto& hooks = node->pre_hooks();
+      hooks.insert(hooks.begin(), std::move(hook));
+    }
+  }
+  tracker_->release(scope);
+}
+
+void Scopes::read(int unit) {
+  Tracker& t = *tracker_;
+  const bool held = std::count(t.read_units.begin(), t.read_units.end(), unit) +
+                        std::count(t.idle_read_units.begin(), t.idle_read_units.end(), unit) >
+                    0;
+  if (held) return;
+  t.engine->gatherer().acquire(unit);
+  (at::GradMode::is_enabled() ? t.read_units : t.idle_read_units).push_back(unit);
+}
+
+void Scopes::release_idle_reads() {
+  for (const int unit : std::exchange(tracker_->idle_read_units, {}))
+    tracker_->engine->gatherer().release(unit);
+}
+
+void Scopes::end_backward() {
+  const auto running = tracker_->running;
+  for (const auto& life : running) tracker_->end(life);
+  for (const int unit : std::exchange(tracker_->read_units, {}))
+    tracker_->engine->gatherer().release(unit);
+  release_idle_reads();
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,58 @@
+// Scopes: a module's forward, and its backward, as the time in which its units must be gathered.
+//
+// Forward: enter() gathers, leave() lets go. Backward: leave() also hangs a hook on the autograd
+// nodes that made the outputs; when the first of them is about to run, the scope's backward begins
+// and its units are gathered again. It ends when the nodes that made the scope's inputs are about
+// to run, since everything inside has run by then, or at the end of the backward pass. No node is
+// added to the graph, so outputs may be changed in place, and a scope entered twice has two
+// backward lives.
+//
+// Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
+// gathered until the backward pass ends (autograd may have saved it) or, under no_grad, until the
+// next forward or step.
+//
+// Threads: one thread at a time. Ownership: hooks in graphs hold the tracker weakly; graphs that
+// outlive the engine do nothing to it. Errors: those of Gatherer::acquire, thrown out of forward or
+// backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/engine/engine.h"
+
+namespace strata::torch {
+
+class Scopes {
+ public:
+  // `units_of_scope`: by scope id.
+  Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope);
+  ~Scopes();
+  Scopes(const Scopes&) = delete;
+  Scopes& operator=(const Scopes&) = delete;
+
+  // False where every unit of the scope is always complete and nothing is to be learned: the
+  // forward may run without enter() and leave().
+  bool needed(int scope) const;
+
+  void enter(int scope);
+  void leave(int scope, std::span<const at::Tensor> inputs, std::span<const at::Tensor> outputs);
+  // The forward threw: lets go, nothing else.
+  void abandon(int scope);
+
+  void read(int unit);
+  // Lets go of what read() gathered under no_grad. Called where a forward begins.
+  void release_idle_reads();
+  // Ends every scope's backward that is still open, and lets go of all that read() gathered. Called
+  // after a backward pass and before a step.
+  void end_backward();
+
+ private:
+  struct Tracker;
+  std::shared_ptr<Tracker> tracker_;
+};
+
+}  // namespace strata::torch

@@ -1,0 +1,190 @@
+#include "strata/torch/sharded_model.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <set>
+
+#include "strata/base/error.h"
+#include "strata/torch/adoption.h"
+#include "strata/torch/dtype.h"
+
+namespace strata::torch {
+namespace {
+
+// Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
+// travel as they are.
+std::vector<plan::ParamSpec> make_specs(const ModelInput& input, const engine::Config& config) {
+  std::vector<plan::ParamSpec> specs;
+  for (const ModelParameter& parameter : input.parameters) {
+    plan::ParamSpec spec;
+    spec.name = parameter.name;
+    spec.shape = parameter.shape;
+    spec.dtype = from_scalar_type(parameter.variable.scalar_type());
+    if (is_floating(spec.dtype)) spec.dtype = config.precision.param_dtype;
+    spec.trainable = parameter.variable.requires_grad();
+    spec.group = parameter.group;
+    specs.push_back(std::move(spec));
+  }
+  return specs;
+}
+
+plan::PlanOptions plan_options(const engine::Config& config) {
+  plan::PlanOptions options;
+  options.wrap = config.strata.wrap;
+  if (config.strata.unit_size) options.unit_bytes = *config.strata.unit_size;
+  if (config.zero.stage == 3) {
+    options.persistence_threshold = config.zero.param_persistence_threshold;
+    options.persistence_total = config.zero.model_persistence_threshold;
+  }
+  return options;
+}
+
+std::vector<at::Tensor> variables_of(const ModelInput& input) {
+  std::vector<at::Tensor> variables;
+  for (const ModelParameter& parameter : input.parameters) variables.push_back(parameter.variable);
+  return variables;
+}
+
+}  // namespace
+
+ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
+                           engine::UpdateRule rule, ModelRuntime runtime, std::string name)
+    : config_(config),
+      runtime_(std::move(runtime)),
+      specs_(make_specs(input, config)),
+      plan_(plan::plan_units(specs_, input.tree, plan_options(config))),
+      parameters_(variables_of(input)) {
+  for (std::size_t i = 0; i < input.parameters.size(); ++i) {
+    index_.emplace(input.parameters[i].variable.unsafeGetTensorImpl(), static_cast<int>(i));
+  }
+  engine::EngineOptions options = engine::engine_options_from(config);
+  options.name = std::move(name);
+  engine_ = std::make_unique<engine::Engine>(specs_, plan_, options, rule, config.digest(),
+                                             runtime_.collectives, runtime_.device, runtime_.states,
+                                             parameters_);
+  adopt_values(*engine_, input.parameters);
+  parameters_.bind(engine_->weights());
+  hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
+  parameters_.settle();
+  std::vector<std::vector<int>> units;
+  for (const plan::ScopeSpec& scope : plan_.scopes) units.push_back(scope.units);
+  scopes_ = std::make_unique<Scopes>(*engine_, std::move(units));
+  control_ = std::make_unique<engine::StepControl>(*engine_, config_);
+  engine_->weights_changed();
+}
+
+ShardedModel::~ShardedModel() {
+  if (alive()) destroy(false);
+}
+
+void ShardedModel::require_alive() const {
+  if (!alive())
+    throw UsageError("the engine was destroyed; call initialize() again to go on with this model");
+}
+
+engine::Engine& ShardedModel::engine() {
+  require_alive();
+  return *engine_;
+}
+
+void ShardedModel::begin_forward() {
+  require_alive();
+  scopes_->release_idle_reads();
+  engine_->begin_forward();
+}
+
+void ShardedModel::begin_backward() {
+  require_alive();
+  control_->begin_backward();
+}
+
+void ShardedModel::end_backward() {
+  scopes_->end_backward();
+  control_->end_backward();
+}
+
+void ShardedModel::abandon_backward() noexcept {
+  if (!alive()) return;
+  scopes_->end_backward();
+  control_->abandon_backward();
+}
+
+std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {
+  require_alive();
+  scopes_->end_backward();
+  return control_->step(groups);
+}
+
+void ShardedModel::gather(std::span<const int> params) {
+  require_alive();
+  std::set<int> units;
+  for (const int param : params) units.insert(engine_->weights().unit_of(param).id);
+  for (const int unit : units) engine_->gatherer().acquire(unit);
+}
+
+void ShardedModel::release(std::span<const int> params, bool discard) {
+  if (!alive()) return;
+  std::set<int> units;
+  for (const int param : params) units.insert(engine_->weights().unit_of(param).id);
+  for (const int unit : units) {
+    discard ? engine_->gatherer().discard(unit) : engine_->gatherer().release(unit);
+  }
+}
+
+void ShardedModel::publish(std::span<const int> params, int root) {
+  require_alive();
+  const int world = runtime_.collectives->world_size();
+  if (root < 0 || root >= world) {
+    throw UsageError(
+        fmt::format("modifier_rank must be a rank of this job, 0 to {}; got {}", world - 1, root));
+  }
+  for (const int param : params) {
+    const engine::Unit& unit = engine_->weights().unit_of(param);
+    const plan::Slot& slot = engine_->weights().slot_of(param);
+    const auto flat = engine_->gatherer().flat(unit.id);
+    const DType dtype = unit.layout.dtype();
+    runtime_.collectives->broadcast(
+        flat.subspan(bytes_of(slot.offset, dtype).size(), bytes_of(slot.numel, dtype).size()),
+        root);
+  }
+  engine_->adopt_flat(params);
+  // Peers may gather from now on. A rank that waits here has read everything that it still wanted.
+  runtime_.collectives->barrier();
+}
+
+bool ShardedModel::read(int param) {
+  if (!alive() || gathered(param)) return false;
+  scopes_->read(engine_->weights().unit_of(param).id);
+  return true;
+}
+
+int ShardedModel::index_of(const at::Tensor& variable) const {
+  const auto found = index_.find(variable.unsafeGetTensorImpl());
+  return found == index_.end() ? -1 : found->second;
+}
+
+bool ShardedModel::gathered(int param) const {
+  return alive() && engine_->gatherer().gathered(engine_->weights().unit_of(param).id);
+}
+
+void ShardedModel::destroy(bool keep_values) {
+  require_alive();
+  scopes_->end_backward();
+  std::vector<at::Tensor> full(static_cast<std::size_t>(parameters_.size()));
+  if (keep_values) {
+    for (int i = 0; i < parameters_.size(); ++i) {
+      const int params[] = {i};
+      gather(params);
+      full[static_cast<std::size_t>(i)] = parameters_.variable(i).detach().clone();
+      release(params, false);
+    }
+  }
+  hooks_.reset();
+  scopes_.reset();
+  control_.reset();
+  engine_.reset();
+  parameters_.unbind(full);
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,117 @@
+// A torch model under the engine: planning, adoption of its values, interception of its passes, and
+// the training calls. What the Python face and the C++ face both stand on; knows no Python.
+//
+// Construction (collective) plans units, makes the engine, takes the values of every parameter that
+// has some (rank 0's count: others receive what differs), and from then on owns the parameters'
+// memory. destroy() gives the parameters ordinary memory back, full where the stage keeps them
+// whole or the caller asks for it, and takes every hook away.
+//
+// Threads: one thread at a time, autograd's threads while the caller waits for backward.
+// Errors: ConfigError, UsageError, CommError, OutOfMemoryError, NumericsError; after destroy()
+// every call throws UsageError.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/engine/config/config.h"
+#include "strata/engine/engine.h"
+#include "strata/engine/external_optimizer.h"
+#include "strata/engine/step_control.h"
+#include "strata/plan/module_tree.h"
+#include "strata/torch/gradient_hooks.h"
+#include "strata/torch/parameter_set.h"
+#include "strata/torch/scopes.h"
+
+namespace strata::torch {
+
+class ShardedModel;
+
+// One parameter of the user's model.
+struct ModelParameter {
+  std::string name;
+  at::Tensor variable;              // the user's tensor object
+  std::vector<std::int64_t> shape;  // full
+  bool has_values = true;           // false: born flat, values come from files
+  int group = 0;                    // of the optimizer
+  // Another model that has sharded this parameter already, and its index there: its values are
+  // taken over shard by shard, and it is destroyed when all are.
+  std::shared_ptr<ShardedModel> owner;
+  int owner_index = 0;
+};
+
+struct ModelInput {
+  std::vector<ModelParameter> parameters;
+  plan::ModuleTree tree;
+};
+
+struct ModelRuntime {
+  std::shared_ptr<comm::Collectives> collectives;
+  std::shared_ptr<device::Device> device;
+  std::shared_ptr<offload::StateStore> states;
+};
+
+class ShardedModel {
+ public:
+  // `name` tells the engines of one process apart in shared memory; the same on every rank.
+  // `config.batch` must be complete. `rule` kNone: for evaluation only.
+  ShardedModel(const ModelInput& input, const engine::Config& config, engine::UpdateRule rule,
+               ModelRuntime runtime, std::string name);
+  ~ShardedModel();
+
+  // --- scopes: ids are indices into plan().scopes ---
+  const plan::ModelPlan& plan() const { return plan_; }
+  Scopes& scopes() { return *scopes_; }
+  void begin_forward();
+
+  // --- training ---
+  engine::StepControl& control() { return *control_; }
+  void begin_backward();
+  void end_backward();
+  void abandon_backward() noexcept;
+  std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
+
+  // --- values ---
+  // Gathers the units of these parameters and keeps them until release(). Nests.
+  void gather(std::span<const int> params);
+  // `discard`: what was written to the gathered copies is lost, which is the contract of reading.
+  void release(std::span<const int> params, bool discard);
+  // Collective: what `root` holds now for these gathered parameters becomes everybody's value.
+  void publish(std::span<const int> params, int root);
+  // A parameter wanted outside any scope; false if it is not ours to gather.
+  bool read(int param);
+  // Its index, by tensor identity; -1 for tensors that are not parameters of this model.
+  int index_of(const at::Tensor& variable) const;
+  bool gathered(int param) const;
+
+  engine::Engine& engine();
+  const engine::Config& config() const { return config_; }
+  ParameterSet& parameters() { return parameters_; }
+  memory::Ledger& ledger() { return *runtime_.device->ledger(); }
+  // Memory for one parameter with its own values, gathered; undefined when `keep` is false.
+  void destroy(bool keep_values);
+  bool alive() const { return engine_ != nullptr; }
+
+ private:
+  void require_alive() const;
+
+  engine::Config config_;
+  ModelRuntime runtime_;
+  std::vector<plan::ParamSpec> specs_;
+  plan::ModelPlan plan_;
+  ParameterSet parameters_;
+  std::unordered_map<const void*, int> index_;  // by TensorImpl
+  std::unique_ptr<engine::Engine> engine_;
+  std::unique_ptr<engine::StepControl> control_;
+  std::unique_ptr<Scopes> scopes_;
+  std::unique_ptr<GradientHooks> hooks_;
+};
+
+}  // namespace strata::torch
