@@ -18,7 +18,7 @@
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
 // barrier.
 //
-// Threads: one thread of a rank calls at a time. Different ranks are different threads or processes.
+// Threads: one thread of a rank calls at a time; ranks are different threads or processes.
 // Ownership: spans and buffers passed in must outlive the returned Work's wait().
 // Errors: UsageError for arguments that cannot be right on this rank alone; nothing was started.
 // From the call that starts an operation or from its wait(): CommError, on every surviving rank,
