@@ -19,5 +19,6 @@ void bind_schedule(py::module_& module);
 void bind_runtime(py::module_& module);
 void bind_model(py::module_& module);
 void bind_interception(py::module_& module);
+void bind_checkpoint(py::module_& module);
 
 }  // namespace strata::python

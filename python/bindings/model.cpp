@@ -186,6 +186,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
+      .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
       .def_property_readonly("alive", &ShardedModel::alive);
 }
 

@@ -1,5 +1,8 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
+import atexit
+import sys
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +43,7 @@ class Engine(torch.nn.Module):
         self._described = parameters
         take_ownership(self.core, parameters)
         self._interception = intercept(self.core, module_objects)
+        atexit.register(_leave_together, weakref.ref(self.core))
 
     def _refuse_unoptimised(self, model, groups, rule):
         if rule == "none":
@@ -228,6 +232,17 @@ class Engine(torch.nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+
+def _leave_together(core_reference):
+    """At the end of the program: a rank that leaves while another still gathers would look like a dead one."""
+    core = core_reference()
+    if core is None or not core.alive or getattr(sys, "last_value", None) is not None:
+        return
+    try:
+        core.wait_for_all()
+    except _C.CommError:
+        pass  # another rank failed, and said so itself
 
 
 def _cast_inputs(value, dtype):

@@ -75,7 +75,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
 }
 
 ShardedModel::~ShardedModel() {
-  if (alive()) destroy(false);
+  if (alive()) let_go({});
 }
 
 void ShardedModel::require_alive() const {
@@ -171,15 +171,21 @@ bool ShardedModel::gathered(int param) const {
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
   scopes_->end_backward();
-  std::vector<at::Tensor> full(static_cast<std::size_t>(parameters_.size()));
+  std::vector<at::Tensor> full;
   if (keep_values) {
     for (int i = 0; i < parameters_.size(); ++i) {
       const int params[] = {i};
       gather(params);
-      full[static_cast<std::size_t>(i)] = parameters_.variable(i).detach().clone();
+      full.push_back(parameters_.variable(i).detach().clone());
       release(params, false);
     }
   }
+  wait_for_all();
+  let_go(std::move(full));
+}
+
+void ShardedModel::let_go(std::vector<at::Tensor> full) {
+  full.resize(static_cast<std::size_t>(parameters_.size()));
   hooks_.reset();
   scopes_.reset();
   control_.reset();

@@ -95,12 +95,16 @@ class ShardedModel {
   const engine::Config& config() const { return config_; }
   ParameterSet& parameters() { return parameters_; }
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
-  // Memory for one parameter with its own values, gathered; undefined when `keep` is false.
+  // Collective, so that no peer still reads what goes. `keep_values`: parameters get memory of their own.
   void destroy(bool keep_values);
+  // Collective: returns when every rank has come so far. For the end of a program: a rank that leaves while
+  // another still gathers would look like one that died.
+  void wait_for_all() { engine().collectives().barrier(); }
   bool alive() const { return engine_ != nullptr; }
 
  private:
   void require_alive() const;
+  void let_go(std::vector<at::Tensor> full);
 
   engine::Config config_;
   ModelRuntime runtime_;
