@@ -93,6 +93,8 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
     device_.cast(target, options_.reduce_dtype, gradient, dtype, slot.numel, *stream_);
     p.written[index] = true;
   }
+  // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for ours.
+  if (!pending_.empty()) pending_.back().work->done();
   if (++p.seen[index] > p.expected[index] || p.reduced) return;
   if (--p.missing > 0) return;
   completion_.push_back(unit);

@@ -14,7 +14,7 @@ TEST(Config, HasDeepSpeedsDefaults) {
   EXPECT_EQ(c.zero.stage, 0);
   EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
   EXPECT_EQ(c.zero.prefetch_bucket_size, Numel(50'000'000));
-  EXPECT_EQ(c.zero.param_persistence_threshold, Numel(100'000));
+  EXPECT_EQ(c.zero.param_persistence_threshold, Numel(0));
   EXPECT_EQ(c.zero.max_live_parameters, Numel(1'000'000'000));
   EXPECT_TRUE(c.zero.ignore_unused_parameters);
   EXPECT_EQ(c.zero.leaf.classes.size(), 3U);

@@ -19,8 +19,10 @@ constexpr std::array kKeys{
         "most gradient elements under reduction at a time, one unit at least", ""},
     Key{ZERO "stage3_prefetch_bucket_size", kNumel, "50000000", ">= 0", kHonoured,
         "elements gathered ahead of their use", ""},
-    Key{ZERO "stage3_param_persistence_threshold", kNumel, "100000", ">= 0", kHonoured,
-        "parameters of at most this many elements stay gathered", ""},
+    Key{ZERO "stage3_param_persistence_threshold", kNumel, "0", ">= 0", kHonoured,
+        "parameters of at most this many elements stay gathered; DeepSpeed has 100000, since it "
+        "gathers every parameter by itself, while here small ones travel with their unit",
+        ""},
     Key{ZERO "stage3_model_persistence_threshold", kNumel, "9223372036854775807", ">= 0", kHonoured,
         "most elements that stay gathered in all", ""},
     Key{ZERO "stage3_max_live_parameters", kNumel, "1000000000", ">= 0", kHonoured,
