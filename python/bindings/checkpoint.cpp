@@ -1,0 +1,169 @@
+// Checkpoints of safetensors: what they hold, the map from their ranges to parameters, loading into
+// an engine and saving from it.
+#include <ATen/ops/empty.h>
+
+#include "bindings.h"
+#include "strata/engine/agreement.h"
+#include "strata/engine/weight_loader.h"
+#include "strata/engine/weight_saver.h"
+#include "strata/format/same_tensor.h"
+#include "strata/io/thread_engine.h"
+#include "strata/torch/dtype.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+// (tensor, its whole shape, first element of the parameter, first of the tensor, how many or None)
+using PieceTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, std::int64_t,
+                              std::optional<std::int64_t>>;
+// (name, shape, dtype, pieces)
+using SourcesTuple =
+    std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType, std::vector<PieceTuple>>;
+// (name, shape, dtype, [(parameter, first element, how many)])
+using SavedTuple = std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType,
+                              std::vector<std::tuple<int, std::int64_t, std::int64_t>>>;
+
+std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()),
+          static_cast<std::size_t>(tensor.nbytes())};
+}
+
+class Checkpoint {
+ public:
+  explicit Checkpoint(const std::string& path) : index_(path) {}
+
+  const format::CheckpointIndex& index() const { return index_; }
+  io::IoEngine& io() { return io_; }
+
+  std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>> tensors() const {
+    std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>> list;
+    for (const format::CheckpointTensor& tensor : index_.tensors()) {
+      list.emplace_back(tensor.info.name, tensor.info.shape,
+                        torch::to_scalar_type(tensor.info.dtype));
+    }
+    return list;
+  }
+
+  bool same(const std::string& one, const std::string& other) const {
+    return format::same_tensor(index_, one, other);
+  }
+
+  at::Tensor read(const std::string& name) {
+    const format::CheckpointTensor* tensor = index_.find(name);
+    if (tensor == nullptr) {
+      throw FormatError(fmt::format("{}: there is no tensor '{}'", index_.path(), name));
+    }
+    at::Tensor result = at::empty(
+        tensor->info.shape, at::TensorOptions().dtype(torch::to_scalar_type(tensor->info.dtype)));
+    const std::span<std::byte> target{static_cast<std::byte*>(result.mutable_data_ptr()),
+                                      tensor->info.bytes.size()};
+    if (!target.empty()) {
+      io_.read(index_.files()[tensor->file].file(), tensor->info.offset, target)->wait();
+    }
+    return result;
+  }
+
+ private:
+  format::CheckpointIndex index_;
+  io::ThreadEngine io_;
+};
+
+std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sources,
+                                            const Checkpoint& checkpoint) {
+  std::vector<format::ParamSources> params;
+  for (const auto& [name, shape, dtype, pieces] : sources) {
+    format::ParamSources param{name, shape, torch::from_scalar_type(dtype), {}};
+    for (const auto& [tensor, tensor_shape, destination, begin, numel] : pieces) {
+      param.pieces.push_back({tensor, tensor_shape, Numel(destination), Numel(begin),
+                              numel ? std::optional(Numel(*numel)) : std::nullopt});
+    }
+    params.push_back(std::move(param));
+  }
+  return std::make_unique<format::WeightMap>(params, checkpoint.index().tensors(),
+                                             checkpoint.index().path());
+}
+
+void store(ShardedModel& model, int param, const at::Tensor& values) {
+  const at::Tensor dense = values.contiguous();
+  model.engine().weights().store(param, Numel(), Numel(dense.numel()),
+                                 bytes_of_tensor(dense).data(),
+                                 torch::from_scalar_type(dense.scalar_type()));
+}
+
+class Saver {
+ public:
+  Saver(std::shared_ptr<ShardedModel> model, std::string folder,
+        const std::vector<SavedTuple>& tensors, std::int64_t shard_max)
+      : model_(std::move(model)) {
+    std::vector<engine::SavedTensor> saved;
+    for (const auto& [name, shape, dtype, pieces] : tensors) {
+      engine::SavedTensor tensor{{name, torch::from_scalar_type(dtype), shape}, {}};
+      for (const auto& [param, begin, numel] : pieces) {
+        tensor.pieces.push_back({param, Numel(begin), Numel(numel)});
+      }
+      saved.push_back(std::move(tensor));
+    }
+    engine::WeightSaverOptions options;
+    options.shard_max = Bytes(shard_max);
+    const py::gil_scoped_release release;
+    saver_ = std::make_unique<engine::WeightSaver>(model_->engine(), std::move(folder),
+                                                   std::move(saved), io_, options);
+  }
+
+  void write_pieces() { saver_->write_pieces(); }
+  void write(std::size_t tensor, const at::Tensor& values) {
+    const at::Tensor dense = values.contiguous();
+    saver_->write(tensor, bytes_of_tensor(dense));
+  }
+  void finish() { saver_->finish(); }
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  io::ThreadEngine io_;
+  std::unique_ptr<engine::WeightSaver> saver_;
+};
+
+}  // namespace
+
+void bind_checkpoint(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<Checkpoint>(module, "Checkpoint")
+      .def(py::init<const std::string&>(), py::arg("path"), unlocked)
+      // [(name, shape, dtype)]
+      .def("tensors", &Checkpoint::tensors)
+      .def("read", &Checkpoint::read, py::arg("name"), unlocked)
+      .def("same", &Checkpoint::same, py::arg("one"), py::arg("other"), unlocked);
+  py::class_<format::WeightMap>(module, "WeightMap")
+      .def(py::init(&make_map), py::arg("sources"), py::arg("checkpoint"))
+      .def_property_readonly("unused", &format::WeightMap::unused);
+  module.def(
+      "load_ranges",
+      [](ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
+         const std::vector<int>& params) {
+        return engine::load_weights(model.engine(), checkpoint.index(), map, params,
+                                    checkpoint.io())
+            .read.value;
+      },
+      py::arg("model"), py::arg("checkpoint"), py::arg("map"), py::arg("params"), unlocked);
+  module.def("store", &store, py::arg("model"), py::arg("param"), py::arg("values"), unlocked);
+  module.def(
+      "weights_changed", [](ShardedModel& model) { model.engine().weights_changed(); }, unlocked);
+  module.def(
+      "agree",
+      [](comm::Collectives& collectives, const std::string& what, std::string kind,
+         std::string message) {
+        engine::agree(collectives, what, {std::move(kind), std::move(message)});
+      },
+      py::arg("collectives"), py::arg("what"), py::arg("kind"), py::arg("message"), unlocked);
+  py::class_<Saver>(module, "WeightSaver")
+      .def(py::init<std::shared_ptr<ShardedModel>, std::string, const std::vector<SavedTuple>&,
+                    std::int64_t>(),
+           py::arg("model"), py::arg("folder"), py::arg("tensors"), py::arg("shard_max"))
+      .def("write_pieces", &Saver::write_pieces, unlocked)
+      .def("write", &Saver::write, py::arg("tensor"), py::arg("values"), unlocked)
+      .def("finish", &Saver::finish, unlocked);
+}
+
+}  // namespace strata::python

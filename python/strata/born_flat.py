@@ -1,0 +1,89 @@
+"""Builds transformers models whose parameters have no memory and whose buffers are real."""
+
+from contextlib import contextmanager
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from . import _C
+from .checkpoint_names import state_names
+
+
+def build_model(model_class, config, dtype, model_arguments):
+    """A transformers model with meta parameters of the right shape and real buffers, in eval mode, not tied.
+
+    No weight is initialised. Buffers are computed as ``from_pretrained`` computes them: as the model's
+    constructor and its ``_init_weights`` do.
+    """
+    from transformers import initialization
+
+    with _meta_parameters(), initialization.no_init_weights():
+        model = model_class._from_config(config, dtype=dtype, **model_arguments)
+    for parameter in model.parameters():
+        _to_meta(parameter)  # one that was put past register_parameter
+    for tensor in (*model.parameters(), *state_names(model)[1].values()):
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
+    return model.eval()
+
+
+def tie_as_checkpoint(model, present, same):
+    """Ties parameters as ``from_pretrained`` would for this checkpoint.
+
+    Args:
+        model: with meta parameters.
+        present: names, in the model, of what the checkpoint holds.
+        same: called with two of these names: whether their values are equal. Tensors that differ are not
+            tied, whatever the configuration says.
+    """
+    parameters, _ = state_names(model)
+    missing = set(parameters) - set(present)
+    for target, source in list((model.all_tied_weights_keys or {}).items()):
+        if target not in missing and source not in missing:
+            if same(target, source):
+                missing.add(target)
+            else:
+                model.all_tied_weights_keys.pop(target)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def make_flat(model):
+    """Makes every meta parameter an empty one on the CPU, the same object as before.
+
+    Returns:
+        {id(parameter): full shape}.
+    """
+    shapes = {}
+    for parameter in model.parameters():
+        shapes[id(parameter)] = torch.Size(parameter.shape)
+        empty = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype), parameter.requires_grad)
+        _swap(parameter, empty)
+    return shapes
+
+
+@contextmanager
+def _meta_parameters():
+    """Inside, a parameter loses its memory as soon as a module has it, and stays the same object, so that
+    what is shared stays shared."""
+    hook = register_module_parameter_registration_hook(lambda module, name, parameter: _to_meta(parameter))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _to_meta(parameter):
+    if parameter is None or parameter.is_meta:
+        return
+    meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+    _swap(parameter, torch.nn.Parameter(meta, parameter.requires_grad))
+
+
+def _swap(parameter, other):
+    try:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError as error:
+        raise _C.UsageError(
+            f"the model keeps references to its parameters' memory while it is built ({error}); build it as usual "
+            "and pass it to strata.initialize"
+        ) from error

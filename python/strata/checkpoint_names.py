@@ -1,0 +1,147 @@
+"""Names of tensors in checkpoints against names in models: equal for plain modules, and what transformers
+says for its models (renamings, fused experts, a base model's prefix)."""
+
+import re
+import sys
+
+from . import _C
+from .ranges import RangeTensor
+
+
+def is_transformers_model(model):
+    """Whether ``model`` is a transformers.PreTrainedModel; imports nothing."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def state_names(model):
+    """({name: parameter}, {name: persistent buffer}) with all names of what has several. Gathers nothing."""
+    parameters, buffers = {}, {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[prefix + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[prefix + name] = buffer
+    return parameters, buffers
+
+
+def model_tensors(model, known, tensors):
+    """What a checkpoint gives to a model.
+
+    Args:
+        model: of transformers; then the conversions that were used are noted on it, as ``from_pretrained``
+            does, and ``saved_tensors`` reverts these. Or any other module.
+        known: names of the model's parameters and buffers.
+        tensors: {name in the checkpoint: RangeTensor}.
+
+    Returns:
+        ({name in the model: RangeTensor}, [names in the checkpoint that the model has no use for]).
+    """
+    if not is_transformers_model(model):
+        return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [c for c in mapping if isinstance(c, WeightRenaming)]
+    converters = [c for c in mapping if not isinstance(c, WeightRenaming)]
+    names = dict.fromkeys(known, True)
+    groups, unexpected = _Groups(converters), []
+    for name in sorted(tensors, key=_natural_order):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+        if target not in names and name in names:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
+        if target in names:
+            groups.add(target, name, pattern, tensors[name])
+        else:
+            unexpected.append(name)
+    model._weight_conversions = [c for c in mapping if c.was_used()]
+    return groups.convert(model), [n for n in unexpected if not _is_ignored(model, n)]
+
+
+class _Groups:
+    """Tensors of a checkpoint, by the tensor of the model that they become."""
+
+    def __init__(self, converters):
+        self._by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        self._groups = {}
+
+    def add(self, target, name, pattern, tensor):
+        from copy import deepcopy
+
+        from transformers.core_model_loading import WeightRenaming
+
+        if target not in self._groups:
+            self._groups[target] = (
+                WeightRenaming(name, target) if pattern is None else deepcopy(self._by_pattern[pattern])
+            )
+        self._groups[target].add_tensor(target, name, name if pattern is None else pattern, tensor)
+
+    def convert(self, model):
+        converted = {}
+        for target, group in self._groups.items():
+            sources = [name for names in group.layer_targets.values() for name in names]
+            try:
+                result = group.convert(target, model=model, config=model.config)
+            except Exception as error:
+                raise _C.FormatError(
+                    f"transformers cannot make '{target}' of the checkpoint's {sorted(sources)[:4]} "
+                    f"({len(sources)} tensors): {error}"
+                ) from error
+            for name, tensor in result.items():
+                converted[name] = tensor[0] if isinstance(tensor, list) else tensor
+        return converted
+
+
+def saved_tensors(model, tensors):
+    """The reverse of ``model_tensors``: {name in the checkpoint: RangeTensor}, of {name in the model: RangeTensor}.
+
+    Tied parameters must be in ``tensors`` once.
+    """
+    if not is_transformers_model(model):
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    ignored = model._keys_to_ignore_on_save or ()
+    return revert_weight_conversion(model, {n: t for n, t in tensors.items() if n not in ignored})
+
+
+def preferred_names(model, names):
+    """[name] with one of each parameter's names: not one that transformers ties to another.
+
+    Args:
+        names: {name: parameter}.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    chosen = {}
+    for name, parameter in names.items():
+        if id(parameter) not in chosen or (chosen[id(parameter)] in tied and name not in tied):
+            chosen[id(parameter)] = name
+    kept = set(chosen.values())
+    return [name for name in names if name in kept]
+
+
+def leaves(tensors):
+    """{name: RangeTensor} of [(name, shape, dtype)]."""
+    return {name: RangeTensor.leaf(name, shape, dtype) for name, shape, dtype in tensors}
+
+
+def _natural_order(name):
+    """Numbers within a name count as numbers, so that expert 10 comes after expert 2."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return dot_natural_key(name)
+
+
+def _is_ignored(model, name):
+    """Whether transformers, too, says nothing about this tensor that the model lacks."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [n for n, _ in model.named_buffers()]
+    if any(n.endswith("rotary_emb.inv_freq") for n in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(n.endswith("position_ids") for n in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return any(re.search(p, name) for p in patterns)

@@ -1,0 +1,99 @@
+"""What must be read from a checkpoint to fill a model: worked out from headers alone, so that a checkpoint
+that does not fit is refused before anything is stored."""
+
+import logging
+
+from . import _C
+from .checkpoint_names import leaves, model_tensors
+
+logger = logging.getLogger("strata")
+
+
+class LoadPlan:
+    """The way from a checkpoint into an engine. Not collective, except where said.
+
+    Args:
+        model: the module, for its naming rules.
+        checkpoint: a _C.Checkpoint.
+        path: of the checkpoint, for messages.
+        parameters: [(index in the engine, [names], full shape, torch dtype of the weight)].
+        buffers: {name: persistent buffer}.
+        strict: tensors that the model has no use for are an error; else a warning.
+
+    Raises:
+        FormatError: tensors that are missing, misshapen, wrongly typed, or with ``strict`` unexpected; lists
+            them.
+    """
+
+    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False):
+        self._checkpoint = checkpoint
+        self._path = path
+        known = {name for _, names, _, _ in parameters for name in names} | set(buffers)
+        tensors = checkpoint.tensors()
+        self._shapes = {name: shape for name, shape, _ in tensors}
+        found, self.unexpected = model_tensors(model, known, leaves(tensors))
+        if strict and self.unexpected:
+            raise _C.FormatError(_listing(f"{path}: the model has no use for", self.unexpected))
+        self._computed = []  # (index, RangeTensor)
+        self._buffers = []  # (buffer, RangeTensor)
+        self._indices, sources, problems = [], [], []
+        for index, names, shape, dtype in parameters:
+            name = next((n for n in names if n in found), None)
+            tensor = found.get(name)
+            if tensor is None or tensor.source is not None:  # the map reports what is missing or misshapen
+                piece = (tensor.source if tensor is not None else names[0], shape, 0, 0, None)
+                sources.append((names[0], shape, dtype, [piece]))
+                self._indices.append(index)
+            elif list(tensor.shape) != list(shape):
+                problems.append(f"'{name}' (the model wants {list(shape)}, the checkpoint makes {list(tensor.shape)})")
+            elif tensor.runs is None:
+                self._computed.append((index, tensor))
+            else:
+                sources.append((names[0], shape, dtype, self._pieces(tensor)))
+                self._indices.append(index)
+        self._plan_buffers(buffers, found, problems)
+        if problems:
+            raise _C.FormatError(_listing(f"{path}: tensors of another shape than the model's:", problems))
+        self._map = _C.WeightMap(sources, checkpoint)
+
+    def _pieces(self, tensor):
+        pieces, at = [], 0
+        for source, begin, numel in tensor.runs:
+            pieces.append((source, self._shapes[source], at, begin, numel))
+            at += numel
+        return pieces
+
+    def _plan_buffers(self, buffers, found, problems):
+        absent = []
+        for name, buffer in buffers.items():
+            tensor = found.get(name)
+            if tensor is None:
+                absent.append(name)
+            elif tensor.shape != buffer.shape:
+                problems.append(f"'{name}' (the model wants {list(buffer.shape)}, found {list(tensor.shape)})")
+            else:
+                self._buffers.append((buffer, tensor))
+        self.absent_buffers = absent
+
+    def load(self, core):
+        """Reads this rank's part; then all ranks call ``_C.weights_changed``.
+
+        Memory: the engine's staging ring; for tensors that must be computed, one of them and its sources.
+        """
+        _C.load_ranges(core, self._checkpoint, self._map, self._indices)
+        for index, tensor in self._computed:
+            _C.store(core, index, tensor.compute(self._checkpoint.read))
+        for buffer, tensor in self._buffers:
+            buffer.copy_(tensor.compute(self._checkpoint.read))
+
+    def warn(self):
+        """Logs what does not fit but is no error."""
+        if self.unexpected:
+            logger.warning("%s", _listing(f"{self._path}: not used by the model:", self.unexpected))
+        if self.absent_buffers:
+            logger.warning("%s", _listing(f"{self._path}: buffers not in the checkpoint:", self.absent_buffers))
+
+
+def _listing(what, names):
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{what} {', '.join(names[:10])}{more}"

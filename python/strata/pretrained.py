@@ -1,0 +1,249 @@
+"""``load_pretrained``, ``load_weights`` and ``save_pretrained``: checkpoints of Hugging Face and sharded weights."""
+
+import copy
+import os
+import re
+
+import torch
+
+from . import _C
+from .born_flat import build_model, make_flat, tie_as_checkpoint
+from .checkpoint_names import is_transformers_model, leaves, model_tensors, preferred_names, saved_tensors, state_names
+from .initialize import assemble, parse_config
+from .joint import together
+from .load_plan import LoadPlan
+from .ranges import RangeTensor
+from .runtime import init_distributed, make_collectives, telling_the_others
+
+
+def load_pretrained(
+    path,
+    config,
+    *,
+    model_class=None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    collate_fn=None,
+    strict=False,
+    **model_arguments,
+):
+    """A transformers checkpoint as a model under the engine, never whole on any rank. Collective.
+
+    The model is built without parameter memory; each rank reads the ranges of the files that its shards
+    hold. Tensors come in any floating dtype; the weights have the one of the configuration's precision, and
+    fp32 master weights take the files' own values. As after ``from_pretrained`` the model is in eval mode:
+    call ``engine.train()``. What the model's class freezes stays frozen.
+
+    Args:
+        path: a folder with config.json and model.safetensors or model.safetensors.index.json.
+        config: as ``strata.initialize`` takes it.
+        model_class: a class of transformers; None: what config.json names in ``architectures``.
+        optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
+        model_parameters: None, or a callable that makes parameters or param groups from the model. All
+            parameters are empty then: go by their names.
+        strict: tensors that the model has no use for are an error; else a warning.
+        model_arguments: for the model's constructor, such as ``attn_implementation``.
+
+    Returns:
+        (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
+
+    Raises:
+        FormatError: the checkpoint lies or does not fit the model; lists what is missing or misshapen.
+        IoError: a file cannot be read. Either is raised on every rank and names the first that failed.
+        ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
+    """
+    init_distributed()
+    with telling_the_others():
+        parsed = parse_config(config)
+    collectives = make_collectives(parsed.collectives, parsed.timeout_s)
+    with together(collectives, f"opening the checkpoint '{path}'"):
+        checkpoint = _C.Checkpoint(os.fspath(path))
+        model = _build(path, model_class, getattr(torch, parsed.dtype), model_arguments)
+        _tie(model, checkpoint)
+        shapes = make_flat(model)
+        parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
+        plan = _plan(model, checkpoint, path, parameters, parsed, strict)
+        if callable(model_parameters):
+            model_parameters = model_parameters(model)
+    assembled = assemble(
+        model, parsed, collectives, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, shapes
+    )
+    try:
+        _load(assembled[0], plan)
+    except BaseException:
+        assembled[0].destroy()
+        raise
+    return assembled
+
+
+def load_weights(engine, path, strict=False):
+    """Fills the engine's weights from a checkpoint. Collective, between steps.
+
+    Tensors are found by the model's names; for transformers models by transformers' rules. Each rank reads
+    the ranges of the files that its shards hold. The optimizer's state stays as it is.
+
+    Args:
+        engine: of ``strata.initialize`` or ``load_pretrained``.
+        path: a folder, or one .safetensors file.
+        strict: tensors that the model has no use for are an error; else a warning.
+
+    Raises:
+        FormatError: the checkpoint lies or does not fit the model; the weights are unchanged then.
+        IoError: a file cannot be read; the weights are a mixture then.
+    """
+    with together(engine._collectives, f"opening the checkpoint '{path}'"):
+        checkpoint = _C.Checkpoint(os.fspath(path))
+        parameters = [(i, entry[1], entry[2]) for i, entry in enumerate(engine._described)]
+        plan = _plan(engine.module, checkpoint, path, parameters, engine._config, strict)
+    _load(engine, plan)
+
+
+def save_pretrained(engine, folder, max_shard_size="5GB"):
+    """Writes the weights as a Hugging Face checkpoint. Collective; ``engine.save_pretrained`` is this.
+
+    The weights stay sharded: one unit at a time is gathered and rank 0 writes it. Weights are in the
+    configuration's precision; names are those that transformers' own ``save_pretrained`` writes. config.json
+    and generation_config.json are written for transformers models. A checkpoint that is already in the
+    folder stays as it is until the new one is complete.
+
+    Args:
+        folder: made if need be.
+        max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
+
+    Raises:
+        IoError: on every rank, where rank 0 cannot write.
+    """
+    collectives, model = engine._collectives, engine.module
+    with together(collectives, "saving the weights"):
+        shard_max = _parse_size(max_shard_size)
+        weights, buffers = _state_leaves(engine)
+        tensors = saved_tensors(model, {**weights, **buffers[0]})
+        listed = [(n, list(t.shape), t.dtype, _saved_pieces(t)) for n, t in tensors.items()]
+    saver = _C.WeightSaver(engine.core, os.fspath(folder), listed, shard_max)
+    saver.write_pieces()
+    failure = None
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if not listed[index][3]:
+            failure = _save_computed(engine, saver, index, tensor, buffers[1]) or failure
+    with together(collectives, "saving the weights"):
+        if failure is not None:
+            raise failure
+    saver.finish()
+    with together(collectives, "saving the configuration"):
+        if engine.global_rank == 0 and is_transformers_model(model):
+            _save_configuration(model, folder, engine._config.dtype)
+
+
+def _build(path, model_class, dtype, model_arguments):
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    if model_class is None:
+        name = (config.architectures or [None])[0]
+        model_class = getattr(transformers, name or "", None)
+        if model_class is None:
+            raise _C.FormatError(
+                f"{path}: config.json names no architecture of transformers {transformers.__version__}; pass "
+                f"model_class=<class>. Found architectures {config.architectures}"
+            )
+    model = build_model(model_class, config, dtype, model_arguments)
+    if model.can_generate() and os.path.exists(os.path.join(path, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _tie(model, checkpoint):
+    parameters, buffers = state_names(model)
+    found, _ = model_tensors(model, {*parameters, *buffers}, leaves(checkpoint.tensors()))
+
+    def same(one, other):
+        a, b = found[one], found[other]
+        return a.source is not None and b.source is not None and checkpoint.same(a.source, b.source)
+
+    tie_as_checkpoint(model, found, same)
+
+
+def _plan(model, checkpoint, path, parameters, config, strict):
+    """A LoadPlan for [(index, parameter, full shape)]."""
+    by_name, buffers = state_names(model)
+    names = {}
+    for name, parameter in by_name.items():
+        names.setdefault(id(parameter), []).append(name)
+    weight = getattr(torch, config.dtype)
+    entries = [
+        (index, names[id(p)], list(shape), weight if p.is_floating_point() else p.dtype)
+        for index, p, shape in parameters
+    ]
+    return LoadPlan(model, checkpoint, path, entries, buffers, strict)
+
+
+def _load(engine, plan):
+    with together(engine._collectives, "reading the weights"), torch.no_grad():
+        plan.load(engine.core)
+    _C.weights_changed(engine.core)
+    if engine.global_rank == 0:
+        plan.warn()
+
+
+def _state_leaves(engine):
+    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})); sources are indices in the
+    engine, and of buffers ("buffer", name)."""
+    by_name, buffers = state_names(engine.module)
+    index_of = {id(entry[1]): i for i, entry in enumerate(engine._described)}
+    weight = getattr(torch, engine._config.dtype)
+    weights = {}
+    for name in preferred_names(engine.module, by_name):
+        index = index_of[id(by_name[name])]
+        _, parameter, shape, *_ = engine._described[index]
+        weights[name] = RangeTensor.leaf(index, shape, weight if parameter.is_floating_point() else parameter.dtype)
+    values = {("buffer", name): buffer for name, buffer in buffers.items()}
+    return weights, ({n: RangeTensor.leaf(("buffer", n), b.shape, b.dtype) for n, b in buffers.items()}, values)
+
+
+def _saved_pieces(tensor):
+    """[(parameter, first element, how many)], or [] for what must be computed."""
+    if tensor.runs is None or any(not isinstance(source, int) for source in tensor.sources()):
+        return []
+    return tensor.runs or [(tensor.sources()[0], 0, 0)]
+
+
+def _save_computed(engine, saver, index, tensor, buffers):
+    """Writes a tensor that is no run of parameters; returns the exception where that failed."""
+    indices = [source for source in tensor.sources() if isinstance(source, int)]
+    engine.core.gather(indices)
+    try:
+        if engine.global_rank == 0:
+            saver.write(index, tensor.compute(lambda s: _source_values(engine, s, buffers)))
+    except Exception as error:
+        return error
+    finally:
+        engine.core.release(indices, True)
+    return None
+
+
+def _source_values(engine, source, buffers):
+    return (engine._described[source][1] if isinstance(source, int) else buffers[source]).detach()
+
+
+def _save_configuration(model, folder, dtype):
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+_UNITS.update({f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)})
+
+
+def _parse_size(size):
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
+    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])

@@ -1,0 +1,196 @@
+"""Tensors without values that remember which runs of elements of which sources they are made of.
+
+A checkpoint and a model rarely store the same tensors: experts are fused, projections split, names
+differ. Libraries write such conversions as torch operations. Run on ``RangeTensor`` arguments, the same
+operations tell where every element comes from, so that a conversion which only moves runs of elements
+becomes a list of ranges, and any other one can be computed later from just its own sources.
+"""
+
+import bisect
+import math
+
+import torch
+
+_RUNS_MAX = 1 << 16  # more runs than this in one tensor: computing it is cheaper than copying ranges
+
+
+class RangeTensor(torch.Tensor):
+    """A meta tensor with provenance.
+
+    Attributes:
+        source: what it is the whole of, if it is a leaf; else None.
+        runs: [(source, first element, number of elements)], in its own row-major order; None where its
+            elements are not runs of its sources.
+    """
+
+    @staticmethod
+    def leaf(source, shape, dtype):
+        """The whole of ``source``, any hashable object."""
+        values = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return _make(values, source, [(source, 0, values.numel())], None, None)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            runs = _runs_of([result], func, args, kwargs)
+            return _make(result, None, runs and runs[0], (func, args, kwargs), None)
+        if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
+            runs = _runs_of(result, func, args, kwargs) or [None] * len(result)
+            call = (func, args, kwargs)
+            return tuple(_make(r, None, runs[i], call, i) for i, r in enumerate(result))
+        return result
+
+    def sources(self):
+        """Every source that it is made of, each once."""
+        found, pending = {}, [self]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, RangeTensor):
+                if item.source is not None:
+                    found[item.source] = True
+                else:
+                    pending.extend(item._call[1:])
+            elif isinstance(item, (list, tuple)):
+                pending.extend(item)
+            elif isinstance(item, dict):
+                pending.extend(item.values())
+        return list(found)
+
+    def compute(self, read):
+        """Its values; ``read(source)`` gives those of a source."""
+        done = {}
+
+        def value(item):
+            if isinstance(item, RangeTensor):
+                if item.source is not None:
+                    if item.source not in done:
+                        done[item.source] = read(item.source)
+                    return done[item.source]
+                key = id(item._call)
+                if key not in done:
+                    func, args, kwargs = item._call
+                    done[key] = func(*value(args), **value(kwargs))
+                return done[key] if item._position is None else done[key][item._position]
+            if isinstance(item, (list, tuple)):
+                return type(item)(value(i) for i in item)
+            if isinstance(item, dict):
+                return {k: value(v) for k, v in item.items()}
+            return item
+
+        return value(self)
+
+
+def _make(values, source, runs, call, position):
+    tensor = torch.Tensor._make_subclass(RangeTensor, values)
+    tensor.source, tensor.runs, tensor._call, tensor._position = source, runs, call, position
+    return tensor
+
+
+def _functions(*names):
+    return {getattr(owner, n) for n in names for owner in (torch, torch.Tensor) if hasattr(owner, n)}
+
+
+_SAME_ORDER = _functions("contiguous", "reshape", "view", "flatten", "squeeze", "unsqueeze", "clone", "detach", "to")
+_JOIN = _functions("cat", "concat", "concatenate", "stack")
+_CUT = _functions("chunk", "split", "tensor_split", "unbind")
+_UNBIND = _functions("unbind")
+
+
+def _runs_of(results, func, args, kwargs):
+    """The runs of every result, or None."""
+    if func in _JOIN:
+        return _join(results[0], args, kwargs)
+    first = args[0] if args else None
+    if not isinstance(first, RangeTensor) or first.runs is None:
+        return None
+    whole = func is torch.Tensor.__getitem__ and args[1] is Ellipsis
+    if func in _SAME_ORDER or whole:
+        same = results[0].dtype == first.dtype and results[0].numel() == first.numel()
+        return [first.runs] if same else None
+    if func in _CUT:
+        return _cut(first, results, _dim(args, kwargs, 1 if func in _UNBIND else 2))
+    return None
+
+
+def _dim(args, kwargs, place):
+    return kwargs.get("dim", args[place] if len(args) > place else 0)
+
+
+def _join(result, args, kwargs):
+    parts = kwargs.get("tensors", args[0] if args else ())
+    if not all(isinstance(p, RangeTensor) and p.runs is not None and p.dtype == result.dtype for p in parts):
+        return None
+    outer = _outer(result, _dim(args, kwargs, 1))
+    if outer * len(parts) > _RUNS_MAX:
+        return None
+    runs = _Runs()
+    takers = [_Taker(p.runs) for p in parts]
+    for i in range(outer):
+        for part, taker in zip(parts, takers):
+            inner = part.numel() // outer if outer else 0
+            taker.take(i * inner, inner, runs)
+    return [runs.list]
+
+
+def _cut(whole, results, dim):
+    outer = _outer(whole, dim)
+    if outer * len(results) > _RUNS_MAX:
+        return None
+    taker = _Taker(whole.runs)
+    cut, begin = [], 0
+    for result in results:
+        length = result.numel() // outer if outer else 0
+        runs = _Runs()
+        for i in range(outer):
+            taker.take(i * (whole.numel() // outer) + begin, length, runs)
+        cut.append(runs.list)
+        begin += length
+    return cut
+
+
+def _outer(tensor, dim):
+    """The product of the dimensions before ``dim``."""
+    shape = tuple(tensor.shape)
+    return math.prod(shape[: dim % len(shape)])
+
+
+class _Runs:
+    """A list of runs in which neighbours are merged."""
+
+    def __init__(self):
+        self.list = []
+
+    def add(self, source, begin, numel):
+        if numel == 0:
+            return
+        if self.list:
+            last, at, count = self.list[-1]
+            if last == source and at + count == begin:
+                self.list[-1] = (source, at, count + numel)
+                return
+        self.list.append((source, begin, numel))
+
+
+class _Taker:
+    """Takes spans out of a list of runs."""
+
+    def __init__(self, runs):
+        self._runs = runs
+        self._starts, at = [], 0
+        for _, _, numel in runs:
+            self._starts.append(at)
+            at += numel
+
+    def take(self, begin, numel, target):
+        index = bisect.bisect_right(self._starts, begin) - 1
+        while numel > 0:
+            source, at, count = self._runs[index]
+            skip = begin - self._starts[index]
+            taken = min(numel, count - skip)
+            target.add(source, at + skip, taken)
+            begin += taken
+            numel -= taken
+            index += 1
