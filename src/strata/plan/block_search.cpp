@@ -65,7 +65,8 @@ std::vector<bool> repeated_candidates(const ModuleTree& tree, const Facts& facts
 
 }  // namespace
 
-std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap) {
+std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
+                             const std::vector<std::string>& leaf_classes) {
   const Facts facts = gather_facts(tree);
   const std::vector<bool> candidate =
       wrap.empty() ? repeated_candidates(tree, facts) : named_candidates(tree, wrap);
@@ -74,7 +75,9 @@ std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::stri
   for (std::size_t i = 0; i < tree.size(); ++i) {
     const int parent = tree[i].parent;
     inside[i] = parent >= 0 && inside[static_cast<std::size_t>(parent)];
-    if (inside[i] || !candidate[i] || !facts.has_params[i]) continue;
+    const bool leaf = std::find(leaf_classes.begin(), leaf_classes.end(), tree[i].class_name) !=
+                      leaf_classes.end();
+    if (inside[i] || !(candidate[i] || leaf) || !facts.has_params[i]) continue;
     inside[i] = true;
     blocks.push_back(static_cast<int>(i));
   }

@@ -1,9 +1,10 @@
 // Finds the blocks of a model: the modules whose parameters are fetched together, usually the
 // transformer layers. In this order of preference:
 //   1. modules whose class the user named (wrap, transformer_cls);
-//   2. repeated blocks: at least two siblings of one class that contain modules of their own, under
-//   a
-//      container; the outermost such (so a layer, not the experts inside it).
+//   2. repeated blocks: at least two siblings of one class that contain modules of their own, in a
+//      container (one that is never called, or Sequential); the outermost such (so a layer, not the
+//      experts inside it).
+// Where none of these holds, modules of the classes that the user called leaves are blocks too.
 // What is left over (embeddings, final norm, head) is planned module by module (unit_plan).
 // Pure function.
 #pragma once
@@ -16,7 +17,9 @@
 namespace strata::plan {
 
 // Indices of the block modules, in tree order; no block contains another.
-// Throws ConfigError when a name in `wrap` matches no class of the model, with the nearest names.
-std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap);
+// Throws ConfigError when a name in `wrap` is no class of the model; the message lists those that
+// are.
+std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
+                             const std::vector<std::string>& leaf_classes = {});
 
 }  // namespace strata::plan

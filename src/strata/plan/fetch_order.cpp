@@ -2,40 +2,70 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace strata::plan {
 namespace {
 
-constexpr std::uint64_t kHashFactor = 0x9E3779B97F4A7C15U;  // 2^64 / golden ratio, odd
+// Uses of one pass that are remembered: hours of evaluation between two steps are one pass, too.
+constexpr std::size_t kRecordedMax = std::size_t{1} << 16;
 
 }  // namespace
 
-FetchOrder::FetchOrder(int unit_count) : used_(static_cast<std::size_t>(unit_count)) {
-  for (int i = 0; i < unit_count; ++i) expected_.push_back(i);
-  for (int i = unit_count; i-- > 0;) expected_.push_back(i);
+FetchOrder::FetchOrder(int unit_count)
+    : places_(static_cast<std::size_t>(unit_count)), used_(static_cast<std::size_t>(unit_count)) {
+  std::vector<int> uses;
+  for (int i = 0; i < unit_count; ++i) uses.push_back(i);
+  for (int i = unit_count; i-- > 0;) uses.push_back(i);
+  expect(std::move(uses));
+}
+
+void FetchOrder::expect(std::vector<int> uses) {
+  expected_ = std::move(uses);
+  for (std::vector<std::size_t>& places : places_) places.clear();
+  for (std::size_t i = 0; i < expected_.size(); ++i) {
+    places_[static_cast<std::size_t>(expected_[i])].push_back(i);
+  }
 }
 
 void FetchOrder::start_pass() {
-  if (!recorded_.empty()) expected_ = std::move(recorded_);
+  if (!recorded_.empty() && recorded_ != expected_) expect(std::move(recorded_));
   recorded_.clear();
   first_uses_.clear();
   std::fill(used_.begin(), used_.end(), false);
   position_ = 0;
-  hash_ = 0;
 }
 
 void FetchOrder::note_use(int unit) {
-  if (!recorded_.empty() && recorded_.back() == unit) return;  // a unit in use, used again
+  const int previous = recorded_.empty() ? -1 : recorded_.back();
+  if (previous == unit) return;  // a unit in use, used again
+  if (recorded_.size() == kRecordedMax) {
+    recorded_.erase(recorded_.begin(), recorded_.begin() + kRecordedMax / 2);
+  }
   recorded_.push_back(unit);
-  hash_ ^= static_cast<std::uint64_t>(unit) + 1;
-  hash_ *= kHashFactor;
   if (!used_[static_cast<std::size_t>(unit)]) {
     used_[static_cast<std::size_t>(unit)] = true;
     first_uses_.push_back(unit);
   }
-  const auto from = expected_.begin() + static_cast<std::ptrdiff_t>(position_);
-  const auto found = std::find(from, expected_.end(), unit);
-  if (found != expected_.end()) position_ = static_cast<std::size_t>(found - expected_.begin()) + 1;
+  if (position_ < expected_.size() && expected_[position_] == unit) {
+    ++position_;
+  } else {
+    find_position(previous, unit);
+  }
+}
+
+void FetchOrder::find_position(int previous, int unit) {
+  const std::span<const std::size_t> all = places(unit);
+  const auto ahead = std::lower_bound(all.begin(), all.end(), position_);
+  const auto after_previous = [&](std::size_t place) {
+    return place > 0 && expected_[place - 1] == previous;
+  };
+  auto found = std::find_if(ahead, all.end(), after_previous);
+  if (found == all.end()) {
+    const auto behind = std::find_if(all.begin(), ahead, after_previous);
+    found = behind == ahead ? ahead : behind;
+  }
+  if (found != all.end()) position_ = *found + 1;
 }
 
 std::span<const int> FetchOrder::upcoming() const {
@@ -43,9 +73,10 @@ std::span<const int> FetchOrder::upcoming() const {
 }
 
 std::int64_t FetchOrder::distance(int unit) const {
-  const auto from = expected_.begin() + static_cast<std::ptrdiff_t>(position_);
-  const auto found = std::find(from, expected_.end(), unit);
-  return found == expected_.end() ? std::numeric_limits<std::int64_t>::max() : found - from;
+  const std::span<const std::size_t> all = places(unit);
+  const auto next = std::lower_bound(all.begin(), all.end(), position_);
+  if (next == all.end()) return std::numeric_limits<std::int64_t>::max();
+  return static_cast<std::int64_t>(*next - position_);
 }
 
 }  // namespace strata::plan

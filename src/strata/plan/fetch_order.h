@@ -1,7 +1,10 @@
 // The order in which units are used, learned from the last pass and used to look ahead: which unit
 // comes next, and how far away is the next use of this one. Before the first pass it is the order
 // of registration forwards, then backwards. A use that was not foreseen costs a late fetch, nothing
-// else. Threads: one thread at a time. Pure bookkeeping, no I/O.
+// else: the position is found again as soon as two uses in a row are known from the last pass, so
+// that passes of several kinds (evaluation between steps) do not upset each other for long.
+// Threads: one thread at a time. Memory: bounded, however long a pass is; of a very long one the
+// end is kept. Pure bookkeeping, no I/O.
 #pragma once
 
 #include <cstdint>
@@ -18,29 +21,34 @@ class FetchOrder {
   // was).
   void start_pass();
 
-  // Notes the use of `unit` and moves the position behind it. A unit that is not next is searched
-  // ahead; if it is not expected any more the position stays.
+  // Notes the use of `unit` and moves the position behind it. Where `unit` is not what comes next
+  // the position is looked for: behind a use of the same two units in a row, else behind the next
+  // use of `unit`. If there is none either, it stays.
   void note_use(int unit);
 
   // The units expected next, nearest first (a unit may occur twice).
   std::span<const int> upcoming() const;
 
   // How many uses lie before the next expected use of `unit`; a large number when none is expected.
+  // Logarithmic in the uses of that unit.
   std::int64_t distance(int unit) const;
 
   // The order of first uses in the current pass.
   const std::vector<int>& first_uses() const { return first_uses_; }
 
-  // Running hash of the pass's uses, for comparing ranks.
-  std::uint64_t hash() const { return hash_; }
-
  private:
+  void expect(std::vector<int> uses);
+  void find_position(int previous, int unit);
+  std::span<const std::size_t> places(int unit) const {
+    return places_[static_cast<std::size_t>(unit)];
+  }
+
   std::vector<int> expected_;
+  std::vector<std::vector<std::size_t>> places_;  // by unit: its indices in expected_, ascending
   std::vector<int> recorded_;
   std::vector<int> first_uses_;
   std::vector<bool> used_;
   std::size_t position_ = 0;  // index into expected_ of what comes next
-  std::uint64_t hash_ = 0;
 };
 
 }  // namespace strata::plan

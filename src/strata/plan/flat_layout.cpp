@@ -15,8 +15,8 @@ FlatLayout::FlatLayout(std::span<const ParamSpec> model, std::vector<int> param_
                        DType dtype, int world_size)
     : dtype_(dtype), world_size_(world_size) {
   STRATA_ASSERT(world_size >= 1);
-  // fp32 gradients of 16-bit weights share the layout, so the alignment counts in elements of the
-  // narrowest type it is used with; 256 bytes of a wider type follow from it.
+  // In elements of the weights' dtype. Where gradients share the layout in a wider dtype they are
+  // aligned all the better; in a narrower one (fp32 weights, reduced in 16 bits) to 128 bytes.
   const Numel alignment(kAlignment / size_of(dtype));
   Numel offset;
   slots_.reserve(param_indices.size());

@@ -1,6 +1,6 @@
 #include "strata/plan/unit_plan.h"
 
-#include <algorithm>
+#include <iterator>
 #include <map>
 #include <set>
 #include <tuple>
@@ -18,12 +18,13 @@ class Planner {
   Planner(std::span<const ParamSpec> params, const ModuleTree& tree, const PlanOptions& options)
       : params_(params), tree_(tree), options_(options) {
     plan_.unit_of_param.assign(params.size(), -1);
+    taken_.assign(params.size(), false);
     choose_persistent();
   }
 
   ModelPlan run() {
     block_of_module_.assign(tree_.size(), -1);
-    for (const int block : find_blocks(tree_, options_.wrap)) {
+    for (const int block : find_blocks(tree_, options_.wrap, options_.leaf_classes)) {
       block_of_module_[static_cast<std::size_t>(block)] = block;
     }
     for (std::size_t i = 0; i < tree_.size(); ++i) {
@@ -32,7 +33,12 @@ class Planner {
         block_of_module_[i] = block_of_module_[static_cast<std::size_t>(parent)];
       }
     }
-    for (std::size_t i = 0; i < tree_.size(); ++i) visit(static_cast<int>(i));
+    members_of_block_.resize(tree_.size());
+    for (std::size_t i = 0; i < tree_.size(); ++i) {
+      if (block_of_module_[i] < 0) continue;
+      members_of_block_[static_cast<std::size_t>(block_of_module_[i])].push_back(i);
+    }
+    for (std::size_t i = 0; i < tree_.size(); ++i) visit(i);
     make_scopes();
     return std::move(plan_);
   }
@@ -57,26 +63,26 @@ class Planner {
 
   // Blocks are planned whole when their own module is reached; other modules by their own
   // parameters.
-  void visit(int module) {
-    const int block = block_of_module_[static_cast<std::size_t>(module)];
-    if (block == module) {
-      std::vector<int> params;
-      for (std::size_t i = static_cast<std::size_t>(module); i < tree_.size(); ++i) {
-        if (block_of_module_[i] == block) take(tree_[i].params, params);
+  void visit(std::size_t module) {
+    const int block = block_of_module_[module];
+    std::vector<int> params;
+    if (block == static_cast<int>(module)) {
+      for (const std::size_t member : members_of_block_[module]) {
+        take(tree_[member].params, params);
       }
       open_.clear();
-      add_block(tree_[static_cast<std::size_t>(module)].path, params);
+      add_block(tree_[module].path, params);
     } else if (block < 0) {
-      std::vector<int> params;
-      take(tree_[static_cast<std::size_t>(module)].params, params);
-      for (const int param : params) add_loose(module, param);
+      take(tree_[module].params, params);
+      for (const int param : params) add_loose(tree_[module].path, param);
     }
   }
 
   // Appends those parameters that no unit has yet (a tied one is met several times).
   void take(const std::vector<int>& from, std::vector<int>& to) {
     for (const int param : from) {
-      if (!taken_.insert(param).second) continue;
+      if (taken_[static_cast<std::size_t>(param)]) continue;
+      taken_[static_cast<std::size_t>(param)] = true;
       to.push_back(param);
     }
   }
@@ -86,37 +92,42 @@ class Planner {
     for (const int param : params) {
       const Key key = key_of(param);
       const auto [it, fresh] = units.try_emplace(key, -1);
-      if (fresh) it->second = new_unit(path, key, units.size() > 1);
+      if (fresh) it->second = new_unit(path, key);
       put(it->second, param);
     }
   }
 
-  void add_loose(int module, int param) {
+  void add_loose(const std::string& path, int param) {
     const Key key = key_of(param);
     const Bytes bytes =
         bytes_of(params_[static_cast<std::size_t>(param)].numel(), std::get<0>(key));
     auto it = open_.find(key);
     if (it == open_.end() || it->second.bytes + bytes > options_.unit_bytes) {
-      const std::string& path = tree_[static_cast<std::size_t>(module)].path;
-      it =
-          open_
-              .insert_or_assign(
-                  key, Open{new_unit(path.empty() ? "(root)" : path, key, !open_.empty()), Bytes()})
-              .first;
+      it = open_.insert_or_assign(key, Open{new_unit(path, key), Bytes()}).first;
     }
     put(it->second.unit, param);
     it->second.bytes += bytes;
   }
 
-  int new_unit(const std::string& name, const Key& key, bool with_suffix) {
+  int new_unit(const std::string& path, const Key& key) {
     const auto& [dtype, trainable, persistent] = key;
-    std::string suffix;
-    if (with_suffix) {
-      suffix = fmt::format(":{}{}{}", name_of(dtype), trainable ? "" : ":frozen",
-                           persistent ? ":persistent" : "");
-    }
-    plan_.units.push_back({name + suffix, {}, dtype, trainable, persistent});
+    plan_.units.push_back({unique_name(path, key), {}, dtype, trainable, persistent});
     return static_cast<int>(plan_.units.size()) - 1;
+  }
+
+  // Units are told apart by name in messages, in collectives and in stores of states.
+  std::string unique_name(const std::string& path, const Key& key) {
+    const std::string name = path.empty() ? "(root)" : path;
+    if (names_.insert(name).second) return name;
+    const auto& [dtype, trainable, persistent] = key;
+    const std::string detailed =
+        fmt::format("{}:{}{}{}", name, name_of(dtype), trainable ? "" : ":frozen",
+                    persistent ? ":persistent" : "");
+    if (names_.insert(detailed).second) return detailed;
+    for (int& count = copies_[detailed];;) {
+      std::string numbered = fmt::format("{}#{}", detailed, ++count + 1);
+      if (names_.insert(numbered).second) return numbered;
+    }
   }
 
   void put(int unit, int param) {
@@ -150,8 +161,11 @@ class Planner {
   ModelPlan plan_;
   std::vector<bool> persistent_;
   std::vector<int> block_of_module_;  // the block that a module lies in, or -1
-  std::set<int> taken_;
-  std::map<Key, Open> open_;  // units of neighbours that may still grow
+  std::vector<std::vector<std::size_t>> members_of_block_;  // by the block's module
+  std::vector<bool> taken_;                                 // parameters that have a unit
+  std::map<Key, Open> open_;           // units of neighbours that may still grow
+  std::set<std::string> names_;        // of units
+  std::map<std::string, int> copies_;  // by name, how many more units wanted it
 };
 
 }  // namespace
@@ -164,13 +178,20 @@ ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
 }
 
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
+  std::vector<std::size_t> place(params.size());
+  for (const UnitSpec& unit : plan.units) {
+    for (std::size_t i = 0; i < unit.params.size(); ++i) {
+      place[static_cast<std::size_t>(unit.params[i])] = i;
+    }
+  }
   std::string text;
   for (std::size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& p = params[i];
-    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, unit {}\n", p.name,
-                        fmt::join(p.shape, ", "), name_of(p.dtype),
-                        p.trainable ? "trainable" : "frozen", p.group,
-                        plan.units[static_cast<std::size_t>(plan.unit_of_param[i])].name);
+    const UnitSpec& unit = plan.units[static_cast<std::size_t>(plan.unit_of_param[i])];
+    fmt::format_to(std::back_inserter(text),
+                   "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}\n", p.name,
+                   fmt::join(p.shape, ", "), name_of(p.dtype), p.trainable ? "trainable" : "frozen",
+                   p.group, place[i], unit.name, unit.persistent ? ", persistent" : "");
   }
   return text;
 }

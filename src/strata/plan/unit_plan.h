@@ -17,7 +17,7 @@
 namespace strata::plan {
 
 struct UnitSpec {
-  std::string name;  // of the block or first owner, with a suffix where a block has several units
+  std::string name;  // of the block or first owner; with a suffix where that has several units
   std::vector<int> params;  // indices into the model's parameters, in flat order
   DType dtype = DType::kFloat32;
   bool trainable = true;
@@ -36,10 +36,11 @@ struct ModelPlan {
 };
 
 struct PlanOptions {
-  std::vector<std::string> wrap;  // class names of blocks; empty: found by themselves
-  Bytes unit_bytes = 32_MiB;      // bound for units of neighbours outside blocks
-  Numel persistence_threshold;    // parameters of at most so many elements stay gathered; 0: none
-  Numel persistence_total;        // at most so many elements altogether; 0: no bound
+  std::vector<std::string> wrap;          // class names of blocks; empty: found by themselves
+  std::vector<std::string> leaf_classes;  // classes that are blocks where they lie in no other
+  Bytes unit_bytes = 32_MiB;              // bound for units of neighbours outside blocks
+  Numel persistence_threshold;  // parameters of at most so many elements stay gathered; 0: none
+  Numel persistence_total;      // at most so many elements altogether; 0: no bound
 };
 
 ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
