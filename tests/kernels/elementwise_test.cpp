@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "kernels/every_target.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"

@@ -8,6 +8,7 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "strata/kernels/adam.cpp"
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
 #include "strata/kernels/lanes-inl.h"
@@ -16,6 +17,10 @@ HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
 #if STRATA_KERNELS_HAVE_LANES
+// Square root and divisions fill most of the time that memory leaves, so too few lines are under
+// way when only the hardware looks ahead: without this a step takes a quarter longer.
+constexpr std::size_t kPrefetchAhead = 512;
+
 // Copy16 is the storage of the 16-bit copy, or void.
 template <bool kL2, class Copy16>
 void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t numel) {
@@ -35,6 +40,11 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
   float* const HWY_RESTRICT exp_avg_sqs = spans.exp_avg_sq.data();
   const float* const HWY_RESTRICT gradients = spans.gradient.data();
   for (std::size_t i = 0; i < numel; i += hn::Lanes(d)) {
+    const std::size_t ahead = i + kPrefetchAhead < numel ? i + kPrefetchAhead : i;
+    hwy::Prefetch(weights + ahead);
+    hwy::Prefetch(gradients + ahead);
+    hwy::Prefetch(exp_avgs + ahead);
+    hwy::Prefetch(exp_avg_sqs + ahead);
     auto weight = hn::LoadU(d, weights + i);
     auto gradient = hn::Mul(hn::LoadU(d, gradients + i), gradient_scale);
     if constexpr (kL2) gradient = hn::MulAdd(l2, weight, gradient);

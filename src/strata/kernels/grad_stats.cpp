@@ -1,5 +1,6 @@
 #include "strata/kernels/grad_stats.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <vector>

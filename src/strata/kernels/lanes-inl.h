@@ -27,10 +27,10 @@
 #define STRATA_KERNELS_HAVE_LANES 0
 #endif
 
+#if STRATA_KERNELS_HAVE_LANES
 HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
-#if STRATA_KERNELS_HAVE_LANES
 namespace hn = hwy::HWY_NAMESPACE;
 
 template <typename T>
@@ -110,9 +110,9 @@ struct Lanes<Float16> {
     hn::StoreU(hn::DemoteTo(narrow, value), narrow, elements<hwy::float16_t>(to));
   }
 };
-#endif  // STRATA_KERNELS_HAVE_LANES
 
 }  // namespace strata::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
+#endif  // STRATA_KERNELS_HAVE_LANES
 
 #endif  // toggle
