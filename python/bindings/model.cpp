@@ -88,6 +88,19 @@ std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& mode
   return result;
 }
 
+// The engine may let go of the function where the GIL is not held.
+void set_update(ShardedModel& model, py::function update) {
+  const std::shared_ptr<py::function> shared(new py::function(std::move(update)),
+                                             [](py::function* function) {
+                                               const py::gil_scoped_acquire acquire;
+                                               delete function;
+                                             });
+  external(model).set_update([shared] {
+    const py::gil_scoped_acquire acquire;
+    (*shared)();
+  });
+}
+
 // {(tier, kind): (held, peak)} in bytes; (tier, "total") for the tier.
 py::dict memory_report(ShardedModel& model) {
   py::dict report;
@@ -157,7 +170,9 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def(
           "gather", [](ShardedModel& m, const std::vector<int>& p) { m.gather(p); }, unlocked)
       .def(
-          "release", [](ShardedModel& m, const std::vector<int>& p, bool discard) { m.release(p, discard); }, unlocked)
+          "release",
+          [](ShardedModel& m, const std::vector<int>& p, bool discard) { m.release(p, discard); },
+          unlocked)
       .def(
           "publish",
           [](ShardedModel& m, const std::vector<int>& p, int root) { m.publish(p, root); },
@@ -176,12 +191,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
       .def("segments", &segments)
       .def("set_update",
-           [](ShardedModel& m, py::function update) {
-             external(m).set_update([update = std::move(update)] {
-               const py::gil_scoped_acquire acquire;
-               update();
-             });
-           })
+           [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("memory_report", &memory_report)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("units", &units)
