@@ -1,0 +1,38 @@
+#include "strata/engine/staging_ring.h"
+
+#include <gmock/gmock.h>
+
+#include "io/temporary_folder.h"
+#include "strata/base/error.h"
+#include "strata/io/thread_engine.h"
+
+namespace strata::engine {
+namespace {
+
+TEST(StagingRing, ChargesItsBuffersAndGivesThemBack) {
+  const auto ledger = std::make_shared<memory::Ledger>();
+  {
+    const StagingRing ring({3, 64_KiB}, ledger);
+    EXPECT_EQ(ledger->held(memory::Tier::kHost, memory::Kind::kStaging), 192_KiB);
+  }
+  EXPECT_EQ(ledger->held(memory::Tier::kHost), 0_B);
+}
+
+TEST(StagingRing, ReportsAFailedTransferToTheNextUserOfItsBuffer) {
+  const testing::TemporaryFolder folder;
+  const io::File file(folder.write("short", "abc"), io::File::Mode::kRead);
+  io::ThreadEngine io;
+  StagingRing ring({2, 4_KiB}, nullptr);
+  ring.started(0, io.read(file, 0_B, ring.buffer(0)));
+  EXPECT_NO_THROW(ring.buffer(1));
+  EXPECT_THROW(ring.buffer(2), IoError);
+  EXPECT_NO_THROW(ring.drain()) << "an error is reported once";
+}
+
+TEST(StagingRing, RefusesToBeEmpty) {
+  EXPECT_THROW(StagingRing({0, 4_KiB}, nullptr), UsageError);
+  EXPECT_THROW(StagingRing({2, 1_B}, nullptr), UsageError);
+}
+
+}  // namespace
+}  // namespace strata::engine

@@ -1,0 +1,166 @@
+#include "strata/engine/weight_loader.h"
+
+#include <gmock/gmock.h>
+
+#include <cstring>
+#include <filesystem>
+#include <tuple>
+
+#include "engine/checkpoint/checkpoint_model.h"
+#include "io/temporary_folder.h"
+#include "strata/base/error.h"
+#include "strata/engine/agreement.h"
+
+namespace strata::engine {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using testing::RankModel;
+
+constexpr StagingOptions kSmallRing{2, 4_KiB};
+
+std::vector<int> all_params(const RankModel& rank) {
+  std::vector<int> params;
+  for (int p = 0; p < static_cast<int>(rank.params.size()); ++p) params.push_back(p);
+  return params;
+}
+
+std::vector<format::ParamSources> sources_of(const RankModel& rank) {
+  std::vector<format::ParamSources> sources;
+  for (const plan::ParamSpec& param : rank.params) {
+    sources.push_back({param.name,
+                       param.shape,
+                       param.dtype,
+                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
+  }
+  return sources;
+}
+
+Bytes load(RankModel& rank, const std::string& path) {
+  Bytes read;
+  together(*rank.collectives, "reading the weights", [&] {
+    const format::CheckpointIndex checkpoint(path);
+    const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
+    io::ThreadEngine io;
+    read = load_weights(*rank.model, checkpoint, map, all_params(rank), io, kSmallRing).read;
+  });
+  rank.model->weights_changed();
+  return read;
+}
+
+// world, stage, dtype of the file, dtype of the weights
+class WeightLoader : public ::testing::TestWithParam<std::tuple<int, int, DType, DType>> {};
+
+TEST_P(WeightLoader, FillsEveryParameterOnEveryRank) {
+  const auto [world, stage, file_dtype, dtype] = GetParam();
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, file_dtype);
+  const auto outcomes = testing::on_ranks(world, [&](const auto& ranks) {
+    RankModel rank(ranks, dtype, stage);
+    const Bytes read = load(rank, path);
+    EXPECT_LE(read * ranks->world_size(), Bytes(std::filesystem::file_size(path)) * 2);
+    for (std::size_t p = 0; p < rank.params.size(); ++p) {
+      EXPECT_EQ(rank.values(static_cast<int>(p)),
+                testing::expected_bytes(p, rank.params[p].numel(), dtype))
+          << rank.params[p].name;
+    }
+    EXPECT_EQ(rank.device->ledger()->peak(memory::Tier::kHost), 8_KiB) << "the ring";
+    ranks->barrier();
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Worlds, WeightLoader,
+    ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Values(2, 3),
+                       ::testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
+                       ::testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16)));
+
+TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  {
+    // 1 + 2^-20 is 1 in bfloat16
+    const io::File file(path, io::File::Mode::kReadWrite);
+    const format::CheckpointIndex checkpoint(path);
+    const float value = 1.0F + 0x1p-20F;
+    io::ThreadEngine()
+        .write(file, checkpoint.find("a")->info.offset, std::as_bytes(std::span(&value, 1)))
+        ->wait();
+  }
+  const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kBFloat16, 3);
+    load(rank, path);
+    const auto lease = rank.model->weights().lease_master(0);
+    float master = 0.0F;
+    std::memcpy(&master, lease->bytes().data(), sizeof(master));
+    EXPECT_EQ(master, 1.0F + 0x1p-20F);
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
+
+TEST(WeightLoaderErrors, AFileTruncatedOnOneRankIsAnErrorOnEveryRank) {
+  const testing::TemporaryFolder whole;
+  const testing::TemporaryFolder cut;
+  testing::write_checkpoint(whole / "model.safetensors", DType::kFloat32);
+  std::filesystem::copy_file(whole / "model.safetensors", cut / "model.safetensors");
+  std::filesystem::resize_file(cut / "model.safetensors", 2000);
+  const auto outcomes = testing::on_ranks(3, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kFloat32, 3);
+    load(rank, (ranks->rank() == 1 ? cut : whole).path());
+  });
+  EXPECT_THAT(outcomes, Each(AllOf(HasSubstr("failed on rank 1"), HasSubstr("model.safetensors"))));
+}
+
+TEST(WeightLoaderErrors, AFileThatShrinksAfterItsHeaderWasReadIsAnErrorOnEveryRank) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  const auto outcomes = testing::on_ranks(2, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kFloat32, 3);
+    const format::CheckpointIndex checkpoint(path);
+    const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
+    ranks->barrier();
+    if (ranks->rank() == 0) std::filesystem::resize_file(path, 4096);
+    ranks->barrier();
+    io::ThreadEngine io;
+    together(*ranks, "reading the weights",
+             [&] { load_weights(*rank.model, checkpoint, map, all_params(rank), io, kSmallRing); });
+  });
+  EXPECT_THAT(outcomes, Each(HasSubstr("failed on rank")));
+}
+
+format::RangeCopy copy_of(std::int64_t offset, DType dtype, std::int64_t numel) {
+  return {0, Bytes(offset), dtype, 0, Numel(), Numel(numel)};
+}
+
+TEST(PlanReads, ReadsNeighboursTogetherAndCutsWhatIsLarge) {
+  const std::vector<format::RangeCopy> copies{copy_of(100, DType::kFloat32, 10),
+                                              copy_of(148, DType::kFloat32, 5),
+                                              copy_of(1 << 20, DType::kFloat32, 300)};
+  const ReadPlan plan = plan_reads(copies, 512_B);
+  ASSERT_EQ(plan.batches.size(), 4U);
+  EXPECT_EQ(plan.batches[0].offset, 100_B);
+  EXPECT_EQ(plan.batches[0].bytes, 68_B);
+  EXPECT_EQ(plan.batches[0].piece_count, 2U);
+  EXPECT_EQ(plan.batches[1].bytes, 512_B);
+  EXPECT_EQ(plan.batches[3].bytes, 176_B);
+  EXPECT_EQ(plan.pieces.back().param_begin, Numel(256));
+}
+
+TEST(PlanReads, KeepsElementsAlignedWhereTheFileDoesNot) {
+  const std::vector<format::RangeCopy> copies{copy_of(101, DType::kBFloat16, 2),
+                                              copy_of(106, DType::kFloat32, 2),
+                                              copy_of(114, DType::kFloat32, 2)};
+  const ReadPlan plan = plan_reads(copies, 512_B);
+  ASSERT_EQ(plan.batches.size(), 2U);
+  EXPECT_EQ(plan.batches[1].offset, 106_B);
+  EXPECT_EQ(plan.batches[1].piece_count, 2U);
+}
+
+}  // namespace
+}  // namespace strata::engine
