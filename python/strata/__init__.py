@@ -27,6 +27,7 @@ from ._C import (
 from .engine import Engine
 from .initialize import initialize
 from .optimizer import ShardedOptimizer
+from .pretrained import load_pretrained, load_weights
 from .runtime import init_distributed
 from .schedule import ScheduledLR
 
@@ -48,5 +49,7 @@ __all__ = [
     "UsageError",
     "init_distributed",
     "initialize",
+    "load_pretrained",
+    "load_weights",
     "zero",
 ]

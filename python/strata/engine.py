@@ -1,6 +1,7 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
 import atexit
+import logging
 import sys
 import weakref
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from . import _C
 from .interception import intercept, restore
 from .model_input import describe_modules, describe_parameters
 from .ownership import give_up_ownership, take_ownership
+
+
+logger = logging.getLogger("strata")
 
 
 class Engine(torch.nn.Module):
@@ -102,6 +106,9 @@ class Engine(torch.nn.Module):
         self.optimizer.overflow = not applied
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        every = self._config.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
 
     def zero_grad(self, set_to_none=True):
         """Does nothing in the middle of accumulation: the engine forgets gradients at each step."""
@@ -194,6 +201,10 @@ class Engine(torch.nn.Module):
         """int, 0 to 3."""
         return self._config.stage
 
+    def zero_gather_16bit_weights_on_model_save(self):
+        """bool: ``stage3_gather_16bit_weights_on_model_save`` of the configuration."""
+        return self._config.gather_16bit_weights_on_model_save
+
     def memory_report(self):
         """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
         return self.core.memory_report()
@@ -210,6 +221,13 @@ class Engine(torch.nn.Module):
             collate_fn=collate_fn,
             drop_last=self._config.drop_last,
         )
+
+    def save_pretrained(self, save_directory, max_shard_size="5GB"):
+        """Writes the weights, in shards of at most ``max_shard_size``, and the model's configuration, so that
+        transformers' ``from_pretrained`` loads them. Collective (``strata.pretrained.save_pretrained``)."""
+        from .pretrained import save_pretrained
+
+        save_pretrained(self, save_directory, max_shard_size)
 
     # --- the end ---
 

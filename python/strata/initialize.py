@@ -8,8 +8,9 @@ import torch
 
 from . import _C
 from .engine import Engine
+from .joint import together
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
-from .runtime import init_distributed, make_collectives, rank_and_world_size
+from .runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
 from .schedule import ScheduledLR
 
 logger = logging.getLogger("strata")
@@ -84,16 +85,33 @@ def initialize(
             raise _C.UsageError(f"initialize({name}=...) is not supported: ranks form one group. Leave it out")
     if dist_init_required is not False:
         init_distributed()
-    parsed = parse_config(_find_config(args, config, config_params))
-    sharded_optimizer, rule = _make_optimizer(parsed, model, optimizer, model_parameters)
-    engine = Engine(model, parsed, sharded_optimizer, rule, make_collectives(parsed.collectives, parsed.timeout_s))
+    with telling_the_others():
+        parsed = parse_config(_find_config(args, config, config_params))
+    collectives = make_collectives(parsed.collectives, parsed.timeout_s)
+    return assemble(model, parsed, collectives, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+
+
+def assemble(
+    model, config, collectives, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, born_flat=None
+):
+    """What ``initialize`` returns, once the configuration is read and the ranks are connected.
+
+    Args:
+        config: a _C.Config.
+        collectives: a _C.Collectives.
+        born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
+        The others are ``initialize``'s.
+    """
+    with together(collectives, "making the optimizer"):
+        sharded_optimizer, rule = _make_optimizer(config, model, optimizer, model_parameters)
+    engine = Engine(model, config, sharded_optimizer, rule, collectives, born_flat)
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)
         if rule == "external":
             run_on_shards(sharded_optimizer, engine.core)
-    engine.lr_scheduler = _make_scheduler(parsed, sharded_optimizer, lr_scheduler)
+    engine.lr_scheduler = _make_scheduler(config, sharded_optimizer, lr_scheduler)
     engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn) if training_data is not None else None
-    _log_hints(parsed, engine)
+    _log_hints(config, engine)
     return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -1,11 +1,16 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
 import os
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from . import _C
+
+
+_FAILED = "failed: "
+_FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
 
 
 def init_distributed(dist_backend="gloo", timeout=None, **_ignored):
@@ -34,7 +39,7 @@ def make_collectives(kind, timeout_s):
             "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d.
         timeout_s: seconds a rank waits for another that lives but does not come.
 
-    Errors: ``CommError`` when ranks cannot reach each other; ``ConfigError`` for "local" with several ranks.
+    Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for "local" with several ranks.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
@@ -45,13 +50,34 @@ def make_collectives(kind, timeout_s):
             "processes. Write 'auto'"
         )
     store = dist.distributed_c10d._get_default_store()
+    hosts = _exchange(timeout_s, _host_identity())
+    for other, text in enumerate(hosts):
+        if text.startswith(_FAILED):
+            raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
     if kind == "auto":
-        hosts = _C.exchange_text(store, rank, world_size, timeout_s, _host_identity())
         kind = "shm" if len(set(hosts)) == 1 else "c10d"
     if kind == "shm":
         return _C.shm_collectives(store, rank, world_size, timeout_s)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return _C.c10d_collectives(group, "gloo")
+
+
+@contextmanager
+def telling_the_others():
+    """For what a rank does before ``make_collectives``: if it fails, the others learn of it there, instead of
+    waiting for a rank that has left."""
+    try:
+        yield
+    except Exception as error:
+        if rank_and_world_size()[1] > 1:
+            with suppress(_C.CommError):  # nobody came to hear it
+                _exchange(_FAREWELL_S, f"{_FAILED}{error}")
+        raise
+
+
+def _exchange(timeout_s, text):
+    rank, world_size = rank_and_world_size()
+    return _C.exchange_text(dist.distributed_c10d._get_default_store(), rank, world_size, timeout_s, text)
 
 
 def _host_identity():
