@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-PRELOADED = ["torch", "torch.distributed", "pytest", "strata"]
+PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata"]
 PATIENCE_S = 10.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
 
