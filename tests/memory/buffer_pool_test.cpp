@@ -48,6 +48,31 @@ TEST(BufferPool, AllocatesNothingOnceEverySizeWasSeen) {
   EXPECT_EQ(pool.cached_bytes(), ledger->held(Tier::kHost, Kind::kGathered));
 }
 
+TEST(BufferPool, CachedAndUsedBuffersStayWithinTheTotalLimitTogether) {
+  const auto ledger = std::make_shared<Ledger>();
+  Pool pool(charged_to(ledger), 1_GiB);
+  const Bytes page = page_size();
+  pool.set_total_limit(page * 4);
+  for (int i = 0; i < 3; ++i) {
+    auto first = pool.acquire(page);
+    auto second = pool.acquire(page);
+    auto third = pool.acquire(page * 2);
+    EXPECT_EQ(pool.leased_bytes(), page * 4);
+  }
+  EXPECT_EQ(pool.allocations(), 3) << "what fits is kept";
+  {
+    const auto other = pool.acquire(page * 3);  // the cached ones make room for another size
+    EXPECT_LE(pool.leased_bytes() + pool.cached_bytes(), page * 4);
+  }
+  EXPECT_EQ(ledger->peak(Tier::kHost, Kind::kGathered), page * 4);
+  {
+    const auto large = pool.acquire(page * 5);  // more than the limit, but in use
+    const auto small = pool.acquire(page);
+    EXPECT_EQ(pool.cached_bytes(), 0_B);
+  }
+  EXPECT_LE(pool.cached_bytes(), page * 4);
+}
+
 TEST(BufferPool, ALeaseHasExactlyTheBytesAskedFor) {
   Pool pool(charged_to(nullptr), 1_MiB);
   EXPECT_EQ(pool.acquire(5000_B).bytes().size(), 5000U);

@@ -62,9 +62,9 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
 Engine::~Engine() = default;
 
 void Engine::weights_changed() {
-  gatherer_.invalidate();
+  gatherer_.invalidate(Changed::kAll);
   collectives_->barrier();  // every rank's shards are written before anybody reads them
-  gatherer_.refresh_whole();
+  gatherer_.refresh_whole(Changed::kAll);
 }
 
 void Engine::adopt_flat(std::span<const int> params) {
@@ -127,7 +127,8 @@ void Engine::abandon_backward() {
 }
 
 void Engine::zero_gradients() {
-  reducer_.shards().clear();
+  reducer_.clear_unused();
+  reducer_.drop_gradients();
   backward_seen_ = false;
 }
 
@@ -165,11 +166,13 @@ Engine::Finding Engine::measure_gradients(double loss_scale) {
     // The one all-reduce of a step. It also is the synchronisation before the shards change:
     // whoever takes part has finished its gathers.
     std::vector<double> values{sum, not_finite,
-                               with_late ? static_cast<double>(reducer_.late_units().size()) : 0.0};
+                               with_late ? static_cast<double>(reducer_.late_units().size()) : 0.0,
+                               reducer_.unused_param() >= 0 ? 1.0 : 0.0};
     collectives_->all_reduce(values, comm::ReduceOp::kSum);
     return values;
   };
   std::vector<double> values = measure(true);
+  if (values[3] > 0.0 && !options_.allow_unused) report_unused();
   if (values[2] > 0.0) {
     reduce_late();
     values = measure(false);
@@ -178,6 +181,22 @@ Engine::Finding Engine::measure_gradients(double loss_scale) {
   const double norm =
       finite ? std::sqrt(values[0]) / loss_scale : std::numeric_limits<double>::infinity();
   return {norm, finite};
+}
+
+void Engine::report_unused() {
+  const int param = reducer_.unused_param();
+  const std::vector<std::string> texts =
+      collectives_->all_gather_text(param >= 0 ? weights_.param(param).name : "");
+  std::string where;
+  for (std::size_t r = 0; r < texts.size() && where.empty(); ++r) {
+    if (!texts[r].empty()) where = fmt::format("'{}' on rank {}", texts[r], r);
+  }
+  zero_gradients();
+  throw UsageError(
+      fmt::format("a trainable parameter got no gradient in this step, which "
+                  "zero_optimization.ignore_unused_parameters=false makes an error; use it in the "
+                  "loss, freeze it, or allow it. The step's gradients are dropped. First: {}",
+                  where));
 }
 
 void Engine::report_not_finite() {
@@ -204,10 +223,9 @@ void Engine::report_not_finite() {
 }
 
 void Engine::update_weights(std::span<const GroupScalars> groups, float gradient_scale) {
-  gatherer_.invalidate();
   optimizer_->step(groups, gradient_scale);
   collectives_->barrier();  // every shard is new before anybody gathers
-  gatherer_.refresh_whole();
+  gatherer_.refresh_whole(Changed::kTrainable);
 }
 
 StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
@@ -222,6 +240,8 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
     throw UsageError(
         "step() was called without a backward pass since the last step; call backward() first");
   }
+  // First, since gathers of what will change must be over when the others hear from this rank.
+  gatherer_.invalidate(Changed::kTrainable);
   const Finding finding = measure_gradients(loss_scale);
   if (!finding.finite && !skip_on_overflow && options_.check_finite) report_not_finite();
   StepResult result{finding.finite || !skip_on_overflow, finding.norm};

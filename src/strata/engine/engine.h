@@ -86,6 +86,7 @@ class Engine {
   void reduce_late();
   Finding measure_gradients(double loss_scale);
   [[noreturn]] void report_not_finite();
+  [[noreturn]] void report_unused();
   void update_weights(std::span<const GroupScalars> groups, float gradient_scale);
 
   EngineOptions options_;

@@ -1,7 +1,6 @@
 #include "strata/engine/gatherer.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "strata/base/error.h"
 
@@ -15,8 +14,11 @@ Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, dev
       bounds_(bounds),
       order_(static_cast<int>(units.size())),
       pool_([&device](Bytes bytes) { return device.allocate(bytes, memory::Kind::kGathered); },
-            Bytes()),
-      slots_(units.size()) {
+            bounds.max_live),
+      slots_(units.size()),
+      prefetches_(bounds.prefetch.value > 0 &&
+                  std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {
+  pool_.set_total_limit(bounds.max_live);
   for (Unit& u : units_) {
     if (u.whole) views_.attach(u.id, u.resident);
   }
@@ -47,13 +49,25 @@ std::span<std::byte> Gatherer::flat(int index) const {
 
 void Gatherer::acquire(int index) {
   order_.note_use(index);
-  if (!unit(index).whole) {
-    Slot& s = slot(index);
-    if (s.state == State::kReleased) start(index);
-    if (s.state == State::kGathering) finish(index);
-  }
+  if (!unit(index).whole) gather(index);
   ++slot(index).pins;
-  prefetch();
+  if (!prefetches_) return;
+  try {
+    prefetch();
+  } catch (...) {
+    release(index);
+    throw;
+  }
+}
+
+void Gatherer::gather(int index) {
+  Slot& s = slot(index);
+  if (s.state == State::kReleased) {
+    make_room(footprint(index), -1);  // it may exceed the bound, but only after all else is gone
+    s.memory = take(index);
+    start(index);
+  }
+  if (s.state == State::kGathering) finish(index);
 }
 
 void Gatherer::release(int index) {
@@ -68,16 +82,43 @@ void Gatherer::discard(int index) {
   if (slot(index).pins == 0 && !unit(index).whole) drop(index);
 }
 
+Gatherer::Pool::Lease Gatherer::take(int index) {
+  const Bytes bytes = unit(index).layout.flat_bytes();
+  try {
+    return pool_.acquire(bytes);
+  } catch (const OutOfMemoryError&) {
+    // The device has less than the bound allows.
+    if (live_.value == 0) throw;
+  }
+  evict_all();
+  try {
+    return pool_.acquire(bytes);
+  } catch (const OutOfMemoryError& error) {
+    report_exhausted(index, error.what());
+  }
+}
+
+void Gatherer::report_exhausted(int index, const std::string& cause) const {
+  std::string pinned;
+  for (const Unit& u : units_) {
+    if (u.whole || slot(u.id).pins == 0) continue;
+    pinned += fmt::format("{}'{}' ({})", pinned.empty() ? "" : ", ", u.name(),
+                          to_string(footprint(u.id)));
+  }
+  throw OutOfMemoryError(fmt::format(
+      "the weights of unit '{}' cannot be gathered; in use at the same time and gathered: {}; {}",
+      unit(index).name(), pinned.empty() ? "no other unit" : pinned, cause));
+}
+
+// The unit has its memory.
 void Gatherer::start(int index) {
-  Unit& u = unit(index);
+  const Unit& u = unit(index);
   Slot& s = slot(index);
-  const Bytes bytes = u.layout.flat_bytes();
-  make_room(bytes, -1);  // a unit in use may exceed the bound, but only after all else is gone
-  s.memory = pool_.acquire(bytes);
-  live_ += bytes;
+  live_ += footprint(index);
   s.state = State::kGathering;
   try {
-    s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(bytes.size()), u.name());
+    s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(u.layout.flat_bytes().size()),
+                                     u.name());
   } catch (...) {
     drop(index);
     throw;
@@ -104,7 +145,7 @@ void Gatherer::drop(int index) {
   s.work.reset();
   s.memory = {};
   s.state = State::kReleased;
-  live_ -= unit(index).layout.flat_bytes();
+  live_ -= footprint(index);
 }
 
 bool Gatherer::make_room(Bytes bytes, std::int64_t distance) {
@@ -129,34 +170,39 @@ bool Gatherer::make_room(Bytes bytes, std::int64_t distance) {
 }
 
 void Gatherer::prefetch() {
-  if (bounds_.prefetch.value <= 0) return;
   Bytes ahead;
-  std::int64_t distance = 0;
+  std::int64_t distance = -1;
   for (const int next : order_.upcoming()) {
-    const Unit& u = unit(next);
-    const Slot& s = slot(next);
-    if (u.whole || s.pins > 0) continue;
-    ahead += u.layout.flat_bytes();
-    if (ahead > bounds_.prefetch) return;
-    if (s.state == State::kReleased) {
-      if (!make_room(u.layout.flat_bytes(), distance)) return;
-      start(next);
-    }
     ++distance;
+    Slot& s = slot(next);
+    if (unit(next).whole || s.pins > 0) continue;
+    const Bytes bytes = footprint(next);
+    ahead += bytes;
+    if (ahead > bounds_.prefetch) return;
+    if (s.state != State::kReleased) continue;
+    if (!make_room(bytes, distance)) return;
+    try {
+      s.memory = pool_.acquire(unit(next).layout.flat_bytes());
+    } catch (const OutOfMemoryError&) {
+      return;  // its use will evict what it must, and tell what is missing
+    }
+    start(next);
   }
 }
 
-void Gatherer::invalidate() {
+void Gatherer::invalidate(Changed changed) {
+  const auto concerned = [&](const Unit& u) {
+    return !u.whole && (changed == Changed::kAll || u.trainable());
+  };
   for (const Unit& u : units_) {
-    if (u.whole) continue;
-    if (slot(u.id).pins > 0) {
-      throw UsageError(
-          fmt::format("the weights of unit '{}' cannot change while it is in use; leave "
-                      "GatheredParameters and finish "
-                      "forward and backward before the step",
-                      u.name()));
-    }
-    drop(u.id);
+    if (!concerned(u) || slot(u.id).pins == 0) continue;
+    throw UsageError(
+        fmt::format("the weights of unit '{}' cannot change while it is in use; leave "
+                    "GatheredParameters and finish forward and backward before the step",
+                    u.name()));
+  }
+  for (const Unit& u : units_) {
+    if (concerned(u)) drop(u.id);
   }
 }
 
@@ -166,11 +212,12 @@ void Gatherer::evict_all() {
   }
 }
 
-void Gatherer::refresh_whole() {
+void Gatherer::refresh_whole(Changed changed) {
   if (collectives_.world_size() == 1) return;
   std::vector<std::unique_ptr<comm::Work>> works;
   for (const Unit& u : units_) {
-    if (u.whole) works.push_back(collectives_.all_gather(u.slices, u.resident, u.name()));
+    if (!u.whole || (changed == Changed::kTrainable && !u.trainable())) continue;
+    works.push_back(collectives_.all_gather(u.slices, u.resident, u.name()));
   }
   for (const auto& work : works) work->wait();
 }

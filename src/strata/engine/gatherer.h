@@ -4,16 +4,20 @@
 // kept while the bound on gathered bytes allows, so that the backward pass finds the last blocks of
 // the forward pass still there, and goes when something that is used sooner needs the room. Which
 // unit is used when is learned (plan::FetchOrder) and also drives prefetching, within its own
-// bound. Units that are whole are always complete, except between a change of the shards and
-// refresh_whole().
+// bound. Freed buffers are kept for the next gather of their size as far as the bound on gathered
+// bytes allows, so that a pass allocates nothing once its sizes have been seen. Units that are
+// whole are always complete, except between a change of the shards and refresh_whole().
 //
 // States of a sharded unit: released (no memory) -> gathering (memory, an operation runs) ->
 // gathered (memory, parameters attached, pinned or evictable) -> released. Threads: one thread at a
-// time. Errors: CommError from the collectives, OutOfMemoryError; the unit is released then and may
-// be acquired again.
+// time. Errors: CommError from the collectives; OutOfMemoryError, after all that no one pins has
+// been evicted, which says what is pinned. The unit is released and unpinned then, and may be
+// acquired again. A prefetch for which memory does not suffice is left out.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "strata/comm/collectives.h"
@@ -25,9 +29,12 @@
 namespace strata::engine {
 
 struct GatherBounds {
-  Bytes max_live;  // gathered bytes; exceeded only by what is pinned at once
+  Bytes max_live;  // gathered bytes and free buffers; exceeded only by what is pinned at once
   Bytes prefetch;  // of these, fetched ahead of use
 };
+
+// Whose shards change: everybody's, or those that an optimizer step updates.
+enum class Changed { kAll, kTrainable };
 
 class Gatherer {
  public:
@@ -45,15 +52,17 @@ class Gatherer {
   bool gathered(int unit) const;
   bool pinned(int unit) const;
 
-  // The shards have changed, or are about to: drops every gathered copy. UsageError if one is
-  // pinned.
-  void invalidate();
+  // Shards have changed, or are about to: drops the gathered copies of them. UsageError if one is
+  // pinned; nothing is dropped then.
+  void invalidate(Changed changed);
   // Collective: completes the whole units from everybody's changed shards.
-  void refresh_whole();
+  void refresh_whole(Changed changed);
   // Frees what no one pins.
   void evict_all();
 
-  Bytes live() const { return live_; }
+  Bytes live() const { return live_; }  // of gathered units and those being gathered
+  // Buffers made since construction.
+  std::int64_t allocations() const { return pool_.allocations(); }
   const plan::FetchOrder& order() const { return order_; }
   // The flat buffer of a gathered or whole unit.
   std::span<std::byte> flat(int unit) const;
@@ -68,15 +77,21 @@ class Gatherer {
     std::unique_ptr<comm::Work> work;
   };
 
+  void gather(int unit);
   void start(int unit);
   void finish(int unit);
+  // Memory for a unit in use, whatever must be evicted for it.
+  Pool::Lease take(int unit);
+  [[noreturn]] void report_exhausted(int unit, const std::string& cause) const;
   void drop(int unit);
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
   void prefetch();
   Slot& slot(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
   const Slot& slot(int unit) const { return slots_[static_cast<std::size_t>(unit)]; }
-  Unit& unit(int index) { return units_[static_cast<std::size_t>(index)]; }
+  const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
+  // What a unit takes while it is gathered.
+  Bytes footprint(int index) const { return Pool::footprint(unit(index).layout.flat_bytes()); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
@@ -85,6 +100,7 @@ class Gatherer {
   plan::FetchOrder order_;
   Pool pool_;
   std::vector<Slot> slots_;
+  bool prefetches_;  // there are sharded units, and a bound for fetching them ahead
   Bytes live_;
 };
 

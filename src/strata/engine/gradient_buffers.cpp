@@ -1,27 +1,41 @@
 #include "strata/engine/gradient_buffers.h"
 
+#include <algorithm>
+
 #include "strata/base/error.h"
 
 namespace strata::engine {
 
 GradientBuffers::Buffer GradientBuffers::take(Bytes bytes) {
-  auto& free = free_[bytes.size()];
-  if (!free.empty()) {
-    Buffer buffer = std::move(free.back());
-    free.pop_back();
-    return buffer;
+  Size& size = sizes_[bytes.size()];
+  Buffer buffer;
+  if (!size.free.empty()) {
+    buffer = std::move(size.free.back());
+    size.free.pop_back();
+  } else {
+    buffer = std::make_unique<Allocation>();
+    buffer->charge =
+        memory::Charge(ledger_, memory::Tier::kDevice, memory::Kind::kGradients, bytes);
+    buffer->memory =
+        collectives_.allocate(fmt::format("{}.gradients.{}", name_, allocations_++), bytes);
   }
-  auto buffer = std::make_unique<Allocation>();
-  buffer->charge = memory::Charge(ledger_, memory::Tier::kDevice, memory::Kind::kGradients, bytes);
-  buffer->memory =
-      collectives_.allocate(fmt::format("{}.gradients.{}", name_, allocations_++), bytes);
+  size.most_in_use = std::max(size.most_in_use, ++size.in_use);
   return buffer;
 }
 
 void GradientBuffers::give_back(Buffer buffer) {
   if (buffer == nullptr) return;
-  const std::size_t bytes = buffer->memory->local().size();
-  free_[bytes].push_back(std::move(buffer));
+  Size& size = sizes_[buffer->memory->local().size()];
+  --size.in_use;
+  size.free.push_back(std::move(buffer));
+}
+
+void GradientBuffers::end_pass() {
+  for (auto& [bytes, size] : sizes_) {
+    const std::size_t keep = size.most_in_use - size.in_use;
+    if (size.free.size() > keep) size.free.resize(keep);
+    size.most_in_use = size.in_use;
+  }
 }
 
 }  // namespace strata::engine

@@ -1,7 +1,8 @@
 // Flat gradient buffers: memory that peers can read, taken when a unit's first gradient arrives and
 // given back when its reduction is done. Buffers are kept for reuse by exact size (units repeat),
-// so after the first pass nothing is allocated. Threads: one thread at a time. Ownership: a Buffer
-// goes back to its pool, which must outlive it.
+// so after the first passes nothing is allocated; those that a pass had no use for are freed at its
+// end, since a first pass in an unforeseen order may need many more at once. Threads: one thread at
+// a time. Ownership: a Buffer goes back to its pool, which must outlive it.
 #pragma once
 
 #include <map>
@@ -28,13 +29,20 @@ class GradientBuffers {
 
   Buffer take(Bytes bytes);
   void give_back(Buffer buffer);
+  // Keeps as many buffers of each size as were in use at once since the last call.
+  void end_pass();
   int allocations() const { return allocations_; }
 
  private:
   std::string name_;
   comm::Collectives& collectives_;
   std::shared_ptr<memory::Ledger> ledger_;
-  std::map<std::size_t, std::vector<Buffer>> free_;  // by size in bytes
+  struct Size {
+    std::vector<Buffer> free;
+    std::size_t in_use = 0;
+    std::size_t most_in_use = 0;  // since the last end_pass()
+  };
+  std::map<std::size_t, Size> sizes_;  // by bytes
   int allocations_ = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "strata/engine/reducer.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "strata/base/error.h"
 
@@ -30,6 +31,7 @@ Reducer::~Reducer() = default;
 void Reducer::begin_backward(bool reduce, std::span<const int> first_uses) {
   reducing_ = reduce;
   next_ = 0;
+  waiting_bytes_ = Bytes();
   completion_.clear();
   if (order_.empty()) {
     std::vector<int> order(first_uses.rbegin(), first_uses.rend());
@@ -41,6 +43,7 @@ void Reducer::begin_backward(bool reduce, std::span<const int> first_uses) {
     std::fill(p.seen.begin(), p.seen.end(), 0);
     p.missing = 0;
     for (const int expected : p.expected) p.missing += expected;
+    p.waiting = false;
     p.reduced = false;
     if (p.missing == 0) completion_.push_back(unit);
   }
@@ -63,7 +66,7 @@ void Reducer::agree_on_order(std::vector<int> order) {
 void Reducer::open(int unit) {
   Progress& p = progress(unit);
   const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
-  p.buffer = buffers_.take(bytes_of(layout.padded(), options_.reduce_dtype));
+  p.buffer = buffers_.take(buffer_bytes(unit));
   std::fill(p.written.begin(), p.written.end(), false);
   // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
   const std::span<std::byte> bytes = p.buffer->memory->local();
@@ -98,12 +101,21 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
   if (++p.seen[index] > p.expected[index] || p.reduced) return;
   if (--p.missing > 0) return;
   completion_.push_back(unit);
+  p.waiting = true;
+  waiting_bytes_ += buffer_bytes(unit);
   if (reducing_) try_reduce();
 }
 
 void Reducer::try_reduce() {
-  while (next_ < order_.size() && progress(order_[next_]).missing <= 0)
-    start_reduction(order_[next_++]);
+  while (next_ < order_.size()) {
+    const int unit = order_[next_];
+    if (progress(unit).missing > 0) {
+      if (waiting_bytes_ <= options_.max_reducing) return;
+      completion_.push_back(unit);  // it has waited for a gradient that may never come
+    }
+    ++next_;
+    start_reduction(unit);
+  }
 }
 
 void Reducer::start_reduction(int unit) {
@@ -113,13 +125,15 @@ void Reducer::start_reduction(int unit) {
   for (std::size_t i = 0; i < p.written.size(); ++i) {
     if (p.written[i]) continue;
     const plan::Slot& slot = u.layout.slots()[i];
+    if (unused_param_ < 0 && slot.numel.value > 0 && !p.reduced) unused_param_ = slot.param;
     device_.fill_zero(
         p.buffer->memory->local().subspan(bytes_of(slot.offset, options_.reduce_dtype).size(),
                                           bytes_of(slot.numel, options_.reduce_dtype).size()),
         *stream_);
   }
   stream_->synchronize();
-  const Bytes bytes = bytes_of(u.layout.padded(), options_.reduce_dtype);
+  const Bytes bytes = buffer_bytes(unit);
+  if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
   finish_reductions(std::max(options_.max_reducing - bytes, Bytes()));
   const GradientShards::Target target = shards_.begin(unit);
   comm::Reduction reduction;
@@ -128,10 +142,10 @@ void Reducer::start_reduction(int unit) {
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
+  auto work = collectives_.reduce_scatter(reduction, u.name());
   p.reduced = true;
   pending_bytes_ += bytes;
-  pending_.push_back({unit, std::move(p.buffer), nullptr});
-  pending_.back().work = collectives_.reduce_scatter(reduction, u.name());
+  pending_.push_back({unit, std::move(p.buffer), std::move(work)});
 }
 
 void Reducer::finish_reductions(Bytes at_most) {
@@ -149,6 +163,7 @@ void Reducer::end_backward() {
   if (!reducing_) return;
   while (next_ < order_.size()) start_reduction(order_[next_++]);
   finish_reductions(Bytes());
+  buffers_.end_pass();
   learn();
 }
 
@@ -175,6 +190,10 @@ void Reducer::abandon_backward() {
   }
   pending_.clear();
   pending_bytes_ = Bytes();
+  drop_gradients();
+}
+
+void Reducer::drop_gradients() {
   for (Progress& p : progress_) buffers_.give_back(std::move(p.buffer));
   shards_.clear();
 }

@@ -7,7 +7,8 @@
 // complete, so that the collectives match whatever each rank's autograd did. The order and the
 // number of gradients to expect are learned from the first pass. A gradient that comes after its
 // unit was reduced (a graph that differs from the last one) is kept, and goes out with the next
-// reduction or at the step. A parameter that got no gradient on this rank contributes zeroes.
+// reduction or at the step. A parameter that got no gradient on this rank contributes zeroes; units
+// do not wait for it with more than `max_reducing` bytes: then the one in front is reduced as it is.
 //
 // Threads: one thread at a time. Ownership: gradients are read during add() only.
 // Errors: CommError; after one the reducer is broken with its collectives.
@@ -31,7 +32,7 @@ struct ReducerOptions {
   std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;
   DType accumulation_dtype = DType::kFloat32;
-  Bytes max_reducing;
+  Bytes max_reducing;  // of buffers under reduction, and of complete ones that wait for their turn
   bool sum = false;  // over ranks; else the mean
 };
 
@@ -51,6 +52,12 @@ class Reducer {
   void end_backward();
   // A backward pass failed: what it left behind is dropped, so that the next one starts clean.
   void abandon_backward();
+  // Forgets the gradients of the step so far, reduced or not. Not during a backward pass.
+  void drop_gradients();
+
+  // A parameter that got no gradient on this rank since the last clear_unused(); -1: none.
+  int unused_param() const { return unused_param_; }
+  void clear_unused() { unused_param_ = -1; }
 
   // Units that hold gradients which came too late for their reduction.
   std::vector<int> late_units() const;
@@ -70,6 +77,7 @@ class Reducer {
     std::vector<int> seen;      // in this pass
     std::vector<bool> written;  // slots of the buffer that hold something
     int missing = 0;            // gradients that are expected and have not come
+    bool waiting = false;       // complete, and not its turn yet
     bool reduced = false;       // in this pass
     GradientBuffers::Buffer buffer;
   };
@@ -80,6 +88,9 @@ class Reducer {
   void finish_reductions(Bytes at_most);
   void agree_on_order(std::vector<int> order);
   void learn();
+  Bytes buffer_bytes(int unit) const {
+    return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), options_.reduce_dtype);
+  }
   Progress& progress(int unit) { return progress_[static_cast<std::size_t>(unit)]; }
 
   std::vector<Unit>& units_;
@@ -95,7 +106,9 @@ class Reducer {
   std::size_t next_ = 0;         // index into order_ of the next unit to reduce
   std::deque<Pending> pending_;
   Bytes pending_bytes_;
+  Bytes waiting_bytes_;  // of complete units that are not reduced yet, in this pass
   bool reducing_ = false;  // this pass reduces
+  int unused_param_ = -1;
   int passes_ = 0;         // passes that reduced
 };
 

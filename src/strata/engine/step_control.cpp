@@ -28,6 +28,7 @@ EngineOptions engine_options_from(const Config& config) {
       config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
   options.prefetch = bytes_or_unbounded(config.zero.prefetch_bucket_size, dtype);
   options.max_reducing = bytes_or_unbounded(config.zero.reduce_bucket_size, options.reduce_dtype);
+  options.allow_unused = config.zero.ignore_unused_parameters;
   options.gradient_clipping = config.gradient_clipping;
   options.check_finite = dtype == DType::kFloat32 || config.precision.skip_on_overflow;
   return options;

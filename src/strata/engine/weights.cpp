@@ -107,7 +107,9 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
                           const std::byte* source, DType source_dtype) {
   const DType dtype = unit.layout.dtype();
   std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
-  if (dtype == source_dtype) {
+  if (weights == source) {
+    // A unit that is whole, written in place.
+  } else if (dtype == source_dtype) {
     const Bytes bytes = bytes_of(numel, dtype);
     device_.copy({weights, bytes.size()}, {source, bytes.size()}, *stream_);
   } else {

@@ -4,8 +4,7 @@
 //
 // Values enter by store(), a piece of one parameter at a time, in any dtype: a rank keeps what
 // falls into its own shard, rounded once to the weight's dtype, with the master taken from the
-// unrounded value. Threads: one thread at a time; store() of different parameters may run in
-// parallel. Errors: UsageError on ranges outside a parameter.
+// unrounded value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
 #pragma once
 
 #include <memory>

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -73,15 +74,21 @@ class BufferPool {
   }
 
   Lease acquire(Bytes bytes) {
-    STRATA_ASSERT(bytes.value >= 0);
-    const Bytes size = align_up(std::max(bytes, Bytes(1)), page_size());
+    const Bytes size = footprint(bytes);
     std::unique_ptr<Buffer> buffer = state_->take(size);
     if (!buffer) {
+      state_->shrink_to(kUnbounded, size);
       buffer = allocate(size);
       STRATA_ASSERT(buffer && Bytes(buffer->bytes().size()) == size);
       state_->admit(size);
     }
     return Lease(state_, std::move(buffer), bytes);
+  }
+
+  // What a buffer for so many bytes takes.
+  static Bytes footprint(Bytes bytes) {
+    STRATA_ASSERT(bytes.value >= 0);
+    return align_up(std::max(bytes, Bytes(1)), page_size());
   }
 
   // Frees the buffers that nobody uses.
@@ -92,7 +99,17 @@ class BufferPool {
       const std::lock_guard lock(state_->mutex);
       state_->limit = limit;
     }
-    state_->shrink_to(limit);
+    state_->shrink_to(kUnbounded);
+  }
+  // Keeps buffers that nobody uses only as far as they fit into `limit` together with those in use,
+  // and frees them before a new one is made. Those in use alone may exceed it.
+  void set_total_limit(Bytes limit) {
+    STRATA_ASSERT(limit.value >= 0);
+    {
+      const std::lock_guard lock(state_->mutex);
+      state_->total_limit = limit;
+    }
+    state_->shrink_to(kUnbounded);
   }
 
   // Buffers made since construction; it stays as it is once every size in use at a time was seen.
@@ -110,6 +127,8 @@ class BufferPool {
   }
 
  private:
+  static constexpr Bytes kUnbounded{std::numeric_limits<std::int64_t>::max()};
+
   std::unique_ptr<Buffer> allocate(Bytes size) {
     try {
       return allocate_(size);
@@ -124,6 +143,7 @@ class BufferPool {
   struct State {
     std::mutex mutex;
     Bytes limit;
+    Bytes total_limit = kUnbounded;
     std::vector<std::unique_ptr<Buffer>> cached;  // in the order they were given back
     std::size_t leases = 0;
     std::int64_t allocations = 0;
@@ -157,28 +177,28 @@ class BufferPool {
     }
 
     void give_back(std::unique_ptr<Buffer> buffer) noexcept {
-      Bytes keep;
       {
         const std::lock_guard lock(mutex);
         leased_bytes -= size_of(*buffer);
         cached_bytes += size_of(*buffer);
         --leases;
         cached.push_back(std::move(buffer));
-        keep = limit;
       }
-      shrink_to(keep);
+      shrink_to(kUnbounded);
     }
 
-    // Whether anything was freed.
-    bool shrink_to(Bytes keep) noexcept {
+    // Frees cached buffers until they are at most `most`, and within the limits when `incoming`
+    // bytes more are in use. Whether anything was freed.
+    bool shrink_to(Bytes most, Bytes incoming = {}) noexcept {
       bool freed = false;
-      while (pop_oldest_beyond(keep)) freed = true;
+      while (pop_oldest_beyond(most, incoming)) freed = true;
       return freed;
     }
 
-    std::unique_ptr<Buffer> pop_oldest_beyond(Bytes keep) {
+    std::unique_ptr<Buffer> pop_oldest_beyond(Bytes most, Bytes incoming) {
       const std::lock_guard lock(mutex);
-      if (cached_bytes <= keep) return nullptr;
+      const Bytes keep = std::min({most, limit, total_limit - leased_bytes - incoming});
+      if (cached.empty() || cached_bytes <= keep) return nullptr;
       std::unique_ptr<Buffer> oldest = std::move(cached.front());
       cached.erase(cached.begin());
       cached_bytes -= size_of(*oldest);

@@ -32,6 +32,7 @@ std::vector<plan::ParamSpec> make_specs(const ModelInput& input, const engine::C
 plan::PlanOptions plan_options(const engine::Config& config) {
   plan::PlanOptions options;
   options.wrap = config.strata.wrap;
+  options.leaf_classes = config.zero.leaf.classes;
   if (config.strata.unit_size) options.unit_bytes = *config.strata.unit_size;
   if (config.zero.stage == 3) {
     options.persistence_threshold = config.zero.param_persistence_threshold;
@@ -86,6 +87,16 @@ void ShardedModel::require_alive() const {
 engine::Engine& ShardedModel::engine() {
   require_alive();
   return *engine_;
+}
+
+Scopes& ShardedModel::scopes() {
+  require_alive();
+  return *scopes_;
+}
+
+engine::StepControl& ShardedModel::control() {
+  require_alive();
+  return *control_;
 }
 
 void ShardedModel::begin_forward() {

@@ -68,11 +68,11 @@ class ShardedModel {
 
   // --- scopes: ids are indices into plan().scopes ---
   const plan::ModelPlan& plan() const { return plan_; }
-  Scopes& scopes() { return *scopes_; }
+  Scopes& scopes();
   void begin_forward();
 
   // --- training ---
-  engine::StepControl& control() { return *control_; }
+  engine::StepControl& control();
   void begin_backward();
   void end_backward();
   void abandon_backward() noexcept;
