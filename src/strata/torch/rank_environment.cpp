@@ -1,0 +1,107 @@
+#include "strata/torch/rank_environment.h"
+
+#include <charconv>
+#include <chrono>
+#include <cstdlib>
+#include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "strata/base/error.h"
+#include "strata/comm/local_collectives.h"
+#include "strata/comm/shm_collectives.h"
+#include "strata/torch/store_bootstrap.h"
+
+namespace strata::torch {
+namespace {
+
+std::optional<std::string> variable(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? std::nullopt : std::optional<std::string>(text);
+}
+
+int parse_number(const char* name, const std::string& text, int lowest, int highest) {
+  int value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || value < lowest || value > highest) {
+    throw ConfigError(
+        fmt::format("the environment variable {} must be a whole number from {} to {}; found '{}'",
+                    name, lowest, highest, text));
+  }
+  return value;
+}
+
+int required_number(const char* name, int lowest, int highest) {
+  const std::optional<std::string> text = variable(name);
+  if (!text) {
+    throw ConfigError(
+        fmt::format("WORLD_SIZE is set, so {0} must be, too; found none. Start every rank with its "
+                    "own RANK and the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {0}",
+                    name));
+  }
+  return parse_number(name, *text, lowest, highest);
+}
+
+c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
+                                           std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.isServer = environment.rank == 0 && !environment.launcher_listens;
+  options.waitWorkers = false;  // the bootstrap waits, and names who did not come
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::PrefixStore>(
+        fmt::format("strata/attempt-{}", environment.attempt),
+        c10::make_intrusive<c10d::TCPStore>(environment.master_address, options));
+  } catch (const std::exception& error) {
+    throw CommError(fmt::format(
+        "rank {} cannot {} {}:{} (MASTER_ADDR, MASTER_PORT), where the ranks find each other: {}",
+        environment.rank, options.isServer ? "listen at" : "reach", environment.master_address,
+        environment.master_port, error.what()));
+  }
+}
+
+}  // namespace
+
+RankEnvironment RankEnvironment::read() {
+  RankEnvironment result;
+  constexpr int kRanksMax = 1 << 20;
+  const std::optional<std::string> world = variable("WORLD_SIZE");
+  if (!world) return result;
+  result.world_size = parse_number("WORLD_SIZE", *world, 1, kRanksMax);
+  result.rank = required_number("RANK", 0, result.world_size - 1);
+  if (result.world_size == 1) return result;
+  result.master_address = variable("MASTER_ADDR").value_or("127.0.0.1");
+  result.master_port = static_cast<std::uint16_t>(required_number("MASTER_PORT", 1, 65535));
+  result.launcher_listens = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  if (const auto attempt = variable("TORCHELASTIC_RESTART_COUNT")) {
+    result.attempt = parse_number("TORCHELASTIC_RESTART_COUNT", *attempt, 0, kRanksMax);
+  }
+  return result;
+}
+
+std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
+                                                    const engine::StrataConfig& config) {
+  using engine::CollectivesKind;
+  if (environment.world_size == 1) return comm::LocalGroup(1).rank(0);
+  if (config.collectives == CollectivesKind::kC10d ||
+      config.collectives == CollectivesKind::kLocal) {
+    throw ConfigError(fmt::format(
+        "strata.collectives: a C++ program of several processes finds shared memory by itself; for "
+        "others make them, and pass TrainerOptions::collectives. Write \"auto\"; found {} and {} "
+        "ranks",
+        config.collectives == CollectivesKind::kC10d ? "\"c10d\"" : "\"local\"",
+        environment.world_size));
+  }
+  const std::chrono::milliseconds timeout(static_cast<std::int64_t>(config.timeout_s * 1000.0));
+  const c10::intrusive_ptr<c10d::Store> store = open_store(environment, timeout);
+  StoreBootstrap bootstrap(store, environment.rank, environment.world_size, timeout);
+  comm::CommOptions options;
+  options.timeout = timeout;
+  std::shared_ptr<comm::Collectives> collectives = comm::make_shm_collectives(bootstrap, options);
+  collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
+  return collectives;
+}
+
+}  // namespace strata::torch

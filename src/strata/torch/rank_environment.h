@@ -1,0 +1,33 @@
+// Who this process is among the ranks, as launchers write it into the environment: RANK,
+// WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torchrun --no-python, or a loop in a shell). Plain values.
+// Errors: ConfigError that names the variable; CommError when ranks do not come within the timeout.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "strata/comm/collectives.h"
+#include "strata/engine/config/config.h"
+
+namespace strata::torch {
+
+struct RankEnvironment {
+  int rank = 0;
+  int world_size = 1;
+  std::string master_address;  // of the host where rank 0 listens, while the ranks find each other
+  std::uint16_t master_port = 0;
+  bool launcher_listens = false;  // torchrun's agent holds the port; no rank listens
+  int attempt = 0;                // torchrun starts all ranks anew after a failure
+
+  // Without WORLD_SIZE: rank 0 of 1. The address and port are asked for only above one rank.
+  static RankEnvironment read();
+};
+
+// Collective. One rank: local; else shared memory, since this face serves ranks of one host.
+// Ranks of several hosts make a process group of their own and pass make_c10d_collectives() to the
+// trainer; a configuration that asks for "c10d" here is a ConfigError that says so.
+std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
+                                                    const engine::StrataConfig& config);
+
+}  // namespace strata::torch

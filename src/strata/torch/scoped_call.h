@@ -1,0 +1,103 @@
+// ScopedCall: how a C++ model calls its parts so that their parameters are there. Python's modules
+// are intercepted; C++ has no such place, so the model's forward says `call(*block, x)` where it
+// would say `block->forward(x)`, and `call.read(weight)` where it uses a parameter that no such
+// call covers (a tied embedding). A ScopedCall that belongs to no trainer just calls forward, so
+// the same model runs without the engine.
+//
+// A call gathers what the module and everything below it own, runs forward, and lets go; in
+// backward it is gathered again by itself. Calls nest. Which tensors go in and out is seen in
+// arguments and results that are tensors, or vectors, tuples, pairs, optionals, arrays or maps of
+// them; tensors hidden in other types make the scope last until the backward pass ends.
+//
+// Threads: one thread at a time. Ownership: weak; once the trainer is gone it calls forward alone.
+// Errors: UsageError for a module that is no part of the trained model; those of gathering.
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "strata/torch/module_description.h"
+#include "strata/torch/sharded_model.h"
+#include "strata/torch/tensor_search.h"
+
+namespace strata::torch {
+
+// The scopes of a model's modules. Made by the trainer.
+class ModuleScopes {
+ public:
+  ModuleScopes(std::shared_ptr<ShardedModel> model, const ModuleDescription& description);
+
+  ShardedModel& model() const { return *model_; }
+  // Scopes of the module and of all below it. UsageError for a module of another model.
+  std::span<const int> below(const ::torch::nn::Module& module) const;
+  // The module's own scope, or none.
+  std::span<const int> of(const ::torch::nn::Module& module) const;
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  std::unordered_map<const ::torch::nn::Module*, std::vector<int>> below_;
+  std::unordered_map<const ::torch::nn::Module*, std::vector<int>> own_;
+};
+
+// Scopes that are entered: abandoned by the destructor unless leave() was called.
+class EnteredScopes {
+ public:
+  EnteredScopes(ShardedModel& model, std::span<const int> scopes);
+  ~EnteredScopes();
+  EnteredScopes(const EnteredScopes&) = delete;
+  EnteredScopes& operator=(const EnteredScopes&) = delete;
+
+  void leave(std::span<const at::Tensor> inputs, std::span<const at::Tensor> outputs);
+
+ private:
+  ShardedModel& model_;
+  std::span<const int> scopes_;
+  std::size_t entered_ = 0;
+};
+
+// Runs module.forward(args...) within the scopes.
+template <typename Module, typename... Args>
+auto run_within(ShardedModel& model, std::span<const int> scopes, Module& module, Args&&... args) {
+  static_assert(!std::is_void_v<decltype(module.forward(std::forward<Args>(args)...))>,
+                "forward must return what backward starts from");
+  if (scopes.empty()) return module.forward(std::forward<Args>(args)...);
+  EnteredScopes entered(model, scopes);
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  const bool records = at::GradMode::is_enabled();
+  if (records) (collect_tensors(args, inputs), ...);
+  auto result = module.forward(std::forward<Args>(args)...);
+  if (records) collect_tensors(result, outputs);
+  entered.leave(inputs, outputs);
+  return result;
+}
+
+class ScopedCall {
+ public:
+  ScopedCall() = default;
+  explicit ScopedCall(std::weak_ptr<const ModuleScopes> scopes) : scopes_(std::move(scopes)) {}
+
+  template <typename Module, typename... Args>
+  auto operator()(Module& module, Args&&... args) const {
+    const std::shared_ptr<const ModuleScopes> scopes = scopes_.lock();
+    if (scopes == nullptr || !scopes->model().alive())
+      return module.forward(std::forward<Args>(args)...);
+    return run_within(scopes->model(), scopes->below(module), module, std::forward<Args>(args)...);
+  }
+
+  // The parameter itself, gathered until the backward pass ends; without autograd, until the next
+  // forward or step. Other tensors are given back as they are.
+  const at::Tensor& read(const at::Tensor& parameter) const;
+
+ private:
+  std::weak_ptr<const ModuleScopes> scopes_;
+};
+
+}  // namespace strata::torch

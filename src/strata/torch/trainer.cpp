@@ -1,0 +1,164 @@
+#include "strata/torch/trainer.h"
+
+#include <ATen/Parallel.h>
+
+#include <exception>
+#include <unordered_map>
+
+#include "strata/base/error.h"
+#include "strata/device/cpu_device.h"
+#include "strata/offload/memory_store.h"
+#include "strata/torch/module_checkpoint.h"
+#include "strata/torch/rank_environment.h"
+
+namespace strata::torch {
+namespace {
+
+using GroupOfParameter = std::unordered_map<const c10::TensorImpl*, int>;
+
+engine::GroupScalars scalars_of(const engine::AdamOptions& adam) {
+  return {adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay};
+}
+
+engine::UpdateRule rule_of(const engine::Config& config, bool has_groups) {
+  if (!config.optimizer) return has_groups ? engine::UpdateRule::kAdamW : engine::UpdateRule::kNone;
+  if (config.optimizer->kind != engine::OptimizerKind::kAdam) {
+    throw ConfigError(fmt::format(
+        "optimizer.type: optimizers of torch.optim need Python; a C++ program has \"Adam\" and "
+        "\"AdamW\". Write one of these; found \"{}\"",
+        config.optimizer->type));
+  }
+  return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
+}
+
+GroupOfParameter index_groups(const std::vector<ParamGroup>& groups) {
+  GroupOfParameter result;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (const at::Tensor& parameter : groups[g].parameters) {
+      const auto [place, is_new] =
+          result.emplace(parameter.unsafeGetTensorImpl(), static_cast<int>(g));
+      if (is_new) continue;
+      throw UsageError(
+          fmt::format("a parameter may be in one param group, once; found one of shape {} in "
+                      "groups {} and {}",
+                      c10::str(parameter.sizes()), place->second, g));
+    }
+  }
+  return result;
+}
+
+void require_grouped(const ModelInput& input, const GroupOfParameter& groups) {
+  for (const ModelParameter& parameter : input.parameters) {
+    if (!parameter.variable.requires_grad() ||
+        groups.contains(parameter.variable.unsafeGetTensorImpl()))
+      continue;
+    throw UsageError(
+        fmt::format("a trainable parameter is in no param group; call set_requires_grad(false) on "
+                    "it or add it to one: '{}'",
+                    parameter.name));
+  }
+}
+
+ModelRuntime make_runtime(const engine::Config& config,
+                          std::shared_ptr<comm::Collectives> collectives) {
+  device::CpuDeviceOptions options;
+  options.threads = config.strata.threads.value_or(at::get_num_threads());
+  auto device = std::make_shared<device::CpuDevice>(options);
+  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
+  return {std::move(collectives), std::move(device), std::move(states)};
+}
+
+}  // namespace
+
+Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions options)
+    : module_(std::move(module)),
+      collectives_(std::move(options.collectives)),
+      exceptions_(std::uncaught_exceptions()) {
+  if (module_ == nullptr) {
+    throw UsageError("a trainer needs a module; found null. Pass model.ptr()");
+  }
+  engine::Config config = engine::Config::parse(options.config);
+  const engine::UpdateRule rule = rule_of(config, !options.groups.empty());
+  if (collectives_ == nullptr)
+    collectives_ = make_collectives(RankEnvironment::read(), config.strata);
+  config.complete_batch(collectives_->world_size());
+
+  const GroupOfParameter group_of = index_groups(options.groups);
+  const ModuleDescription description = describe_module(*module_, group_of);
+  if (!options.groups.empty()) require_grouped(description.input, group_of);
+  for (const ParamGroup& group : options.groups) groups_.push_back(group.scalars);
+  if (groups_.empty() && config.optimizer) groups_.push_back(scalars_of(config.optimizer->adam));
+
+  model_ = std::make_shared<ShardedModel>(description.input, config, rule,
+                                          make_runtime(config, collectives_), "engine");
+  scopes_ = std::make_shared<ModuleScopes>(model_, description);
+  make_scheduler();
+}
+
+Trainer::~Trainer() {
+  if (!model_->alive() || std::uncaught_exceptions() > exceptions_) return;
+  try {
+    close();
+  } catch (const std::exception&) {
+    // Another rank failed, and says so itself.
+  }
+}
+
+void Trainer::make_scheduler() {
+  const engine::Config& config = model_->config();
+  if (!config.scheduler || groups_.empty()) return;
+  std::vector<double> lrs;
+  for (const engine::GroupScalars& group : groups_) lrs.push_back(group.lr);
+  scheduler_.emplace(engine::make_schedule(config.scheduler->params, {lrs, true}),
+                     config.scheduler->last_iteration);
+  if (const auto rates = scheduler_->initial()) write_rates(*rates);
+}
+
+void Trainer::write_rates(const engine::Rates& rates) {
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    groups_[i].lr = rates.lrs.at(i);
+    if (!rates.betas) continue;
+    groups_[i].beta1 = rates.betas->at(i).beta1;
+    groups_[i].beta2 = rates.betas->at(i).beta2;
+  }
+}
+
+void Trainer::require_root(const ::torch::nn::Module& root) const {
+  if (&root == module_.get()) return;
+  throw UsageError(
+      fmt::format("forward() runs the module that the trainer was made with, a {}; found another "
+                  "{}. Call parts of it with call()",
+                  module_->name(), root.name()));
+}
+
+void Trainer::backward(const at::Tensor& loss) {
+  model_->begin_backward();
+  try {
+    const double factor = model_->control().loss_factor(true);
+    (factor == 1.0 ? loss : loss.to(at::kFloat) * factor).backward();
+    model_->end_backward();
+  } catch (...) {
+    model_->abandon_backward();
+    throw;
+  }
+}
+
+std::optional<engine::StepResult> Trainer::step() {
+  const std::optional<engine::StepResult> result = model_->step(groups_);
+  if (result && result->applied && scheduler_) write_rates(scheduler_->step());
+  return result;
+}
+
+void Trainer::save(const std::string& folder) {
+  save_module(*model_, *module_, folder);
+}
+
+void Trainer::load(const std::string& path) {
+  load_module(*model_, *module_, path);
+}
+
+void Trainer::close(bool keep_values) {
+  model_->destroy(keep_values);
+}
+
+}  // namespace strata::torch
