@@ -1,0 +1,100 @@
+"""Training as plain torch does it, for all ranks in one process: what the engine is compared with.
+
+It reduces in the engine's order. The gradient of a micro-step is the sum over ranks, in rank order, in
+fp32, times 1/world; micro-steps add up; the norm is a sum of squares in fp64; weights are updated in fp32
+and rounded to the model's dtype.
+"""
+
+import copy
+import math
+from contextlib import contextmanager
+
+import torch
+
+
+class PlainTrainer:
+    """A model trained by ``torch.optim`` on the summed gradients of ``world`` ranks' batches.
+
+    Args:
+        model: copied, and cast to ``dtype``.
+        make_optimizer: from fp32 parameters, in the order of ``model.parameters()``, to an optimizer.
+        reduce_dtype: what gradients are rounded to before they are summed.
+        grad_accum_dtype: what the sum over micro-steps is kept in.
+    """
+
+    def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
+                 reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0):
+        masters = copy.deepcopy(model)
+        self.model = copy.deepcopy(model).to(dtype)
+        self.world, self.clipping, self.accumulation = world, clipping, accumulation
+        self.reduce_dtype, self.grad_accum_dtype = reduce_dtype, grad_accum_dtype
+        self.loss_scale = loss_scale
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.masters = [p for p in masters.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.masters)
+        self.sums = [None] * len(self.masters)
+        self.norm = None
+
+    def micro_step(self, batches, loss_of):
+        """Adds the gradients of one batch a rank; returns the losses."""
+        losses, total = [], None
+        for batch in batches:
+            loss = loss_of(self.model, batch)
+            factor = self.loss_scale / self.accumulation
+            self.model.zero_grad()
+            (loss if factor == 1.0 else loss.float() * factor).backward()
+            rounded = [
+                (torch.zeros_like(p) if p.grad is None else p.grad).to(self.reduce_dtype).float()
+                for p in self.parameters
+            ]
+            total = rounded if total is None else [a + b for a, b in zip(total, rounded)]
+            losses.append(loss.item())
+        mean = [g * (1.0 / self.world) for g in total]
+        for i, g in enumerate(mean):
+            if self.sums[i] is not None:
+                g = self.sums[i].float() + g
+            self.sums[i] = g.to(self.grad_accum_dtype)
+        return losses
+
+    def gradient_norm(self):
+        """Of the accumulated gradients, before clipping."""
+        squares = sum(g.double().square().sum().item() for g in self.sums)
+        return math.sqrt(squares) / self.loss_scale
+
+    def step(self, norm=None):
+        """Updates the weights. ``norm``: the engine's, where the last bit of an fp64 sum should not count."""
+        self.norm = self.gradient_norm()
+        scale = 1.0 / self.loss_scale
+        if self.clipping > 0.0:
+            scale *= min(1.0, self.clipping / ((self.norm if norm is None else norm) + 1e-6))
+        factor = torch.tensor(scale, dtype=torch.float32)
+        for master, gradient in zip(self.masters, self.sums):
+            master.grad = gradient.float() * factor
+        with exact_square_roots():
+            self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters):
+                parameter.copy_(master)
+        self.sums = [None] * len(self.masters)
+
+    def drop_gradients(self):
+        """A step that is skipped."""
+        self.sums = [None] * len(self.masters)
+
+    def values(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+@contextmanager
+def exact_square_roots():
+    """Tensor.sqrt rounds correctly inside.
+
+    The square root of torch's vector library is one unit in the last place off for some inputs on some
+    processors; the engine's is IEEE's everywhere. Both are right answers, and only one is repeatable.
+    """
+    original = torch.Tensor.sqrt
+    torch.Tensor.sqrt = lambda tensor: original(tensor.double()).to(tensor.dtype)
+    try:
+        yield
+    finally:
+        torch.Tensor.sqrt = original

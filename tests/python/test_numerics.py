@@ -1,0 +1,126 @@
+"""Stages 0-3, 1 to 4 ranks, three precisions, accumulation and clipping against plain torch.
+
+What is claimed, and asserted as equal bits: the loss of every micro-step on every rank, and every weight
+after every optimizer step, are those of a plain torch loop that reduces in the same order, whatever the stage, the number
+of ranks and the precision. That is possible because gathered weights are ordinary contiguous views (the
+same kernels run on the same values), the sum over ranks is taken in rank order in fp32, and the optimizer
+computes each element by itself. Only the norm is compared with a tolerance: its fp64 sum of squares is
+taken by shards, in another order, which moves it by a few units of 2^-53.
+"""
+
+import itertools
+
+import pytest
+import torch
+from comparison import adamw, compare
+from plain_torch import PlainTrainer
+from ranks import run_ranks
+from tiny_models import (
+    DTYPES,
+    config_of,
+    differences,
+    full_parameters,
+    loss_of,
+    make_batches,
+    make_engine,
+    make_model,
+    rank_and_world,
+    train_step,
+)
+
+def _matrix(dtype):
+    _, world = rank_and_world()
+    for accumulation, clipping in itertools.product((1, 4), (0.0, 0.05)):
+        of_stage = {}
+        for stage in range(4):
+            reference = PlainTrainer(
+                make_model(), world, adamw, DTYPES[dtype], clipping, accumulation,
+                loss_scale=2.0**8 if dtype == "fp16" else 1.0,
+            )
+            of_stage[stage] = compare(config_of(stage, dtype, accumulation, clipping), reference)
+            assert clipping == 0.0 or reference.norm > clipping, "the test must clip"
+        for stage in (1, 2, 3):
+            for ours, first in zip(of_stage[stage], of_stage[0]):
+                assert differences(ours, first) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_stage_has_the_bits_of_plain_torch(world, dtype):
+    run_ranks(world, _matrix, dtype)
+
+
+class OneWeight(torch.nn.Module):
+    """Two parameters of one element: fewer than there are ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, tokens):
+        return self.linear(tokens.float().unsqueeze(-1))
+
+
+def _square_loss(model, tokens):
+    return model(tokens.to(torch.float32)).float().square().mean()
+
+
+def _fewer_elements_than_ranks():
+    _, world = rank_and_world()
+    for stage in range(4):
+        reference = PlainTrainer(make_model(OneWeight), world, adamw)
+        compare(config_of(stage), reference, lambda: make_model(OneWeight), loss_function=_square_loss)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_fewer_elements_than_ranks(world):
+    run_ranks(world, _fewer_elements_than_ranks)
+
+
+def _defaults_of_torch_at_world_one(name):
+    """The user's loop as it is usually written: foreach where torch chooses it."""
+    choose = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    }[name]
+    for stage in range(4):
+        reference, model = make_model(), make_model()
+        optimizer = choose(reference.parameters())
+        engine = make_engine(model, config_of(stage, optimizer=False), optimizer=choose(model.parameters()))
+        for tokens in make_batches(5, 1)[:, 0] if name == "sgd" else make_batches(1, 1)[:, 0]:
+            optimizer.zero_grad()
+            expected = loss_of(reference, tokens)
+            expected.backward()
+            optimizer.step()
+            assert train_step(engine, tokens) == expected.item()
+        ours = full_parameters(model)
+        for key, value in reference.named_parameters():
+            if name == "sgd":
+                assert torch.equal(ours[key], value), key
+            # One unit in the last place of the root moves the update, at most lr, by 1.2e-7 of itself.
+            torch.testing.assert_close(ours[key], value.detach(), rtol=1.2e-7, atol=2.4e-7 * 1e-2)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_one_rank_trains_as_torch_with_its_defaults(name):
+    run_ranks(1, _defaults_of_torch_at_world_one, name)
+
+
+def _dtypes_of_communication_and_accumulation():
+    _, world = rank_and_world()
+    for reduce_name, accum_name in (("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")):
+        for stage in (0, 3):
+            reference = PlainTrainer(
+                make_model(), world, adamw, torch.bfloat16, accumulation=3,
+                reduce_dtype=DTYPES[reduce_name], grad_accum_dtype=DTYPES[accum_name],
+            )
+            config = config_of(
+                stage, "bf16", accumulation=3,
+                communication_data_type=reduce_name, data_types={"grad_accum_dtype": accum_name},
+            )
+            compare(config, reference)
+
+
+def test_reduced_and_accumulated_in_the_dtypes_of_the_configuration():
+    run_ranks(2, _dtypes_of_communication_and_accumulation)
