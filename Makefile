@@ -86,7 +86,7 @@ demo: module  ## Train a small Qwen3 over two ranks at ZeRO stage 3
 	$(VENV)/bin/torchrun --standalone --nproc_per_node=2 \
 	  examples/train_stdlib.py --config examples/ds_config.json $(DEMO)
 
-bench-cpu: $(STAMPS)/bench module  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
+bench-cpu: module  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
 	DS_ACCELERATOR=cpu $(VENV_PYTHON) bench/bench_cpu.py $(BENCH)
 
 # TSan's older runtimes want an address space that is not randomized; where a container forbids to ask
