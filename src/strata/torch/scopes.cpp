@@ -1,5 +1,6 @@
 #include "strata/torch/scopes.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -30,13 +31,29 @@ class BeforeNode final : public autograd::FunctionPreHook {
   std::function<void()> action_;
 };
 
+void add_producer(const at::Tensor& tensor, std::vector<autograd::Node*>& nodes) {
+  autograd::Node* node = tensor.grad_fn().get();
+  if (node != nullptr && std::find(nodes.begin(), nodes.end(), node) == nodes.end())
+    nodes.push_back(node);
+}
+
 std::vector<autograd::Node*> producers(std::span<const at::Tensor> tensors) {
   std::vector<autograd::Node*> nodes;
   for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad()) add_producer(tensor, nodes);
+  }
+  return nodes;
+}
+
+// Those of the tensors that these are views of. A change in place of a view (of a linear layer's
+// output, say) cuts the view's own node out of the graph; its base's stays.
+std::vector<autograd::Node*> producers_of_bases(std::span<const at::Tensor> tensors) {
+  std::vector<autograd::Node*> nodes;
+  for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined() || !tensor.requires_grad()) continue;
-    autograd::Node* node = tensor.grad_fn().get();
-    if (node != nullptr && std::find(nodes.begin(), nodes.end(), node) == nodes.end())
-      nodes.push_back(node);
+    const auto* view = autograd::impl::get_view_autograd_meta(tensor);
+    if (view == nullptr || !view->has_bw_view()) continue;
+    add_producer(view->get_backward_view().base_, nodes);
   }
   return nodes;
 }
@@ -48,12 +65,11 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   struct Life {
     int scope = 0;
     enum { kWaiting, kRunning, kOver } state = kWaiting;
-    int inputs = 0;       // nodes that made the scope's inputs
-    int inputs_left = 0;  // of these, those that have not run
   };
 
   engine::Engine* engine = nullptr;  // null once the owner is gone
   std::vector<std::vector<int>> units_of_scope;
+  std::vector<std::uint64_t> entered;  // autograd's sequence number at each enter(), innermost last
   std::vector<std::shared_ptr<Life>> running;
   std::vector<int> read_units;       // gathered by read() where a backward may follow
   std::vector<int> idle_read_units;  // gathered by read() under no_grad
@@ -77,7 +93,6 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     if (engine == nullptr || life->state == Life::kRunning) return;
     acquire(life->scope);  // again after kOver: a graph that is run twice (retain_graph)
     life->state = Life::kRunning;
-    life->inputs_left = life->inputs;
     running.push_back(life);
     // Inputs without a producer never end the life. The end of this run of the graph does: of the
     // whole backward pass, or of the one inside a reentrant checkpoint, whose inputs are all
@@ -110,14 +125,18 @@ bool Scopes::needed(int) const {
 
 void Scopes::enter(int scope) {
   tracker_->acquire(scope);
+  tracker_->entered.push_back(at::sequence_number::peek());
 }
 
 void Scopes::abandon(int scope) {
+  tracker_->entered.pop_back();
   tracker_->release(scope);
 }
 
 void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
                    std::span<const at::Tensor> outputs) {
+  const std::uint64_t entered = tracker_->entered.back();
+  tracker_->entered.pop_back();
   const auto& units = tracker_->units_of_scope[static_cast<std::size_t>(scope)];
   const auto& all = tracker_->engine->weights().units();
   const bool sharded = std::any_of(units.begin(), units.end(),
@@ -126,21 +145,28 @@ void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
     auto life = std::make_shared<Tracker::Life>();
     life->scope = scope;
     const std::weak_ptr<Tracker> tracker = tracker_;
-    const std::vector<autograd::Node*> before = producers(inputs);
-    for (autograd::Node* node : producers(outputs)) {
+    std::vector<autograd::Node*> before = producers(inputs);
+    // An input that was changed in place has a node of the scope itself by now.
+    std::erase_if(before, [entered](const autograd::Node* n) { return n->sequence_nr() >= entered; });
+    std::vector<autograd::Node*> not_ours = producers_of_bases(inputs);
+    not_ours.insert(not_ours.end(), before.begin(), before.end());
+    std::vector<autograd::Node*> made = producers(outputs);
+    for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
+    for (autograd::Node* node : made) {
       // An input that is handed through was not made here.
-      if (std::find(before.begin(), before.end(), node) != before.end()) continue;
+      if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
       node->add_pre_hook(std::make_unique<BeforeNode>([tracker, life] {
         if (const auto t = tracker.lock()) t->begin(life);
       }));
     }
-    life->inputs = static_cast<int>(before.size());
     for (autograd::Node* node : before) {
+      // The first of them to run ends it, not the last: blocks of a decoder have the encoder's output
+      // in common, which runs when all of them are over. Autograd runs what is ready in the reverse
+      // order of its making, so when something from before the scope runs, nothing of it is left.
       // In front of the hooks that are there: the node belongs to the scope before this one, whose
       // units are gathered by such a hook, and ours should be gone by then.
       auto hook = std::make_unique<BeforeNode>([tracker, life] {
-        const auto t = tracker.lock();
-        if (t != nullptr && --life->inputs_left <= 0) t->end(life);
+        if (const auto t = tracker.lock()) t->end(life);
       });
       auto& hooks = node->pre_hooks();
       hooks.insert(hooks.begin(), std::move(hook));
