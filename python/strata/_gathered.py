@@ -44,11 +44,13 @@ class GatheredParameters:
 
     def __exit__(self, kind, value, traceback):
         held, self._held = self._held, []
+        published = False
         try:
             if kind is None and self._modifier_rank is not None:
                 for core, indices in held:
                     core.publish(indices, self._modifier_rank)
+                published = True
         finally:
             for core, indices in held:
-                core.release(indices, self._modifier_rank is None)
+                core.release(indices, not published)  # half a change must not stay in the gathered copies
         return False
