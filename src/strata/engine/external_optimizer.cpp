@@ -8,10 +8,10 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
     : shards_(shards), device_(device), stream_(device.create_stream()) {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
-    masters_.push_back(shards_.weights().lease_master(shard.unit));
+    const std::span<std::byte> master = shards_.weights().hold_master(shard.unit);
     gradients_.push_back(device.allocate(bytes_of(unit.layout.shard(), DType::kFloat32),
                                          memory::Kind::kGradientShards));
-    auto* weight = reinterpret_cast<float*>(masters_.back()->bytes().data());
+    auto* weight = reinterpret_cast<float*>(master.data());
     auto* gradient = reinterpret_cast<float*>(gradients_.back()->bytes().data());
     for (const plan::GroupSegment& segment : shard.segments) {
       const std::size_t begin = segment.begin.size();

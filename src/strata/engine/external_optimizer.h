@@ -1,7 +1,7 @@
 // An optimizer that the user brings (torch.optim and the like): it updates the fp32 master shards
 // in place through spans that stay valid for the engine's life, and we round the result to the
-// weights. Threads: one thread at a time. Ownership: holds a lease of every master, so those must
-// fit in memory together; the callback is the layer above.
+// weights. Threads: one thread at a time. Ownership: has the Weights hold every master, so those
+// must fit in memory together; the callback is the layer above.
 #pragma once
 
 #include <functional>
@@ -35,7 +35,6 @@ class ExternalOptimizer final : public ShardedOptimizer {
   OptimizerShards& shards_;
   device::Device& device_;
   std::unique_ptr<device::Stream> stream_;
-  std::vector<std::unique_ptr<offload::Lease>> masters_;
   std::vector<std::unique_ptr<device::Memory>> gradients_;  // scaled fp32 copies, by unit
   std::vector<ExternalSegment> segments_;
   std::function<void()> update_;

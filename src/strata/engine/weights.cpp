@@ -9,7 +9,7 @@ namespace {
 
 constexpr Bytes kPage = 4_KiB;
 
-// A lease of memory that needs no giving back: the shard itself.
+// A lease of memory that needs no giving back: the shard itself, or masters that are held.
 class ShardLease final : public offload::Lease {
  public:
   explicit ShardLease(std::span<std::byte> bytes) : bytes_(bytes) {}
@@ -64,6 +64,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
                                                    memory::Kind::kMasterWeights)
                                       : -1);
   }
+  held_masters_.resize(units_.size());
 }
 
 Weights::~Weights() = default;
@@ -127,7 +128,14 @@ std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
   const auto index = static_cast<std::size_t>(unit);
   STRATA_ASSERT(units_[index].trainable());
   if (master_blocks_[index] < 0) return std::make_unique<ShardLease>(units_[index].shard);
+  if (held_masters_[index]) return std::make_unique<ShardLease>(held_masters_[index]->bytes());
   return states_.fetch(master_blocks_[index], offload::Access::kReadWrite);
+}
+
+std::span<std::byte> Weights::hold_master(int unit) {
+  auto& held = held_masters_[static_cast<std::size_t>(unit)];
+  if (held == nullptr) held = lease_master(unit);
+  return held->bytes();
 }
 
 void Weights::round_masters(int unit) {

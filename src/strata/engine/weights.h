@@ -46,6 +46,9 @@ class Weights {
 
   // fp32 masters of a trainable unit's shard, as memory that stays in place while the lease lives.
   std::unique_ptr<offload::Lease> lease_master(int unit);
+  // Keeps the unit's masters in memory, at this place, for as long as these Weights live. Leases of
+  // them are given all the same.
+  std::span<std::byte> hold_master(int unit);
   bool has_separate_master(int unit) const {
     return master_blocks_[static_cast<std::size_t>(unit)] >= 0;
   }
@@ -67,6 +70,7 @@ class Weights {
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
   std::vector<offload::BlockId> master_blocks_;  // by unit; -1: frozen, or the shard is the master
+  std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
 };
 
 }  // namespace strata::engine
