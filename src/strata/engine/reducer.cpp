@@ -23,7 +23,9 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
     p.expected.assign(slots, 1);
     p.seen.assign(slots, 0);
     p.written.assign(slots, false);
+    if (unit.trainable()) waiting_max_ = std::max(waiting_max_, buffer_bytes(unit.id));
   }
+  waiting_max_ += options_.max_reducing;
 }
 
 Reducer::~Reducer() = default;
@@ -96,7 +98,8 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
     device_.cast(target, options_.reduce_dtype, gradient, dtype, slot.numel, *stream_);
     p.written[index] = true;
   }
-  // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for ours.
+  // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for
+  // ours.
   if (!pending_.empty()) pending_.back().work->done();
   if (++p.seen[index] > p.expected[index] || p.reduced) return;
   if (--p.missing > 0) return;
@@ -110,7 +113,7 @@ void Reducer::try_reduce() {
   while (next_ < order_.size()) {
     const int unit = order_[next_];
     if (progress(unit).missing > 0) {
-      if (waiting_bytes_ <= options_.max_reducing) return;
+      if (waiting_bytes_ <= waiting_max_) return;
       completion_.push_back(unit);  // it has waited for a gradient that may never come
     }
     ++next_;

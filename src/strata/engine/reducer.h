@@ -7,8 +7,9 @@
 // complete, so that the collectives match whatever each rank's autograd did. The order and the
 // number of gradients to expect are learned from the first pass. A gradient that comes after its
 // unit was reduced (a graph that differs from the last one) is kept, and goes out with the next
-// reduction or at the step. A parameter that got no gradient on this rank contributes zeroes; units
-// do not wait for it with more than `max_reducing` bytes: then the one in front is reduced as it is.
+// reduction or at the step. A parameter that got no gradient on this rank contributes zeroes.
+// Others do not wait for it with more than `max_reducing` bytes and a unit: then the unit in front
+// is reduced as it is.
 //
 // Threads: one thread at a time. Ownership: gradients are read during add() only.
 // Errors: CommError; after one the reducer is broken with its collectives.
@@ -32,8 +33,8 @@ struct ReducerOptions {
   std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;
   DType accumulation_dtype = DType::kFloat32;
-  Bytes max_reducing;  // of buffers under reduction, and of complete ones that wait for their turn
-  bool sum = false;  // over ranks; else the mean
+  Bytes max_reducing;  // of buffers under reduction; about as much of complete ones may wait
+  bool sum = false;    // over ranks; else the mean
 };
 
 class Reducer {
@@ -107,9 +108,10 @@ class Reducer {
   std::deque<Pending> pending_;
   Bytes pending_bytes_;
   Bytes waiting_bytes_;  // of complete units that are not reduced yet, in this pass
+  Bytes waiting_max_;
   bool reducing_ = false;  // this pass reduces
   int unused_param_ = -1;
-  int passes_ = 0;         // passes that reduced
+  int passes_ = 0;  // passes that reduced
 };
 
 }  // namespace strata::engine
