@@ -1,0 +1,240 @@
+// A model without a framework: drives an Engine as a front end does, scope by scope, with values
+// and gradients that are functions of their place, so that a reference can make them too. Threads:
+// one FakeRank belongs to one thread; run_ranks() makes a thread a rank.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "plan/model_builder.h"
+#include "strata/base/error.h"
+#include "strata/comm/comm_options.h"
+#include "strata/comm/local_collectives.h"
+#include "strata/device/cpu_device.h"
+#include "strata/engine/engine.h"
+#include "strata/kernels/elementwise.h"
+#include "strata/offload/memory_store.h"
+
+namespace strata::engine::fake {
+
+using Values = std::vector<float>;
+
+// Exact in every floating dtype that weights may have: multiples of 1/64 in [-1, 1).
+inline float noise(std::uint64_t seed, std::uint64_t index) {
+  std::uint64_t x = (seed + 1) * 0x9E3779B97F4A7C15U + index * 0xD1B54A32D192ED03U;
+  x ^= x >> 31;
+  x *= 0xBF58476D1CE4E5B9U;
+  x ^= x >> 29;
+  return static_cast<float>(static_cast<std::int64_t>(x % 128) - 64) / 64.0F;
+}
+
+inline Values noises(std::uint64_t seed, Numel numel) {
+  Values values(numel.size());
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = noise(seed, i);
+  return values;
+}
+
+inline std::vector<std::byte> rounded(const Values& values, DType dtype) {
+  const Numel numel(values.size());
+  std::vector<std::byte> bytes(bytes_of(numel, dtype).size());
+  kernels::cast_reference(bytes.data(), dtype, reinterpret_cast<const std::byte*>(values.data()),
+                          DType::kFloat32, numel);
+  return bytes;
+}
+
+struct FakeModel {
+  std::vector<plan::ParamSpec> params;
+  plan::ModuleTree tree;
+  plan::ModelPlan plan;
+
+  FakeModel(const plan::ModelBuilder& builder, const plan::PlanOptions& options = {})
+      : params(builder.params), tree(builder.tree) {
+    plan = plan::plan_units(params, tree, options);
+  }
+  Values initial(int param) const {
+    return noises(1000U + static_cast<std::uint64_t>(param), numel(param));
+  }
+  Numel numel(int param) const { return params[static_cast<std::size_t>(param)].numel(); }
+  int count() const { return static_cast<int>(params.size()); }
+};
+
+// Three layers with parameters of 0, 1, 17 and more elements, a frozen one each, groups that
+// alternate, an embedding that the head is tied to.
+inline plan::ModelBuilder small_builder(DType dtype) {
+  plan::ModelBuilder b;
+  const int embed = b.linear(0, "embed", 300, dtype);
+  const int layers = b.list(0, "layers");
+  for (const char* name : {"0", "1", "2"}) {
+    const int layer = b.module(layers, name, "Layer");
+    const int inner = b.module(layer, "inner", "Inner");
+    for (const std::int64_t numel : {257, 0, 1, 17, 640}) {
+      const int p = b.param(inner, "w" + std::to_string(numel), numel, dtype);
+      b.params[static_cast<std::size_t>(p)].group = p % 3;
+    }
+    b.param(layer, "frozen", 33, dtype, false);
+  }
+  b.linear(0, "norm", 5, dtype);
+  b.tie(b.module(0, "head", "Linear"), b.tree[static_cast<std::size_t>(embed)].params[0]);
+  return b;
+}
+
+// Records where units are; a unit is attached at most once at a time.
+class Views final : public ParameterViews {
+ public:
+  explicit Views(std::size_t units) : flat_(units), attached_(units) {}
+  void attach(int unit, std::span<std::byte> flat) override {
+    EXPECT_FALSE(attached(unit)) << "unit " << unit;
+    attached_[static_cast<std::size_t>(unit)] = true;
+    flat_[static_cast<std::size_t>(unit)] = flat;
+  }
+  void detach(int unit) override {
+    EXPECT_TRUE(attached(unit)) << "unit " << unit;
+    attached_[static_cast<std::size_t>(unit)] = false;
+  }
+  bool attached(int unit) const { return attached_[static_cast<std::size_t>(unit)]; }
+  std::span<std::byte> flat(int unit) const { return flat_[static_cast<std::size_t>(unit)]; }
+
+ private:
+  std::vector<std::span<std::byte>> flat_;
+  std::vector<bool> attached_;
+};
+
+struct RankOptions {
+  EngineOptions engine;
+  UpdateRule rule = UpdateRule::kAdamW;
+  std::string settings;
+  std::optional<Bytes> memory_limit = std::nullopt;
+};
+
+// One rank: model, engine and what they stand on.
+class FakeRank {
+ public:
+  FakeRank(const FakeModel& model, const RankOptions& options,
+           std::shared_ptr<comm::Collectives> collectives)
+      : model_(model),
+        collectives_(std::move(collectives)),
+        device_(std::make_shared<device::CpuDevice>(
+            device::CpuDeviceOptions{.memory_limit = options.memory_limit})),
+        views_(model.plan.units.size()),
+        engine_(std::make_unique<Engine>(
+            model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
+            device_, std::shared_ptr(offload::MemoryStore::on_device(*device_)), views_)) {
+    for (int p = 0; p < model.count(); ++p) {
+      const Values values = model.initial(p);
+      engine_->weights().store(p, Numel(), model.numel(p),
+                               reinterpret_cast<const std::byte*>(values.data()), DType::kFloat32);
+    }
+    engine_->weights_changed();
+  }
+
+  // Ranks leave together: one that ends earlier would be missed by gathers of the others.
+  ~FakeRank() {
+    if (std::uncaught_exceptions() > 0) return;
+    try {
+      collectives_->barrier();
+    } catch (const CommError& error) {
+      ADD_FAILURE() << "the ranks did not end together: " << error.what();
+    }
+  }
+  FakeRank(const FakeRank&) = delete;
+  FakeRank& operator=(const FakeRank&) = delete;
+
+  Engine& engine() { return *engine_; }
+  Gatherer& gatherer() { return engine_->gatherer(); }
+  comm::Collectives& collectives() { return *collectives_; }
+  const FakeModel& model() const { return model_; }
+  const memory::Ledger& ledger() const { return *device_->ledger(); }
+  Views& views() { return views_; }
+
+  // Runs `inside` while the scope's units are gathered.
+  void in_scope(
+      const plan::ScopeSpec& scope, const std::function<void()>& inside = [] {}) {
+    for (const int unit : scope.units) gatherer().acquire(unit);
+    for (const int unit : scope.units) EXPECT_TRUE(views_.attached(unit));
+    inside();
+    for (const int unit : scope.units) gatherer().release(unit);
+  }
+  void forward() {
+    engine_->begin_forward();
+    for (const plan::ScopeSpec& scope : model_.plan.scopes) in_scope(scope);
+  }
+  void add(int param, const Values& gradient) {
+    const DType dtype = model_.params[static_cast<std::size_t>(param)].dtype;
+    engine_->add_gradient(param, rounded(gradient, dtype).data(), dtype);
+  }
+  // Scopes in reverse; `gradients` are those of one scope's own parameters, in reverse too.
+  void backward(bool boundary, const std::function<void(int param)>& gradient,
+                bool synchronise = true) {
+    engine_->begin_backward(boundary, synchronise);
+    std::vector<bool> given(model_.params.size());
+    const auto& scopes = model_.plan.scopes;
+    for (std::size_t s = scopes.size(); s-- > 0;) {
+      in_scope(scopes[s], [&] {
+        for (int p = model_.count(); p-- > 0;) {
+          const auto index = static_cast<std::size_t>(p);
+          const int unit = model_.plan.unit_of_param[index];
+          const auto& units = scopes[s].units;
+          const bool here = std::find(units.begin(), units.end(), unit) != units.end();
+          if (given[index] || !here || !model_.params[index].trainable) continue;
+          given[index] = true;
+          gradient(p);
+        }
+      });
+    }
+    engine_->end_backward();
+  }
+  // The bytes of a parameter, gathered.
+  std::vector<std::byte> weight(int param) {
+    const Unit& unit = engine_->weights().unit_of(param);
+    const plan::Slot& slot = engine_->weights().slot_of(param);
+    const DType dtype = unit.layout.dtype();
+    gatherer().acquire(unit.id);
+    const auto bytes = views_.flat(unit.id).subspan(bytes_of(slot.offset, dtype).size(),
+                                                    bytes_of(slot.numel, dtype).size());
+    std::vector<std::byte> result(bytes.begin(), bytes.end());
+    gatherer().release(unit.id);
+    return result;
+  }
+
+ private:
+  const FakeModel& model_;
+  std::shared_ptr<comm::Collectives> collectives_;
+  std::shared_ptr<device::CpuDevice> device_;
+  Views views_;
+  std::unique_ptr<Engine> engine_;
+};
+
+using Body = std::function<void(int rank, std::shared_ptr<comm::Collectives>)>;
+
+// Runs a body on ranks that are threads. Returns what each threw: its message, or "".
+inline std::vector<std::string> run_ranks(int world, const Body& body) {
+  comm::CommOptions options;
+  options.timeout = std::chrono::seconds(60);
+  comm::LocalGroup group(world, options);
+  std::vector<std::string> errors(static_cast<std::size_t>(world));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        body(r, group.rank(r));
+      } catch (const std::exception& error) {
+        errors[static_cast<std::size_t>(r)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+inline void expect_no_errors(const std::vector<std::string>& errors) {
+  for (std::size_t r = 0; r < errors.size(); ++r) EXPECT_EQ(errors[r], "") << "rank " << r;
+}
+
+}  // namespace strata::engine::fake

@@ -1,0 +1,172 @@
+// The whole training step, plainly: every rank's gradients whole, summed in the order of ranks,
+// accumulated in fp32, one Adam over whole parameters with the reference kernels. What the engine
+// computes in shards must have the same bits. Not for several threads.
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#include "engine/core/fake_model.h"
+#include "strata/kernels/adam.h"
+#include "strata/kernels/grad_stats.h"
+
+namespace strata::engine::fake {
+
+// One rank's gradients by parameter; nullopt: none.
+using Gradients = std::vector<std::optional<Values>>;
+
+struct ReferenceOptions {
+  DType reduce_dtype = DType::kFloat32;
+  bool sum = false;
+  double clipping = 0.0;
+  bool decoupled = true;
+};
+
+class ReferenceStep {
+ public:
+  ReferenceStep(const FakeModel& model, int world, const ReferenceOptions& options)
+      : model_(model), world_(world), options_(options) {
+    for (int p = 0; p < model.count(); ++p) {
+      const DType dtype = spec(p).dtype;
+      masters_.push_back(model.initial(p));
+      weights_.push_back(rounded(masters_.back(), dtype));
+      exp_avg_.emplace_back(masters_.back().size());
+      exp_avg_sq_.emplace_back(masters_.back().size());
+      accumulated_.emplace_back();
+    }
+    forget_kept();
+  }
+
+  // One micro-step. Not reduced: its gradients are kept by each rank, in the reduce dtype.
+  void add(const std::vector<Gradients>& by_rank, bool reduce) {
+    for (std::size_t r = 0; r < by_rank.size(); ++r) {
+      for (std::size_t p = 0; p < by_rank[r].size(); ++p) {
+        if (by_rank[r][p]) keep(kept_[r][p], *by_rank[r][p], spec(p).dtype);
+      }
+    }
+    if (reduce) reduce_kept();
+  }
+
+  // Returns the norm; updates unless it is not finite.
+  double step(std::span<const GroupScalars> groups, double loss_scale) {
+    const double norm = gradient_norm() / loss_scale;
+    if (std::isfinite(norm)) {
+      double scale = 1.0 / loss_scale;
+      if (options_.clipping > 0.0) scale *= std::min(1.0, options_.clipping / (norm + 1e-6));
+      ++steps_;
+      for (std::size_t p = 0; p < masters_.size(); ++p) {
+        if (spec(p).trainable) update(p, groups, static_cast<float>(scale));
+      }
+    }
+    for (Values& values : accumulated_) values.clear();
+    return norm;
+  }
+
+  // Drops what was added since the last step.
+  void forget() {
+    for (Values& values : accumulated_) values.clear();
+    forget_kept();
+  }
+
+  const std::vector<std::byte>& weight(int param) const {
+    return weights_[static_cast<std::size_t>(param)];
+  }
+
+ private:
+  const plan::ParamSpec& spec(std::size_t p) const { return model_.params[p]; }
+  const plan::ParamSpec& spec(int p) const { return spec(static_cast<std::size_t>(p)); }
+
+  void forget_kept() {
+    kept_.assign(static_cast<std::size_t>(world_),
+                 std::vector<std::vector<std::byte>>(masters_.size()));
+  }
+
+  void keep(std::vector<std::byte>& kept, const Values& gradient, DType dtype) const {
+    const std::vector<std::byte> source = rounded(gradient, dtype);
+    const Numel numel(gradient.size());
+    if (kept.empty()) {
+      kept.resize(bytes_of(numel, options_.reduce_dtype).size());
+      kernels::cast_reference(kept.data(), options_.reduce_dtype, source.data(), dtype, numel);
+    } else {
+      kernels::accumulate_reference(kept.data(), options_.reduce_dtype, source.data(), dtype,
+                                    numel);
+    }
+  }
+
+  void reduce_kept() {
+    const float scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(world_);
+    for (std::size_t p = 0; p < masters_.size(); ++p) {
+      if (!spec(p).trainable) continue;
+      std::vector<const std::byte*> sources;
+      for (auto& rank : kept_) {
+        rank[p].resize(bytes_of(spec(p).numel(), options_.reduce_dtype).size());  // zeroes if none
+        sources.push_back(rank[p].data());
+      }
+      const bool filled = !accumulated_[p].empty();
+      accumulated_[p].resize(masters_[p].size());
+      kernels::sum_in_order_reference(accumulated_[p], sources, options_.reduce_dtype, scale,
+                                      filled);
+    }
+    forget_kept();
+  }
+
+  // Sums over each rank's shards, then over ranks, as the shards lie.
+  double gradient_norm() const {
+    double total = 0.0;
+    bool finite = true;
+    for (int rank = 0; rank < world_; ++rank) {
+      double sum = 0.0;
+      for (const plan::UnitSpec& unit : model_.plan.units) {
+        if (!unit.trainable) continue;
+        const plan::FlatLayout layout(model_.params, unit.params, unit.dtype, world_);
+        Values flat(layout.padded().size());
+        for (const plan::Slot& slot : layout.slots()) {
+          const Values& values = accumulated_[static_cast<std::size_t>(slot.param)];
+          std::copy(values.begin(), values.end(),
+                    flat.begin() + static_cast<std::ptrdiff_t>(slot.offset.size()));
+        }
+        const auto shard = std::span<const float>(flat).subspan((layout.shard() * rank).size(),
+                                                                layout.shard().size());
+        const kernels::GradStats stats = kernels::grad_stats_reference(shard);
+        sum += stats.sum_of_squares;
+        finite = finite && stats.finite;
+      }
+      total += sum;
+    }
+    return finite ? std::sqrt(total) : std::numeric_limits<double>::infinity();
+  }
+
+  void update(std::size_t p, std::span<const GroupScalars> groups, float scale) {
+    const GroupScalars& group = groups[static_cast<std::size_t>(spec(p).group)];
+    kernels::AdamSpans spans;
+    spans.weight = masters_[p];
+    spans.exp_avg = exp_avg_[p];
+    spans.exp_avg_sq = exp_avg_sq_[p];
+    spans.gradient = accumulated_[p];
+    kernels::AdamScalars scalars;
+    scalars.lr = group.lr;
+    scalars.beta1 = group.beta1;
+    scalars.beta2 = group.beta2;
+    scalars.eps = group.eps;
+    scalars.weight_decay = group.weight_decay;
+    scalars.decoupled = options_.decoupled;
+    scalars.step = steps_;
+    scalars.gradient_scale = scale;
+    kernels::adam_step_reference(spans, scalars);
+    weights_[p] = rounded(masters_[p], spec(p).dtype);
+  }
+
+  const FakeModel& model_;
+  int world_;
+  ReferenceOptions options_;
+  std::vector<Values> masters_;
+  std::vector<std::vector<std::byte>> weights_;  // in their own dtype
+  std::vector<Values> exp_avg_;
+  std::vector<Values> exp_avg_sq_;
+  std::vector<Values> accumulated_;                        // reduced, of this step
+  std::vector<std::vector<std::vector<std::byte>>> kept_;  // by rank and parameter
+  std::int64_t steps_ = 0;
+};
+
+}  // namespace strata::engine::fake

@@ -1,0 +1,343 @@
+// The engine's whole step against the plain one of reference_step.h, bit for bit.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+
+#include "engine/core/fake_model.h"
+#include "engine/core/reference_step.h"
+#include "strata/engine/external_optimizer.h"
+
+namespace strata::engine::fake {
+namespace {
+
+constexpr int kSteps = 3;
+
+std::vector<GroupScalars> groups_of(int step) {
+  std::vector<GroupScalars> groups(3);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    groups[g].lr = 1e-2 * static_cast<double>(g + 1) / (step + 1);
+    groups[g].beta1 = 0.9 - 0.1 * static_cast<double>(g);
+    groups[g].weight_decay = 0.1 * static_cast<double>(g);
+  }
+  return groups;
+}
+
+// What one rank's autograd makes in one micro-step; the same call gives the same gradients.
+struct Script {
+  // Gradients of (step, micro, rank) by parameter.
+  std::function<Gradients(int step, int micro, int rank)> gradients;
+  // The order in which a rank's gradients arrive; empty: scope by scope, backwards.
+  std::function<std::vector<int>(int step, int micro, int rank)> arrival;
+};
+
+struct Case {
+  DType dtype = DType::kFloat32;
+  int world = 1;
+  int accumulation = 1;
+  RankOptions options;
+  double loss_scale = 1.0;
+  std::string name() const {
+    return fmt::format("{} stage {} world {} accumulation {} boundary {} clipping {}",
+                       name_of(dtype), options.engine.stage, world, accumulation,
+                       options.engine.reduce_at_boundary, options.engine.gradient_clipping);
+  }
+};
+
+Gradients all_gradients(const FakeModel& model, int step, int micro, int rank) {
+  Gradients gradients(model.params.size());
+  for (int p = 0; p < model.count(); ++p) {
+    const auto index = static_cast<std::size_t>(p);
+    if (!model.params[index].trainable) continue;
+    const auto seed = static_cast<std::uint64_t>(((step * 8 + micro) * 8 + rank) * 64 + p);
+    gradients[index] = noises(seed, model.numel(p));
+  }
+  return gradients;
+}
+
+void add_all(FakeRank& rank, const Gradients& gradients, const std::vector<int>& arrival,
+             bool boundary) {
+  const auto add = [&](int p) {
+    const auto& gradient = gradients[static_cast<std::size_t>(p)];
+    if (gradient) rank.add(p, *gradient);
+  };
+  if (arrival.empty()) {
+    rank.backward(boundary, add);
+  } else {
+    rank.engine().begin_backward(boundary);
+    for (const int p : arrival) add(p);
+    rank.engine().end_backward();
+  }
+}
+
+void expect_same_weights(FakeRank& rank, const ReferenceStep& reference) {
+  for (int p = 0; p < rank.model().count(); ++p) {
+    ASSERT_EQ(rank.weight(p), reference.weight(p))
+        << rank.model().params[static_cast<std::size_t>(p)].name;
+  }
+}
+
+void expect_bits_of_reference(const FakeModel& model, const Case& c, const Script& script) {
+  SCOPED_TRACE(c.name());
+  ReferenceOptions plain;
+  plain.reduce_dtype = c.options.engine.reduce_dtype;
+  plain.sum = c.options.engine.sum_gradients;
+  plain.clipping = c.options.engine.gradient_clipping;
+  plain.decoupled = c.options.rule == UpdateRule::kAdamW;
+  expect_no_errors(run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    ReferenceStep reference(model, c.world, plain);
+    FakeRank rank(model, c.options, std::move(collectives));
+    expect_same_weights(rank, reference);
+    for (int step = 0; step < kSteps; ++step) {
+      for (int micro = 0; micro < c.accumulation; ++micro) {
+        const bool boundary = micro + 1 == c.accumulation;
+        rank.forward();
+        std::vector<Gradients> by_rank;
+        for (int i = 0; i < c.world; ++i) by_rank.push_back(script.gradients(step, micro, i));
+        add_all(rank, by_rank[static_cast<std::size_t>(r)],
+                script.arrival ? script.arrival(step, micro, r) : std::vector<int>{}, boundary);
+        reference.add(by_rank, boundary || !c.options.engine.reduce_at_boundary);
+      }
+      const double norm = reference.step(groups_of(step), c.loss_scale);
+      const StepResult result = rank.engine().step(groups_of(step), c.loss_scale, false);
+      ASSERT_TRUE(result.applied);
+      ASSERT_EQ(result.grad_norm, norm) << "step " << step;
+      expect_same_weights(rank, reference);
+    }
+  }));
+}
+
+Script plain_script(const FakeModel& model) {
+  return {
+      [&model](int step, int micro, int rank) { return all_gradients(model, step, micro, rank); },
+      nullptr};
+}
+
+class TrainingStep : public ::testing::TestWithParam<int> {};
+
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopAtEveryWorldSize) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const FakeModel model(small_builder(dtype));
+    for (int world = 1; world <= 4; ++world) {
+      for (const int accumulation : {1, 4}) {
+        Case c{dtype, world, accumulation, {}, dtype == DType::kFloat16 ? 1024.0 : 1.0};
+        c.options.engine.stage = GetParam();
+        c.options.engine.gradient_clipping = world % 2 == 0 ? 0.25 : 0.0;
+        expect_bits_of_reference(model, c, plain_script(model));
+      }
+    }
+  }
+}
+
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhenGradientsAreReducedAtTheBoundary) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  for (int world = 1; world <= 4; ++world) {
+    Case c{DType::kBFloat16, world, 4, {}, 1.0};
+    c.options.engine.stage = GetParam();
+    c.options.engine.reduce_at_boundary = true;
+    expect_bits_of_reference(model, c, plain_script(model));
+  }
+}
+
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  Case c{DType::kFloat32, 3, 2, {}, 1.0};
+  c.options.engine.stage = GetParam();
+  c.options.engine.max_live = 1_B;      // nothing but what is in use
+  c.options.engine.max_reducing = 1_B;  // every reduction waits for the last one
+  expect_bits_of_reference(model, c, plain_script(model));
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, TrainingStep, ::testing::Values(0, 1, 2, 3),
+                         [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
+
+TEST(TrainingStepOptions, ReducesInANarrowDTypeAndSumsWhereAsked) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  Case c{DType::kFloat32, 3, 2, {}, 1.0};
+  c.options.engine.reduce_dtype = DType::kBFloat16;
+  c.options.engine.sum_gradients = true;
+  c.options.rule = UpdateRule::kAdam;
+  expect_bits_of_reference(model, c, plain_script(model));
+}
+
+TEST(TrainingStepOptions, KeepsPersistentUnitsWhole) {
+  plan::PlanOptions options;
+  options.persistence_threshold = Numel(17);
+  const FakeModel model(small_builder(DType::kBFloat16), options);
+  expect_bits_of_reference(model, {DType::kBFloat16, 3, 2, {}, 1.0}, plain_script(model));
+}
+
+TEST(TrainingStepOrder, MayDifferOnEveryRankAndInEveryPass) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  Script script = plain_script(model);
+  script.arrival = [&](int step, int micro, int rank) {
+    std::vector<int> order(model.params.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::mt19937 random(static_cast<unsigned>((step * 4 + micro) * 8 + rank));
+    std::shuffle(order.begin(), order.end(), random);
+    return order;
+  };
+  Case c{DType::kFloat32, 3, 2, {}, 1.0};
+  expect_bits_of_reference(model, c, script);
+  // Now units are reduced before they are complete, and what comes late goes out by itself: the
+  // same bits, since halves of these gradients add up exactly.
+  c.world = 2;
+  c.options.engine.max_reducing = 1_KiB;
+  expect_bits_of_reference(model, c, script);
+}
+
+TEST(TrainingStepOrder, AParameterUnusedOnOneRankContributesZeroes) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  Script script = plain_script(model);
+  script.gradients = [&](int step, int micro, int rank) {
+    Gradients gradients = all_gradients(model, step, micro, rank);
+    // In the first pass, in later ones, and now and then.
+    if (rank == 1) gradients[1].reset();
+    if (rank == 2 && step == 1) gradients[5].reset();
+    if (step == 2) gradients[0].reset();
+    return gradients;
+  };
+  for (int stage : {0, 3}) {
+    Case c{DType::kFloat32, 3, 1, {}, 1.0};
+    c.options.engine.stage = stage;
+    expect_bits_of_reference(model, c, script);
+  }
+}
+
+TEST(TrainingStepOrder, AGradientThatComesAfterItsUnitWasReducedStillCounts) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  const int late = 1;
+  expect_no_errors(run_ranks(3, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    ReferenceStep reference(model, 3, {});
+    FakeRank rank(model, {}, std::move(collectives));
+    for (int step = 0; step < kSteps; ++step) {
+      std::vector<Gradients> by_rank;
+      std::vector<Gradients> late_by_rank;
+      for (int i = 0; i < 3; ++i) {
+        by_rank.push_back(all_gradients(model, step, 0, i));
+        late_by_rank.emplace_back(model.params.size());
+        // One rank only, and not in the first pass, which learns what to expect.
+        if (i == 1 && step > 0) late_by_rank.back()[late] = noises(77, model.numel(late));
+      }
+      rank.forward();
+      rank.engine().begin_backward(true);
+      for (int p = model.count(); p-- > 0;) {
+        const auto& gradient = by_rank[static_cast<std::size_t>(r)][static_cast<std::size_t>(p)];
+        if (gradient) rank.add(p, *gradient);
+      }
+      const auto& extra = late_by_rank[static_cast<std::size_t>(r)][late];
+      if (extra) rank.add(late, *extra);
+      rank.engine().end_backward();
+      reference.add(by_rank, true);
+      if (step == 1) reference.add(late_by_rank, true);
+      if (step == 2) {
+        // By now the rank waits for the second one, so that both go out together.
+        reference.forget();
+        for (auto& gradients : {by_rank, late_by_rank}) reference.add(gradients, false);
+        reference.add(std::vector<Gradients>(3, Gradients(model.params.size())), true);
+      }
+      const double norm = reference.step(groups_of(step), 1.0);
+      ASSERT_EQ(rank.engine().step(groups_of(step), 1.0, false).grad_norm, norm);
+      expect_same_weights(rank, reference);
+    }
+  }));
+}
+
+TEST(TrainingStepOrder, GradientsKeptOnTheRankGoOutWithTheNextReductionOrAtTheStep) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  for (const bool last_is_synchronised : {true, false}) {
+    expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+      ReferenceStep reference(model, 2, {});
+      FakeRank rank(model, {}, std::move(collectives));
+      for (int micro = 0; micro < 2; ++micro) {
+        const std::vector<Gradients> by_rank{all_gradients(model, 0, micro, 0),
+                                             all_gradients(model, 0, micro, 1)};
+        rank.forward();
+        rank.backward(
+            false,
+            [&](int p) {
+              rank.add(p, *by_rank[static_cast<std::size_t>(r)][static_cast<std::size_t>(p)]);
+            },
+            micro == 1 && last_is_synchronised);
+        reference.add(by_rank, micro == 1);
+      }
+      const double norm = reference.step(groups_of(0), 1.0);
+      ASSERT_EQ(rank.engine().step(groups_of(0), 1.0, false).grad_norm, norm);
+      expect_same_weights(rank, reference);
+    }));
+  }
+}
+
+TEST(TrainingStepOrder, GradientsThatAreDroppedLeaveNothingBehind) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  for (const bool at_boundary : {false, true}) {
+    expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+      ReferenceStep reference(model, 2, {});
+      RankOptions options;
+      options.engine.reduce_at_boundary = at_boundary;
+      FakeRank rank(model, options, std::move(collectives));
+      const auto pass = [&](int micro, bool boundary) {
+        const Gradients mine = all_gradients(model, 0, micro, r);
+        rank.forward();
+        add_all(rank, mine, {}, boundary);
+      };
+      pass(0, false);
+      rank.engine().zero_gradients();
+      pass(1, true);
+      reference.add({all_gradients(model, 0, 1, 0), all_gradients(model, 0, 1, 1)}, true);
+      const double norm = reference.step(groups_of(0), 1.0);
+      ASSERT_EQ(rank.engine().step(groups_of(0), 1.0, false).grad_norm, norm);
+      expect_same_weights(rank, reference);
+    }));
+  }
+}
+
+TEST(TrainingStepExternal, AUsersOptimizerSeesScaledGradientsAndItsMastersAreRounded) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const FakeModel model(small_builder(dtype));
+    expect_no_errors(run_ranks(3, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+      RankOptions options;
+      options.rule = UpdateRule::kExternal;
+      options.engine.gradient_clipping = 0.5;
+      FakeRank rank(model, options, std::move(collectives));
+      auto* external = dynamic_cast<ExternalOptimizer*>(rank.engine().optimizer());
+      ASSERT_NE(external, nullptr);
+      external->set_update([&] {
+        for (const ExternalSegment& segment : external->segments()) {
+          for (std::size_t i = 0; i < segment.weight.size(); ++i) {
+            const float move = 0.5F * segment.gradient[i];
+            segment.weight[i] -= move;
+          }
+        }
+      });
+      rank.forward();
+      add_all(rank, all_gradients(model, 0, 0, r), {}, true);
+      const double norm = rank.engine().step({}, 2.0, false).grad_norm;
+      const auto scale = static_cast<float>(0.5 * std::min(1.0, 0.5 / (norm + 1e-6)));
+      for (int p = 0; p < model.count(); ++p) {
+        Values wanted = model.initial(p);
+        if (model.params[static_cast<std::size_t>(p)].trainable) {
+          std::vector<Values> all;
+          std::vector<const std::byte*> sources;
+          for (int i = 0; i < 3; ++i) {
+            all.push_back(*all_gradients(model, 0, 0, i)[static_cast<std::size_t>(p)]);
+          }
+          for (const Values& v : all) {
+            sources.push_back(reinterpret_cast<const std::byte*>(v.data()));
+          }
+          Values mean(wanted.size());
+          kernels::sum_in_order_reference(mean, sources, DType::kFloat32, 1.0F / 3.0F, false);
+          for (std::size_t i = 0; i < wanted.size(); ++i) {
+            const float gradient = scale * mean[i];
+            const float move = 0.5F * gradient;
+            wanted[i] -= move;
+          }
+        }
+        ASSERT_EQ(rank.weight(p), rounded(wanted, dtype)) << "parameter " << p;
+      }
+    }));
+  }
+}
+
+}  // namespace
+}  // namespace strata::engine::fake
