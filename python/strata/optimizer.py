@@ -76,10 +76,15 @@ def wrap_torch_optimizer(inner):
     hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32 shards, which is
     right for optimizers that work element by element.
     """
+    if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
+        raise _C.UsageError(
+            f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "
+            "new one"
+        )
     exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(type(inner))
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
-    if exact and not special and not inner.state and len(set(decoupled)) == 1:
+    if exact and not special and len(set(decoupled)) == 1:
         rule = "adamw" if decoupled[0] else "adam"
         return ShardedOptimizer(inner.param_groups, inner.defaults), rule
     return ShardedOptimizer(inner.param_groups, inner.defaults, inner), "external"
@@ -95,6 +100,10 @@ def run_on_shards(sharded, model):
         segment = torch.nn.Parameter(weight)
         pairs.append((segment, gradient))
         inner.param_groups[group_index]["params"].append(segment)
+    if inner.state:  # Adagrad's, say, which exists from the start
+        groups = [dict(group) for group in inner.param_groups]
+        inner.state.clear()
+        inner.state.update(type(inner)(groups, **inner.defaults).state)
 
     def update():
         for segment, gradient in pairs:
