@@ -104,6 +104,7 @@ class Engine(torch.nn.Module):
             return
         applied, _ = result
         self.optimizer.overflow = not applied
+        self.optimizer._opt_called = True  # torch's schedulers look whether the optimizer went first
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
