@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata"]
-PATIENCE_S = 10.0  # how long the others may go on once a rank has failed
+PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
 
 _context = None

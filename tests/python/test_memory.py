@@ -1,0 +1,99 @@
+"""Bytes held at stage 3, by the ledger: a 1/N part of everything, and the declared live bytes on top."""
+
+import pytest
+import strata
+import torch
+from ranks import run_ranks
+from tiny_models import TinyModel, config_of, loss_of, make_batches, make_engine, make_model, rank_and_world, train_step
+
+WIDTH, BLOCKS = 64, 6
+
+
+def _kinds(engine):
+    """{kind: bytes held}."""
+    return {kind: held for (tier, kind), (held, _) in engine.memory_report().items() if held and kind != "total"}
+
+
+def _steps(engine, steps, seed=1):
+    rank, world = rank_and_world()
+    for tokens in make_batches(steps, world, seed=seed):
+        train_step(engine, tokens[rank])
+
+
+def _shares(dtype, live_bytes):
+    _, world = rank_and_world()
+    config = config_of(3, dtype, live_bytes=live_bytes)
+    engine = make_engine(make_model(width=WIDTH, blocks=BLOCKS), config)
+    width = 2 if dtype == "bf16" else 4
+    units = engine.core.units()
+    numel = sum(p.ds_numel for p in engine.module.parameters())
+    shard = sum(u["shard_numel"] for u in units)
+    # Padding: a parameter starts at a multiple of 256 bytes of its unit, a shard is one.
+    aligned = 256 // width
+    padding = sum(aligned * (len(u["params"]) / world + 1) for u in units)
+    assert numel / world <= shard <= numel / world + padding
+    engine.core.reset_memory_peaks()
+    _steps(engine, 4)
+    largest = max(u["flat_bytes"] for u in units)
+    return {
+        "shard": shard, "width": width, "largest": largest, "units": units,
+        "peaks": {kind: peak for (_, kind), (_, peak) in engine.memory_report().items() if peak},
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_rank_holds_its_share(world, dtype):
+    live = 100_000
+    for told in run_ranks(world, _shares, dtype, live):
+        shard, peaks = told["shard"], told["peaks"]
+        assert peaks["weights"] <= told["width"] * shard + 4096 * len(told["units"])  # units start on pages
+        assert peaks.get("master weights", 0) == (4 * shard if dtype == "bf16" else 0)
+        assert peaks["optimizer state"] == 8 * shard
+        assert peaks["gathered weights"] <= max(live, 2 * told["largest"])
+        assert 4 * shard <= peaks["gradient shards"] <= 4 * shard + 4096 * len(told["units"])
+
+
+def _born_sharded():
+    config = config_of(3, live_bytes=1)
+    with strata.zero.Init(config_dict_or_path=config):
+        model = make_model(TinyModel, width=WIDTH, blocks=BLOCKS)
+    engine = make_engine(model, config)
+    _, world = rank_and_world()
+    units = engine.core.units()
+    return {
+        "whole": 4 * sum(p.ds_numel for p in model.parameters()),
+        "shard": 4 * sum(u["shard_numel"] for u in units),
+        "largest": max(u["flat_bytes"] for u in units),
+        "peaks": {kind: peak for (_, kind), (_, peak) in engine.memory_report().items()},
+    }
+
+
+def test_a_model_that_is_built_sharded_is_never_whole():
+    for told in run_ranks(2, _born_sharded):
+        assert told["peaks"]["gathered weights"] <= 2 * told["largest"]
+
+
+def _steady(live_bytes, accumulation):
+    engine = make_engine(make_model(width=WIDTH, blocks=BLOCKS), config_of(3, "bf16", accumulation, live_bytes=live_bytes))
+    _steps(engine, 3 * accumulation)
+    engine.core.reset_memory_peaks()
+    before, peaks = _kinds(engine), None
+    for seed in range(3):
+        _steps(engine, accumulation, seed)
+        rank, world = rank_and_world()
+        with torch.no_grad():
+            loss_of(engine, make_batches(1, world)[0, rank])
+        report = {kind: peak for (_, kind), (_, peak) in engine.memory_report().items() if peak}
+        assert peaks is None or report == peaks, "a later step took more than an earlier one"
+        peaks = report
+    after = _kinds(engine)
+    return before, after
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("live_bytes", ["auto", 100_000, 1])
+def test_steps_allocate_nothing_new(live_bytes, accumulation):
+    for before, after in run_ranks(2, _steady, live_bytes, accumulation):
+        growing = {k: (before.get(k, 0), v) for k, v in after.items() if v > before.get(k, 0)}
+        assert not growing or set(growing) <= {"gathered weights"}
