@@ -1,8 +1,10 @@
 // Bandwidth of all_gather and reduce_scatter between ranks of this host, by size.
-//   strata_bench_comm [--ranks 2] [--backend shm|local] [--min-mib 1] [--max-mib 256] [--json FILE]
+//   strata_bench_comm [--ranks 2] [--backend shm|local] [--min-mib 1] [--max-mib 256]
+//                     [--repetitions N] [--json FILE]
 // Size is the flat buffer's: what a rank has after an all_gather, and puts into a reduce_scatter
 // (fp32). GB/s is size / seconds, the time of the slowest rank, the median over the repetitions.
-// Each all_gather is followed by a barrier, so that both are timed as collectives.
+// Each all_gather is followed by a barrier, so that both are timed as collectives. `copy` is the
+// machine's limit: every rank at once copies as many bytes within its own memory.
 #include <fmt/format.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,12 +16,14 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/bulk_copy.h"
 #include "strata/comm/file_bootstrap.h"
 #include "strata/comm/local_collectives.h"
 #include "strata/comm/shm_collectives.h"
@@ -32,6 +36,7 @@ struct Request {
   std::string backend = "shm";
   std::int64_t min_mib = 1;
   std::int64_t max_mib = 256;
+  std::int64_t repetitions = 0;  // 0: by size
   std::string json;
 };
 
@@ -49,6 +54,8 @@ Request parse(const std::vector<std::string>& arguments) {
       request.min_mib = std::stol(value);
     } else if (name == "--max-mib") {
       request.max_mib = std::stol(value);
+    } else if (name == "--repetitions") {
+      request.repetitions = std::stol(value);
     } else if (name == "--json") {
       request.json = value;
     } else {
@@ -59,10 +66,10 @@ Request parse(const std::vector<std::string>& arguments) {
 }
 
 // Median seconds of one call, of the slowest rank.
-double measure(Collectives& c, int repetitions, const std::function<void()>& call) {
+double measure(Collectives& c, std::int64_t repetitions, const std::function<void()>& call) {
   for (int i = 0; i < 3; ++i) call();
   std::vector<double> seconds;
-  for (int i = 0; i < repetitions; ++i) {
+  for (std::int64_t i = 0; i < repetitions; ++i) {
     c.barrier();
     const auto start = std::chrono::steady_clock::now();
     call();
@@ -79,14 +86,29 @@ struct Figures {
   std::int64_t bytes;
   double all_gather;  // GB/s
   double reduce_scatter;
+  double copy;
 };
 
-Figures measure_size(Collectives& c, std::int64_t mib) {
+// The faster of ordinary and streaming stores, between two buffers of this rank.
+double measure_copy(Collectives& c, std::int64_t repetitions, std::span<std::byte> target) {
+  const std::vector<std::byte> source(target.size(), std::byte{1});
+  double best = std::numeric_limits<double>::infinity();
+  for (const CopyHint hint : {CopyHint::kInCaches, CopyHint::kPastCaches}) {
+    best = std::min(best, measure(c, repetitions, [&] {
+                      bulk_copy(target, source, hint, nullptr);
+                      c.barrier();
+                    }));
+  }
+  return best;
+}
+
+Figures measure_size(Collectives& c, std::int64_t mib, std::int64_t wanted_repetitions) {
   const std::int64_t world = c.world_size();
   const Numel slice((mib << 20) / 4 / world);
   const Bytes slice_bytes = bytes_of(slice, DType::kFloat32);
   const Bytes flat_bytes = slice_bytes * world;
-  const int repetitions = static_cast<int>(std::clamp<std::int64_t>(2048 / mib, 9, 300));
+  const std::int64_t repetitions =
+      wanted_repetitions > 0 ? wanted_repetitions : std::clamp<std::int64_t>(2048 / mib, 9, 300);
 
   auto weights = c.allocate("weights", slice_bytes);
   std::memset(weights->local().data(), 1, slice_bytes.size());
@@ -103,9 +125,10 @@ Figures measure_size(Collectives& c, std::int64_t mib) {
     c.reduce_scatter({gradients.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "gradients")
         ->wait();
   });
+  const double copy = measure_copy(c, repetitions, flat);
   c.barrier();
   const double gigabytes = static_cast<double>(flat_bytes.value) / 1e9;
-  return {flat_bytes.value, gigabytes / gather, gigabytes / reduce};
+  return {flat_bytes.value, gigabytes / gather, gigabytes / reduce, gigabytes / copy};
 }
 
 void report(const Request& request, const std::vector<Figures>& all) {
@@ -113,7 +136,8 @@ void report(const Request& request, const std::vector<Figures>& all) {
   for (const Figures& f : all) {
     rows.push_back({{"bytes", f.bytes},
                     {"all_gather_gb_per_s", f.all_gather},
-                    {"reduce_scatter_gb_per_s", f.reduce_scatter}});
+                    {"reduce_scatter_gb_per_s", f.reduce_scatter},
+                    {"copy_gb_per_s", f.copy}});
   }
   const nlohmann::json json = {
       {"backend", request.backend}, {"ranks", request.ranks}, {"sizes", rows}};
@@ -123,15 +147,15 @@ void report(const Request& request, const std::vector<Figures>& all) {
 void run_rank(Collectives& c, const Request& request) {
   std::vector<Figures> all;
   if (c.rank() == 0) {
-    fmt::print("{} on {} ranks\n{:>12} {:>18} {:>22}\n", c.name(), c.world_size(), "size",
-               "all_gather GB/s", "reduce_scatter GB/s");
+    fmt::print("{} on {} ranks\n{:>12} {:>18} {:>22} {:>12}\n", c.name(), c.world_size(), "size",
+               "all_gather GB/s", "reduce_scatter GB/s", "copy GB/s");
   }
   for (std::int64_t mib = request.min_mib; mib <= request.max_mib; mib *= 4) {
-    const Figures f = measure_size(c, mib);
+    const Figures f = measure_size(c, mib, request.repetitions);
     all.push_back(f);
     if (c.rank() == 0) {
-      fmt::print("{:>12} {:>18.2f} {:>22.2f}\n", to_string(Bytes(f.bytes)), f.all_gather,
-                 f.reduce_scatter);
+      fmt::print("{:>12} {:>18.2f} {:>22.2f} {:>12.2f}\n", to_string(Bytes(f.bytes)), f.all_gather,
+                 f.reduce_scatter, f.copy);
     }
   }
   if (c.rank() == 0) report(request, all);
