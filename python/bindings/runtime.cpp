@@ -52,11 +52,12 @@ void bind_runtime(py::module_& module) {
       py::arg("text"));
   module.def(
       "c10d_collectives",
-      [](c10::intrusive_ptr<c10d::ProcessGroup> group, std::string name) {
-        return std::shared_ptr<comm::Collectives>(
-            torch::make_c10d_collectives(std::move(group), std::move(name)));
+      [](c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
+         std::string id, std::string name) {
+        return std::shared_ptr<comm::Collectives>(torch::make_c10d_collectives(
+            std::move(group), std::move(store), std::move(id), std::move(name)));
       },
-      py::arg("group"), py::arg("name"));
+      py::arg("group"), py::arg("store"), py::arg("id"), py::arg("name"));
 }
 
 }  // namespace strata::python

@@ -4,6 +4,7 @@ import os
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from . import _C
@@ -59,7 +60,7 @@ def make_collectives(kind, timeout_s):
     if kind == "shm":
         return _C.shm_collectives(store, rank, world_size, timeout_s)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return _C.c10d_collectives(group, "gloo")
+    return _C.c10d_collectives(group._get_backend(torch.device("cpu")), store, group.group_name, "gloo")
 
 
 @contextmanager

@@ -1,0 +1,41 @@
+// What ranks tell each other when their process group is broken and can carry nothing any more:
+// short notes in the c10d Store, one a rank, the last one counts. So an error can name the rank
+// that gave up and why, where the backend only says that a connection closed. Threads: one thread a
+// rank. Ownership: shares the store. Errors: none leave it; a store that cannot be reached is a
+// store without notes.
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace strata::torch {
+
+struct PeerNote {
+  enum class Kind : char { kAt = 'w', kFailed = 'f', kGaveUp = 'a', kLeft = 'l' };
+  Kind kind;
+  std::string text;  // where it was, the error, the reason; empty for kLeft
+};
+
+class PeerNotes {
+ public:
+  PeerNotes(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int world_size);
+
+  void post(PeerNote::Kind kind, const std::string& text) noexcept;
+  // What every rank has posted so far; nothing where it has not. My own note is among them.
+  std::vector<std::optional<PeerNote>> read() noexcept;
+  // The same, but gives the others this long to post.
+  std::vector<std::optional<PeerNote>> wait_for_all(std::chrono::milliseconds limit) noexcept;
+
+ private:
+  std::string key(int rank) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::string name_;
+  int rank_;
+  int world_size_;
+};
+
+}  // namespace strata::torch

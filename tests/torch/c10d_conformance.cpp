@@ -1,0 +1,66 @@
+// The conformance suite of the Collectives seam on c10d's gloo. A Python module, since gloo's
+// process groups are made in Python; ranks are threads of one process, each with its own group.
+#include <gtest/gtest.h>
+#include <pybind11/functional.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/collectives_conformance.h"
+#include "strata/torch/c10d_collectives.h"
+
+namespace strata::comm::conformance {
+namespace {
+
+namespace py = pybind11;
+
+// (rank, world size, timeout in seconds, a number that tells groups apart) -> (c10d backend, store)
+using MakeBackend =
+    std::function<std::pair<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Store>>(
+        int, int, double, int)>;
+
+MakeBackend make_backend;  // of the running suite: GoogleTest's parameters are made before main
+int groups_made = 0;
+
+std::vector<std::string> run_gloo(int world_size, std::chrono::milliseconds timeout,
+                                  const RankBody& body) {
+  const int group = ++groups_made;
+  const double seconds = std::chrono::duration<double>(timeout).count();
+  const auto make = [&](int rank) {
+    const py::gil_scoped_acquire acquire;
+    auto [backend, store] = make_backend(rank, world_size, seconds, group);
+    return torch::make_c10d_collectives(std::move(backend), std::move(store), std::to_string(group),
+                                        "gloo");
+  };
+  return run_as_threads(world_size, make, body);
+}
+
+INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesMoveData, testing::Values(Backend{"gloo", run_gloo}));
+INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{"gloo", run_gloo}));
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OneSidedGathers);
+
+// 0 when all tests that `filter` names passed; their output goes to stdout.
+int run(MakeBackend make, const std::string& filter) {
+  make_backend = std::move(make);
+  std::vector<std::string> words{"c10d_conformance", "--gtest_filter=" + filter, "--gtest_brief=1"};
+  std::vector<char*> arguments;
+  for (std::string& word : words) arguments.push_back(word.data());
+  int count = static_cast<int>(arguments.size());
+  testing::InitGoogleTest(&count, arguments.data());
+  int result = 0;
+  {
+    const py::gil_scoped_release release;
+    result = RUN_ALL_TESTS();
+  }
+  make_backend = nullptr;
+  return testing::UnitTest::GetInstance()->successful_test_count() > 0 ? result : 1;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(c10d_conformance, module) {
+  module.def("run", &run);
+}
+
+}  // namespace strata::comm::conformance
