@@ -84,6 +84,7 @@ void Engine::begin_forward() {
   if (!pass_started_) gatherer_.start_pass();
   pass_started_ = true;
   forward_seen_ = true;
+  forward_used_ = false;
 }
 
 void Engine::begin_backward(bool boundary, bool synchronise) {
@@ -113,9 +114,13 @@ void Engine::end_backward() {
   STRATA_ASSERT(in_backward_);
   reducer_.end_backward();
   in_backward_ = false;
-  forward_seen_ = false;
+  forward_used_ = true;
   pass_started_ = false;
   backward_seen_ = true;
+}
+
+void Engine::end_micro_step() {
+  if (forward_used_) forward_seen_ = false;
 }
 
 void Engine::abandon_backward() {

@@ -65,6 +65,8 @@ class Engine {
   bool in_backward() const { return in_backward_; }
   void add_gradient(int param, const std::byte* gradient, DType dtype);
   void end_backward();
+  // A backward pass after this one needs a forward of its own. Until then a graph may be run again.
+  void end_micro_step();
   void abandon_backward();
 
   // --- the step --- collective
@@ -99,7 +101,8 @@ class Engine {
   OptimizerShards shards_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
   std::unique_ptr<device::Stream> stream_;
-  bool forward_seen_ = false;  // since the last backward
+  bool forward_seen_ = false;  // since the last micro-step
+  bool forward_used_ = false;  // a backward pass followed it
   bool pass_started_ = false;
   bool in_backward_ = false;
   bool backward_seen_ = false;  // since the last step

@@ -79,7 +79,12 @@ void Gatherer::release(int index) {
 
 void Gatherer::discard(int index) {
   release(index);
-  if (slot(index).pins == 0 && !unit(index).whole) drop(index);
+  if (unit(index).whole) return;
+  if (slot(index).pins == 0) {
+    drop(index);
+  } else {
+    collectives_.all_gather(unit(index).slices, flat(index), unit(index).name())->wait();
+  }
 }
 
 Gatherer::Pool::Lease Gatherer::take(int index) {

@@ -47,7 +47,8 @@ class Gatherer {
 
   void acquire(int unit);
   void release(int unit);
-  // Unpins, and drops the gathered copy with whatever was written to it (when no one else pins it).
+  // Unpins, and drops whatever was written to the gathered copy: where someone else pins it, it is
+  // gathered anew in place.
   void discard(int unit);
   bool gathered(int unit) const;
   bool pinned(int unit) const;

@@ -77,6 +77,7 @@ std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups
   }
   const bool boundary = at_boundary();
   backward_done_ = false;
+  engine_.end_micro_step();
   ++micro_steps_;
   if (!boundary) return std::nullopt;
   const StepResult result = engine_.step(groups, scaler_.scale(), half_precision_);

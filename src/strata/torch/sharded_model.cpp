@@ -131,7 +131,10 @@ void ShardedModel::gather(std::span<const int> params) {
   require_alive();
   std::set<int> units;
   for (const int param : params) units.insert(engine_->weights().unit_of(param).id);
-  for (const int unit : units) engine_->gatherer().acquire(unit);
+  for (const int unit : units) {
+    engine_->gatherer().acquire(unit);
+    ++held_[unit];
+  }
 }
 
 void ShardedModel::release(std::span<const int> params, bool discard) {
@@ -139,7 +142,9 @@ void ShardedModel::release(std::span<const int> params, bool discard) {
   std::set<int> units;
   for (const int param : params) units.insert(engine_->weights().unit_of(param).id);
   for (const int unit : units) {
-    discard ? engine_->gatherer().discard(unit) : engine_->gatherer().release(unit);
+    // What an outer holder writes is its own to keep.
+    const bool last = --held_[unit] == 0;
+    discard && last ? engine_->gatherer().discard(unit) : engine_->gatherer().release(unit);
   }
 }
 

@@ -112,6 +112,7 @@ class ShardedModel {
   plan::ModelPlan plan_;
   ParameterSet parameters_;
   std::unordered_map<const void*, int> index_;  // by TensorImpl
+  std::unordered_map<int, int> held_;           // by unit: gather() without release()
   std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<engine::StepControl> control_;
   std::unique_ptr<Scopes> scopes_;
