@@ -145,10 +145,12 @@ void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
     auto life = std::make_shared<Tracker::Life>();
     life->scope = scope;
     const std::weak_ptr<Tracker> tracker = tracker_;
-    std::vector<autograd::Node*> before = producers(inputs);
     // An input that was changed in place has a node of the scope itself by now.
-    std::erase_if(before, [entered](const autograd::Node* n) { return n->sequence_nr() >= entered; });
+    const auto ours = [entered](const autograd::Node* n) { return n->sequence_nr() >= entered; };
+    std::vector<autograd::Node*> before = producers(inputs);
+    std::erase_if(before, ours);
     std::vector<autograd::Node*> not_ours = producers_of_bases(inputs);
+    std::erase_if(not_ours, ours);
     not_ours.insert(not_ours.end(), before.begin(), before.end());
     std::vector<autograd::Node*> made = producers(outputs);
     for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
@@ -160,9 +162,10 @@ void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
       }));
     }
     for (autograd::Node* node : before) {
-      // The first of them to run ends it, not the last: blocks of a decoder have the encoder's output
-      // in common, which runs when all of them are over. Autograd runs what is ready in the reverse
-      // order of its making, so when something from before the scope runs, nothing of it is left.
+      // The first of them to run ends the life, not the last: the blocks of a decoder have the
+      // encoder's output in common, whose node runs when all of them are over. Of what is ready,
+      // autograd runs what was made last, so when a node from before the scope runs, none of the
+      // scope is left.
       // In front of the hooks that are there: the node belongs to the scope before this one, whose
       // units are gathered by such a hook, and ours should be gone by then.
       auto hook = std::make_unique<BeforeNode>([tracker, life] {

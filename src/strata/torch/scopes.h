@@ -2,10 +2,10 @@
 //
 // Forward: enter() gathers, leave() lets go. Backward: leave() also hangs a hook on the autograd
 // nodes that made the outputs; when the first of them is about to run, the scope's backward begins
-// and its units are gathered again. It ends when the nodes that made the scope's inputs are about
-// to run, since everything inside has run by then, or at the end of the backward pass. No node is
-// added to the graph, so outputs may be changed in place, and a scope entered twice has two
-// backward lives.
+// and its units are gathered again. It ends when the first of the nodes that made the scope's
+// inputs is about to run, since everything inside has run by then, or at the end of the backward
+// pass. No node is added to the graph, so inputs and outputs may be changed in place, and a scope
+// entered twice has two backward lives.
 //
 // Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
 // gathered until the backward pass ends (autograd may have saved it) or, under no_grad, until the
