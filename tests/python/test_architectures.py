@@ -12,9 +12,9 @@ import warnings
 
 import pytest
 import torch
+from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
-from hf_models import MODELS
 
 WORLD = 2
 STEPS = 5
@@ -108,11 +108,12 @@ def _train_sharded(tiny, rank, dtype, setting):
         norms.append(engine.get_global_grad_norm())
         if step + 1 == EVALUATED_AFTER and tiny.prompt is not None:
             tokens = _tokens(tiny, engine, rank, dtype)
-    units = [unit["name"] for unit in engine.core.units()]
+    units = {unit["name"]: unit["flat_bytes"] for unit in engine.core.units()}
+    _, peak = engine.memory_report()["device", "gathered weights"]
     with strata.zero.GatheredParameters(list(model.parameters())):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine.destroy()
-    return {"losses": losses, "norms": norms, "tokens": tokens, "weights": weights, "units": units}
+    return {"losses": losses, "norms": norms, "tokens": tokens, "weights": weights, "units": units, "peak": peak}
 
 
 def _difference(sharded, plain):
@@ -134,7 +135,7 @@ def _difference(sharded, plain):
 
 
 def _compare():
-    """{(model, dtype, setting): (what differs or "", names of units)}, on every rank."""
+    """{(model, dtype, setting): (what differs or "", {unit: bytes}, peak of gathered bytes)}, on every rank."""
     import strata
 
     warnings.simplefilter("ignore")
@@ -149,9 +150,11 @@ def _compare():
                 if key not in plain:
                     plain[key] = _train_plainly(tiny, rank, DTYPES[dtype], key[1])
                 sharded = _train_sharded(tiny, rank, DTYPES[dtype], setting)
-                results[name, dtype, setting] = (_difference(sharded, plain[key]), sharded["units"])
+                results[name, dtype, setting] = (
+                    _difference(sharded, plain[key]), sharded["units"], sharded["peak"]
+                )
             except Exception:  # the other cases are still to be seen
-                results[name, dtype, setting] = (traceback.format_exc(), [])
+                results[name, dtype, setting] = (traceback.format_exc(), {}, 0)
     return results
 
 
@@ -164,13 +167,24 @@ def compared():
 @pytest.mark.parametrize("name", MODELS)
 def test_five_steps_and_tokens_have_the_bits_of_plain_torch(compared, name, dtype, setting):
     for rank, results in enumerate(compared):
-        difference, _ = results[name, dtype, setting]
+        difference, *_ = results[name, dtype, setting]
         assert not difference, f"rank {rank}: {difference}"
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_units_are_the_blocks_of_the_architecture(compared, name):
-    _, units = compared[0][name, "fp32", "stage3"]
+    _, units, _ = compared[0][name, "fp32", "stage3"]
     blocks = MODELS[name].blocks
     assert [unit for unit in units if unit in blocks] == blocks
     assert not [unit for unit in units if any(unit.startswith(block + ".") for block in blocks)]
+
+
+@pytest.mark.parametrize("setting", [s for s, (_, section, _) in SETTINGS.items() if section is NOTHING_STAYS])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_block_at_a_time_is_gathered(compared, name, setting):
+    """Also in the backward pass of a decoder, whose blocks have the encoder's output in common."""
+    _, units, peak = compared[0][name, "fp32", setting]
+    pages = {unit: -(-size // 4096) * 4096 for unit, size in units.items()}
+    blocks = MODELS[name].blocks
+    around = sum(size for unit, size in pages.items() if unit not in blocks)
+    assert peak <= max(pages[block] for block in blocks) + around
