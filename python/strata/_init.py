@@ -89,11 +89,13 @@ class Init:
             self._collectives = make_collectives(self._config.collectives, self._config.timeout_s)
         holder = _OwnParameters(module)
         parameters = describe_parameters(holder, {})
-        modules, objects = describe_modules(holder, parameters)
+        modules, _ = describe_modules(holder, parameters)
         core = _C.ShardedModel(parameters, modules, self._config, "none", self._collectives, 1, f"init.{self._count}")
         self._count += 1
         take_ownership(core, parameters)
-        intercept(core, objects, scopes=False)
+        own = {id(p) for p in new}
+        owners = [m for m in module.modules() if any(id(p) in own for p in m._parameters.values())]
+        intercept(core, owners, scopes=False)
 
 
 class _OwnParameters(torch.nn.Module):
