@@ -124,3 +124,16 @@ def _dtypes_of_communication_and_accumulation():
 
 def test_reduced_and_accumulated_in_the_dtypes_of_the_configuration():
     run_ranks(2, _dtypes_of_communication_and_accumulation)
+
+
+def _over_the_process_group():
+    """Of two terms there is one sum, so also the order of the backend gives the same bits."""
+    _, world = rank_and_world()
+    for stage in range(4):
+        for dtype in ("fp32", "bf16"):
+            reference = PlainTrainer(make_model(), world, adamw, DTYPES[dtype], accumulation=2)
+            compare(config_of(stage, dtype, accumulation=2, strata={"collectives": "c10d"}), reference)
+
+
+def test_two_ranks_over_the_process_group():
+    run_ranks(2, _over_the_process_group)
