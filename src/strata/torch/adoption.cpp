@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <xxhash.h>
 
-#include <set>
+#include <algorithm>
 
 #include "strata/base/error.h"
 #include "strata/engine/consistency.h"
@@ -26,7 +26,8 @@ bool has_own_values(const ModelParameter& parameter) {
 
 // From models that hold these parameters sharded: one unit of theirs is whole at a time.
 void take_over(engine::Engine& engine, const std::vector<ModelParameter>& parameters) {
-  std::set<std::shared_ptr<ShardedModel>> owners;
+  // In an order that all ranks share, since the end of each is collective.
+  std::vector<std::shared_ptr<ShardedModel>> owners;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const ModelParameter& parameter = parameters[i];
     if (parameter.owner == nullptr) continue;
@@ -36,7 +37,8 @@ void take_over(engine::Engine& engine, const std::vector<ModelParameter>& parame
     engine.weights().store(static_cast<int>(i), Numel(), Numel(values.numel()),
                            bytes_of_tensor(values).data(), from_scalar_type(values.scalar_type()));
     parameter.owner->release(params, true);
-    owners.insert(parameter.owner);
+    if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
+      owners.push_back(parameter.owner);
   }
   if (owners.empty()) return;
   engine.collectives().barrier();  // peers have read what is about to go
