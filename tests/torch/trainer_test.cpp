@@ -1,0 +1,250 @@
+// Ranks are threads of this process, each with its own model and trainer.
+#include "strata/torch/trainer.h"
+
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mse_loss.h>
+#include <gmock/gmock.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
+
+#include <array>
+#include <functional>
+#include <thread>
+
+#include "strata/base/error.h"
+#include "strata/comm/local_collectives.h"
+
+namespace strata::torch {
+namespace {
+
+namespace nn = ::torch::nn;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+// So few live bytes that a unit goes as soon as nothing holds it.
+constexpr const char* kStage3 = R"({"train_batch_size": 4, "zero_optimization": {"stage": 3},
+  "strata": {"max_live_bytes": 1},
+  "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}})";
+
+struct BlockImpl : nn::Module {
+  BlockImpl()
+      : up(register_module("up", nn::Linear(6, 5))),
+        down(register_module("down", nn::Linear(5, 6))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (fails) throw std::runtime_error("the block failed");
+    return x + down(at::tanh(up(x)));
+  }
+  nn::Linear up, down;
+  bool fails = false;
+};
+TORCH_MODULE(Block);
+
+// A model with blocks, a parameter of the root, and a weight that is read outside its own module.
+struct ModelImpl : nn::Module {
+  ModelImpl()
+      : shift(register_parameter("shift", ::torch::zeros({6}))),
+        head(register_module("head", nn::Linear(nn::LinearOptions(6, 6).bias(false)))) {
+    for (int i = 0; i < 3; ++i) blocks->push_back(Block());
+    register_module("blocks", blocks);
+    register_buffer("seen", ::torch::zeros({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = call(*head, x) + shift;
+    for (const auto& block : *blocks) h = call(*block->as<Block>(), h);
+    return at::linear(h, call.read(head->weight));
+  }
+  Block block(std::size_t index) { return Block(blocks->ptr<BlockImpl>(index)); }
+
+  ScopedCall call;
+  at::Tensor shift;
+  nn::Linear head;
+  nn::ModuleList blocks;
+};
+TORCH_MODULE(Model);
+
+std::vector<Model> make_models(int count) {
+  std::vector<Model> models;
+  for (int i = 0; i < count; ++i) {
+    ::torch::manual_seed(7);
+    models.emplace_back();
+  }
+  return models;
+}
+
+// Runs `rank` on every rank; a failure of one is rethrown here.
+void run_ranks(int world, const std::function<void(std::shared_ptr<comm::Collectives>)>& rank) {
+  comm::LocalGroup group(world);
+  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r, collectives = std::shared_ptr(group.rank(r))]() mutable {
+      try {
+        rank(std::move(collectives));
+      } catch (...) {
+        failures[static_cast<std::size_t>(r)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+at::Tensor part_of(const at::Tensor& all, int rank, int world) {
+  return all.chunk(world)[static_cast<std::size_t>(rank)];
+}
+
+// The model's parameters after some steps on the same four samples, whatever the number of ranks.
+std::vector<at::Tensor> train(int world, const TrainerOptions& options, int steps) {
+  ::torch::manual_seed(3);
+  const at::Tensor x = ::torch::randn({4, 6}), y = ::torch::randn({4, 6});
+  std::vector<Model> models = make_models(world);
+  run_ranks(world, [&](std::shared_ptr<comm::Collectives> collectives) {
+    const int rank = collectives->rank();
+    Model& model = models[static_cast<std::size_t>(rank)];
+    TrainerOptions mine = options;
+    mine.collectives = std::move(collectives);
+    Trainer trainer(model.ptr(), std::move(mine));
+    model->call = trainer.call();
+    for (int i = 0; i < steps; ++i) {
+      const at::Tensor out = trainer.forward(*model, part_of(x, rank, world));
+      trainer.backward(at::mse_loss(out, part_of(y, rank, world)));
+      EXPECT_TRUE(trainer.step().has_value());
+    }
+    trainer.close(/*keep_values=*/true);
+  });
+  std::vector<at::Tensor> values;
+  for (const auto& p : models.back()->parameters()) values.push_back(p.detach());
+  return values;
+}
+
+TEST(Trainer, TrainsShardedToWhatOneRankTrains) {
+  const auto one = train(1, {.config = kStage3}, 5);
+  for (const int world : {2, 4}) {
+    const auto many = train(world, {.config = kStage3}, 5);
+    ASSERT_EQ(one.size(), many.size());
+    for (std::size_t i = 0; i < one.size(); ++i)
+      EXPECT_TRUE(at::allclose(one[i], many[i], 1e-4, 1e-5)) << "parameter " << i;
+  }
+}
+
+TEST(Trainer, HoldsParametersOnlyWhileACallUsesThem) {
+  std::vector<Model> models = make_models(2);
+  run_ranks(2, [&](std::shared_ptr<comm::Collectives> collectives) {
+    Model& model = models[static_cast<std::size_t>(collectives->rank())];
+    Trainer trainer(model.ptr(), {.config = kStage3, .collectives = collectives});
+    model->call = trainer.call();
+    EXPECT_EQ(model->block(0)->up->weight.numel(), 0);
+    const at::Tensor loss = trainer.forward(*model, ::torch::ones({2, 6})).sum();
+    EXPECT_EQ(model->block(0)->up->weight.numel(), 0);
+    EXPECT_EQ(model->call.read(model->head->weight).numel(), 36);
+    trainer.backward(loss);
+    EXPECT_EQ(model->block(0)->up->weight.numel(), 0);
+    EXPECT_FALSE(model->block(0)->up->weight.grad().defined());
+    trainer.step();
+    EXPECT_EQ(model->head->weight.numel(), 0);
+    EXPECT_GT(trainer.grad_norm().value_or(0.0), 0.0);
+    EXPECT_EQ(trainer.global_steps(), 1);
+  });
+}
+
+TEST(Trainer, ParamGroupsHaveTheirOwnHyperParametersWhichAreLive) {
+  std::vector<Model> models = make_models(2);
+  run_ranks(2, [&](std::shared_ptr<comm::Collectives> collectives) {
+    Model& model = models[static_cast<std::size_t>(collectives->rank())];
+    ParamGroup frozen_rate, others;
+    for (const auto& entry : model->named_parameters())
+      (entry.key() == "shift" ? frozen_rate : others).parameters.push_back(entry.value());
+    frozen_rate.scalars.lr = 0.0;
+    Trainer trainer(model.ptr(),
+                    {.config = R"({"train_batch_size": 4, "zero_optimization": {"stage": 2}})",
+                     .groups = {frozen_rate, others},
+                     .collectives = collectives});
+    model->call = trainer.call();
+    const auto step = [&] {
+      trainer.backward(trainer.forward(*model, ::torch::ones({2, 6})).sum());
+      trainer.step();
+    };
+    step();
+    EXPECT_TRUE(at::equal(model->shift, ::torch::zeros({6})));
+    trainer.groups()[0].lr = 0.1;
+    step();
+    EXPECT_FALSE(at::equal(model->shift, ::torch::zeros({6})));
+  });
+}
+
+TEST(Trainer, AStepGoesOnAfterAForwardThatThrew) {
+  std::vector<Model> models = make_models(2);
+  run_ranks(2, [&](std::shared_ptr<comm::Collectives> collectives) {
+    Model& model = models[static_cast<std::size_t>(collectives->rank())];
+    Trainer trainer(model.ptr(), {.config = kStage3, .collectives = collectives});
+    model->call = trainer.call();
+    model->block(1)->fails = true;
+    EXPECT_THROW(trainer.forward(*model, ::torch::ones({2, 6})), std::runtime_error);
+    EXPECT_EQ(model->block(1)->up->weight.numel(), 0) << "it was let go";
+    model->block(1)->fails = false;
+    trainer.backward(trainer.forward(*model, ::torch::ones({2, 6})).sum());
+    EXPECT_TRUE(trainer.step()->applied);
+  });
+}
+
+TEST(Trainer, LoadsWhatItSavedBuffersIncluded) {
+  const std::string folder = ::testing::TempDir() + "/strata_trainer_test";
+  std::vector<Model> saved = make_models(2), loaded = make_models(2);
+  run_ranks(2, [&](std::shared_ptr<comm::Collectives> collectives) {
+    const auto rank = static_cast<std::size_t>(collectives->rank());
+    const ::torch::NoGradGuard no_grad;
+    saved[rank]->shift.fill_(5.0);
+    saved[rank]->named_buffers()["seen"].fill_(9.0);
+    {
+      Trainer trainer(saved[rank].ptr(), {.config = kStage3, .collectives = collectives});
+      trainer.save(folder);
+    }
+    Trainer trainer(loaded[rank].ptr(), {.config = kStage3, .collectives = collectives});
+    trainer.load(folder);
+    trainer.close(/*keep_values=*/true);
+    EXPECT_TRUE(at::equal(loaded[rank]->shift, ::torch::full({6}, 5.0)));
+    EXPECT_EQ(loaded[rank]->named_buffers()["seen"].item<float>(), 9.0F);
+  });
+}
+
+TEST(Trainer, RefusesWhatItCannotTrainAndSaysWhy) {
+  Model model;
+  const std::shared_ptr<comm::Collectives> one = comm::LocalGroup(1).rank(0);
+  const auto make = [&](const std::vector<ParamGroup>& groups) {
+    return Trainer(model.ptr(), {.config = kStage3, .groups = groups, .collectives = one});
+  };
+  EXPECT_THAT(
+      [&] {
+        make({{{model->shift}, {}}});
+      },
+      ThrowsMessage<UsageError>(HasSubstr("in no param group")));
+  EXPECT_THAT(
+      [&] {
+        make({{{model->shift, model->shift}, {}}});
+      },
+      ThrowsMessage<UsageError>(HasSubstr("in groups 0 and 0")));
+  EXPECT_THAT([&] { Trainer(nullptr, {.config = kStage3, .collectives = one}); },
+              ThrowsMessage<UsageError>(HasSubstr("Pass model.ptr()")));
+
+  Trainer trainer(model.ptr(), {.config = kStage3, .collectives = one});
+  Block stranger;
+  EXPECT_THAT(
+      [&] {
+        trainer.call()(*stranger, ::torch::ones({2, 6}));
+      },
+      ThrowsMessage<UsageError>(HasSubstr("a module of the trained model")));
+  EXPECT_THAT(
+      [&] {
+        trainer.forward(*stranger, ::torch::ones({2, 6}));
+      },
+      ThrowsMessage<UsageError>(HasSubstr("the module that the trainer was made with")));
+  EXPECT_THAT([&] { trainer.step(); },
+              ThrowsMessage<UsageError>(HasSubstr("without a backward pass")));
+  trainer.close();
+  EXPECT_THAT([&] { trainer.step(); }, ThrowsMessage<UsageError>(HasSubstr("destroyed")));
+}
+
+}  // namespace
+}  // namespace strata::torch
