@@ -82,8 +82,10 @@ test: build  ## All C++ and Python tests; ends with "N passed, N failed"
 test-core: core  ## The core's tests alone: seconds
 	$(PYTHON) tools/run_tests.py build/dev --cpp-only --label core --jobs $(JOBS)
 
+# Two ranks share the cores. torchrun warns where nobody says how many threads each takes.
 demo: module  ## Train a small Qwen3 over two ranks at ZeRO stage 3
-	$(VENV)/bin/torchrun --standalone --nproc_per_node=2 \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( ($$(nproc) + 1) / 2 ))} \
+	  $(VENV)/bin/torchrun --standalone --nproc_per_node=2 \
 	  examples/train_stdlib.py --config examples/ds_config.json $(DEMO)
 
 bench-cpu: module  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
