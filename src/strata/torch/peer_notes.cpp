@@ -17,9 +17,8 @@ std::string PeerNotes::key(int rank) const {
 
 void PeerNotes::post(PeerNote::Kind kind, const std::string& text) noexcept {
   try {
-    std::vector<std::uint8_t> bytes{static_cast<std::uint8_t>(kind)};
-    bytes.insert(bytes.end(), text.begin(), text.end());
-    store_->set(key(rank_), bytes);
+    const std::string note = static_cast<char>(kind) + text;
+    store_->set(key(rank_), std::vector<std::uint8_t>(note.begin(), note.end()));
   } catch (const std::exception&) {
     return;  // the store went first; the backend's own error has to do
   }
