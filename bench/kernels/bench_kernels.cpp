@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "page_vector.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/kernels/grad_stats.h"
@@ -30,7 +31,7 @@ std::size_t numel() {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : std::size_t{1} << 23;
 }
 
-std::byte* bytes_at(std::vector<float>& array) {
+std::byte* bytes_at(PageVector& array) {
   return std::as_writable_bytes(std::span(array)).data();
 }
 
@@ -58,11 +59,11 @@ void measure(benchmark::State& state, double bytes_an_element, Call&& call) {
 }
 
 void adam(benchmark::State& state, bool with_copy, DType copy) {
-  std::vector<float> weight(numel(), 0.02F);
-  std::vector<float> exp_avg(numel(), 1e-3F);
-  std::vector<float> exp_avg_sq(numel(), 1e-6F);
-  std::vector<float> gradient(numel(), 1e-3F);
-  std::vector<float> weight16(with_copy ? numel() / 2 + 1 : 0);
+  PageVector weight(numel(), 0.02F);
+  PageVector exp_avg(numel(), 1e-3F);
+  PageVector exp_avg_sq(numel(), 1e-6F);
+  PageVector gradient(numel(), 1e-3F);
+  PageVector weight16(with_copy ? numel() / 2 + 1 : 0);
   const AdamSpans spans{
       weight, exp_avg, exp_avg_sq, gradient, with_copy ? bytes_at(weight16) : nullptr, copy};
   measure(state, with_copy ? 30.0 : 28.0, [&](ThreadPool& pool) {
@@ -71,8 +72,8 @@ void adam(benchmark::State& state, bool with_copy, DType copy) {
 }
 
 void cast(benchmark::State& state, DType to, DType from) {
-  std::vector<float> source(numel(), 1.0F);
-  std::vector<float> target(numel());
+  PageVector source(numel(), 1.0F);
+  PageVector target(numel());
   const auto width = static_cast<double>((size_of(to) + size_of(from)).value);
   measure(state, width, [&](ThreadPool& pool) {
     kernels::cast(bytes_at(target), to, bytes_at(source), from, Numel(numel()), &pool);
@@ -80,8 +81,8 @@ void cast(benchmark::State& state, DType to, DType from) {
 }
 
 void accumulate(benchmark::State& state, DType from) {
-  std::vector<float> source(numel(), 1e-3F);
-  std::vector<float> target(numel());
+  PageVector source(numel(), 1e-3F);
+  PageVector target(numel());
   measure(state, 8.0 + static_cast<double>(size_of(from).value), [&](ThreadPool& pool) {
     kernels::accumulate(bytes_at(target), DType::kFloat32, bytes_at(source), from, Numel(numel()),
                         &pool);
@@ -89,10 +90,10 @@ void accumulate(benchmark::State& state, DType from) {
 }
 
 void sum_in_order(benchmark::State& state, DType from, std::size_t world) {
-  std::vector<std::vector<float>> arrays(world, std::vector<float>(numel(), 1e-3F));
+  std::vector<PageVector> arrays(world, PageVector(numel(), 1e-3F));
   std::vector<const std::byte*> sources;
   for (auto& array : arrays) sources.push_back(bytes_at(array));
-  std::vector<float> target(numel());
+  PageVector target(numel());
   const double read = static_cast<double>(size_of(from).value) * static_cast<double>(world);
   measure(state, 4.0 + read, [&](ThreadPool& pool) {
     kernels::sum_in_order(target, sources, from, 0.5F, false, &pool);
@@ -100,7 +101,7 @@ void sum_in_order(benchmark::State& state, DType from, std::size_t world) {
 }
 
 void grad_stats(benchmark::State& state) {
-  std::vector<float> gradient(numel(), 1e-3F);
+  PageVector gradient(numel(), 1e-3F);
   measure(state, 4.0, [&](ThreadPool& pool) {
     auto stats = kernels::grad_stats(gradient, &pool);
     benchmark::DoNotOptimize(stats);

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <cstddef>
-#include <vector>
 
+#include "page_vector.h"
 #include "strata/base/thread_pool.h"
 
 namespace strata::bench {
@@ -23,7 +23,7 @@ class Triad {
   double seconds_of_one_round(Store store);
 
   ThreadPool& pool_;
-  std::vector<float> a_, b_, c_;
+  PageVector a_, b_, c_;
 };
 
 }  // namespace strata::bench
