@@ -213,7 +213,6 @@ class C10dCollectives final : public comm::Collectives {
     if (!broken_.empty()) return;
     broken_ = fmt::format("rank {} gave up: {}", rank(), reason);
     notes_.post(PeerNote::Kind::kGaveUp, broken_);
-    group_.reset();  // closes the connections, which wakes peers that wait
   }
 
  private:
@@ -243,7 +242,6 @@ class C10dCollectives final : public comm::Collectives {
     const std::string cause = most_telling(notes);
     broken_ = fmt::format("rank {}: {} failed: {} ({})", rank(), what, cause, error);
     notes_.post(PeerNote::Kind::kFailed, broken_);
-    group_.reset();
     throw CommError(broken_);
   }
 
