@@ -55,8 +55,9 @@ class RankProcesses:
         self._order(("peak", self.steps_done, steps))
         pids = [process.pid for process, _, _ in self._ranks]
         data = [0] * len(pids)
-        while not all(connection.poll(0) for _, connection, _ in self._ranks):
-            data = [max(most, memory_use.proportional_data(pid)) for most, pid in zip(data, pids)]
+        while not any(connection.poll(0) for _, connection, _ in self._ranks):
+            with contextlib.suppress(OSError):
+                data = [max(most, memory_use.proportional_data(pid)) for most, pid in zip(data, pids)]
             time.sleep(interval_s)
         answers = self._answers()
         self.steps_done += steps
@@ -80,7 +81,8 @@ class RankProcesses:
 
     def _order(self, order):
         for _, connection, _ in self._ranks:
-            connection.send(order)
+            with contextlib.suppress(OSError):  # a rank that ended is found when it does not answer
+                connection.send(order)
 
     def _answers(self):
         answers = []
@@ -90,7 +92,8 @@ class RankProcesses:
                     if not process.is_alive() and not connection.poll(0):
                         raise EOFError
                 kind, answer = connection.recv()
-            except EOFError:
+            except (EOFError, OSError):
+                process.join(5)
                 kind, answer = "error", f"the process ended with code {process.exitcode}"
             if kind == "error":
                 raise RuntimeError(f"{self.contestant.label}: {answer}\n{_tail(log)}")

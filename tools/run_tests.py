@@ -103,12 +103,17 @@ def main() -> int:
     parser.add_argument("--cpp-only", action="store_true", help="leave the Python tests out")
     parser.add_argument("--label", help="only ctest entries with this label")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
-    arguments = parser.parse_args()
+    parser.epilog = "Arguments after -- go to pytest."
+    # argparse gives up on options between positionals, so what is pytest's is cut off beforehand.
+    ours, pytest_arguments = sys.argv[1:], []
+    if "--" in ours:
+        cut = ours.index("--")
+        ours, pytest_arguments = ours[:cut], ours[cut + 1:]
+    arguments = parser.parse_args(ours)
 
     counts = {"ctest": run_ctest(arguments.build, arguments.label, arguments.jobs)}
     if not arguments.cpp_only:
-        counts["pytest"] = run_pytest(arguments.build, arguments.pytest)
+        counts["pytest"] = run_pytest(arguments.build, pytest_arguments)
     print()
     for name, count in counts.items():
         print(f"{name}: {count}")
