@@ -13,6 +13,7 @@ void bind_errors(py::module_& module) {
   py::register_exception<CommError>(module, "CommError", base);
   py::register_exception<OutOfMemoryError>(module, "OutOfMemoryError", base);
   py::register_exception<UsageError>(module, "UsageError", base);
+  py::register_exception<DeviceError>(module, "DeviceError", base);
   py::register_exception<NumericsError>(module, "NumericsError", base);
   py::register_exception<engine::LossScaleError>(module, "LossScaleError", base);
   py::register_exception<InternalError>(module, "InternalError", base);

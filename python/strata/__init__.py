@@ -15,6 +15,7 @@ from . import zero
 from ._C import (
     CommError,
     ConfigError,
+    DeviceError,
     Error,
     FormatError,
     InternalError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommError",
     "ConfigError",
+    "DeviceError",
     "Engine",
     "Error",
     "FormatError",

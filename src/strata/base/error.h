@@ -46,6 +46,12 @@ class OutOfMemoryError : public Error {
   using Error::Error;
 };
 
+// A device's driver refused a call; says which, and what the driver said.
+class DeviceError : public Error {
+ public:
+  using Error::Error;
+};
+
 // The engine was called in an order or with values that its contract forbids.
 class UsageError : public Error {
  public:

@@ -29,6 +29,17 @@ class CpuMemory final : public Memory {
   memory::ByteBudget::Hold hold_;
 };
 
+// Nothing can be moved faster within the host by pinning it.
+class CpuHostMemory final : public HostMemory {
+ public:
+  explicit CpuHostMemory(memory::HostBuffer buffer) : buffer_(std::move(buffer)) {}
+  std::span<std::byte> bytes() override { return buffer_.bytes(); }
+  bool pinned() const override { return true; }
+
+ private:
+  memory::HostBuffer buffer_;
+};
+
 class CpuEvent final : public Event {
  public:
   bool done() override { return true; }
@@ -47,25 +58,38 @@ class CpuStream final : public Stream {
 CpuDevice::CpuDevice(CpuDeviceOptions options)
     : ledger_(options.ledger ? std::move(options.ledger) : std::make_shared<memory::Ledger>()),
       budget_(options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr),
-      pool_(options.threads) {}
+      pool_(options.threads),
+      compute_stream_(std::make_unique<CpuStream>()) {}
+
+memory::ByteBudget::Hold CpuDevice::take_part(Bytes bytes, std::string_view what) {
+  if (!budget_) return {};
+  auto taken = budget_->take(bytes);
+  if (!taken) {
+    throw OutOfMemoryError(
+        fmt::format("device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; "
+                    "shard over more ranks, "
+                    "offload, or raise the budget; held: {}",
+                    what, to_string(bytes), to_string(budget_->left()), to_string(budget_->limit()),
+                    ledger_->report()));
+  }
+  return std::move(*taken);
+}
 
 std::unique_ptr<Memory> CpuDevice::allocate(Bytes bytes, memory::Kind kind) {
-  memory::ByteBudget::Hold hold;
-  if (budget_) {
-    auto taken = budget_->take(bytes);
-    if (!taken) {
-      throw OutOfMemoryError(
-          fmt::format("device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; "
-                      "shard over more ranks, "
-                      "offload, or raise the budget; held: {}",
-                      memory::name_of(kind), to_string(bytes), to_string(budget_->left()),
-                      to_string(budget_->limit()), ledger_->report()));
-    }
-    hold = std::move(*taken);
-  }
+  memory::ByteBudget::Hold hold = take_part(bytes, memory::name_of(kind));
   memory::HostBuffer buffer(bytes,
                             {.ledger = ledger_, .tier = memory::Tier::kDevice, .kind = kind});
   return std::make_unique<CpuMemory>(std::move(buffer), std::move(hold));
+}
+
+std::unique_ptr<Memory> CpuDevice::allocate_uncharged(Bytes bytes) {
+  memory::ByteBudget::Hold hold = take_part(bytes, "shared buffers");
+  return std::make_unique<CpuMemory>(memory::HostBuffer(bytes), std::move(hold));
+}
+
+std::unique_ptr<HostMemory> CpuDevice::allocate_host(Bytes bytes, memory::Kind kind) {
+  return std::make_unique<CpuHostMemory>(
+      memory::HostBuffer(bytes, {.ledger = ledger_, .kind = kind}));
 }
 
 std::unique_ptr<GrowableMemory> CpuDevice::reserve(Bytes bytes, memory::Kind kind) {
@@ -75,6 +99,14 @@ std::unique_ptr<GrowableMemory> CpuDevice::reserve(Bytes bytes, memory::Kind kin
 Bytes CpuDevice::free_bytes() const {
   const Bytes system = memory::available_memory();
   return budget_ ? std::min(system, budget_->left()) : system;
+}
+
+bool CpuDevice::host_accessible(const std::byte* /*pointer*/) const {
+  return true;
+}
+
+Stream& CpuDevice::compute_stream() {
+  return *compute_stream_;
 }
 
 std::unique_ptr<Stream> CpuDevice::create_stream() {

@@ -32,8 +32,12 @@ class CpuDevice final : public Device {
 
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override;
+  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
   Bytes free_bytes() const override;
+  bool host_accessible(const std::byte* pointer) const override;
   std::unique_ptr<Stream> create_stream() override;
+  Stream& compute_stream() override;
 
   void copy(std::span<std::byte> target, std::span<const std::byte> source,
             Stream& stream) override;
@@ -49,10 +53,13 @@ class CpuDevice final : public Device {
   kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
 
  private:
+  memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what);
+
   const std::shared_ptr<memory::Ledger> ledger_;
   const std::shared_ptr<memory::ByteBudget> budget_;  // null: none
   std::mutex pool_mutex_;                             // one loop at a time
   ThreadPool pool_;                                   // guarded by pool_mutex_
+  const std::unique_ptr<Stream> compute_stream_;
 };
 
 }  // namespace strata::device

@@ -1,8 +1,12 @@
-// Seam: the place where weights live and kernels run. Implementations: cpu_device here; CUDA later.
+// Seam: the place where weights live and kernels run. Implementations: cpu_device, cuda_device.
 //
 // Order. Work is queued on streams; a stream runs its work in order. An Event marks a point of a
 // stream; another stream or the host can wait for it. The CPU device runs everything at once, in
 // the caller's thread, so its streams are always idle; callers are written for the other case.
+// What reads values that the model has computed, or writes values that it will read, goes to
+// compute_stream() and is in order with the model's own kernels, without anybody waiting.
+// Memory. Host and device memory share one address space. copy() takes either; kernels take memory
+// of the device, and memory of allocate_host() where that is pinned.
 // Threads: a Device is internally synchronised; a Stream is used by one thread at a time.
 // Ownership: Memory frees on destruction; work that uses it must be complete by then.
 // Errors: OutOfMemoryError with the bytes wanted and, by kind, what the ledger holds.
@@ -26,6 +30,12 @@ class Memory {
  public:
   virtual ~Memory() = default;
   virtual std::span<std::byte> bytes() = 0;
+};
+
+// Pinned or ordinary host memory, aligned to pages.
+class HostMemory : public Memory {
+ public:
+  virtual bool pinned() const = 0;
 };
 
 // An address range of which a prefix is backed by memory; grows without moving. New memory is zero.
@@ -57,16 +67,26 @@ class Stream {
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::string_view name() const = 0;  // "cpu"
+  virtual std::string_view name() const = 0;  // "cpu", "cuda"
   virtual const std::shared_ptr<memory::Ledger>& ledger() const = 0;
 
   virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
   virtual std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) = 0;
+  // Device memory that the caller charges: buffers of collectives.
+  virtual std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) = 0;
+  // Host memory for transfers, charged to the host tier: pinned, so that they run at the link's
+  // speed and beside the host, unless the system refuses to lock more (pinned() is false then).
+  virtual std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) = 0;
   // What a new allocation may take, by the system's own count.
   virtual Bytes free_bytes() const = 0;
-  virtual std::unique_ptr<Stream> create_stream() = 0;
+  // Whether the host may read and write the memory behind `pointer`. Always, on the CPU device.
+  virtual bool host_accessible(const std::byte* pointer) const = 0;
 
-  // Kernels and copies; host and device pointers alike. Spans of one call do not overlap.
+  virtual std::unique_ptr<Stream> create_stream() = 0;
+  // The stream on which the model computes in the calling thread now; the object is the device's.
+  virtual Stream& compute_stream() = 0;
+
+  // Kernels and copies. Spans of one call do not overlap.
   virtual void copy(std::span<std::byte> target, std::span<const std::byte> source,
                     Stream& stream) = 0;
   virtual void fill_zero(std::span<std::byte> target, Stream& stream) = 0;

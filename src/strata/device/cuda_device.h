@@ -1,0 +1,36 @@
+// CUDA devices. Every build has these calls; one made where no CUDA compiler was found has no
+// devices. Nothing here needs the driver to be installed before a device is made.
+//
+// Memory comes from the driver (cudaMalloc for blocks, the virtual memory calls for growable
+// memory), never from a framework's cache. Kernels are compiled for compute capability 8.0 and
+// later.
+// Threads, ownership, order: device.h. Errors: OutOfMemoryError; DeviceError for what the driver
+// refuses, with the call and the driver's own words.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "strata/device/device.h"
+
+namespace strata::device {
+
+struct CudaDeviceOptions {
+  std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: the device makes its own
+  int index = 0;                                     // among the devices that this process sees
+  // The CUstream on which the model computes in the calling thread; null: the default stream.
+  std::function<void*()> compute_stream = nullptr;
+  // The most that the device gives out; nullopt: what the driver has.
+  std::optional<Bytes> memory_limit = std::nullopt;
+};
+
+// Whether this build has the CUDA device at all.
+bool cuda_is_built();
+// Devices that this process can use: 0 without a driver, and in a build without CUDA.
+int cuda_device_count();
+// UsageError where there is no such device; it says whether the build, the driver or the index is
+// what is missing.
+std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options);
+
+}  // namespace strata::device
