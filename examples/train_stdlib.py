@@ -10,6 +10,7 @@ not, or when the loss did not fall. Everything is written to demo_out/.
 
 import argparse
 import logging
+import math
 import os
 import sys
 import sysconfig
@@ -167,9 +168,9 @@ def mean_of(losses, count=10):
 
 
 def show_curve(console, losses):
-    """The losses as one line of bars, and their ends."""
-    bars, width = " ▁▂▃▄▅▆▇█", 60
-    stride = max(1, len(losses) // width)
+    """The losses as one line of bars, and their ends: at most 79 columns."""
+    bars, width = " ▁▂▃▄▅▆▇█", 58
+    stride = math.ceil(len(losses) / width)
     means = [mean_of(losses[i : i + stride], stride) for i in range(0, len(losses), stride)]
     low, high = min(means), max(means)
     line = "".join(bars[round(8 * (m - low) / ((high - low) or 1.0))] for m in means)

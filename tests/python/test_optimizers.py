@@ -57,6 +57,17 @@ def test_optimizers_of_torch_run_on_the_shards(name):
     run_ranks(2, _optimizer_of_the_user, name)
 
 
+@pytest.mark.parametrize("name", ["momentum", "adagrad", "adam"])
+def test_an_optimizer_that_took_steps_is_refused(name):
+    """Its state is of whole parameters; a shard of it would have to be cut out, silently or wrongly."""
+    model = make_model()
+    optimizer = CHOICES[name](model.parameters())
+    loss_of(model, make_batches(1, 1)[0][0]).backward()
+    optimizer.step()
+    with pytest.raises(strata.UsageError, match=f"{type(optimizer).__name__} has taken steps already.*a new one"):
+        strata.initialize(model=model, config=config_of(3, optimizer=False), optimizer=optimizer)
+
+
 def _groups_of(parameters):
     parameters = list(parameters)
     return [
