@@ -3,6 +3,7 @@
 // The harness is default-constructible and has
 //   static constexpr std::string_view kName;      what name() says
 //   std::unique_ptr<device::Device> make(std::optional<Bytes> memory_limit);
+//                                                 null where the machine has none: skipped then
 // The suite reaches device memory through Device::copy alone, so that the memory may lie anywhere.
 #pragma once
 
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <vector>
@@ -47,6 +49,50 @@ TYPED_TEST_P(DeviceConformance, MemoryIsChargedByKindUntilItGoes) {
     EXPECT_EQ(ledger.held(memory::Tier::kDevice, memory::Kind::kGathered), 300_B);
   }
   EXPECT_EQ(ledger.held(memory::Tier::kDevice), 0_B);
+}
+
+TYPED_TEST_P(DeviceConformance, UnchargedMemoryIsLeftToItsUserToCharge) {
+  const auto limited = this->harness_.make(64_MiB);
+  const auto memory = limited->allocate_uncharged(40_MiB);
+  EXPECT_EQ(memory->bytes().size(), (40_MiB).size());
+  EXPECT_EQ(limited->ledger()->held(memory::Tier::kDevice), 0_B);
+  EXPECT_THROW(limited->allocate_uncharged(40_MiB), OutOfMemoryError);
+}
+
+TYPED_TEST_P(DeviceConformance, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKernels) {
+  const auto values = this->random_floats(5000, 19);
+  const auto host = this->device_->allocate_host(Bytes(20000), memory::Kind::kStaging);
+  EXPECT_EQ(this->device_->ledger()->held(memory::Tier::kHost, memory::Kind::kStaging), 20000_B);
+  EXPECT_TRUE(this->device_->host_accessible(host->bytes().data()));
+  std::memcpy(host->bytes().data(), values.data(), 20000);
+  const auto copied = this->allocate(20000_B);
+  this->device_->copy(copied->bytes(), host->bytes(), *this->stream_);
+  EXPECT_EQ(this->download_floats(*copied), values);
+  if (!host->pinned()) return;
+  const auto cast = this->allocate(40000_B);
+  this->device_->cast(cast->bytes().data(), DType::kFloat64, host->bytes().data(), DType::kFloat32,
+                      Numel(5000), *this->stream_);
+  const auto wide = this->download(cast->bytes());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    double value = 0.0;
+    std::memcpy(&value, wide.data() + i * sizeof value, sizeof value);
+    ASSERT_EQ(value, static_cast<double>(values[i]));
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, OrdinaryHostMemoryIsTheHostsOwn) {
+  const std::vector<std::byte> ordinary(100);
+  EXPECT_TRUE(this->device_->host_accessible(ordinary.data()));
+}
+
+TYPED_TEST_P(DeviceConformance, TheComputeStreamIsOrderedWithOtherStreamsByEvents) {
+  const auto content = this->random_bytes(1_MiB, 20);
+  const auto source = this->upload(content);
+  const auto target = this->allocate(1_MiB);
+  Stream& compute = this->device_->compute_stream();
+  this->device_->copy(target->bytes(), source->bytes(), compute);
+  this->stream_->wait_for(*compute.record());
+  EXPECT_EQ(this->download(target->bytes()), content);
 }
 
 TYPED_TEST_P(DeviceConformance, RunningOutSaysWhatWasWantedAndWhatIsHeld) {
@@ -288,7 +334,9 @@ TYPED_TEST_P(DeviceConformance, AGrowthThatFailsLeavesWhatIsBacked) {
 
 REGISTER_TYPED_TEST_SUITE_P(
     DeviceConformance, SaysItsName, MemoryIsAlignedAndOfTheSizeAskedFor,
-    MemoryIsChargedByKindUntilItGoes, RunningOutSaysWhatWasWantedAndWhatIsHeld,
+    MemoryIsChargedByKindUntilItGoes, UnchargedMemoryIsLeftToItsUserToCharge,
+    HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKernels, OrdinaryHostMemoryIsTheHostsOwn,
+    TheComputeStreamIsOrderedWithOtherStreamsByEvents, RunningOutSaysWhatWasWantedAndWhatIsHeld,
     FreeBytesFallWithWhatALimitedDeviceHolds, CopiesBetweenHostAndDeviceInEveryDirection,
     ACopyTouchesNothingBesideItsTarget, FillsWithZeroes, CastsEveryPairOfTypesAsTheHostKernelsDo,
     AccumulatesEveryPairOfTypesAsTheHostKernelsDo, ScalesEachElementWithOneRounding,

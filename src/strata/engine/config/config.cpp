@@ -96,12 +96,17 @@ StrataConfig read_strata(const Settings& s) {
     return value ? std::optional(Bytes(*value)) : std::nullopt;
   };
   const std::string how = s.text("strata.collectives");
+  const std::string where = s.text("strata.device");
   const auto threads = s.maybe<std::int64_t>("strata.threads");
   return {.reduce_at =
               s.text("strata.reduce_at") == "boundary" ? ReduceAt::kBoundary : ReduceAt::kMicroStep,
+          .device = where == "cpu"    ? DeviceKind::kCpu
+                    : where == "cuda" ? DeviceKind::kCuda
+                                      : DeviceKind::kAuto,
           .collectives = how == "local"  ? CollectivesKind::kLocal
                          : how == "shm"  ? CollectivesKind::kShm
                          : how == "c10d" ? CollectivesKind::kC10d
+                         : how == "nccl" ? CollectivesKind::kNccl
                                          : CollectivesKind::kAuto,
           .max_live = bytes("strata.max_live_bytes"),
           .wrap = s.texts("strata.wrap"),

@@ -51,11 +51,13 @@ struct PrecisionConfig {
 
 enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
-enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d };
+enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl };
+enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
 struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
+  DeviceKind device = DeviceKind::kAuto;
   CollectivesKind collectives = CollectivesKind::kAuto;
   std::optional<Bytes> max_live;   // absent: from zero.max_live_parameters
   std::vector<std::string> wrap;   // empty: blocks are found by themselves

@@ -14,8 +14,12 @@ constexpr std::array kKeys{
     Key{"strata.reduce_at", kChoice, "\"micro_step\"", "micro_step|boundary", kHonoured,
         "when gradients are reduced: after every backward, or once a step (keeps whole gradients)",
         ""},
-    Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d", kHonoured,
-        "how ranks talk: threads of one process, processes of one host, torch.distributed", ""},
+    Key{"strata.device", kChoice, "\"auto\"", "auto|cpu|cuda", kHonoured,
+        "where the model trains; auto: where it lies, and models on the host go to the rank's GPU", ""},
+    Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d|nccl", kHonoured,
+        "how ranks talk: threads of one process, processes of one host, torch.distributed; between "
+        "GPUs weights and gradients always go through NCCL, and this says what carries the rest",
+        ""},
     Key{"strata.max_live_bytes", kBytes, "null", "> 0", kHonoured,
         "most bytes of gathered parameters a rank; null or \"auto\": from "
         "stage3_max_live_parameters",

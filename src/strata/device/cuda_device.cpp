@@ -1,0 +1,164 @@
+#include "strata/device/cuda_device.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <mutex>
+
+#include "strata/base/error.h"
+#include "strata/device/cuda_kernels.h"
+#include "strata/device/cuda_memory.h"
+#include "strata/device/cuda_stream.h"
+
+namespace strata::device {
+namespace {
+
+CUdeviceptr address_of(const std::byte* pointer) {
+  return reinterpret_cast<CUdeviceptr>(pointer);  // one address space
+}
+
+CUstream handle_of(const Stream& stream) {
+  const auto* ours = dynamic_cast<const CudaStream*>(&stream);
+  STRATA_ASSERT(ours != nullptr);
+  return ours->handle();
+}
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(const CudaDriver& driver, const CudaDeviceOptions& options)
+      : context_(std::make_shared<CudaContext>(driver, options.index)),
+        pool_{context_, options.ledger ? options.ledger : std::make_shared<memory::Ledger>(),
+              options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr},
+        kernels_(context_),
+        compute_stream_(make_compute_stream(context_, options.compute_stream)) {}
+
+  std::string_view name() const override { return "cuda"; }
+  const std::shared_ptr<memory::Ledger>& ledger() const override { return pool_.ledger; }
+
+  std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override {
+    return std::make_unique<CudaMemory>(pool_, bytes, kind);
+  }
+  std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override {
+    return std::make_unique<CudaMemory>(pool_, bytes, std::nullopt);
+  }
+  std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override {
+    return std::make_unique<CudaGrowableMemory>(pool_, bytes, kind);
+  }
+  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override {
+    return std::make_unique<CudaHostMemory>(pool_, bytes, kind);
+  }
+  Bytes free_bytes() const override { return pool_.free_bytes(); }
+  bool host_accessible(const std::byte* pointer) const override;
+
+  std::unique_ptr<Stream> create_stream() override { return make_cuda_stream(context_); }
+  Stream& compute_stream() override { return *compute_stream_; }
+
+  void copy(std::span<std::byte> target, std::span<const std::byte> source,
+            Stream& stream) override;
+  void fill_zero(std::span<std::byte> target, Stream& stream) override;
+  void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+            Numel numel, Stream& stream) override;
+  void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                  DType source_dtype, Numel numel, Stream& stream) override {
+    kernels_.accumulate(target, target_dtype, source, source_dtype, numel, handle_of(stream));
+  }
+  void scale(std::span<float> target, std::span<const float> source, float factor,
+             Stream& stream) override {
+    kernels_.scale(target, source, factor, handle_of(stream));
+  }
+  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                 Stream& stream) override {
+    kernels_.adam(spans, scalars, handle_of(stream));
+  }
+  kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
+
+ private:
+  const CudaDriver& driver() const { return context_->driver(); }
+
+  const std::shared_ptr<const CudaContext> context_;
+  const CudaPool pool_;
+  const CudaKernels kernels_;
+  const std::unique_ptr<CudaStream> compute_stream_;
+  std::mutex scratch_mutex_;             // one grad_stats at a time
+  std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; the total, then the chunks
+};
+
+bool CudaDevice::host_accessible(const std::byte* pointer) const {
+  const CudaContext::Scope scope(*context_);
+  unsigned type = 0;
+  const CUresult result =
+      driver().PointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address_of(pointer));
+  // The driver knows nothing of ordinary host memory.
+  return result != CUDA_SUCCESS || type == CU_MEMORYTYPE_HOST;
+}
+
+void CudaDevice::copy(std::span<std::byte> target, std::span<const std::byte> source,
+                      Stream& stream) {
+  STRATA_ASSERT(target.size() == source.size());
+  if (target.empty()) return;
+  const CudaContext::Scope scope(*context_);
+  driver().check(driver().MemcpyAsync(address_of(target.data()), address_of(source.data()),
+                                      target.size(), handle_of(stream)),
+                 "cuMemcpyAsync");
+}
+
+void CudaDevice::fill_zero(std::span<std::byte> target, Stream& stream) {
+  if (target.empty()) return;
+  const CudaContext::Scope scope(*context_);
+  driver().check(
+      driver().MemsetD8Async(address_of(target.data()), 0, target.size(), handle_of(stream)),
+      "cuMemsetD8Async");
+}
+
+void CudaDevice::cast(std::byte* target, DType target_dtype, const std::byte* source,
+                      DType source_dtype, Numel numel, Stream& stream) {
+  if (target_dtype == source_dtype && is_floating(target_dtype)) {
+    const std::size_t bytes = bytes_of(numel, target_dtype).size();
+    return copy({target, bytes}, {source, bytes}, stream);
+  }
+  kernels_.cast(target, target_dtype, source, source_dtype, numel, handle_of(stream));
+}
+
+kernels::GradStats CudaDevice::grad_stats(std::span<const float> gradients, Stream& stream) {
+  const std::lock_guard lock(scratch_mutex_);
+  const std::int64_t needed = 1 + CudaKernels::chunks_of(gradients);
+  const Bytes bytes = bytes_of(Numel(needed), DType::kFloat64);
+  if (scratch_ == nullptr || Bytes(scratch_->bytes().size()) < bytes) {
+    scratch_.reset();
+    scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kStaging);
+  }
+  auto* const total = reinterpret_cast<double*>(scratch_->bytes().data());
+  kernels_.sum_of_squares(total, total + 1, gradients, handle_of(stream));
+  double sum = 0.0;
+  copy(std::as_writable_bytes(std::span(&sum, 1)), scratch_->bytes().first(sizeof sum), stream);
+  stream.synchronize();
+  // Squares of fp32 cannot overflow fp64 and cannot cancel.
+  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
+}
+
+}  // namespace
+
+bool cuda_is_built() {
+  return true;
+}
+
+int cuda_device_count() {
+  const CudaDriver* driver = CudaDriver::find();
+  int count = 0;
+  if (driver == nullptr || driver->DeviceGetCount(&count) != CUDA_SUCCESS) return 0;
+  return count;
+}
+
+std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
+  const int count = cuda_device_count();
+  if (options.index < 0 || options.index >= count) {
+    throw UsageError(fmt::format(
+        "there is no CUDA device {}: {}", options.index,
+        CudaDriver::find() == nullptr
+            ? std::string("the CUDA driver (libcuda.so.1) is not installed, or older than 12.0")
+            : fmt::format("this process sees {} of them; see CUDA_VISIBLE_DEVICES", count)));
+  }
+  return std::make_unique<CudaDevice>(*CudaDriver::find(), options);
+}
+
+}  // namespace strata::device

@@ -1,0 +1,78 @@
+// The CUDA driver, loaded when it is first asked for, so that one build runs with and without it.
+// A function of the driver is called through the table as cuda.MemAlloc(...), which checks its
+// result with check().
+// Threads: the table never changes; the driver's calls are safe from any thread whose current
+// context is the right one (CudaContext::Scope). Ownership: the library stays loaded.
+// Errors: DeviceError with the call's name and the driver's words.
+#pragma once
+
+#include <cuda.h>
+
+#include <memory>
+#include <new>
+#include <string_view>
+
+namespace strata::device {
+
+struct CudaDriver {
+#define STRATA_CUDA_CALLS(X)                                                                       \
+  X(Init)                                                                                          \
+  X(DeviceGetCount) X(DeviceGet) X(DeviceGetAttribute) X(DevicePrimaryCtxRetain)                   \
+      X(DevicePrimaryCtxRelease) X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc)      \
+          X(MemFree) X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister)       \
+              X(MemAddressReserve) X(MemAddressFree) X(MemCreate) X(MemRelease) X(MemMap)          \
+                  X(MemUnmap) X(MemSetAccess) X(MemGetAllocationGranularity)                       \
+                      X(PointerGetAttribute) X(StreamCreate) X(StreamDestroy) X(StreamSynchronize) \
+                          X(StreamWaitEvent) X(EventCreate) X(EventDestroy) X(EventRecord)         \
+                              X(EventQuery) X(EventSynchronize) X(ModuleLoadData) X(ModuleUnload)  \
+                                  X(ModuleGetFunction) X(LaunchKernel) X(GetErrorName)             \
+                                      X(GetErrorString)
+#define STRATA_CUDA_DECLARE(name) decltype(&::cu##name) name = nullptr;
+  STRATA_CUDA_CALLS(STRATA_CUDA_DECLARE)
+#undef STRATA_CUDA_DECLARE
+
+  // Null where no driver is installed, or one too old to have all of these.
+  static const CudaDriver* find();
+
+  [[noreturn]] void fail(CUresult result, std::string_view call) const;
+  void check(CUresult result, std::string_view call) const {
+    if (result != CUDA_SUCCESS) fail(result, call);
+  }
+};
+
+// A device's primary context, which every framework in the process shares.
+class CudaContext {
+ public:
+  CudaContext(const CudaDriver& driver, int index);
+  ~CudaContext();
+  CudaContext(const CudaContext&) = delete;
+  CudaContext& operator=(const CudaContext&) = delete;
+
+  const CudaDriver& driver() const { return driver_; }
+  CUdevice device() const { return device_; }
+  int index() const { return index_; }
+  int attribute(CUdevice_attribute attribute) const;
+
+  // Makes the context the calling thread's own for as long as it lives.
+  class Scope {
+   public:
+    explicit Scope(const CudaContext& context);
+    // For destructors: a driver that is shutting down already is no error.
+    Scope(const CudaContext& context, std::nothrow_t) noexcept;
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    const CudaDriver& driver_;
+    bool pushed_ = true;
+  };
+
+ private:
+  const CudaDriver& driver_;
+  int index_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+};
+
+}  // namespace strata::device

@@ -1,0 +1,190 @@
+#include "strata/device/cuda_kernels.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+#include "strata/kernels/adam_constants.h"
+
+// The fat binary, placed into the library by cuda_fatbin.cpp.
+extern "C" const unsigned char strata_cuda_fatbin[];
+
+namespace strata::device {
+namespace {
+
+constexpr unsigned kThreads = 256;
+constexpr unsigned kBlocksPerProcessor = 32;
+constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
+constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
+
+constexpr std::array<const char*, 4> kSuffixes = {"f64", "f32", "f16", "bf16"};
+
+// Its place in the tables; their size when there is none.
+std::size_t place_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 0;
+    case DType::kFloat32:
+      return 1;
+    case DType::kFloat16:
+      return 2;
+    case DType::kBFloat16:
+      return 3;
+    default:
+      return kSuffixes.size();
+  }
+}
+
+void require_types(const char* operation, std::size_t first, DType target, DType source) {
+  for (const DType dtype : {target, source}) {
+    const std::size_t place = place_of(dtype);
+    if (place >= first && place < kSuffixes.size()) continue;
+    throw UsageError(
+        fmt::format("{} is defined for {}float32, float16 and bfloat16; cast other "
+                    "tensors before; found: {}",
+                    operation, first == 0 ? "float64, " : "", name_of(dtype)));
+  }
+}
+
+// As the kernels declare it.
+struct AdamArguments {
+  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
+      negative_step_size;
+  int lerp_from_gradient;
+};
+
+AdamArguments arguments_from(const kernels::AdamScalars& scalars) {
+  const kernels::AdamConstants c(scalars);
+  return {c.gradient_scale,
+          c.decay,
+          c.l2,
+          c.lerp_weight,
+          c.beta2,
+          c.square_weight,
+          c.correction2_root,
+          c.eps,
+          c.negative_step_size,
+          c.lerp_from_gradient ? 1 : 0};
+}
+
+}  // namespace
+
+CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
+    : context_(std::move(context)) {
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  const CUresult loaded = cuda.ModuleLoadData(&module_, strata_cuda_fatbin);
+  if (loaded == CUDA_ERROR_NO_BINARY_FOR_GPU) {
+    throw DeviceError(fmt::format(
+        "cuda:{} cannot run Strata's kernels, which need compute capability 8.0 or later; it has "
+        "{}.{}",
+        context_->index(), context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+        context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)));
+  }
+  cuda.check(loaded, "cuModuleLoadData");
+  const int processors = context_->attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  blocks_max_ = static_cast<unsigned>(processors) * kBlocksPerProcessor;
+  for (std::size_t to = 0; to < kTypes; ++to) {
+    for (std::size_t from = 0; from < kTypes; ++from) {
+      const auto pair = fmt::format("{}_{}", kSuffixes[to], kSuffixes[from]);
+      cast_[to][from] = find("strata_cast_" + pair);
+      if (to > 0 && from > 0) accumulate_[to][from] = find("strata_accumulate_" + pair);
+    }
+    if (to > 0) adam_[to] = find(fmt::format("strata_adam_{}", kSuffixes[to]));
+  }
+  scale_ = find("strata_scale");
+  chunk_sums_ = find("strata_chunk_sums");
+  total_ = find("strata_total");
+}
+
+CudaKernels::~CudaKernels() {
+  const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->driver().ModuleUnload(module_);
+}
+
+CUfunction CudaKernels::find(const std::string& name) const {
+  CUfunction function = nullptr;
+  context_->driver().check(context_->driver().ModuleGetFunction(&function, module_, name.c_str()),
+                           name);
+  return function;
+}
+
+void CudaKernels::launch(CUfunction function, std::int64_t threads, void** arguments,
+                         CUstream stream) const {
+  const auto wanted = static_cast<std::uint64_t>((threads + kThreads - 1) / kThreads);
+  const auto blocks = static_cast<unsigned>(std::min<std::uint64_t>(wanted, blocks_max_));
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  cuda.check(
+      cuda.LaunchKernel(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
+      "cuLaunchKernel");
+}
+
+void CudaKernels::cast(std::byte* target, DType target_dtype, const std::byte* source,
+                       DType source_dtype, Numel numel, CUstream stream) const {
+  require_types("A cast", 0, target_dtype, source_dtype);
+  if (numel.value == 0) return;
+  std::int64_t count = numel.value;
+  void* arguments[] = {&target, &source, &count};
+  launch(cast_[place_of(target_dtype)][place_of(source_dtype)], count / kPack + kPack, arguments,
+         stream);
+}
+
+void CudaKernels::accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                             DType source_dtype, Numel numel, CUstream stream) const {
+  require_types("Accumulation", 1, target_dtype, source_dtype);
+  if (numel.value == 0) return;
+  std::int64_t count = numel.value;
+  void* arguments[] = {&target, &source, &count};
+  launch(accumulate_[place_of(target_dtype)][place_of(source_dtype)], count / kPack + kPack,
+         arguments, stream);
+}
+
+void CudaKernels::scale(std::span<float> target, std::span<const float> source, float factor,
+                        CUstream stream) const {
+  STRATA_ASSERT(target.size() == source.size());
+  if (target.empty()) return;
+  float* to = target.data();
+  const float* from = source.data();
+  auto count = static_cast<std::int64_t>(target.size());
+  void* arguments[] = {&to, &from, &factor, &count};
+  launch(scale_, count / kPack + kPack, arguments, stream);
+}
+
+void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                       CUstream stream) const {
+  kernels::check_adam(spans, scalars);
+  auto count = static_cast<std::int64_t>(spans.weight.size());
+  if (count == 0) return;
+  AdamArguments constants = arguments_from(scalars);
+  float* weight = spans.weight.data();
+  float* exp_avg = spans.exp_avg.data();
+  float* exp_avg_sq = spans.exp_avg_sq.data();
+  const float* gradient = spans.gradient.data();
+  std::byte* copy = spans.weight16;
+  void* arguments[] = {&weight, &exp_avg, &exp_avg_sq, &gradient, &copy, &count, &constants};
+  const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
+  launch(adam_[place_of(dtype)], count / kPack + kPack, arguments, stream);
+}
+
+std::int64_t CudaKernels::chunks_of(std::span<const float> values) {
+  return (static_cast<std::int64_t>(values.size()) + kChunk - 1) / kChunk;
+}
+
+void CudaKernels::sum_of_squares(double* total, double* sums, std::span<const float> values,
+                                 CUstream stream) const {
+  constexpr std::int64_t kWarp = 32;
+  const float* from = values.data();
+  auto count = static_cast<std::int64_t>(values.size());
+  std::int64_t chunks = chunks_of(values);
+  void* chunk_arguments[] = {&sums, &from, &count};
+  if (chunks > 0) launch(chunk_sums_, chunks * kWarp, chunk_arguments, stream);
+  void* total_arguments[] = {&total, &sums, &chunks};
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  cuda.check(cuda.LaunchKernel(total_, 1, 1, 1, kWarp, 1, 1, 0, stream, total_arguments, nullptr),
+             "cuLaunchKernel");
+}
+
+}  // namespace strata::device

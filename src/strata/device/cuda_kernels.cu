@@ -1,0 +1,235 @@
+// The kernels of the CUDA device, compiled to a fat binary that the library carries along. They
+// give the same bits as the host's kernels: conversions as strata/kernels/float16.h defines them,
+// every operation rounded by itself, sums in the order of strata/kernels/grad_stats.cpp. All are
+// bound by memory: 16-byte accesses wherever the arrays allow them.
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace {
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+struct Float16 {
+  std::uint16_t bits;
+};
+
+__device__ float widen(double value) { return static_cast<float>(value); }
+__device__ float widen(float value) { return value; }
+__device__ float widen(BFloat16 value) {
+  return __uint_as_float(static_cast<std::uint32_t>(value.bits) << 16);
+}
+__device__ float widen(Float16 value) { return __half2float(__ushort_as_half(value.bits)); }
+
+__device__ void narrow(float value, double& result) { result = static_cast<double>(value); }
+__device__ void narrow(float value, float& result) { result = value; }
+__device__ void narrow(float value, BFloat16& result) {
+  const std::uint32_t bits = __float_as_uint(value);
+  const bool nan = (bits & 0x7FFFFFFFU) > 0x7F800000U;
+  const std::uint32_t rounded = bits + 0x7FFFU + ((bits >> 16) & 1U);
+  result.bits = static_cast<std::uint16_t>((nan ? bits | 0x00400000U : rounded) >> 16);
+}
+__device__ void narrow(float value, Float16& result) {
+  const std::uint32_t bits = __float_as_uint(value);
+  if ((bits & 0x7FFFFFFFU) > 0x7F800000U) {
+    result.bits = static_cast<std::uint16_t>(((bits >> 16) & 0x8000U) | 0x7E00U |
+                                             ((bits >> 13) & 0x3FFU));
+  } else {
+    result.bits = __half_as_ushort(__float2half_rn(value));
+  }
+}
+
+// Elements that one thread takes at once; all arrays begin at multiples of 16 bytes.
+constexpr int kPack = 4;
+
+template <typename T>
+struct alignas(sizeof(T) * kPack < 16 ? sizeof(T) * kPack : 16) Pack {
+  T at[kPack];
+};
+
+template <typename T>
+__device__ bool packed(const T* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % alignof(Pack<T>) == 0;
+}
+
+__device__ std::int64_t first_index() {
+  return static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+__device__ std::int64_t index_stride() {
+  return static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+}
+
+// Calls each_pack(p) for every whole pack where `packs` allows, each_one(i) for the other elements.
+template <typename EachPack, typename EachOne>
+__device__ void for_elements(std::int64_t numel, bool packs, EachPack each_pack, EachOne each_one) {
+  const std::int64_t whole = packs ? numel / kPack : 0;
+  for (std::int64_t p = first_index(); p < whole; p += index_stride()) each_pack(p);
+  for (std::int64_t i = whole * kPack + first_index(); i < numel; i += index_stride()) each_one(i);
+}
+
+template <typename To, typename From>
+__device__ void cast(To* target, const From* source, std::int64_t numel) {
+  for_elements(
+      numel, packed(target) && packed(source),
+      [&](std::int64_t p) {
+        const Pack<From> in = reinterpret_cast<const Pack<From>*>(source)[p];
+        Pack<To> out;
+        for (int k = 0; k < kPack; ++k) narrow(widen(in.at[k]), out.at[k]);
+        reinterpret_cast<Pack<To>*>(target)[p] = out;
+      },
+      [&](std::int64_t i) { narrow(widen(source[i]), target[i]); });
+}
+
+template <typename To, typename From>
+__device__ void accumulate(To* target, const From* source, std::int64_t numel) {
+  for_elements(
+      numel, packed(target) && packed(source),
+      [&](std::int64_t p) {
+        const Pack<From> in = reinterpret_cast<const Pack<From>*>(source)[p];
+        Pack<To> out = reinterpret_cast<Pack<To>*>(target)[p];
+        for (int k = 0; k < kPack; ++k) {
+          narrow(__fadd_rn(widen(out.at[k]), widen(in.at[k])), out.at[k]);
+        }
+        reinterpret_cast<Pack<To>*>(target)[p] = out;
+      },
+      [&](std::int64_t i) {
+        narrow(__fadd_rn(widen(target[i]), widen(source[i])), target[i]);
+      });
+}
+
+struct AdamConstants {
+  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
+      negative_step_size;
+  int lerp_from_gradient;
+};
+
+// One element: kernels/adam_reference.cpp, operation by operation.
+__device__ void adam_element(const AdamConstants& c, float& weight, float& m, float& v,
+                             float gradient) {
+  gradient = __fmul_rn(gradient, c.gradient_scale);
+  if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight, gradient);
+  m = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m), c.lerp_from_gradient ? gradient : m);
+  v = __fmaf_rn(__fmul_rn(c.square_weight, gradient), gradient, __fmul_rn(v, c.beta2));
+  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2_root), c.eps);
+  weight = __fadd_rn(__fmul_rn(weight, c.decay),
+                     __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
+}
+
+template <typename Copy, bool kCopies>
+__device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const float* gradients,
+                     Copy* copies, std::int64_t numel, const AdamConstants& c) {
+  const bool packs = packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) &&
+                     packed(gradients) && (!kCopies || packed(copies));
+  for_elements(
+      numel, packs,
+      [&](std::int64_t p) {
+        Pack<float> w = reinterpret_cast<Pack<float>*>(weights)[p];
+        Pack<float> m = reinterpret_cast<Pack<float>*>(exp_avgs)[p];
+        Pack<float> v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
+        const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
+        Pack<Copy> copy;
+        for (int k = 0; k < kPack; ++k) {
+          adam_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
+          if (kCopies) narrow(w.at[k], copy.at[k]);
+        }
+        reinterpret_cast<Pack<float>*>(weights)[p] = w;
+        reinterpret_cast<Pack<float>*>(exp_avgs)[p] = m;
+        reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p] = v;
+        if (kCopies) reinterpret_cast<Pack<Copy>*>(copies)[p] = copy;
+      },
+      [&](std::int64_t i) {
+        adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
+        if (kCopies) narrow(weights[i], copies[i]);
+      });
+}
+
+constexpr int kLanes = 32;           // partial sums of a chunk: the threads of one warp
+constexpr std::int64_t kChunk = 65536;
+
+}  // namespace
+
+extern "C" {
+
+#define STRATA_CAST(name, To, From)                                                           \
+  __global__ void strata_cast_##name(void* target, const void* source, std::int64_t numel) {  \
+    cast(static_cast<To*>(target), static_cast<const From*>(source), numel);                  \
+  }
+#define STRATA_CASTS_FROM(suffix, From)         \
+  STRATA_CAST(f64_##suffix, double, From)       \
+  STRATA_CAST(f32_##suffix, float, From)        \
+  STRATA_CAST(f16_##suffix, Float16, From)      \
+  STRATA_CAST(bf16_##suffix, BFloat16, From)
+STRATA_CASTS_FROM(f64, double)
+STRATA_CASTS_FROM(f32, float)
+STRATA_CASTS_FROM(f16, Float16)
+STRATA_CASTS_FROM(bf16, BFloat16)
+
+#define STRATA_ACCUMULATE(name, To, From)                                    \
+  __global__ void strata_accumulate_##name(void* target, const void* source, \
+                                           std::int64_t numel) {             \
+    accumulate(static_cast<To*>(target), static_cast<const From*>(source), numel); \
+  }
+#define STRATA_ACCUMULATES_FROM(suffix, From)        \
+  STRATA_ACCUMULATE(f32_##suffix, float, From)       \
+  STRATA_ACCUMULATE(f16_##suffix, Float16, From)     \
+  STRATA_ACCUMULATE(bf16_##suffix, BFloat16, From)
+STRATA_ACCUMULATES_FROM(f32, float)
+STRATA_ACCUMULATES_FROM(f16, Float16)
+STRATA_ACCUMULATES_FROM(bf16, BFloat16)
+
+__global__ void strata_scale(float* target, const float* source, float factor,
+                             std::int64_t numel) {
+  for_elements(
+      numel, packed(target) && packed(source),
+      [&](std::int64_t p) {
+        Pack<float> value = reinterpret_cast<const Pack<float>*>(source)[p];
+        for (int k = 0; k < kPack; ++k) value.at[k] = __fmul_rn(value.at[k], factor);
+        reinterpret_cast<Pack<float>*>(target)[p] = value;
+      },
+      [&](std::int64_t i) { target[i] = __fmul_rn(source[i], factor); });
+}
+
+#define STRATA_ADAM(name, Copy, copies_too)                                                      \
+  __global__ void strata_adam_##name(float* weights, float* exp_avgs, float* exp_avg_sqs,        \
+                                     const float* gradients, void* copies, std::int64_t numel,   \
+                                     AdamConstants constants) {                                  \
+    adam<Copy, copies_too>(weights, exp_avgs, exp_avg_sqs, gradients, static_cast<Copy*>(copies), \
+                           numel, constants);                                                    \
+  }
+STRATA_ADAM(f32, float, false)
+STRATA_ADAM(f16, Float16, true)
+STRATA_ADAM(bf16, BFloat16, true)
+
+// One warp a chunk of kChunk elements: lane i adds up the squares of elements i, i + 32, ...
+__global__ void strata_chunk_sums(double* sums, const float* values, std::int64_t numel) {
+  const std::int64_t chunks = (numel + kChunk - 1) / kChunk;
+  const int lane = threadIdx.x % kLanes;
+  const std::int64_t warps = index_stride() / kLanes;
+  for (std::int64_t chunk = first_index() / kLanes; chunk < chunks; chunk += warps) {
+    const std::int64_t end = min((chunk + 1) * kChunk, numel);
+    double sum = 0.0;
+    for (std::int64_t i = chunk * kChunk + lane; i < end; i += kLanes) {
+      const double value = values[i];
+      sum = __fma_rn(value, value, sum);
+    }
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      sum += __shfl_down_sync(0xFFFFFFFFU, sum, width);
+    }
+    if (lane == 0) sums[chunk] = sum;
+  }
+}
+
+// One warp: the chunks' sums in their order.
+__global__ void strata_total(double* total, const double* sums, std::int64_t chunks) {
+  double sum = 0.0;
+  for (std::int64_t base = 0; base < chunks; base += kLanes) {
+    const std::int64_t mine = base + threadIdx.x;
+    const double value = mine < chunks ? sums[mine] : 0.0;
+    const int count = static_cast<int>(min(static_cast<std::int64_t>(kLanes), chunks - base));
+    for (int k = 0; k < count; ++k) sum += __shfl_sync(0xFFFFFFFFU, value, k);
+  }
+  if (threadIdx.x == 0) *total = sum;
+}
+
+}  // extern "C"

@@ -1,0 +1,53 @@
+// The kernels of cuda_kernels.cu, loaded into one device's context.
+// Threads: calls from any thread; work goes to the stream that is given. Memory: of the device, or
+// pinned. Errors: UsageError for element types that a kernel does not have; DeviceError.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "strata/device/cuda_driver.h"
+#include "strata/kernels/adam.h"
+
+namespace strata::device {
+
+class CudaKernels {
+ public:
+  explicit CudaKernels(std::shared_ptr<const CudaContext> context);
+  ~CudaKernels();
+  CudaKernels(const CudaKernels&) = delete;
+  CudaKernels& operator=(const CudaKernels&) = delete;
+
+  void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+            Numel numel, CUstream stream) const;
+  void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                  DType source_dtype, Numel numel, CUstream stream) const;
+  void scale(std::span<float> target, std::span<const float> source, float factor,
+             CUstream stream) const;
+  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+            CUstream stream) const;
+  // *total = sum of squares; `sums` has room for chunks_of(values) doubles. Device memory all.
+  void sum_of_squares(double* total, double* sums, std::span<const float> values,
+                      CUstream stream) const;
+  static std::int64_t chunks_of(std::span<const float> values);
+
+ private:
+  static constexpr std::size_t kTypes = 4;  // fp64, fp32, fp16, bf16
+  using ByTypes = std::array<std::array<CUfunction, kTypes>, kTypes>;
+
+  CUfunction find(const std::string& name) const;
+  // `threads` of work; `arguments` are pointers to the kernel's parameters.
+  void launch(CUfunction function, std::int64_t threads, void** arguments, CUstream stream) const;
+
+  std::shared_ptr<const CudaContext> context_;
+  CUmodule module_ = nullptr;
+  unsigned blocks_max_ = 0;  // enough to fill the device several times
+  ByTypes cast_{};
+  ByTypes accumulate_{};  // null where fp64 takes part
+  std::array<CUfunction, kTypes> adam_{};
+  CUfunction scale_ = nullptr;
+  CUfunction chunk_sums_ = nullptr;
+  CUfunction total_ = nullptr;
+};
+
+}  // namespace strata::device

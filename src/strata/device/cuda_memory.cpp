@@ -1,0 +1,193 @@
+#include "strata/device/cuda_memory.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
+
+namespace strata::device {
+namespace {
+
+// Mapped at once: large enough that mapping costs little a byte, small enough that growing beside
+// memory that shrinks overlaps by little.
+constexpr Bytes kPiece = 32_MiB;
+// Host memory above this is touched by several threads.
+constexpr Bytes kTouchAlone = 32_MiB;
+constexpr unsigned kTouchThreads = 8;
+
+std::byte* as_pointer(CUdeviceptr address) {
+  return reinterpret_cast<std::byte*>(address);  // one address space
+}
+
+CUdeviceptr as_address(const std::byte* pointer) {
+  return reinterpret_cast<CUdeviceptr>(pointer);
+}
+
+memory::HostBuffer touched_buffer(const CudaPool& pool, Bytes bytes, memory::Kind kind) {
+  const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
+  ThreadPool threads(bytes > kTouchAlone ? static_cast<int>(std::min(cores, kTouchThreads)) : 1);
+  return memory::HostBuffer(bytes, {.ledger = pool.ledger, .kind = kind, .touch = &threads});
+}
+
+}  // namespace
+
+memory::ByteBudget::Hold CudaPool::take_part(Bytes bytes, std::string_view what) const {
+  if (!budget) return {};
+  auto taken = budget->take(bytes);
+  if (!taken) {
+    throw_out_of_memory(bytes, what,
+                        fmt::format("{} left of its budget of {}", to_string(budget->left()),
+                                    to_string(budget->limit())));
+  }
+  return std::move(*taken);
+}
+
+void CudaPool::throw_out_of_memory(Bytes wanted, std::string_view what,
+                                   std::string_view reason) const {
+  throw OutOfMemoryError(fmt::format(
+      "device cuda:{} is out of memory ({}): {} wanted, {}; shard over more ranks, offload, or end "
+      "other programs on this device; held: {}",
+      context->index(), what, to_string(wanted), reason, ledger->report()));
+}
+
+Bytes CudaPool::free_bytes() const {
+  const CudaContext::Scope scope(*context);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  context->driver().check(context->driver().MemGetInfo(&free, &total), "cuMemGetInfo");
+  const Bytes driver(static_cast<std::int64_t>(free));
+  return budget ? std::min(driver, budget->left()) : driver;
+}
+
+CudaMemory::CudaMemory(const CudaPool& pool, Bytes bytes, std::optional<memory::Kind> kind)
+    : context_(pool.context) {
+  STRATA_ASSERT(bytes.value >= 0);
+  const std::string_view what = kind ? memory::name_of(*kind) : "shared buffers";
+  hold_ = pool.take_part(bytes, what);
+  if (bytes.value > 0) {
+    const CudaContext::Scope scope(*context_);
+    CUdeviceptr address = 0;
+    const CUresult result = context_->driver().MemAlloc(&address, bytes.size());
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+      pool.throw_out_of_memory(bytes, what,
+                               fmt::format("the driver has {} free", to_string(pool.free_bytes())));
+    }
+    context_->driver().check(result, "cuMemAlloc");
+    bytes_ = {as_pointer(address), bytes.size()};
+  }
+  if (kind) charge_ = memory::Charge(pool.ledger, memory::Tier::kDevice, *kind, bytes);
+}
+
+CudaMemory::~CudaMemory() {
+  if (bytes_.empty()) return;
+  const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->driver().MemFree(as_address(bytes_.data()));
+}
+
+CudaHostMemory::CudaHostMemory(const CudaPool& pool, Bytes bytes, memory::Kind kind)
+    : context_(pool.context), buffer_(touched_buffer(pool, bytes, kind)) {
+  if (bytes.value == 0) return;
+  const CudaContext::Scope scope(*context_);
+  const CUresult result = context_->driver().MemHostRegister(buffer_.data(), buffer_.size().size(),
+                                                             CU_MEMHOSTREGISTER_PORTABLE);
+  pinned_ = result == CUDA_SUCCESS;  // refused: a limit on locked memory
+}
+
+CudaHostMemory::~CudaHostMemory() {
+  if (!pinned_) return;
+  const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->driver().MemHostUnregister(buffer_.data());
+}
+
+CudaGrowableMemory::CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind kind)
+    : pool_(std::move(pool)),
+      kind_(kind),
+      charge_(pool_.ledger, memory::Tier::kDevice, kind, Bytes()) {
+  STRATA_ASSERT(bytes.value >= 0);
+  const CudaContext& context = *pool_.context;
+  const CudaDriver& cuda = context.driver();
+  if (context.attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) == 0) {
+    throw DeviceError(
+        fmt::format("the driver of cuda:{} has no virtual memory management", context.index()));
+  }
+  const CudaContext::Scope scope(context);
+  property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  property_.location = {CU_MEM_LOCATION_TYPE_DEVICE, context.index()};
+  std::size_t granule = 0;
+  cuda.check(
+      cuda.MemGetAllocationGranularity(&granule, &property_, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+      "cuMemGetAllocationGranularity");
+  granule_ = Bytes(static_cast<std::int64_t>(granule));
+  reserved_ = align_up(bytes, granule_);
+  if (reserved_.value == 0) return;
+  cuda.check(cuda.MemAddressReserve(&base_, reserved_.size(), 0, 0, 0), "cuMemAddressReserve");
+}
+
+CudaGrowableMemory::~CudaGrowableMemory() {
+  if (base_ == 0) return;
+  const CudaContext::Scope scope(*pool_.context, std::nothrow);
+  const CudaDriver& cuda = pool_.context->driver();
+  if (backed_.value > 0) cuda.MemUnmap(base_, backed_.size());
+  for (const Piece& piece : pieces_) cuda.MemRelease(piece.handle);
+  cuda.MemAddressFree(base_, reserved_.size());
+}
+
+std::byte* CudaGrowableMemory::base() {
+  return as_pointer(base_);
+}
+
+void CudaGrowableMemory::grow_to(Bytes bytes) {
+  STRATA_ASSERT(bytes.value >= 0);
+  if (bytes > reserved_) {
+    throw UsageError(
+        fmt::format("growable memory ({}) cannot grow beyond the range that was reserved: reserve "
+                    "as much as it may ever need; wanted {} B, reserved {} B",
+                    memory::name_of(kind_), bytes.value, reserved_.value));
+  }
+  const Bytes target = align_up(bytes, granule_);
+  if (target <= backed_) return;
+  // All or nothing: what the driver has not got must not be half mapped.
+  const Bytes free = pool_.free_bytes();
+  if (target - backed_ > free) {
+    pool_.throw_out_of_memory(target - backed_, memory::name_of(kind_),
+                              fmt::format("{} free", to_string(free)));
+  }
+  const CudaContext::Scope scope(*pool_.context);
+  while (backed_ < target) map_piece(std::min(kPiece, target - backed_));
+}
+
+void CudaGrowableMemory::map_piece(Bytes bytes) {
+  const CudaDriver& cuda = pool_.context->driver();
+  Piece piece{0, bytes, pool_.take_part(bytes, memory::name_of(kind_))};
+  pieces_.reserve(pieces_.size() + 1);
+  const CUresult created = cuda.MemCreate(&piece.handle, bytes.size(), &property_, 0);
+  if (created == CUDA_ERROR_OUT_OF_MEMORY) {
+    pool_.throw_out_of_memory(bytes, memory::name_of(kind_), "the driver has no more");
+  }
+  cuda.check(created, "cuMemCreate");
+  const CUdeviceptr at = base_ + backed_.size();
+  CUmemAccessDesc access{};
+  access.location = property_.location;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  const CUresult mapped = cuda.MemMap(at, bytes.size(), 0, piece.handle, 0);
+  if (mapped != CUDA_SUCCESS) {
+    cuda.MemRelease(piece.handle);
+    cuda.fail(mapped, "cuMemMap");
+  }
+  CUresult usable = cuda.MemSetAccess(at, bytes.size(), &access, 1);
+  if (usable == CUDA_SUCCESS) usable = cuda.MemsetD8Async(at, 0, bytes.size(), CU_STREAM_LEGACY);
+  if (usable == CUDA_SUCCESS) usable = cuda.StreamSynchronize(CU_STREAM_LEGACY);
+  if (usable != CUDA_SUCCESS) {
+    cuda.MemUnmap(at, bytes.size());
+    cuda.MemRelease(piece.handle);
+    cuda.fail(usable, "cuMemSetAccess");
+  }
+  pieces_.push_back(std::move(piece));
+  backed_ += bytes;
+  charge_.grow(bytes);
+}
+
+}  // namespace strata::device

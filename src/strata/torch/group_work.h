@@ -1,0 +1,38 @@
+// An operation of a c10d backend as a Work of the Collectives seam: what is to be done with its
+// result once it is there runs in wait(). On a GPU wait() has the current stream wait, and queues
+// the rest behind it; the host goes on. Threads: those of the Collectives that made it.
+// Errors: wait() throws what `fail` makes of the backend's error, and the same again when it is
+// called again; the destructor waits and drops errors.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "strata/comm/collectives.h"
+
+namespace strata::torch {
+
+class GroupWork final : public comm::Work {
+ public:
+  // Turns the backend's error into the group's own CommError, and throws it.
+  using Fail = std::function<void(const std::string&)>;
+
+  // Complete from the start: there was nothing to do, or it is done.
+  GroupWork() = default;
+  // `finish` may be null.
+  GroupWork(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish, Fail fail);
+  ~GroupWork() override;
+
+  bool done() override;
+  void wait() override;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::function<void()> finish_;
+  Fail fail_;
+  std::optional<std::string> failure_;
+};
+
+}  // namespace strata::torch

@@ -1,0 +1,38 @@
+// Memory of one rank under a name that no other living buffer of the rank has. Threads: one thread
+// a rank. Ownership: owns the memory, shares the names.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <set>
+#include <span>
+#include <string>
+
+#include "strata/comm/collectives.h"
+
+namespace strata::torch {
+
+using BufferNames = std::set<std::string>;  // of the living buffers of one rank
+
+class NamedBuffer final : public comm::SharedBuffer {
+ public:
+  // `owner` keeps `memory`; `before_free` (or null) runs before it goes. UsageError: the name is
+  // in use.
+  NamedBuffer(std::string name, std::shared_ptr<BufferNames> names, std::shared_ptr<void> owner,
+              std::span<std::byte> memory, std::function<void()> before_free = nullptr);
+  ~NamedBuffer() override;
+  NamedBuffer(const NamedBuffer&) = delete;
+  NamedBuffer& operator=(const NamedBuffer&) = delete;
+
+  std::span<std::byte> local() override { return memory_; }
+  const std::string& name() const override { return name_; }
+
+ private:
+  std::string name_;
+  std::shared_ptr<BufferNames> names_;
+  std::shared_ptr<void> owner_;
+  std::span<std::byte> memory_;
+  std::function<void()> before_free_;
+};
+
+}  // namespace strata::torch

@@ -1,0 +1,82 @@
+#include "strata/device/cuda_device.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "device/device_conformance.h"
+
+namespace strata::device {
+namespace {
+
+struct CudaHarness {
+  static constexpr std::string_view kName = "cuda";
+  static std::unique_ptr<Device> make(std::optional<Bytes> memory_limit) {
+    if (cuda_device_count() == 0) return nullptr;
+    return make_cuda_device({.memory_limit = memory_limit});
+  }
+};
+
+INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, DeviceConformance, CudaHarness);
+
+TEST(CudaDevice, ADeviceThatIsNotThereIsAnErrorThatSaysWhatIsMissing) {
+  try {
+    make_cuda_device({.index = cuda_device_count()});
+    FAIL() << "made a device that is not there";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), ::testing::AnyOf(::testing::HasSubstr("no CUDA compiler"),
+                                               ::testing::HasSubstr("driver"),
+                                               ::testing::HasSubstr("CUDA_VISIBLE_DEVICES")));
+  }
+}
+
+TEST(CudaDevice, MemoryMayOutliveTheDevice) {
+  auto device = CudaHarness::make(std::nullopt);
+  if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
+  const auto memory = device->allocate(100_B, memory::Kind::kWeights);
+  const auto growable = device->reserve(100_B, memory::Kind::kWeights);
+  const auto host = device->allocate_host(100_B, memory::Kind::kStaging);
+  const auto stream = device->create_stream();
+  device.reset();
+  growable->grow_to(100_B);
+  stream->synchronize();
+}
+
+TEST(CudaDevice, DeviceMemoryIsNotTheHosts) {
+  const auto device = CudaHarness::make(std::nullopt);
+  if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
+  const auto memory = device->allocate(100_B, memory::Kind::kWeights);
+  EXPECT_FALSE(device->host_accessible(memory->bytes().data()));
+}
+
+TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
+  const auto device = CudaHarness::make(std::nullopt);
+  if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
+  const auto stream = device->create_stream();
+  std::vector<float> values(3'000'017);
+  std::mt19937 random(21);
+  std::normal_distribution<float> normal(0.0F, 1e-3F);
+  std::generate(values.begin(), values.end(), [&] { return normal(random); });
+  const auto memory =
+      device->allocate(Bytes(values.size() * sizeof(float)), memory::Kind::kGradients);
+  device->copy(memory->bytes(), std::as_bytes(std::span(values)), *stream);
+  const std::span<const float> there(reinterpret_cast<const float*>(memory->bytes().data()),
+                                     values.size());
+  EXPECT_EQ(device->grad_stats(there, *stream).sum_of_squares,
+            kernels::grad_stats_reference(values).sum_of_squares);
+}
+
+TEST(CudaDevice, AFullDeviceSaysWhatTheDriverHasLeft) {
+  const auto device = CudaHarness::make(std::nullopt);
+  if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
+  try {
+    const auto memory =
+        device->allocate(device->free_bytes() + 64_MiB, memory::Kind::kMasterWeights);
+    FAIL() << "got more than the device has";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("the driver has"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("(master weights)"));
+  }
+}
+
+}  // namespace
+}  // namespace strata::device
