@@ -68,6 +68,7 @@ TYPED_TEST_P(DeviceConformance, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKe
   const auto copied = this->allocate(20000_B);
   this->device_->copy(copied->bytes(), host->bytes(), *this->stream_);
   EXPECT_EQ(this->download_floats(*copied), values);
+  EXPECT_EQ(this->device_->device_accessible(host->bytes().data()), host->pinned());
   if (!host->pinned()) return;
   const auto cast = this->allocate(40000_B);
   this->device_->cast(cast->bytes().data(), DType::kFloat64, host->bytes().data(), DType::kFloat32,
@@ -83,6 +84,8 @@ TYPED_TEST_P(DeviceConformance, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKe
 TYPED_TEST_P(DeviceConformance, OrdinaryHostMemoryIsTheHostsOwn) {
   const std::vector<std::byte> ordinary(100);
   EXPECT_TRUE(this->device_->host_accessible(ordinary.data()));
+  const auto memory = this->allocate(100_B);
+  EXPECT_TRUE(this->device_->device_accessible(memory->bytes().data()));
 }
 
 TYPED_TEST_P(DeviceConformance, TheComputeStreamIsOrderedWithOtherStreamsByEvents) {

@@ -105,6 +105,10 @@ bool CpuDevice::host_accessible(const std::byte* /*pointer*/) const {
   return true;
 }
 
+bool CpuDevice::device_accessible(const std::byte* /*pointer*/) const {
+  return true;
+}
+
 Stream& CpuDevice::compute_stream() {
   return *compute_stream_;
 }

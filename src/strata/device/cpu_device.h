@@ -36,6 +36,7 @@ class CpuDevice final : public Device {
   std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
   Bytes free_bytes() const override;
   bool host_accessible(const std::byte* pointer) const override;
+  bool device_accessible(const std::byte* pointer) const override;
   std::unique_ptr<Stream> create_stream() override;
   Stream& compute_stream() override;
 

@@ -49,6 +49,7 @@ class CudaDevice final : public Device {
   }
   Bytes free_bytes() const override { return pool_.free_bytes(); }
   bool host_accessible(const std::byte* pointer) const override;
+  bool device_accessible(const std::byte* pointer) const override;
 
   std::unique_ptr<Stream> create_stream() override { return make_cuda_stream(context_); }
   Stream& compute_stream() override { return *compute_stream_; }
@@ -74,6 +75,8 @@ class CudaDevice final : public Device {
 
  private:
   const CudaDriver& driver() const { return context_->driver(); }
+  // A CUmemorytype; 0 for ordinary host memory, of which the driver knows nothing.
+  unsigned kind_of(const std::byte* pointer) const;
 
   const std::shared_ptr<const CudaContext> context_;
   const CudaPool pool_;
@@ -83,13 +86,21 @@ class CudaDevice final : public Device {
   std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; the total, then the chunks
 };
 
-bool CudaDevice::host_accessible(const std::byte* pointer) const {
+unsigned CudaDevice::kind_of(const std::byte* pointer) const {
   const CudaContext::Scope scope(*context_);
   unsigned type = 0;
   const CUresult result =
       driver().PointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address_of(pointer));
-  // The driver knows nothing of ordinary host memory.
-  return result != CUDA_SUCCESS || type == CU_MEMORYTYPE_HOST;
+  return result == CUDA_SUCCESS ? type : 0;
+}
+
+bool CudaDevice::host_accessible(const std::byte* pointer) const {
+  const unsigned kind = kind_of(pointer);
+  return kind == 0 || kind == CU_MEMORYTYPE_HOST;
+}
+
+bool CudaDevice::device_accessible(const std::byte* pointer) const {
+  return kind_of(pointer) != 0;
 }
 
 void CudaDevice::copy(std::span<std::byte> target, std::span<const std::byte> source,

@@ -81,6 +81,8 @@ class Device {
   virtual Bytes free_bytes() const = 0;
   // Whether the host may read and write the memory behind `pointer`. Always, on the CPU device.
   virtual bool host_accessible(const std::byte* pointer) const = 0;
+  // Whether kernels may: memory of the device, and pinned host memory.
+  virtual bool device_accessible(const std::byte* pointer) const = 0;
 
   virtual std::unique_ptr<Stream> create_stream() = 0;
   // The stream on which the model computes in the calling thread now; the object is the device's.

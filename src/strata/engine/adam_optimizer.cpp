@@ -13,11 +13,7 @@ std::span<float> floats(offload::Lease& lease) {
 
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
                              offload::StateStore& states, bool decoupled)
-    : shards_(shards),
-      device_(device),
-      store_(states),
-      stream_(device.create_stream()),
-      decoupled_(decoupled) {
+    : shards_(shards), device_(device), store_(states), decoupled_(decoupled) {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const Bytes bytes = bytes_of(unit.layout.shard(), DType::kFloat32);
@@ -37,7 +33,6 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_sc
     if (!shards_.gradients().filled(shard.unit)) continue;
     update(shard, states_[i], groups, gradient_scale);
   }
-  stream_->synchronize();
 }
 
 void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
@@ -72,7 +67,7 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
     scalars.decoupled = decoupled_;
     scalars.step = steps_;
     scalars.gradient_scale = gradient_scale;
-    device_.adam_step(spans, scalars, *stream_);
+    device_.adam_step(spans, scalars, device_.compute_stream());
   }
 }
 

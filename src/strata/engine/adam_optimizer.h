@@ -32,7 +32,6 @@ class AdamOptimizer final : public ShardedOptimizer {
   OptimizerShards& shards_;
   device::Device& device_;
   offload::StateStore& store_;
-  std::unique_ptr<device::Stream> stream_;
   bool decoupled_;
   std::int64_t steps_ = 0;
   std::vector<States> states_;  // by index into shards_.units()

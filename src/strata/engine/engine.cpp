@@ -56,8 +56,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                {options.name, options.reduce_dtype, options.accumulation_dtype,
                 options.max_reducing, options.sum_gradients}),
       shards_(weights_, reducer_.shards(), collectives_->rank()),
-      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)),
-      stream_(device_->create_stream()) {}
+      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {}
 
 Engine::~Engine() = default;
 
@@ -164,7 +163,7 @@ Engine::Finding Engine::measure_gradients(double loss_scale) {
     for (const OptimizerShards::UnitShard& shard : shards_.units()) {
       if (!reducer_.shards().filled(shard.unit)) continue;
       const kernels::GradStats stats =
-          device_->grad_stats(reducer_.shards().values(shard.unit), *stream_);
+          device_->grad_stats(reducer_.shards().values(shard.unit), device_->compute_stream());
       sum += stats.sum_of_squares;
       if (!stats.finite) not_finite += 1.0;
     }
@@ -208,7 +207,8 @@ void Engine::report_not_finite() {
   std::string mine;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     if (!reducer_.shards().filled(shard.unit)) continue;
-    if (device_->grad_stats(reducer_.shards().values(shard.unit), *stream_).finite) continue;
+    if (device_->grad_stats(reducer_.shards().values(shard.unit), device_->compute_stream()).finite)
+      continue;
     mine = weights_.units()[static_cast<std::size_t>(shard.unit)].name();
     break;
   }

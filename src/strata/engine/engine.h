@@ -100,7 +100,6 @@ class Engine {
   Reducer reducer_;
   OptimizerShards shards_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
-  std::unique_ptr<device::Stream> stream_;
   bool forward_seen_ = false;  // since the last micro-step
   bool forward_used_ = false;  // a backward pass followed it
   bool pass_started_ = false;

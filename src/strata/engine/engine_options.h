@@ -25,8 +25,9 @@ struct EngineOptions {
   Bytes prefetch = 128_MiB;        // of max_live, how much may be fetched ahead of its use
   Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
-  bool allow_unused = true;  // false: a trainable parameter without a gradient is an error at the step
-  bool check_finite = true;        // fp32, bf16: a gradient that is not finite is an error
+  bool allow_unused =
+      true;  // false: a trainable parameter without a gradient is an error at the step
+  bool check_finite = true;  // fp32, bf16: a gradient that is not finite is an error
 };
 
 }  // namespace strata::engine

@@ -5,7 +5,7 @@
 namespace strata::engine {
 
 ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& device)
-    : shards_(shards), device_(device), stream_(device.create_stream()) {
+    : shards_(shards), device_(device) {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const std::span<std::byte> master = shards_.weights().hold_master(shard.unit);
@@ -28,14 +28,13 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gra
     const int unit = shards_.units()[i].unit;
     const std::span<std::byte> target = gradients_[i]->bytes();
     if (!shards_.gradients().filled(unit)) {
-      device_.fill_zero(target, *stream_);
+      device_.fill_zero(target, device_.compute_stream());
       continue;
     }
     const std::span<const float> values = shards_.gradients().values(unit);
     device_.scale({reinterpret_cast<float*>(target.data()), values.size()}, values, gradient_scale,
-                  *stream_);
+                  device_.compute_stream());
   }
-  stream_->synchronize();
   update_();
   for (const OptimizerShards::UnitShard& shard : shards_.units())
     shards_.weights().round_masters(shard.unit);

@@ -34,7 +34,6 @@ class ExternalOptimizer final : public ShardedOptimizer {
  private:
   OptimizerShards& shards_;
   device::Device& device_;
-  std::unique_ptr<device::Stream> stream_;
   std::vector<std::unique_ptr<device::Memory>> gradients_;  // scaled fp32 copies, by unit
   std::vector<ExternalSegment> segments_;
   std::function<void()> update_;

@@ -14,11 +14,7 @@ std::span<float> as_floats(device::Memory& memory, Numel numel) {
 }  // namespace
 
 GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype)
-    : units_(units),
-      device_(device),
-      stream_(device.create_stream()),
-      dtype_(dtype),
-      shards_(units.size()) {}
+    : units_(units), device_(device), dtype_(dtype), shards_(units.size()) {}
 
 std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory, Numel numel) {
   const Bytes bytes = bytes_of(numel, DType::kFloat32);
@@ -46,11 +42,10 @@ void GradientShards::settle(int unit) {
     std::byte* target = shard.memory->bytes().data();
     const std::byte* source = shard.arriving->bytes().data();
     if (shard.filled) {
-      device_.accumulate(target, dtype_, source, DType::kFloat32, numel, *stream_);
+      device_.accumulate(target, dtype_, source, DType::kFloat32, numel, device_.compute_stream());
     } else {
-      device_.cast(target, dtype_, source, DType::kFloat32, numel, *stream_);
+      device_.cast(target, dtype_, source, DType::kFloat32, numel, device_.compute_stream());
     }
-    stream_->synchronize();
     shard.arriving.reset();
   }
   shard.filled = true;
@@ -63,8 +58,7 @@ std::span<float> GradientShards::values(int unit) {
   if (dtype_ == DType::kFloat32) return as_floats(*shard.memory, numel);
   const std::span<float> wide = scratch(widened_, numel);
   device_.cast(widened_->bytes().data(), DType::kFloat32, shard.memory->bytes().data(), dtype_,
-               numel, *stream_);
-  stream_->synchronize();
+               numel, device_.compute_stream());
   return wide;
 }
 

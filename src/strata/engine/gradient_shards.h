@@ -45,7 +45,6 @@ class GradientShards {
 
   std::vector<Unit>& units_;
   device::Device& device_;
-  std::unique_ptr<device::Stream> stream_;
   DType dtype_;
   std::vector<Shard> shards_;
   std::unique_ptr<device::Memory>

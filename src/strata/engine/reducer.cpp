@@ -12,7 +12,6 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
     : units_(units),
       collectives_(collectives),
       device_(device),
-      stream_(device.create_stream()),
       options_(options),
       buffers_(options.name, collectives, device.ledger()),
       shards_(units, device, options.accumulation_dtype),
@@ -75,7 +74,7 @@ void Reducer::open(int unit) {
   const auto zero = [&](Numel begin, Numel end) {
     const std::size_t from = bytes_of(begin, options_.reduce_dtype).size();
     device_.fill_zero(bytes.subspan(from, bytes_of(end, options_.reduce_dtype).size() - from),
-                      *stream_);
+                      device_.compute_stream());
   };
   Numel end;
   for (const plan::Slot& slot : layout.slots()) {
@@ -93,9 +92,11 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
   std::byte* target =
       p.buffer->memory->local().data() + bytes_of(slot.offset, options_.reduce_dtype).size();
   if (p.written[index]) {
-    device_.accumulate(target, options_.reduce_dtype, gradient, dtype, slot.numel, *stream_);
+    device_.accumulate(target, options_.reduce_dtype, gradient, dtype, slot.numel,
+                       device_.compute_stream());
   } else {
-    device_.cast(target, options_.reduce_dtype, gradient, dtype, slot.numel, *stream_);
+    device_.cast(target, options_.reduce_dtype, gradient, dtype, slot.numel,
+                 device_.compute_stream());
     p.written[index] = true;
   }
   // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for
@@ -132,9 +133,8 @@ void Reducer::start_reduction(int unit) {
     device_.fill_zero(
         p.buffer->memory->local().subspan(bytes_of(slot.offset, options_.reduce_dtype).size(),
                                           bytes_of(slot.numel, options_.reduce_dtype).size()),
-        *stream_);
+        device_.compute_stream());
   }
-  stream_->synchronize();
   const Bytes bytes = buffer_bytes(unit);
   if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
   finish_reductions(std::max(options_.max_reducing - bytes, Bytes()));

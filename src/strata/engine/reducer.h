@@ -97,7 +97,6 @@ class Reducer {
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
   device::Device& device_;
-  std::unique_ptr<device::Stream> stream_;
   ReducerOptions options_;
   GradientBuffers buffers_;
   GradientShards shards_;

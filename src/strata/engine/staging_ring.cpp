@@ -6,36 +6,48 @@
 
 namespace strata::engine {
 
-StagingRing::StagingRing(const StagingOptions& options,
-                         const std::shared_ptr<memory::Ledger>& ledger)
+StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
     : buffer_bytes_(options.buffer_bytes) {
   if (options.buffers <= 0 || options.buffer_bytes < 16_B) {
     throw UsageError(
         fmt::format("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
                     options.buffers, options.buffer_bytes.value));
   }
-  memory::HostBufferOptions memory;
-  memory.ledger = ledger;
   for (int i = 0; i < options.buffers; ++i) {
-    slots_.push_back({memory::HostBuffer(buffer_bytes_, memory), nullptr});
+    slots_.push_back(
+        {device.allocate_host(buffer_bytes_, memory::Kind::kStaging), nullptr, nullptr});
   }
 }
 
-StagingRing::~StagingRing() = default;
+StagingRing::~StagingRing() {
+  for (Slot& each : slots_) {
+    try {
+      if (each.event) each.event->wait();
+    } catch (const Error&) {
+      continue;  // the device has failed; whoever waits for its work is told
+    }
+  }
+}
 
 void StagingRing::wait(Slot& slot) {
   const std::unique_ptr<io::Transfer> transfer = std::exchange(slot.transfer, nullptr);
   if (transfer) transfer->wait();
+  const std::unique_ptr<device::Event> event = std::exchange(slot.event, nullptr);
+  if (event) event->wait();
 }
 
 std::span<std::byte> StagingRing::buffer(std::size_t turn) {
   wait(slot(turn));
-  return slot(turn).memory.bytes();
+  return slot(turn).memory->bytes();
 }
 
 void StagingRing::started(std::size_t turn, std::unique_ptr<io::Transfer> transfer) {
   STRATA_ASSERT(slot(turn).transfer == nullptr);
   slot(turn).transfer = std::move(transfer);
+}
+
+void StagingRing::used_until(std::size_t turn, std::unique_ptr<device::Event> event) {
+  slot(turn).event = std::move(event);
 }
 
 void StagingRing::drain() {

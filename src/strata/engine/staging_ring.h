@@ -2,28 +2,30 @@
 // writing the next piece runs while the present one is cast or copied. All the host memory that
 // loading and saving take, whatever the model's size. Threads: one thread. Ownership: owns the
 // buffers, charged to the ledger as staging, and the transfers that use them: a buffer is not given
-// again, nor freed, before its transfer has ended. Errors: OutOfMemoryError; IoError of a transfer,
-// from the call that waits for it.
+// again, nor freed, before its transfer, and what a stream still reads of it, has ended. Errors:
+// OutOfMemoryError; IoError of a transfer, from the call that waits for it.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "strata/device/device.h"
 #include "strata/io/io_engine.h"
-#include "strata/memory/host_buffer.h"
 
 namespace strata::engine {
 
+// Deep enough that several reads and copies are under way at once; a buffer is large enough to move
+// at the speed of a link.
 struct StagingOptions {
-  int buffers = 4;
-  Bytes buffer_bytes = 4_MiB;
+  int buffers = 8;
+  Bytes buffer_bytes = 8_MiB;
 };
 
 class StagingRing {
  public:
   // UsageError if an option is not positive.
-  StagingRing(const StagingOptions& options, const std::shared_ptr<memory::Ledger>& ledger);
+  StagingRing(const StagingOptions& options, device::Device& device);
   // Waits for the transfers, and drops their errors.
   ~StagingRing();
   StagingRing(const StagingRing&) = delete;
@@ -37,12 +39,15 @@ class StagingRing {
   std::span<std::byte> buffer(std::size_t turn);
   // The transfer that now uses the turn's buffer.
   void started(std::size_t turn, std::unique_ptr<io::Transfer> transfer);
+  // Work queued on a stream reads the turn's buffer until `event`.
+  void used_until(std::size_t turn, std::unique_ptr<device::Event> event);
   // Waits for all transfers.
   void drain();
 
  private:
   struct Slot {
-    memory::HostBuffer memory;
+    std::unique_ptr<device::HostMemory> memory;
+    std::unique_ptr<device::Event> event;    // null: nothing queued reads the memory
     std::unique_ptr<io::Transfer> transfer;  // destroyed, and so waited for, before the memory
   };
   Slot& slot(std::size_t turn) { return slots_[turn % slots_.size()]; }

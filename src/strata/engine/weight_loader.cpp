@@ -68,7 +68,8 @@ LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoi
   Weights& weights = engine.weights();
   const ReadPlan plan =
       plan_reads(map.intersect(owned_ranges(weights, params)), staging.buffer_bytes);
-  StagingRing ring(staging, engine.device().ledger());
+  device::Stream& stream = engine.device().compute_stream();
+  StagingRing ring(staging, engine.device());
   const auto start = [&](std::size_t turn) {
     if (turn >= plan.batches.size()) return;
     const ReadBatch& batch = plan.batches[turn];
@@ -76,18 +77,24 @@ LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoi
     ring.started(turn, io.read(checkpoint.files()[batch.file].file(), batch.offset, target));
   };
   for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
+  // A buffer is read into again some turns after its bytes were queued, when the device has taken
+  // them.
+  const std::size_t lag = ring.size() / 4;
   LoadedBytes loaded;
   for (std::size_t turn = 0; turn < plan.batches.size(); ++turn) {
     const ReadBatch& batch = plan.batches[turn];
     const std::span<std::byte> bytes = ring.buffer(turn);
     for (std::size_t i = 0; i < batch.piece_count; ++i) {
       const format::RangeCopy& piece = plan.pieces[batch.first_piece + i];
-      weights.store(params[piece.param], piece.param_begin, piece.numel,
-                    bytes.data() + (piece.offset - batch.offset).size(), piece.source_dtype);
+      weights.enqueue_store(params[piece.param], piece.param_begin, piece.numel,
+                            bytes.data() + (piece.offset - batch.offset).size(),
+                            piece.source_dtype);
     }
+    ring.used_until(turn, stream.record());
     loaded.read += batch.bytes;
-    start(turn + ring.size());
+    if (turn >= lag) start(turn - lag + ring.size());
   }
+  stream.synchronize();
   return loaded;
 }
 

@@ -35,9 +35,8 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
     for (const SavedTensor& tensor : tensors_) specs.push_back(tensor.spec);
     format::ShardedWriterOptions files;
     files.shard_max = options.shard_max;
-    stream_ = engine_.device().create_stream();
     writer_.emplace(std::move(folder), std::move(specs), io_, files);
-    ring_.emplace(options.staging, engine_.device().ledger());
+    ring_.emplace(options.staging, engine_.device());
   });
 }
 
@@ -122,8 +121,8 @@ void WeightSaver::copy_out(std::size_t tensor, Bytes offset, std::span<const std
   for (std::size_t done = 0; done < source.size();) {
     const std::size_t count = std::min(source.size() - done, ring_->buffer_bytes().size());
     const auto buffer = ring_->buffer(turn_).first(count);
-    engine_.device().copy(buffer, source.subspan(done, count), *stream_);
-    stream_->synchronize();
+    engine_.device().copy(buffer, source.subspan(done, count), engine_.device().compute_stream());
+    engine_.device().compute_stream().synchronize();
     ring_->started(turn_, writer_->write(tensor, offset + Bytes(done), buffer));
     ++turn_;
     done += count;

@@ -82,7 +82,6 @@ class WeightSaver {
   bool writes_;
   std::vector<Run> runs_;  // by unit and place in it
   std::unique_ptr<device::Memory> gathered_;
-  std::unique_ptr<device::Stream> stream_;
   std::optional<format::ShardedWriter> writer_;
   std::optional<StagingRing> ring_;  // its transfers end before the writer does
   std::size_t turn_ = 0;

@@ -8,6 +8,7 @@ namespace strata::engine {
 namespace {
 
 constexpr Bytes kPage = 4_KiB;
+constexpr Bytes kScratch = 4_MiB;
 
 // A lease of memory that needs no giving back: the shard itself, or masters that are held.
 class ShardLease final : public offload::Lease {
@@ -33,8 +34,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
       slot_of_param_(params.size()),
       rank_(collectives.rank()),
       device_(device),
-      states_(states),
-      stream_(device.create_stream()) {
+      states_(states) {
   const int world = collectives.world_size();
   Bytes total;
   std::vector<Bytes> offsets;
@@ -88,6 +88,12 @@ std::pair<Numel, Numel> Weights::owned_range(int param) const {
 
 void Weights::store(int param, Numel begin, Numel numel, const std::byte* source,
                     DType source_dtype) {
+  enqueue_store(param, begin, numel, source, source_dtype);
+  device_.compute_stream().synchronize();
+}
+
+void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
+                            DType source_dtype) {
   const plan::Slot& slot = slot_of(param);
   if (begin.value < 0 || numel.value < 0 || begin + numel > slot.numel) {
     throw UsageError(fmt::format("elements [{}, {}) do not lie in parameter '{}' of {} elements",
@@ -100,28 +106,48 @@ void Weights::store(int param, Numel begin, Numel numel, const std::byte* source
   if (low >= high) return;
   const Unit& unit = unit_of(param);
   const Numel shard_offset = slot.offset + low - unit.layout.shard() * rank_;
-  store_piece(unit, shard_offset, high - low, source + bytes_of(low - begin, source_dtype).size(),
-              source_dtype);
+  const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
+  if (source_dtype == unit.layout.dtype() || device_.device_accessible(first)) {
+    store_piece(unit, shard_offset, high - low, first, source_dtype);
+  } else {
+    store_through_scratch(unit, shard_offset, high - low, first, source_dtype);
+  }
 }
 
+void Weights::store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
+                                    const std::byte* source, DType source_dtype) {
+  if (scratch_ == nullptr) scratch_ = device_.allocate(kScratch, memory::Kind::kStaging);
+  const Numel largest(kScratch / size_of(source_dtype));
+  for (Numel done; done < numel; done += largest) {
+    const Numel count = std::min(largest, numel - done);
+    const std::size_t bytes = bytes_of(count, source_dtype).size();
+    const std::span<std::byte> there = scratch_->bytes().first(bytes);
+    device_.copy(there, {source + bytes_of(done, source_dtype).size(), bytes},
+                 device_.compute_stream());
+    store_piece(unit, shard_offset + done, count, there.data(), source_dtype);
+  }
+}
+
+// `source`: in the weights' dtype, or memory that kernels can read.
 void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
                           const std::byte* source, DType source_dtype) {
   const DType dtype = unit.layout.dtype();
+  device::Stream& stream = device_.compute_stream();
   std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
   if (weights == source) {
     // A unit that is whole, written in place.
   } else if (dtype == source_dtype) {
     const Bytes bytes = bytes_of(numel, dtype);
-    device_.copy({weights, bytes.size()}, {source, bytes.size()}, *stream_);
+    device_.copy({weights, bytes.size()}, {source, bytes.size()}, stream);
+    source = weights;  // which need not be read over a link again
   } else {
-    device_.cast(weights, dtype, source, source_dtype, numel, *stream_);
+    device_.cast(weights, dtype, source, source_dtype, numel, stream);
   }
   if (has_separate_master(unit.id)) {
     const auto lease = lease_master(unit.id);
     device_.cast(lease->bytes().data() + bytes_of(shard_offset, DType::kFloat32).size(),
-                 DType::kFloat32, source, source_dtype, numel, *stream_);
+                 DType::kFloat32, source, source_dtype, numel, stream);
   }
-  stream_->synchronize();
 }
 
 std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
@@ -143,8 +169,7 @@ void Weights::round_masters(int unit) {
   const Unit& u = units_[static_cast<std::size_t>(unit)];
   const auto lease = lease_master(unit);
   device_.cast(u.shard.data(), u.layout.dtype(), lease->bytes().data(), DType::kFloat32,
-               u.layout.shard(), *stream_);
-  stream_->synchronize();
+               u.layout.shard(), device_.compute_stream());
 }
 
 }  // namespace strata::engine

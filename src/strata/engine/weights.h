@@ -39,8 +39,11 @@ class Weights {
   int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
 
   // Elements [begin, begin + numel) of `param` have these values now. What lies outside this rank's
-  // shard is ignored.
+  // shard is ignored. The source may be host or device memory, and may change when this returns.
   void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
+  // The same, queued on the device's compute stream: the source must stay until that is reached.
+  void enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
+                     DType source_dtype);
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
 
@@ -58,6 +61,8 @@ class Weights {
  private:
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype);
+  void store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
+                             const std::byte* source, DType source_dtype);
 
   std::vector<plan::ParamSpec> params_;
   std::vector<int> unit_of_param_;
@@ -66,11 +71,11 @@ class Weights {
   int rank_;
   device::Device& device_;
   offload::StateStore& states_;
-  std::unique_ptr<device::Stream> stream_;
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
   std::vector<offload::BlockId> master_blocks_;  // by unit; -1: frozen, or the shard is the master
   std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
+  std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
 };
 
 }  // namespace strata::engine

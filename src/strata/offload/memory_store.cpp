@@ -64,9 +64,7 @@ class MemoryStore::BlockLease final : public Lease {
 std::unique_ptr<MemoryStore> MemoryStore::on_device(device::Device& device) {
   auto allocate = [&device](Bytes bytes, memory::Kind kind) {
     auto memory = device.allocate(bytes, kind);
-    const auto stream = device.create_stream();
-    device.fill_zero(memory->bytes(), *stream);
-    stream->synchronize();
+    device.fill_zero(memory->bytes(), device.compute_stream());
     return memory;
   };
   return std::unique_ptr<MemoryStore>(new MemoryStore(memory::Tier::kDevice, std::move(allocate)));

@@ -4,15 +4,17 @@
 
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
+#include "strata/device/cpu_device.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::engine {
 namespace {
 
 TEST(StagingRing, ChargesItsBuffersAndGivesThemBack) {
-  const auto ledger = std::make_shared<memory::Ledger>();
+  device::CpuDevice device;
+  const auto& ledger = device.ledger();
   {
-    const StagingRing ring({3, 64_KiB}, ledger);
+    const StagingRing ring({3, 64_KiB}, device);
     EXPECT_EQ(ledger->held(memory::Tier::kHost, memory::Kind::kStaging), 192_KiB);
   }
   EXPECT_EQ(ledger->held(memory::Tier::kHost), 0_B);
@@ -22,7 +24,8 @@ TEST(StagingRing, ReportsAFailedTransferToTheNextUserOfItsBuffer) {
   const testing::TemporaryFolder folder;
   const io::File file(folder.write("short", "abc"), io::File::Mode::kRead);
   io::ThreadEngine io;
-  StagingRing ring({2, 4_KiB}, nullptr);
+  device::CpuDevice device;
+  StagingRing ring({2, 4_KiB}, device);
   ring.started(0, io.read(file, 0_B, ring.buffer(0)));
   EXPECT_NO_THROW(ring.buffer(1));
   EXPECT_THROW(ring.buffer(2), IoError);
@@ -30,8 +33,9 @@ TEST(StagingRing, ReportsAFailedTransferToTheNextUserOfItsBuffer) {
 }
 
 TEST(StagingRing, RefusesToBeEmpty) {
-  EXPECT_THROW(StagingRing({0, 4_KiB}, nullptr), UsageError);
-  EXPECT_THROW(StagingRing({2, 1_B}, nullptr), UsageError);
+  device::CpuDevice device;
+  EXPECT_THROW(StagingRing({0, 4_KiB}, device), UsageError);
+  EXPECT_THROW(StagingRing({2, 1_B}, device), UsageError);
 }
 
 }  // namespace
