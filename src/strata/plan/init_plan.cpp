@@ -1,0 +1,184 @@
+#include "strata/plan/init_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "strata/base/error.h"
+#include "strata/plan/flat_layout.h"
+
+namespace strata::plan {
+namespace {
+
+// Left free in every way: the staging of transfers, and what the driver rounds up.
+constexpr Bytes kMargin = 128_MiB;
+
+constexpr std::array<std::string_view, 5> kNames = {"born_flat", "device_copy", "device_grow",
+                                                    "distributed", "host"};
+
+constexpr std::array<InitTier, 4> kTiersOfValues = {InitTier::kDeviceCopy, InitTier::kDeviceGrow,
+                                                    InitTier::kDistributed, InitTier::kHost};
+
+// How many bytes this rank lacks for a way; 0 or less when it can be taken.
+struct Lack {
+  Bytes bytes;
+  std::string_view where = "device";
+};
+
+Lack device_lack(Bytes needed, const InitFacts& facts) {
+  return {needed + kMargin - facts.device_free};
+}
+
+Lack lack_of(InitTier tier, const InitDemand& demand, const InitFacts& facts, std::size_t ranks) {
+  const Bytes total = demand.total();
+  const Bytes beside_values = std::max(total - facts.device_values, Bytes());
+  switch (tier) {
+    case InitTier::kBornFlat:
+    case InitTier::kDeviceCopy:
+      return device_lack(total, facts);
+    case InitTier::kDeviceGrow:
+      return device_lack(beside_values + demand.largest_unit, facts);
+    case InitTier::kDistributed:
+    case InitTier::kHost: {
+      const Lack device = device_lack(beside_values, facts);
+      const auto share = static_cast<std::int64_t>(tier == InitTier::kHost ? 1 : ranks);
+      const Bytes host = facts.device_values / share - facts.host_free;
+      return device.bytes.value > 0 ? device : Lack{host, "host"};
+    }
+  }
+  return {};
+}
+
+// Whether it is a way for a model of which values lie where `facts` say.
+bool suits(InitTier tier, std::span<const InitFacts> by_rank) {
+  const auto any = [&](auto what) { return std::any_of(by_rank.begin(), by_rank.end(), what); };
+  const bool on_device = any([](const InitFacts& f) { return f.device_values.value > 0; });
+  const bool on_host = any([](const InitFacts& f) { return f.host_values.value > 0; });
+  switch (tier) {
+    case InitTier::kBornFlat:
+      return !on_device && !on_host;
+    case InitTier::kDeviceCopy:
+      return on_device && !on_host;
+    case InitTier::kDeviceGrow:
+      return on_device && !on_host && !any([](const InitFacts& f) { return !f.can_grow; });
+    case InitTier::kDistributed:
+    case InitTier::kHost:
+      return on_device || on_host;
+  }
+  return false;
+}
+
+struct Worst {
+  Lack lack;
+  std::size_t rank = 0;
+};
+
+Worst worst_of(InitTier tier, const InitDemand& demand, std::span<const InitFacts> by_rank) {
+  Worst worst;
+  for (std::size_t r = 0; r < by_rank.size(); ++r) {
+    const Lack lack = lack_of(tier, demand, by_rank[r], by_rank.size());
+    if (r == 0 || lack.bytes > worst.lack.bytes) worst = {lack, r};
+  }
+  return worst;
+}
+
+std::string numbers(const InitDemand& demand, std::span<const InitFacts> by_rank) {
+  std::size_t least = 0;
+  for (std::size_t r = 1; r < by_rank.size(); ++r) {
+    if (by_rank[r].device_free < by_rank[least].device_free) least = r;
+  }
+  const InitFacts& facts = by_rank[least];
+  return fmt::format(
+      "the engine needs {} on each device (weights {}, master weights {}, optimizer state {}), "
+      "least is free on rank {}: {}; the model's values: {} on the device, {} on the host",
+      to_string(demand.total()), to_string(demand.weights), to_string(demand.masters),
+      to_string(demand.optimizer), least, to_string(facts.device_free),
+      to_string(facts.device_values), to_string(facts.host_values));
+}
+
+[[noreturn]] void throw_nothing_fits(InitTier cheapest, const InitDemand& demand,
+                                     std::span<const InitFacts> by_rank,
+                                     std::span<const InitAlternative> alternatives) {
+  const Worst worst = worst_of(cheapest, demand, by_rank);
+  std::string fits;
+  for (const InitAlternative& other : alternatives) {
+    InitDemand smaller;
+    smaller.weights = other.total;
+    if (worst_of(cheapest, smaller, by_rank).lack.bytes.value > 0) continue;
+    fits += fmt::format("{}{} ({})", fits.empty() ? "" : ", ", other.name, to_string(other.total));
+  }
+  throw OutOfMemoryError(fmt::format(
+      "the model does not fit: rank {} lacks {} of {} memory. Nothing has been moved. What would "
+      "fit: {}. {}",
+      worst.rank, to_string(worst.lack.bytes), worst.lack.where,
+      fits.empty() ? std::string("more ranks, or devices with more memory") : fits,
+      numbers(demand, by_rank)));
+}
+
+}  // namespace
+
+std::string_view name_of(InitTier tier) {
+  return kNames[static_cast<std::size_t>(tier)];
+}
+
+std::optional<InitTier> init_tier_from(std::string_view name) {
+  const auto* found = std::find(kNames.begin(), kNames.end(), name);
+  if (found == kNames.end()) return std::nullopt;
+  return static_cast<InitTier>(found - kNames.begin());
+}
+
+InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
+                       int world_size, int states_per_master) {
+  InitDemand demand;
+  for (const UnitSpec& unit : plan.units) {
+    const FlatLayout layout(params, unit.params, unit.dtype, world_size);
+    const bool whole = stage < 3 || unit.persistent;
+    demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes();
+    demand.largest_unit = std::max(demand.largest_unit, layout.flat_bytes());
+    if (!unit.trainable) continue;
+    const Bytes fp32 = bytes_of(layout.shard(), DType::kFloat32);
+    if (unit.dtype != DType::kFloat32) demand.masters += fp32;
+    demand.optimizer += fp32 * states_per_master;
+  }
+  return demand;
+}
+
+InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_rank,
+                       std::optional<InitTier> wanted,
+                       std::span<const InitAlternative> alternatives) {
+  STRATA_ASSERT(!by_rank.empty());
+  if (suits(InitTier::kBornFlat, by_rank)) {
+    if (worst_of(InitTier::kBornFlat, demand, by_rank).lack.bytes.value > 0) {
+      throw_nothing_fits(InitTier::kBornFlat, demand, by_rank, alternatives);
+    }
+    return {InitTier::kBornFlat, numbers(demand, by_rank)};
+  }
+  if (wanted) {
+    const bool possible = suits(*wanted, by_rank);
+    const Worst worst = worst_of(*wanted, demand, by_rank);
+    if (possible && worst.lack.bytes.value <= 0) {
+      return {*wanted, "as strata.init.tier says; " + numbers(demand, by_rank)};
+    }
+    throw ConfigError(fmt::format(
+        "strata.init.tier: '{}' cannot be taken, {}; write \"auto\". {}", name_of(*wanted),
+        possible ? fmt::format("rank {} lacks {} of {} memory for it", worst.rank,
+                               to_string(worst.lack.bytes), worst.lack.where)
+                 : std::string("it is no way for values that lie where this model's do"),
+        numbers(demand, by_rank)));
+  }
+  std::string passed;  // over, and why
+  InitTier last = InitTier::kDistributed;
+  for (const InitTier tier : kTiersOfValues) {
+    // Values that differ are found later; until then sharing the work is always the better way.
+    if (tier == InitTier::kHost || !suits(tier, by_rank)) continue;
+    const Worst worst = worst_of(tier, demand, by_rank);
+    if (worst.lack.bytes.value <= 0) return {tier, passed + numbers(demand, by_rank)};
+    passed += fmt::format("{} lacks {} on rank {}; ", name_of(tier), to_string(worst.lack.bytes),
+                          worst.rank);
+    last = tier;
+  }
+  throw_nothing_fits(last, demand, by_rank, alternatives);
+}
+
+}  // namespace strata::plan

@@ -1,0 +1,70 @@
+// How a model gets into the engine: which way of placing its values every rank takes, from what
+// each rank has room for. Ways, the cheapest first:
+//   born_flat    there are no values yet; they come from files, straight into the shards
+//   device_copy  the model lies on the device, and the engine's memory fits beside it
+//   device_grow  the model lies on the device; the engine's memory grows unit by unit while the
+//                model's shrinks
+//   distributed  each rank moves the 1/world_size of the values that it owns from the host (where
+//                the model lies, or where it is put for that time), and ranks gather the rest
+//   host         as distributed, with all values put on the host: ranks hold different ones
+// All ranks take the same way, so the rank with the least room decides. Pure arithmetic.
+// Errors: OutOfMemoryError when no way fits, before anything is moved: the rank that lacks most, by
+// how many bytes, and what would fit; ConfigError for a way that was asked for and cannot be taken.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/units.h"
+#include "strata/plan/param_spec.h"
+#include "strata/plan/unit_plan.h"
+
+namespace strata::plan {
+
+enum class InitTier { kBornFlat, kDeviceCopy, kDeviceGrow, kDistributed, kHost };
+
+std::string_view name_of(InitTier tier);
+// "auto" and what is no tier: nullopt.
+std::optional<InitTier> init_tier_from(std::string_view name);
+
+// What the engine will hold on one rank's device when it is ready.
+struct InitDemand {
+  Bytes weights;    // shards, or whole units
+  Bytes masters;    // fp32 copies of trainable shards
+  Bytes optimizer;  // exp_avg and exp_avg_sq
+  Bytes largest_unit;
+  Bytes total() const { return weights + masters + optimizer; }
+};
+
+// `states_per_master`: fp32 values that the optimizer keeps for each trainable weight: 2 for Adam.
+InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
+                       int world_size, int states_per_master);
+
+// What one rank has.
+struct InitFacts {
+  Bytes device_free;     // by the driver, with what the framework's allocator holds unused
+  Bytes host_free;       // for this rank
+  Bytes device_values;   // of the model, on the device
+  Bytes host_values;     // of the model, on the host
+  bool can_grow = true;  // the driver maps memory page by page
+};
+
+struct InitChoice {
+  InitTier tier = InitTier::kBornFlat;
+  std::string reason;  // one line with the numbers that led here
+};
+
+// What would need less, for the message of the error: "stage 3", 12_GiB.
+struct InitAlternative {
+  std::string name;
+  Bytes total;
+};
+
+InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_rank,
+                       std::optional<InitTier> wanted,
+                       std::span<const InitAlternative> alternatives);
+
+}  // namespace strata::plan
