@@ -33,6 +33,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "strata/base/dtype.h"
@@ -47,6 +48,8 @@ class SharedBuffer {
   virtual ~SharedBuffer() = default;
   virtual std::span<std::byte> local() = 0;
   virtual const std::string& name() const = 0;
+  // Of allocate_growing(): from now on the first `bytes` may be used. Never shrinks.
+  virtual void back(Bytes /*bytes*/) {}
 };
 
 // Where each rank keeps its slice of one thing: rank r's slice is at first_offset + r * stride of
@@ -93,6 +96,11 @@ class Collectives {
   // Local, not a collective; peers find the buffer by its name when they first read it. `name` is
   // unique among this rank's living buffers.
   virtual std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) = 0;
+  // A buffer of which a prefix has memory: nothing yet. On hosts memory comes as it is touched, so
+  // an ordinary buffer serves.
+  virtual std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) {
+    return allocate(std::move(name), bytes);
+  }
 
   // flat = slice of rank 0, slice of rank 1, ...: world_size * slice_bytes. My own slice may
   // already lie at its place in `flat` (gather in place). `tag` names the thing in errors.

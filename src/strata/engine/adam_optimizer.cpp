@@ -13,7 +13,10 @@ std::span<float> floats(offload::Lease& lease) {
 
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
                              offload::StateStore& states, bool decoupled)
-    : shards_(shards), device_(device), store_(states), decoupled_(decoupled) {
+    : shards_(shards), device_(device), store_(states), decoupled_(decoupled) {}
+
+void AdamOptimizer::prepare() {
+  if (!states_.empty()) return;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const Bytes bytes = bytes_of(unit.layout.shard(), DType::kFloat32);
@@ -26,6 +29,7 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
 }
 
 void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_scale) {
+  prepare();
   ++steps_;
   store_.read_ahead(fetch_list_);
   for (std::size_t i = 0; i < states_.size(); ++i) {

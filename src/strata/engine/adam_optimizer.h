@@ -18,6 +18,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled);
 
+  void prepare() override;
   void step(std::span<const GroupScalars> groups, float gradient_scale) override;
   std::int64_t steps() const override { return steps_; }
 

@@ -60,7 +60,13 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
 
 Engine::~Engine() = default;
 
+void Engine::prepare() {
+  weights_.back_all();
+  if (optimizer_ != nullptr) optimizer_->prepare();
+}
+
 void Engine::weights_changed() {
+  weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
   collectives_->barrier();  // every rank's shards are written before anybody reads them
   gatherer_.refresh_whole(Changed::kAll);

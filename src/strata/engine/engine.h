@@ -51,6 +51,9 @@ class Engine {
   Weights& weights() { return weights_; }
   // Collective: call when store() has been called for every parameter, on every rank.
   void weights_changed();
+  // Takes all memory that the engine keeps: what is still missing of the weights, and the states of
+  // the optimizer. Done by the first step otherwise.
+  void prepare();
   // Takes what the unit's flat buffer holds now for `params` as their new values. Not a collective:
   // every rank's flat buffer must hold the same. Follow with weights_changed().
   void adopt_flat(std::span<const int> params);

@@ -5,12 +5,15 @@
 namespace strata::engine {
 
 ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& device)
-    : shards_(shards), device_(device) {
+    : shards_(shards), device_(device) {}
+
+void ExternalOptimizer::prepare() {
+  if (!gradients_.empty()) return;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const std::span<std::byte> master = shards_.weights().hold_master(shard.unit);
-    gradients_.push_back(device.allocate(bytes_of(unit.layout.shard(), DType::kFloat32),
-                                         memory::Kind::kGradientShards));
+    gradients_.push_back(device_.allocate(bytes_of(unit.layout.shard(), DType::kFloat32),
+                                          memory::Kind::kGradientShards));
     auto* weight = reinterpret_cast<float*>(master.data());
     auto* gradient = reinterpret_cast<float*>(gradients_.back()->bytes().data());
     for (const plan::GroupSegment& segment : shard.segments) {
@@ -23,6 +26,7 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
 
 void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gradient_scale) {
   STRATA_ASSERT(update_ != nullptr);
+  prepare();
   ++steps_;
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const int unit = shards_.units()[i].unit;

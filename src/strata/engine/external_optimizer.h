@@ -24,10 +24,14 @@ class ExternalOptimizer final : public ShardedOptimizer {
  public:
   ExternalOptimizer(OptimizerShards& shards, device::Device& device);
 
-  const std::vector<ExternalSegment>& segments() const { return segments_; }
+  const std::vector<ExternalSegment>& segments() {
+    prepare();
+    return segments_;
+  }
   // Called by step() once gradients are in place; must update every segment's weight.
   void set_update(std::function<void()> update) { update_ = std::move(update); }
 
+  void prepare() override;
   void step(std::span<const GroupScalars> groups, float gradient_scale) override;
   std::int64_t steps() const override { return steps_; }
 

@@ -44,6 +44,8 @@ struct GroupScalars {
 class ShardedOptimizer {
  public:
   virtual ~ShardedOptimizer() = default;
+  // Takes the memory of the states; before the first step, when the weights have theirs.
+  virtual void prepare() = 0;
   // `groups`: by param group index.
   virtual void step(std::span<const GroupScalars> groups, float gradient_scale) = 0;
   virtual std::int64_t steps() const = 0;  // updates made

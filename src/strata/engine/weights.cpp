@@ -48,8 +48,8 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     }
     units_.push_back({static_cast<int>(units_.size()), spec, std::move(layout), whole, {}, {}, {}});
   }
-  charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, total);
-  memory_ = collectives.allocate(options.name + ".weights", total);
+  charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
+  memory_ = collectives.allocate_growing(options.name + ".weights", total);
   for (Unit& unit : units_) {
     const Bytes offset = offsets[static_cast<std::size_t>(unit.id)];
     const Bytes slice = unit.layout.shard_bytes();
@@ -58,13 +58,26 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     if (unit.whole) unit.resident = local;
     unit.shard = unit.whole ? local.subspan((slice * rank_).size(), slice.size()) : local;
     unit.slices = {memory_.get(), offset, unit.whole ? slice : Bytes(), slice};
-    const bool separate = unit.trainable() && unit.spec.dtype != DType::kFloat32;
-    master_blocks_.push_back(separate ? states.add(unit.name() + ".master",
-                                                   bytes_of(unit.layout.shard(), DType::kFloat32),
-                                                   memory::Kind::kMasterWeights)
-                                      : -1);
   }
   held_masters_.resize(units_.size());
+}
+
+void Weights::back(int unit) {
+  for (auto next = master_blocks_.size(); next <= static_cast<std::size_t>(unit); ++next) {
+    const Unit& u = units_[next];
+    const Bytes bytes = align_up(local_bytes(u.layout, u.whole), kPage);
+    memory_->back(u.slices.first_offset + bytes);
+    charge_.grow(bytes);
+    master_blocks_.push_back(has_separate_master(u.id)
+                                 ? states_.add(u.name() + ".master",
+                                               bytes_of(u.layout.shard(), DType::kFloat32),
+                                               memory::Kind::kMasterWeights)
+                                 : -1);
+  }
+}
+
+void Weights::back_all() {
+  back(static_cast<int>(units_.size()) - 1);
 }
 
 Weights::~Weights() = default;
@@ -105,6 +118,7 @@ void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte
   const Numel high = std::min(begin + numel, owned_end);
   if (low >= high) return;
   const Unit& unit = unit_of(param);
+  back(unit.id);
   const Numel shard_offset = slot.offset + low - unit.layout.shard() * rank_;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   if (source_dtype == unit.layout.dtype() || device_.device_accessible(first)) {
@@ -153,6 +167,7 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
 std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
   const auto index = static_cast<std::size_t>(unit);
   STRATA_ASSERT(units_[index].trainable());
+  back(unit);
   if (master_blocks_[index] < 0) return std::make_unique<ShardLease>(units_[index].shard);
   if (held_masters_[index]) return std::make_unique<ShardLease>(held_masters_[index]->bytes());
   return states_.fetch(master_blocks_[index], offload::Access::kReadWrite);

@@ -21,7 +21,8 @@ namespace strata::engine {
 
 class Weights {
  public:
-  // The options' stage decides which units are whole. Memory is taken here; contents are zero.
+  // The options' stage decides which units are whole. Memory is taken unit by unit, in their order,
+  // when values come, or for all by back_all(); contents are zero.
   Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
           const EngineOptions& options, comm::Collectives& collectives, device::Device& device,
           offload::StateStore& states);
@@ -44,6 +45,8 @@ class Weights {
   // The same, queued on the device's compute stream: the source must stay until that is reached.
   void enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
                      DType source_dtype);
+  // Takes the memory of every unit that has none yet.
+  void back_all();
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
 
@@ -53,12 +56,15 @@ class Weights {
   // them are given all the same.
   std::span<std::byte> hold_master(int unit);
   bool has_separate_master(int unit) const {
-    return master_blocks_[static_cast<std::size_t>(unit)] >= 0;
+    const Unit& u = units_[static_cast<std::size_t>(unit)];
+    return u.trainable() && u.layout.dtype() != DType::kFloat32;
   }
   // Rounds the unit's masters to its weights (for optimizers that know only masters).
   void round_masters(int unit);
 
  private:
+  // Takes the memory of the units up to this one.
+  void back(int unit);
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype);
   void store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
@@ -73,7 +79,7 @@ class Weights {
   offload::StateStore& states_;
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
-  std::vector<offload::BlockId> master_blocks_;  // by unit; -1: frozen, or the shard is the master
+  std::vector<offload::BlockId> master_blocks_;  // by backed unit; -1: no separate master
   std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
 };
