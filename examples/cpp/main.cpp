@@ -78,7 +78,7 @@ double compare_saved(strata::torch::Trainer& trainer, Model& model, const ModelS
   const std::string for_evaluation = R"({"train_micro_batch_size_per_gpu": 1})";
   strata::torch::Trainer reader(
       plain.ptr(),
-      {.config = for_evaluation, .collectives = strata::torch::make_collectives({}, {})});
+      {.config = for_evaluation, .collectives = strata::torch::single_rank(at::kCPU)});
   reader.load(folder);
   reader.close(/*keep_values=*/true);
   return std::abs(loss_of(plain->forward(batch.inputs), batch.targets).item<double>() - trained);

@@ -9,6 +9,7 @@
 #include "strata/format/same_tensor.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/value_intake.h"
 
 namespace strata::python {
 namespace {
@@ -86,10 +87,7 @@ std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sou
 }
 
 void store(ShardedModel& model, int param, const at::Tensor& values) {
-  const at::Tensor dense = values.contiguous();
-  model.engine().weights().store(param, Numel(), Numel(dense.numel()),
-                                 bytes_of_tensor(dense).data(),
-                                 torch::from_scalar_type(dense.scalar_type()));
+  torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), values.contiguous());
 }
 
 class Saver {

@@ -26,11 +26,12 @@ void bind_config(py::module_& module) {
           "gather_16bit_weights_on_model_save",
           [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; })
       .def_property_readonly("timeout_s", [](const Config& c) { return c.strata.timeout_s; })
-      .def_property_readonly("collectives",
-                             [](const Config& c) {
-                               constexpr const char* kNames[] = {"auto", "local", "shm", "c10d"};
-                               return std::string(kNames[static_cast<int>(c.strata.collectives)]);
-                             })
+      .def_property_readonly(
+          "collectives",
+          [](const Config& c) {
+            constexpr const char* kNames[] = {"auto", "local", "shm", "c10d", "nccl"};
+            return std::string(kNames[static_cast<int>(c.strata.collectives)]);
+          })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
       .def_property_readonly("hints",
                              [](const Config& c) {

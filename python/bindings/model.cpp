@@ -1,9 +1,6 @@
 // ShardedModel as Python drives it.
-#include <ATen/ops/from_blob.h>
-
 #include "bindings.h"
-#include "strata/device/cpu_device.h"
-#include "strata/offload/memory_store.h"
+#include "strata/torch/placement.h"
 
 namespace strata::python {
 namespace {
@@ -42,17 +39,12 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                          const std::vector<ModuleTuple>& modules,
                                          const engine::Config& config, const std::string& rule,
                                          std::shared_ptr<comm::Collectives> collectives,
-                                         int threads, std::string name) {
+                                         c10::Device place, int threads, std::string name) {
   const torch::ModelInput input = input_from(parameters, modules);
   const py::gil_scoped_release release;
-  device::CpuDeviceOptions options;
-  options.threads = threads;
-  auto device = std::make_shared<device::CpuDevice>(options);
-  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
-  return std::make_shared<ShardedModel>(
-      input, config, rule_from(rule),
-      torch::ModelRuntime{std::move(collectives), std::move(device), std::move(states)},
-      std::move(name));
+  return std::make_shared<ShardedModel>(input, config, rule_from(rule),
+                                        torch::make_runtime(place, threads, std::move(collectives)),
+                                        std::move(name));
 }
 
 // None at a micro-step that is no boundary, else (applied, gradient norm).
@@ -78,9 +70,9 @@ engine::ExternalOptimizer& external(ShardedModel& model) {
 // [(group, fp32 weight [numel], fp32 gradient [numel])]: views of the engine's memory.
 std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& model) {
   std::vector<std::tuple<int, at::Tensor, at::Tensor>> result;
-  const auto view = [](std::span<float> values) {
-    return at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
-                         at::TensorOptions().dtype(at::kFloat));
+  const auto view = [&model](std::span<float> values) {
+    return torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size()), at::kFloat,
+                              model.place());
   };
   for (const engine::ExternalSegment& s : external(model).segments()) {
     result.emplace_back(s.group, view(s.weight), view(s.gradient));
@@ -197,6 +189,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
       .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
+      .def_property_readonly("device", &ShardedModel::place)
       .def_property_readonly("alive", &ShardedModel::alive);
 }
 
@@ -205,7 +198,8 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
 void bind_model(py::module_& module) {
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
-            py::arg("rule"), py::arg("collectives"), py::arg("threads"), py::arg("name"));
+            py::arg("rule"), py::arg("collectives"), py::arg("device"), py::arg("threads"),
+            py::arg("name"));
   bind_training(model);
   bind_values(model);
 }

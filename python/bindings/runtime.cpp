@@ -1,10 +1,10 @@
 // Collectives and devices for a process that Python drives.
 #include "bindings.h"
-#include "strata/comm/local_collectives.h"
 #include "strata/comm/shm_collectives.h"
-#include "strata/device/cpu_device.h"
-#include "strata/offload/memory_store.h"
 #include "strata/torch/c10d_collectives.h"
+#include "strata/torch/device_collectives.h"
+#include "strata/torch/placement.h"
+#include "strata/torch/rank_environment.h"
 #include "strata/torch/store_bootstrap.h"
 
 namespace strata::python {
@@ -26,8 +26,17 @@ void bind_runtime(py::module_& module) {
       .def("all_gather_text", &comm::Collectives::all_gather_text,
            py::call_guard<py::gil_scoped_release>());
 
-  module.def("single_rank",
-             [] { return std::shared_ptr<comm::Collectives>(comm::LocalGroup(1).rank(0)); });
+  module.def("single_rank", &torch::single_rank, py::arg("device"));
+  // GPUs that torch and this build can both use.
+  module.def("usable_gpus", &torch::usable_gpus);
+  // Where a model whose parameters are [(name, tensor)] shall train; none: nowhere yet.
+  module.def(
+      "choose_device",
+      [](const engine::Config& config,
+         const std::vector<std::pair<std::string, at::Tensor>>& parameters, int local_rank) {
+        return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
+      },
+      py::arg("config"), py::arg("parameters"), py::arg("local_rank"));
   module.def(
       "shm_collectives",
       [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s) {
@@ -58,6 +67,24 @@ void bind_runtime(py::module_& module) {
             std::move(group), std::move(store), std::move(id), std::move(name)));
       },
       py::arg("group"), py::arg("store"), py::arg("id"), py::arg("name"));
+  module.def(
+      "device_collectives",
+      [](std::shared_ptr<comm::Collectives> control, c10::intrusive_ptr<c10d::Backend> bulk,
+         c10::intrusive_ptr<c10d::Store> store, c10::Device device, std::string id,
+         std::string name) {
+        const py::gil_scoped_release release;
+        torch::DeviceGroup group;
+        group.place = device;
+        group.device = torch::make_device(device, 1);
+        group.control = std::move(control);
+        group.bulk = std::move(bulk);
+        group.store = std::move(store);
+        group.id = std::move(id);
+        group.name = std::move(name);
+        return std::shared_ptr<comm::Collectives>(torch::make_device_collectives(std::move(group)));
+      },
+      py::arg("control"), py::arg("bulk"), py::arg("store"), py::arg("device"), py::arg("id"),
+      py::arg("name"));
 }
 
 }  // namespace strata::python

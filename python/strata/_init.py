@@ -10,7 +10,8 @@ from .interception import intercept
 from .model_input import describe_modules, describe_parameters
 from ._owner import owner_of
 from .ownership import take_ownership
-from .runtime import init_distributed, make_collectives
+from .placement import choose_device
+from .runtime import init_distributed, make_collectives, telling_the_others
 
 _DTYPES = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
 
@@ -85,12 +86,16 @@ class Init:
         new = [p for p in module.parameters() if owner_of(p)[0] is None]
         if not new or not all(p.is_floating_point() for p in new):
             return
-        if self._collectives is None:
-            self._collectives = make_collectives(self._config.collectives, self._config.timeout_s)
         holder = _OwnParameters(module)
+        if self._collectives is None:
+            with telling_the_others():
+                self._device = choose_device(self._config, holder)
+            self._collectives = make_collectives(self._config.collectives, self._config.timeout_s, self._device)
         parameters = describe_parameters(holder, {})
         modules, _ = describe_modules(holder, parameters)
-        core = _C.ShardedModel(parameters, modules, self._config, "none", self._collectives, 1, f"init.{self._count}")
+        core = _C.ShardedModel(
+            parameters, modules, self._config, "none", self._collectives, self._device, 1, f"init.{self._count}"
+        )
         self._count += 1
         take_ownership(core, parameters)
         own = {id(p) for p in new}

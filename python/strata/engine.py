@@ -12,6 +12,7 @@ from . import _C
 from .interception import intercept, restore
 from .model_input import describe_modules, describe_parameters
 from .ownership import give_up_ownership, take_ownership
+from .placement import move_buffers
 
 
 logger = logging.getLogger("strata")
@@ -27,7 +28,7 @@ class Engine(torch.nn.Module):
         core: the C++ model (_C.ShardedModel).
     """
 
-    def __init__(self, model, config, optimizer, rule, collectives, born_flat=None):
+    def __init__(self, model, config, optimizer, rule, collectives, device, born_flat=None):
         super().__init__()
         self.module = model
         self.optimizer = optimizer
@@ -42,8 +43,9 @@ class Engine(torch.nn.Module):
         parameters = describe_parameters(model, groups, born_flat)
         modules, module_objects = describe_modules(model, parameters)
         self.core = _C.ShardedModel(
-            parameters, modules, config, rule, collectives, config.threads or torch.get_num_threads(), "engine"
+            parameters, modules, config, rule, collectives, device, config.threads or torch.get_num_threads(), "engine"
         )
+        move_buffers(model, device)
         self._described = parameters
         take_ownership(self.core, parameters)
         self._interception = intercept(self.core, module_objects)
@@ -178,13 +180,13 @@ class Engine(torch.nn.Module):
 
     @property
     def collectives_name(self):
-        """str: "local", "shm" or "gloo"."""
+        """str: "local", "shm", "gloo" or "nccl"."""
         return self._collectives.name
 
     @property
     def device(self):
         """torch.device where parameters are when gathered."""
-        return torch.device("cpu")
+        return self.core.device
 
     def train_batch_size(self):
         """int: samples of all ranks in one optimizer step."""

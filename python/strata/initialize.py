@@ -10,6 +10,7 @@ from . import _C
 from .engine import Engine
 from .joint import together
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
+from .placement import choose_device
 from .runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
 from .schedule import ScheduledLR
 
@@ -57,7 +58,9 @@ def initialize(
 
     Args:
         args: a namespace whose ``deepspeed_config`` is used when ``config`` is not given.
-        model: a ``torch.nn.Module`` with floating-point parameters on the CPU.
+        model: a ``torch.nn.Module``, on the CPU or on one GPU. It trains on the GPU of this rank (LOCAL_RANK)
+            where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
+            there shard by shard, buffers whole.
         optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or
             a callable that makes one from parameters. AdamW and Adam run in the engine's kernel; others run
             as they are on the fp32 shards, which is right for those that work element by element.
@@ -87,24 +90,37 @@ def initialize(
         init_distributed()
     with telling_the_others():
         parsed = parse_config(_find_config(args, config, config_params))
-    collectives = make_collectives(parsed.collectives, parsed.timeout_s)
-    return assemble(model, parsed, collectives, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+        device = choose_device(parsed, model)
+    collectives = make_collectives(parsed.collectives, parsed.timeout_s, device)
+    return assemble(
+        model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+    )
 
 
 def assemble(
-    model, config, collectives, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, born_flat=None
+    model,
+    config,
+    collectives,
+    device,
+    optimizer,
+    model_parameters,
+    training_data,
+    lr_scheduler,
+    collate_fn,
+    born_flat=None,
 ):
     """What ``initialize`` returns, once the configuration is read and the ranks are connected.
 
     Args:
         config: a _C.Config.
         collectives: a _C.Collectives.
+        device: torch.device, of ``choose_device``.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
         The others are ``initialize``'s.
     """
     with together(collectives, "making the optimizer"):
         sharded_optimizer, rule = _make_optimizer(config, model, optimizer, model_parameters)
-    engine = Engine(model, config, sharded_optimizer, rule, collectives, born_flat)
+    engine = Engine(model, config, sharded_optimizer, rule, collectives, device, born_flat)
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)
         if rule == "external":
@@ -154,8 +170,8 @@ def _make_scheduler(config, optimizer, lr_scheduler):
 def _log_hints(config, engine):
     if engine.global_rank != 0:
         return
-    logger.info("strata: stage %d, %s, world size %d over %s", config.stage, config.dtype, engine.world_size,
-                engine.collectives_name)
+    logger.info("strata: stage %d, %s, on %s, world size %d over %s", config.stage, config.dtype, engine.device,
+                engine.world_size, engine.collectives_name)
     if config.hints:
         lines = "".join(f"\n  {path}: {reason}" for path, reason in config.hints)
         logger.info("accepted settings without effect:%s", lines)

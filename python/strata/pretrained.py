@@ -12,6 +12,7 @@ from .checkpoint_names import is_transformers_model, leaves, model_tensors, pref
 from .initialize import assemble, parse_config
 from .joint import together
 from .load_plan import LoadPlan
+from .placement import choose_device
 from .ranges import RangeTensor
 from .runtime import init_distributed, make_collectives, telling_the_others
 
@@ -57,7 +58,8 @@ def load_pretrained(
     init_distributed()
     with telling_the_others():
         parsed = parse_config(config)
-    collectives = make_collectives(parsed.collectives, parsed.timeout_s)
+        device = choose_device(parsed)
+    collectives = make_collectives(parsed.collectives, parsed.timeout_s, device)
     with together(collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         model = _build(path, model_class, getattr(torch, parsed.dtype), model_arguments)
@@ -68,7 +70,7 @@ def load_pretrained(
         if callable(model_parameters):
             model_parameters = model_parameters(model)
     assembled = assemble(
-        model, parsed, collectives, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, shapes
+        model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, shapes
     )
     try:
         _load(assembled[0], plan)
@@ -155,6 +157,8 @@ def _build(path, model_class, dtype, model_arguments):
 
 
 def _tie(model, checkpoint):
+    if not model.all_tied_weights_keys:
+        return
     parameters, buffers = state_names(model)
     found, _ = model_tensors(model, {*parameters, *buffers}, leaves(checkpoint.tensors()))
 

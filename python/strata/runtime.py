@@ -1,6 +1,8 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
+import itertools
 import os
+import socket
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -12,18 +14,21 @@ from . import _C
 
 _FAILED = "failed: "
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
+_bulk_groups = itertools.count()  # of this process; every rank counts alike
 
 
-def init_distributed(dist_backend="gloo", timeout=None, **_ignored):
+def init_distributed(dist_backend=None, timeout=None, **_ignored):
     """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...) if there
     is none and the environment names more than one rank. A no-op otherwise.
 
     Args:
-        dist_backend: of torch.distributed.
+        dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
         timeout: a ``datetime.timedelta``; torch's default when None.
     """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
+    if dist_backend is None:
+        dist_backend = "cpu:gloo,cuda:nccl" if _C.usable_gpus() else "gloo"
     dist.init_process_group(dist_backend, **({} if timeout is None else {"timeout": timeout}))
 
 
@@ -32,35 +37,97 @@ def rank_and_world_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def make_collectives(kind, timeout_s):
+def make_collectives(kind, timeout_s, device):
     """How the ranks exchange bytes.
 
-    Args:
-        kind: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's process group) or
-            "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d.
-        timeout_s: seconds a rank waits for another that lives but does not come.
+    Between GPUs weights and gradients go through NCCL, and ``kind`` says what carries everything else.
 
-    Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for "local" with several ranks.
+    Args:
+        kind: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's process group, gloo),
+            "nccl" (as "auto", and an error where there is no GPU) or "local" (one rank). "auto" takes shm
+            when all ranks are on one host, else c10d.
+        timeout_s: seconds a rank waits for another that lives but does not come.
+        device: torch.device of this rank's model.
+
+    Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that
+    does not fit the ranks or the device, and for ranks that share a GPU.
     """
     rank, world_size = rank_and_world_size()
+    with telling_the_others():
+        _require_possible(kind, world_size, device)
     if world_size == 1:
-        return _C.single_rank()
-    if kind == "local":
+        return _C.single_rank(device)
+    store = dist.distributed_c10d._get_default_store()
+    answers = _exchange(timeout_s, f"{_host_identity()}\n{_device_identity(device)}")
+    for other, text in enumerate(answers):
+        if text.startswith(_FAILED):
+            raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
+    hosts, devices = zip(*(text.split("\n") for text in answers))
+    _require_own_devices(hosts, devices)
+    if kind in ("auto", "nccl"):
+        kind = "shm" if len(set(hosts)) == 1 else "c10d"
+    if kind == "shm":
+        control = _C.shm_collectives(store, rank, world_size, timeout_s)
+    else:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        control = _C.c10d_collectives(group._get_backend(torch.device("cpu")), store, group.group_name, "gloo")
+    if device.type == "cpu":
+        return control
+    bulk = _nccl_backend(device, timeout_s)
+    return _C.device_collectives(control, bulk, store, device, f"nccl/{next(_bulk_groups)}", "nccl")
+
+
+def _require_possible(kind, world_size, device):
+    if kind == "local" and world_size > 1:
         raise _C.ConfigError(
             f"strata.collectives: 'local' is for one rank, or for ranks that are threads; found {world_size} "
             "processes. Write 'auto'"
         )
-    store = dist.distributed_c10d._get_default_store()
-    hosts = _exchange(timeout_s, _host_identity())
-    for other, text in enumerate(hosts):
-        if text.startswith(_FAILED):
-            raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
-    if kind == "auto":
-        kind = "shm" if len(set(hosts)) == 1 else "c10d"
-    if kind == "shm":
-        return _C.shm_collectives(store, rank, world_size, timeout_s)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return _C.c10d_collectives(group._get_backend(torch.device("cpu")), store, group.group_name, "gloo")
+    if kind == "nccl" and device.type != "cuda":
+        raise _C.ConfigError(
+            f"strata.collectives: 'nccl' joins GPUs, and the model trains on {device}; write 'auto'"
+        )
+    if world_size > 1 and device.type == "cuda" and not dist.is_nccl_available():
+        raise _C.ConfigError(
+            f"strata.device: {world_size} ranks on GPUs need NCCL, and this build of torch has none; write 'cpu'"
+        )
+
+
+def _require_own_devices(hosts, devices):
+    """``hosts``, ``devices``: what tells them apart, by rank."""
+    kinds = [device.split()[0] for device in devices]
+    owners = {}
+    for rank, place in enumerate(zip(hosts, devices)):
+        if kinds[rank] != kinds[0]:
+            raise _C.ConfigError(
+                f"strata.device: all ranks must train on the same kind of device; found rank 0 on {kinds[0]} and "
+                f"rank {rank} on {kinds[rank]}"
+            )
+        other = owners.setdefault(place, rank)
+        if kinds[rank] != "cpu" and other != rank:
+            raise _C.ConfigError(
+                f"strata.device: ranks {other} and {rank} are on one GPU; give each its own by LOCAL_RANK or "
+                f"CUDA_VISIBLE_DEVICES. Found {devices[rank]}"
+            )
+
+
+def _nccl_backend(device, timeout_s):
+    """The NCCL backend of the default process group where it has one, since each takes memory of the GPU; else
+    that of a new group. It has carried something when this returns."""
+    backend = None
+    with suppress(RuntimeError):
+        backend = dist.group.WORLD._get_backend(device)
+    if backend is None or backend.name() != "nccl":
+        group = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout_s))
+        backend = group._get_backend(device)
+    try:
+        backend.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        raise _C.CommError(
+            f"rank {dist.get_rank()} on host {socket.gethostname()}: NCCL did not start on {device}: {error}"
+        ) from error
+    return backend
 
 
 @contextmanager
@@ -86,3 +153,9 @@ def _host_identity():
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+
+
+def _device_identity(device):
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"

@@ -1,5 +1,6 @@
-// The conformance suite of the Collectives seam on c10d's gloo. A Python module, since gloo's
-// process groups are made in Python; ranks are threads of one process, each with its own group.
+// The conformance suite of the Collectives seam on c10d's gloo: alone, and as what carries the bulk
+// data of DeviceCollectives, whose device is the CPU here. A Python module, since gloo's process
+// groups are made in Python; ranks are threads of one process, each with its own group.
 #include <gtest/gtest.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,7 +9,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/collectives_conformance.h"
+#include "strata/comm/local_collectives.h"
 #include "strata/torch/c10d_collectives.h"
+#include "strata/torch/device_collectives.h"
+#include "strata/torch/placement.h"
 
 namespace strata::comm::conformance {
 namespace {
@@ -36,6 +40,34 @@ std::vector<std::string> run_gloo(int world_size, std::chrono::milliseconds time
   return run_as_threads(world_size, make, body);
 }
 
+std::vector<std::string> run_device(int world_size, std::chrono::milliseconds timeout,
+                                    const RankBody& body) {
+  const int group = ++groups_made;
+  const double seconds = std::chrono::duration<double>(timeout).count();
+  CommOptions options;
+  options.timeout = timeout;
+  LocalGroup control(world_size, options);
+  const auto make = [&](int rank) {
+    torch::DeviceGroup parts;
+    parts.device = torch::make_device(parts.place, 1);
+    parts.control = control.rank(rank);
+    parts.id = std::to_string(group);
+    parts.name = "gloo";
+    if (world_size > 1) {
+      const py::gil_scoped_acquire acquire;
+      auto [backend, store] = make_backend(rank, world_size, seconds, group);
+      parts.bulk = std::move(backend);
+      parts.store = std::move(store);
+    }
+    return torch::make_device_collectives(std::move(parts));
+  };
+  return run_as_threads(world_size, make, body);
+}
+
+INSTANTIATE_TEST_SUITE_P(Device, CollectivesMoveData,
+                         testing::Values(Backend{"device", run_device}));
+INSTANTIATE_TEST_SUITE_P(Device, CollectivesReportErrors,
+                         testing::Values(Backend{"device", run_device}));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesMoveData, testing::Values(Backend{"gloo", run_gloo}));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{"gloo", run_gloo}));
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OneSidedGathers);

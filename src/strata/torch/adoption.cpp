@@ -1,31 +1,29 @@
 #include "strata/torch/adoption.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <xxhash.h>
 
 #include <algorithm>
 
 #include "strata/base/error.h"
 #include "strata/engine/consistency.h"
-#include "strata/memory/host_buffer.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/fingerprint.h"
+#include "strata/torch/placement.h"
+#include "strata/torch/value_intake.h"
 
 namespace strata::torch {
 namespace {
 
-constexpr Numel kPiece{std::int64_t{2} << 20};  // elements sent at once
-
-std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
-  return {static_cast<const std::byte*>(tensor.const_data_ptr()),
-          static_cast<std::size_t>(tensor.nbytes())};
-}
+constexpr Bytes kPiece = kIntakePiece;  // compared, and sent, as one
 
 bool has_own_values(const ModelParameter& parameter) {
   return parameter.has_values && parameter.owner == nullptr;
 }
 
 // From models that hold these parameters sharded: one unit of theirs is whole at a time.
-void take_over(engine::Engine& engine, const std::vector<ModelParameter>& parameters) {
+void take_over(engine::Engine& engine, ValueIntake& intake,
+               const std::vector<ModelParameter>& parameters) {
   // In an order that all ranks share, since the end of each is collective.
   std::vector<std::shared_ptr<ShardedModel>> owners;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -33,9 +31,8 @@ void take_over(engine::Engine& engine, const std::vector<ModelParameter>& parame
     if (parameter.owner == nullptr) continue;
     const int params[] = {parameter.owner_index};
     parameter.owner->gather(params);
-    const at::Tensor& values = parameter.owner->parameters().full_view(parameter.owner_index);
-    engine.weights().store(static_cast<int>(i), Numel(), Numel(values.numel()),
-                           bytes_of_tensor(values).data(), from_scalar_type(values.scalar_type()));
+    intake.store(static_cast<int>(i), Numel(),
+                 parameter.owner->parameters().full_view(parameter.owner_index));
     parameter.owner->release(params, true);
     if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
       owners.push_back(parameter.owner);
@@ -45,77 +42,85 @@ void take_over(engine::Engine& engine, const std::vector<ModelParameter>& parame
   for (const auto& owner : owners) owner->destroy(false);
 }
 
-// Which parameters differ from rank 0 on any rank; the same answer on every rank.
+// XXH3 where every rank has its values on the host: the fastest, and it needs the bytes there.
+Fingerprints::Method choose_method(comm::Collectives& collectives,
+                                   const std::vector<ModelParameter>& parameters) {
+  const bool elsewhere = std::any_of(parameters.begin(), parameters.end(), [](const auto& p) {
+    return has_own_values(p) && !p.variable.device().is_cpu();
+  });
+  double any[] = {elsewhere ? 1.0 : 0.0};
+  collectives.all_reduce(any, comm::ReduceOp::kMax);
+  return any[0] > 0.0 ? Fingerprints::Method::kAnywhere : Fingerprints::Method::kHost;
+}
+
+// By piece of all parameters that have values, in order: whether any rank's differs from rank 0's.
+// The same answer on every rank.
 std::vector<bool> find_differences(comm::Collectives& collectives,
                                    const std::vector<ModelParameter>& parameters) {
-  std::vector<bool> differs(parameters.size());
-  if (collectives.world_size() == 1) return differs;
   std::string what;
-  std::string hashes;
+  std::size_t pieces = 0;
   for (const ModelParameter& parameter : parameters) {
-    what += fmt::format(
-        "parameter {} is built as {}\n", parameter.name,
-        has_own_values(parameter) ? c10::toString(parameter.variable.scalar_type()) : "empty");
-    std::uint64_t hash = 0;
-    if (has_own_values(parameter)) {
-      const at::Tensor values = parameter.variable.detach().contiguous();
-      const auto bytes = bytes_of_tensor(values);
-      hash = XXH3_64bits(bytes.data(), bytes.size());
+    const bool own = has_own_values(parameter);
+    what += fmt::format("parameter {} is built as {}\n", parameter.name,
+                        own ? c10::toString(parameter.variable.scalar_type()) : "empty");
+    if (own) {
+      const Bytes bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
+      pieces += static_cast<std::size_t>(piece_count(bytes, kPiece));
     }
-    hashes.append(reinterpret_cast<const char*>(&hash), sizeof(hash));
   }
+  std::vector<bool> differs(pieces);
+  if (collectives.world_size() == 1) return differs;
   engine::require_same_text(collectives, "model", what);
-  const std::vector<std::string> all = collectives.all_gather_text(hashes);
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
+  Fingerprints fingerprints(choose_method(collectives, parameters), kPiece);
+  for (const ModelParameter& parameter : parameters) {
+    if (has_own_values(parameter)) fingerprints.add(parameter.variable.detach().contiguous());
+  }
+  const std::vector<std::string> all = collectives.all_gather_text(fingerprints.take());
+  for (std::size_t i = 0; i < pieces; ++i) {
     const auto at = [&](std::size_t rank) {
-      return std::string_view(all[rank]).substr(i * sizeof(std::uint64_t), sizeof(std::uint64_t));
+      return std::string_view(all[rank]).substr(i * kFingerprintBytes, kFingerprintBytes);
     };
     for (std::size_t r = 1; r < all.size(); ++r) differs[i] = differs[i] || at(r) != at(0);
   }
   return differs;
 }
 
-void send_from_rank_0(engine::Engine& engine, int param, const at::Tensor& values, DType dtype) {
-  const Numel numel = engine.weights().param(param).numel();
-  memory::HostBufferOptions options;
-  options.ledger = engine.device().ledger();
-  memory::HostBuffer piece(bytes_of(std::min(numel, kPiece), dtype), options);
-  for (Numel begin; begin < numel; begin += kPiece) {
-    const Numel count = std::min(kPiece, numel - begin);
-    const Bytes bytes = bytes_of(count, dtype);
-    const std::span<std::byte> target = piece.bytes().first(bytes.size());
-    if (engine.collectives().rank() == 0) {
-      const auto source =
-          bytes_of_tensor(values).subspan(bytes_of(begin, dtype).size(), bytes.size());
-      std::copy(source.begin(), source.end(), target.begin());
-    }
-    engine.collectives().broadcast(target, 0);
-    engine.weights().store(param, begin, count, target.data(), dtype);
+// `differs`: of the pieces of this parameter.
+void take_in(ValueIntake& intake, int param, const at::Tensor& values,
+             const std::vector<bool>& differs) {
+  if (std::find(differs.begin(), differs.end(), true) == differs.end()) {
+    intake.store(param, Numel(), values);
+    return;
+  }
+  const at::Tensor flat = values.view({-1});
+  const Numel most(kPiece / Bytes(static_cast<std::int64_t>(flat.element_size())));
+  for (std::size_t i = 0; i < differs.size(); ++i) {
+    const Numel begin = most * static_cast<std::int64_t>(i);
+    const Numel count = std::min(most, Numel(flat.numel()) - begin);
+    const at::Tensor piece = flat.narrow(0, begin.value, count.value);
+    differs[i] ? intake.store_from_rank_0(param, begin, piece) : intake.store(param, begin, piece);
   }
 }
 
 }  // namespace
 
-void adopt_values(engine::Engine& engine, const std::vector<ModelParameter>& parameters) {
+void adopt_values(engine::Engine& engine, c10::Device place,
+                  const std::vector<ModelParameter>& parameters) {
+  const at::NoGradGuard no_grad;
   const std::vector<bool> differs = find_differences(engine.collectives(), parameters);
-  take_over(engine, parameters);
+  ValueIntake intake(engine, place);
+  take_over(engine, intake, parameters);
+  auto next = differs.begin();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const ModelParameter& parameter = parameters[i];
-    if (!has_own_values(parameter)) continue;
-    at::Tensor variable = parameter.variable;
-    const DType dtype = from_scalar_type(variable.scalar_type());
-    {
-      const at::Tensor values = variable.detach().contiguous();
-      const int param = static_cast<int>(i);
-      if (differs[i]) {
-        send_from_rank_0(engine, param, values, dtype);
-      } else {
-        engine.weights().store(param, Numel(), Numel(values.numel()),
-                               bytes_of_tensor(values).data(), dtype);
-      }
-    }
+    if (!has_own_values(parameters[i])) continue;
+    at::Tensor variable = parameters[i].variable;
+    const Bytes bytes(static_cast<std::int64_t>(variable.nbytes()));
+    const auto end = next + piece_count(bytes, kPiece);
+    take_in(intake, static_cast<int>(i), variable.detach().contiguous(), {next, end});
     variable.set_data(at::empty({0}, variable.options().requires_grad(false)));
+    next = end;
   }
+  release_cached_memory(place);
 }
 
 }  // namespace strata::torch

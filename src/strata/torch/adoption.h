@@ -8,11 +8,13 @@
 
 namespace strata::torch {
 
-// Collective. Rank 0's values win: ranks compare hashes, and what differs anywhere is sent from
-// rank 0, in pieces of bounded size. Each parameter's own memory is let go as soon as its shard is
+// Collective. Rank 0's values win: ranks compare fingerprints of pieces, and those that differ
+// anywhere are sent from rank 0. Values may lie on the host or on the engine's device, `place`,
+// contiguous or not. Each parameter's own memory is let go as soon as its shard is
 // filled, so the peak is the model as the user built it plus this rank's shards. Parameters without
 // values are skipped. Throws ConfigError when ranks bring different dtypes or different sets of
 // values.
-void adopt_values(engine::Engine& engine, const std::vector<ModelParameter>& parameters);
+void adopt_values(engine::Engine& engine, c10::Device place,
+                  const std::vector<ModelParameter>& parameters);
 
 }  // namespace strata::torch

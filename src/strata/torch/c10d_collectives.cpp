@@ -52,7 +52,9 @@ class C10dCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
                                          std::string_view tag) override {
-    const auto [what, mine] = describe_gather(slices, flat, rank(), world_size(), tag);
+    const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
+    const std::string& what = gather.what;
+    const std::span<std::byte> mine = gather.source;
     require_same_operation(what);
     if (mine.empty()) return std::make_unique<GroupWork>();
     at::Tensor target = byte_tensor(flat);
@@ -65,7 +67,9 @@ class C10dCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
                                              std::string_view tag) override {
-    const auto [what, whole] = describe_reduction(reduction, world_size(), tag);
+    const BulkOperation reduce = describe_reduction(reduction, world_size(), tag);
+    const std::string& what = reduce.what;
+    const std::span<std::byte> whole = reduce.source;
     require_same_operation(what);
     if (whole.empty()) return std::make_unique<GroupWork>();
     const auto numel = static_cast<std::int64_t>(reduction.result.size());

@@ -19,8 +19,8 @@ struct Receiver {
 
 class TakeGradient final : public autograd::FunctionPreHook {
  public:
-  TakeGradient(std::shared_ptr<Receiver> receiver, int param)
-      : receiver_(std::move(receiver)), param_(param) {}
+  TakeGradient(std::shared_ptr<Receiver> receiver, int param, c10::Device place)
+      : receiver_(std::move(receiver)), param_(param), place_(place) {}
 
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
     engine::Engine* engine = receiver_->engine;
@@ -40,7 +40,9 @@ class TakeGradient final : public autograd::FunctionPreHook {
           "sparse=False",
           name));
     }
-    const at::Tensor dense = gradient.contiguous();
+    // The engine reads it in order with the stream of this thread, on which torch may use the
+    // memory again.
+    const at::Tensor dense = gradient.to(place_).contiguous();
     engine->add_gradient(param_, static_cast<const std::byte*>(dense.const_data_ptr()),
                          from_scalar_type(dense.scalar_type()));
     return {at::Tensor()};
@@ -49,6 +51,7 @@ class TakeGradient final : public autograd::FunctionPreHook {
  private:
   std::shared_ptr<Receiver> receiver_;
   int param_;
+  c10::Device place_;
 };
 
 }  // namespace
@@ -64,7 +67,7 @@ GradientHooks::GradientHooks(engine::Engine& engine, const ParameterSet& paramet
   for (int i = 0; i < parameters.size(); ++i) {
     if (!engine.weights().param(i).trainable) continue;
     auto node = autograd::impl::grad_accumulator(parameters.variable(i));
-    auto hook = std::make_unique<TakeGradient>(nodes_->receiver, i);
+    auto hook = std::make_unique<TakeGradient>(nodes_->receiver, i, parameters.place());
     nodes_->hooked.emplace_back(node, hook.get());
     node->add_pre_hook(std::move(hook));
   }

@@ -1,6 +1,7 @@
 #include "strata/torch/module_checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <fmt/ranges.h>
 
 #include <numeric>
@@ -57,7 +58,9 @@ void check_buffer(const format::CheckpointIndex& index, const std::string& name,
 void read_buffer(const format::CheckpointIndex& index, const std::string& name, at::Tensor buffer,
                  io::IoEngine& io) {
   const format::CheckpointTensor& tensor = *index.find(name);
-  at::Tensor dense = buffer.is_contiguous() ? buffer : at::empty_like(buffer).contiguous();
+  const bool direct = buffer.is_contiguous() && buffer.is_cpu();
+  at::Tensor dense =
+      direct ? buffer : at::empty(buffer.sizes(), at::TensorOptions().dtype(buffer.scalar_type()));
   const std::span<std::byte> target{static_cast<std::byte*>(dense.mutable_data_ptr()),
                                     static_cast<std::size_t>(dense.nbytes())};
   if (!target.empty()) {

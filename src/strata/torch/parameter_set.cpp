@@ -8,10 +8,9 @@
 namespace strata::torch {
 namespace {
 
-c10::intrusive_ptr<c10::StorageImpl> make_storage() {
+c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::Device place) {
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
-                                               c10::DataPtr(nullptr, c10::Device(c10::kCPU)),
-                                               nullptr,
+                                               c10::DataPtr(nullptr, place), nullptr,
                                                /*resizable=*/false);
 }
 
@@ -19,9 +18,9 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage() {
 at::Tensor make_view(const c10::intrusive_ptr<c10::StorageImpl>& storage,
                      const plan::ParamSpec& spec, Numel offset) {
   const auto scalar = to_scalar_type(spec.dtype);
+  const c10::DispatchKey key = c10::computeDispatchKey(scalar, c10::kStrided, storage->device());
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(scalar));
+      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(scalar));
   view.unsafeGetTensorImpl()->set_storage_offset(offset.value);
   view.unsafeGetTensorImpl()->set_sizes_contiguous(spec.shape);
   return view;
@@ -33,7 +32,7 @@ void ParameterSet::bind(const engine::Weights& weights) {
   STRATA_ASSERT(views_.empty());
   views_.resize(variables_.size());
   for (const engine::Unit& unit : weights.units()) {
-    UnitStorage storage{make_storage(), unit.spec.params};
+    UnitStorage storage{make_storage(place_), unit.spec.params};
     for (const plan::Slot& slot : unit.layout.slots()) {
       views_[static_cast<std::size_t>(slot.param)] =
           make_view(storage.impl, weights.param(slot.param), slot.offset);
@@ -42,7 +41,7 @@ void ParameterSet::bind(const engine::Weights& weights) {
   }
   for (std::size_t i = 0; i < variables_.size(); ++i) {
     const auto scalar = to_scalar_type(weights.param(static_cast<int>(i)).dtype);
-    empties_.push_back(at::empty({0}, at::TensorOptions().dtype(scalar)));
+    empties_.push_back(at::empty({0}, at::TensorOptions().dtype(scalar).device(place_)));
     variables_[i].set_data(views_[i]);
   }
 }
@@ -63,10 +62,7 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
   for (std::size_t i = 0; i < variables_.size(); ++i) {
     variables_[i].set_data(full[i].defined() ? full[i] : empties_[i]);
   }
-  for (UnitStorage& unit : units_) {
-    unit.impl->set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
-    unit.impl->set_nbytes(0);
-  }
+  for (UnitStorage& unit : units_) give_memory(unit, {});
   views_.clear();
   units_.clear();
 }
@@ -79,8 +75,7 @@ void ParameterSet::attach(int unit, std::span<std::byte> flat) {
     return;
   }
   UnitStorage& storage = units_[index];
-  storage.impl->set_data_ptr_noswap(c10::DataPtr(flat.data(), c10::Device(c10::kCPU)));
-  storage.impl->set_nbytes(flat.size());
+  give_memory(storage, flat);
   for (const int param : storage.params) {
     variables_[static_cast<std::size_t>(param)].set_data(views_[static_cast<std::size_t>(param)]);
   }
@@ -92,8 +87,12 @@ void ParameterSet::detach(int unit) {
   for (const int param : storage.params) {
     variables_[static_cast<std::size_t>(param)].set_data(empties_[static_cast<std::size_t>(param)]);
   }
-  storage.impl->set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
-  storage.impl->set_nbytes(0);
+  give_memory(storage, {});
+}
+
+void ParameterSet::give_memory(UnitStorage& storage, std::span<std::byte> memory) const {
+  storage.impl->set_data_ptr_noswap(c10::DataPtr(memory.data(), place_));
+  storage.impl->set_nbytes(memory.size());
 }
 
 }  // namespace strata::torch

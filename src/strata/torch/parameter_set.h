@@ -24,8 +24,9 @@ namespace strata::torch {
 
 class ParameterSet final : public engine::ParameterViews {
  public:
-  // `variables`: by parameter index.
-  explicit ParameterSet(std::vector<at::Tensor> variables) : variables_(std::move(variables)) {}
+  // `variables`: by parameter index; anywhere until bind(). `place`: of the engine's memory.
+  ParameterSet(std::vector<at::Tensor> variables, c10::Device place)
+      : variables_(std::move(variables)), place_(place) {}
 
   // Makes storages and views for the engine's layout and points every parameter at its full shape,
   // still without memory: the moment to make autograd nodes, which record that shape. Until then
@@ -46,6 +47,7 @@ class ParameterSet final : public engine::ParameterViews {
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
   int size() const { return static_cast<int>(variables_.size()); }
+  c10::Device place() const { return place_; }
 
  private:
   struct UnitStorage {
@@ -53,7 +55,10 @@ class ParameterSet final : public engine::ParameterViews {
     std::vector<int> params;
   };
 
+  void give_memory(UnitStorage& storage, std::span<std::byte> memory) const;
+
   std::vector<at::Tensor> variables_;
+  c10::Device place_;
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> empties_;
   std::vector<UnitStorage> units_;

@@ -10,6 +10,8 @@
 #include "strata/base/error.h"
 #include "strata/comm/local_collectives.h"
 #include "strata/comm/shm_collectives.h"
+#include "strata/torch/device_collectives.h"
+#include "strata/torch/placement.h"
 #include "strata/torch/store_bootstrap.h"
 
 namespace strata::torch {
@@ -64,6 +66,17 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
 
 }  // namespace
 
+std::shared_ptr<comm::Collectives> single_rank(c10::Device place) {
+  std::shared_ptr<comm::Collectives> host = comm::LocalGroup(1).rank(0);
+  if (place.is_cpu()) return host;
+  DeviceGroup group;
+  group.place = place;
+  group.device = make_device(place, 1);
+  group.control = std::move(host);
+  group.name = group.control->name();
+  return make_device_collectives(std::move(group));
+}
+
 RankEnvironment RankEnvironment::read() {
   RankEnvironment result;
   constexpr int kRanksMax = 1 << 20;
@@ -82,17 +95,18 @@ RankEnvironment RankEnvironment::read() {
 }
 
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
-                                                    const engine::StrataConfig& config) {
+                                                    const engine::StrataConfig& config,
+                                                    c10::Device place) {
   using engine::CollectivesKind;
-  if (environment.world_size == 1) return comm::LocalGroup(1).rank(0);
-  if (config.collectives == CollectivesKind::kC10d ||
-      config.collectives == CollectivesKind::kLocal) {
+  if (environment.world_size == 1) return single_rank(place);
+  const bool asks_for_other =
+      config.collectives != CollectivesKind::kAuto && config.collectives != CollectivesKind::kShm;
+  if (asks_for_other || place.is_cuda()) {
     throw ConfigError(fmt::format(
-        "strata.collectives: a C++ program of several processes finds shared memory by itself; for "
-        "others make them, and pass TrainerOptions::collectives. Write \"auto\"; found {} and {} "
-        "ranks",
-        config.collectives == CollectivesKind::kC10d ? "\"c10d\"" : "\"local\"",
-        environment.world_size));
+        "strata.collectives: a C++ program of several processes finds shared memory for a model on "
+        "the CPU by itself, with \"auto\" or \"shm\"; for anything else make the collectives, and "
+        "pass TrainerOptions::collectives; found {} ranks and a model on {}",
+        environment.world_size, place.str()));
   }
   const std::chrono::milliseconds timeout(static_cast<std::int64_t>(config.timeout_s * 1000.0));
   const c10::intrusive_ptr<c10d::Store> store = open_store(environment, timeout);

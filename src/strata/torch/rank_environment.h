@@ -3,6 +3,8 @@
 // Errors: ConfigError that names the variable; CommError when ranks do not come within the timeout.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -24,10 +26,15 @@ struct RankEnvironment {
   static RankEnvironment read();
 };
 
-// Collective. One rank: local; else shared memory, since this face serves ranks of one host.
-// Ranks of several hosts make a process group of their own and pass make_c10d_collectives() to the
-// trainer; a configuration that asks for "c10d" here is a ConfigError that says so.
+// The collectives of a world of one rank.
+std::shared_ptr<comm::Collectives> single_rank(c10::Device place);
+
+// Collective. Host memory: one rank is local; else shared memory, since this face serves ranks of
+// one host. On a GPU: one rank. Others make a process group of their own and pass
+// make_c10d_collectives() or make_device_collectives() to the trainer; the ConfigError says so.
+// `place`: of the model.
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
-                                                    const engine::StrataConfig& config);
+                                                    const engine::StrataConfig& config,
+                                                    c10::Device place);
 
 }  // namespace strata::torch

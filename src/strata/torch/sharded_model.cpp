@@ -6,8 +6,10 @@
 #include <set>
 
 #include "strata/base/error.h"
+#include "strata/offload/memory_store.h"
 #include "strata/torch/adoption.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/placement.h"
 
 namespace strata::torch {
 namespace {
@@ -49,13 +51,20 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
 
 }  // namespace
 
+ModelRuntime make_runtime(c10::Device place, int threads,
+                          std::shared_ptr<comm::Collectives> collectives) {
+  std::shared_ptr<device::Device> device = make_device(place, threads);
+  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
+  return {place, std::move(collectives), std::move(device), std::move(states)};
+}
+
 ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
                            engine::UpdateRule rule, ModelRuntime runtime, std::string name)
     : config_(config),
       runtime_(std::move(runtime)),
       specs_(make_specs(input, config)),
       plan_(plan::plan_units(specs_, input.tree, plan_options(config))),
-      parameters_(variables_of(input)) {
+      parameters_(variables_of(input), runtime_.place) {
   for (std::size_t i = 0; i < input.parameters.size(); ++i) {
     index_.emplace(input.parameters[i].variable.unsafeGetTensorImpl(), static_cast<int>(i));
   }
@@ -64,7 +73,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   engine_ = std::make_unique<engine::Engine>(specs_, plan_, options, rule, config.digest(),
                                              runtime_.collectives, runtime_.device, runtime_.states,
                                              parameters_);
-  adopt_values(*engine_, input.parameters);
+  adopt_values(*engine_, runtime_.place, input.parameters);
   parameters_.bind(engine_->weights());
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
@@ -73,6 +82,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   scopes_ = std::make_unique<Scopes>(*engine_, std::move(units));
   control_ = std::make_unique<engine::StepControl>(*engine_, config_);
   engine_->weights_changed();
+  engine_->prepare();
 }
 
 ShardedModel::~ShardedModel() {
@@ -144,7 +154,7 @@ void ShardedModel::release(std::span<const int> params, bool discard) {
   for (const int unit : units) {
     // What an outer holder writes is its own to keep.
     const bool last = --held_[unit] == 0;
-    discard && last ? engine_->gatherer().discard(unit) : engine_->gatherer().release(unit);
+    discard&& last ? engine_->gatherer().discard(unit) : engine_->gatherer().release(unit);
   }
 }
 

@@ -52,11 +52,18 @@ struct ModelInput {
   plan::ModuleTree tree;
 };
 
+// What a model runs on. `collectives` carry memory of `device`, which is the engine's view of
+// `place`.
 struct ModelRuntime {
+  c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<comm::Collectives> collectives;
   std::shared_ptr<device::Device> device;
   std::shared_ptr<offload::StateStore> states;
 };
+
+// `threads`: of kernels on the host.
+ModelRuntime make_runtime(c10::Device place, int threads,
+                          std::shared_ptr<comm::Collectives> collectives);
 
 class ShardedModel {
  public:
@@ -94,11 +101,13 @@ class ShardedModel {
   engine::Engine& engine();
   const engine::Config& config() const { return config_; }
   ParameterSet& parameters() { return parameters_; }
+  c10::Device place() const { return runtime_.place; }
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
-  // Collective, so that no peer still reads what goes. `keep_values`: parameters get memory of their own.
+  // Collective, so that no peer still reads what goes. `keep_values`: parameters get memory of
+  // their own.
   void destroy(bool keep_values);
-  // Collective: returns when every rank has come so far. For the end of a program: a rank that leaves while
-  // another still gathers would look like one that died.
+  // Collective: returns when every rank has come so far. For the end of a program: a rank that
+  // leaves while another still gathers would look like one that died.
   void wait_for_all() { engine().collectives().barrier(); }
   bool alive() const { return engine_ != nullptr; }
 

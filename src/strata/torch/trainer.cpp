@@ -6,9 +6,8 @@
 #include <unordered_map>
 
 #include "strata/base/error.h"
-#include "strata/device/cpu_device.h"
-#include "strata/offload/memory_store.h"
 #include "strata/torch/module_checkpoint.h"
+#include "strata/torch/placement.h"
 #include "strata/torch/rank_environment.h"
 
 namespace strata::torch {
@@ -59,13 +58,18 @@ void require_grouped(const ModelInput& input, const GroupOfParameter& groups) {
   }
 }
 
-ModelRuntime make_runtime(const engine::Config& config,
-                          std::shared_ptr<comm::Collectives> collectives) {
-  device::CpuDeviceOptions options;
-  options.threads = config.strata.threads.value_or(at::get_num_threads());
-  auto device = std::make_shared<device::CpuDevice>(options);
-  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
-  return {std::move(collectives), std::move(device), std::move(states)};
+// A C++ program moves its module itself.
+c10::Device place_of(const ModelInput& input, engine::DeviceKind wanted) {
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const ModelParameter& parameter : input.parameters)
+    parameters.emplace_back(parameter.name, parameter.variable);
+  const c10::Device place = device_of(parameters).value_or(c10::Device(c10::DeviceType::CPU));
+  const auto found = place.is_cuda() ? engine::DeviceKind::kCuda : engine::DeviceKind::kCpu;
+  if (wanted == engine::DeviceKind::kAuto || wanted == found) return place;
+  throw ConfigError(
+      fmt::format("strata.device: the module must be where the configuration says; move it with "
+                  "module->to(device), or write \"auto\"; wanted \"{}\", found it on {}",
+                  wanted == engine::DeviceKind::kCuda ? "cuda" : "cpu", place.str()));
 }
 
 }  // namespace
@@ -79,18 +83,19 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
   }
   engine::Config config = engine::Config::parse(options.config);
   const engine::UpdateRule rule = rule_of(config, !options.groups.empty());
-  if (collectives_ == nullptr)
-    collectives_ = make_collectives(RankEnvironment::read(), config.strata);
-  config.complete_batch(collectives_->world_size());
-
   const GroupOfParameter group_of = index_groups(options.groups);
   const ModuleDescription description = describe_module(*module_, group_of);
+  const c10::Device place = place_of(description.input, config.strata.device);
+  if (collectives_ == nullptr)
+    collectives_ = make_collectives(RankEnvironment::read(), config.strata, place);
+  config.complete_batch(collectives_->world_size());
   if (!options.groups.empty()) require_grouped(description.input, group_of);
   for (const ParamGroup& group : options.groups) groups_.push_back(group.scalars);
   if (groups_.empty() && config.optimizer) groups_.push_back(scalars_of(config.optimizer->adam));
 
+  const int threads = config.strata.threads.value_or(at::get_num_threads());
   model_ = std::make_shared<ShardedModel>(description.input, config, rule,
-                                          make_runtime(config, collectives_), "engine");
+                                          make_runtime(place, threads, collectives_), "engine");
   scopes_ = std::make_shared<ModuleScopes>(model_, description);
   make_scheduler();
 }

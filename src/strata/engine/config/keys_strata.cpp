@@ -15,7 +15,8 @@ constexpr std::array kKeys{
         "when gradients are reduced: after every backward, or once a step (keeps whole gradients)",
         ""},
     Key{"strata.device", kChoice, "\"auto\"", "auto|cpu|cuda", kHonoured,
-        "where the model trains; auto: where it lies, and models on the host go to the rank's GPU", ""},
+        "where the model trains; auto: where it lies, and models on the host go to the rank's GPU",
+        ""},
     Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d|nccl", kHonoured,
         "how ranks talk: threads of one process, processes of one host, torch.distributed; between "
         "GPUs weights and gradients always go through NCCL, and this says what carries the rest",

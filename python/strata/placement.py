@@ -1,0 +1,40 @@
+"""Which device a model trains on, and the parts of it that the engine does not hold brought there."""
+
+import os
+
+import torch
+
+from . import _C
+
+
+def choose_device(config, model=None, born_flat=()):
+    """The torch.device on which ``model`` shall train, made torch's current one if it is a GPU.
+
+    Args:
+        config: a _C.Config.
+        model: its parameters say where it lies; None: nowhere yet.
+        born_flat: ids of parameters that have no values and lie nowhere.
+
+    Raises:
+        ConfigError: parameters on several devices; a GPU that is wanted and cannot be used.
+    """
+    placed = []
+    for name, parameter in model.named_parameters() if model is not None else ():
+        if id(parameter) not in born_flat:
+            placed.append((name, parameter))
+    device = _C.choose_device(config, placed, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def move_buffers(model, device):
+    """Brings every buffer to ``device``, as ``model.to(device)`` does; buffers that modules share stay shared."""
+    moved = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.device == device:
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer, buffer.to(device)  # keeps the old one, and so its id
+            module._buffers[name] = moved[id(buffer)][1]

@@ -1,0 +1,37 @@
+// Collectives for a model on a GPU: weights and gradients go through a c10d backend that takes
+// device memory (NCCL), everything else through a control plane of host memory, which also compares
+// what the ranks are about to do before each bulk operation, and knows who died.
+//
+// Order. A bulk operation runs after what the calling thread's current stream held when it was
+// started, and wait() makes that stream wait for it; the host is not blocked. What reads a result
+// goes to Device::compute_stream(). The contribution to a reduction is overwritten. In a world of
+// one rank there is no backend: slices are copied, contributions scaled.
+// Memory: buffers come from the device, uncharged; freeing one waits for the current stream.
+// Threads, errors: see collectives.h; a failure of either plane ends both on this rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+
+namespace strata::torch {
+
+struct DeviceGroup {
+  c10::Device place{c10::DeviceType::CPU};
+  std::shared_ptr<device::Device> device;      // of `place`
+  std::shared_ptr<comm::Collectives> control;  // of host memory, the same ranks
+  c10::intrusive_ptr<c10d::Backend> bulk;      // null: one rank
+  c10::intrusive_ptr<c10d::Store> store;       // carries the reasons of failures; null: one rank
+  std::string id;    // tells groups that share a store apart; the same on every rank, not reused
+  std::string name;  // of the backend: "nccl"
+};
+
+std::unique_ptr<comm::Collectives> make_device_collectives(DeviceGroup group);
+
+}  // namespace strata::torch
