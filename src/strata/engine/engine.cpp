@@ -49,6 +49,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       collectives_(checked(std::move(collectives), params, plan, settings)),
       device_(std::move(device)),
       states_(std::move(states)),
+      init_report_(*device_),
       weights_(params, plan, options, *collectives_, *device_, *states_),
       gatherer_(weights_.units(), *collectives_, *device_, views,
                 {options.max_live, options.prefetch}),
@@ -68,8 +69,13 @@ void Engine::prepare() {
 void Engine::weights_changed() {
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
+  Bytes whole;
+  for (const Unit& unit : weights_.units()) whole += Bytes(unit.resident.size());
+  InitReport::Phase phase(init_report_, "all-gather", whole);
   collectives_->barrier();  // every rank's shards are written before anybody reads them
   gatherer_.refresh_whole(Changed::kAll);
+  device_->compute_stream().synchronize();
+  phase.moved(whole);
 }
 
 void Engine::adopt_flat(std::span<const int> params) {

@@ -22,6 +22,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/engine_options.h"
 #include "strata/engine/gatherer.h"
+#include "strata/engine/init_report.h"
 #include "strata/engine/optimizer_shards.h"
 #include "strata/engine/reducer.h"
 #include "strata/engine/weights.h"
@@ -49,6 +50,7 @@ class Engine {
 
   // --- values ---
   Weights& weights() { return weights_; }
+  InitReport& init_report() { return init_report_; }
   // Collective: call when store() has been called for every parameter, on every rank.
   void weights_changed();
   // Takes all memory that the engine keeps: what is still missing of the weights, and the states of
@@ -98,6 +100,7 @@ class Engine {
   std::shared_ptr<comm::Collectives> collectives_;
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<offload::StateStore> states_;
+  InitReport init_report_;
   Weights weights_;
   Gatherer gatherer_;
   Reducer reducer_;

@@ -81,6 +81,9 @@ LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoi
   // them.
   const std::size_t lag = ring.size() / 4;
   LoadedBytes loaded;
+  Bytes total;
+  for (const ReadBatch& batch : plan.batches) total += batch.bytes;
+  InitReport::Phase phase(engine.init_report(), "read", total);
   for (std::size_t turn = 0; turn < plan.batches.size(); ++turn) {
     const ReadBatch& batch = plan.batches[turn];
     const std::span<std::byte> bytes = ring.buffer(turn);
@@ -92,6 +95,7 @@ LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoi
     }
     ring.used_until(turn, stream.record());
     loaded.read += batch.bytes;
+    phase.moved(batch.bytes);
     if (turn >= lag) start(turn - lag + ring.size());
   }
   stream.synchronize();

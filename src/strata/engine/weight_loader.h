@@ -40,7 +40,8 @@ struct LoadedBytes {
   Bytes read;  // of the files
 };
 
-// `params`: by the map's parameters, their indices in the engine.
+// `params`: by the map's parameters, their indices in the engine. Told to the engine's init report
+// as phase "read".
 LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoint,
                          const format::WeightMap& map, std::span<const int> params,
                          io::IoEngine& io, const StagingOptions& staging = {});

@@ -1,0 +1,82 @@
+// How start-up went on one rank: its phases with seconds and bytes, and the most memory that was in
+// use. Whoever runs a phase opens it here; the report is what users see as a table, and
+// init_report.json. Threads: one thread at a time. Units: seconds, bytes. Errors: none of its own.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "strata/base/units.h"
+#include "strata/device/device.h"
+
+namespace strata::engine {
+
+struct InitPhase {
+  std::string name;  // "read", "all-gather", ...
+  double seconds = 0.0;
+  Bytes bytes;  // that this rank moved
+};
+
+class InitReport {
+ public:
+  // Told what a phase has moved so far, of how much; called some times a second.
+  using Progress = std::function<void(const std::string& phase, Bytes done, Bytes total)>;
+
+  // Borrows the device, whose memory is watched.
+  explicit InitReport(device::Device& device);
+
+  // A phase lasts until its end() or its destruction.
+  class Phase {
+   public:
+    Phase(InitReport& report, std::string name, Bytes total);
+    ~Phase() { end(); }
+    Phase(const Phase&) = delete;
+    Phase& operator=(const Phase&) = delete;
+    void moved(Bytes bytes);
+    void end();
+
+   private:
+    InitReport& report_;
+    std::string name_;
+    Bytes total_;
+    Bytes done_;
+    std::chrono::steady_clock::time_point start_;
+    bool open_ = true;
+  };
+
+  // Takes part in the peaks; phases call it as they go.
+  void sample();
+  void set_progress(Progress progress) { progress_ = std::move(progress); }
+  void set_tier(std::string tier, std::string reason) {
+    tier_ = std::move(tier);
+    reason_ = std::move(reason);
+  }
+
+  const std::string& tier() const { return tier_; }
+  const std::string& reason() const { return reason_; }
+  // In the order of their ends; phases of one name are one entry.
+  const std::vector<InitPhase>& phases() const { return phases_; }
+  // The most of the device's memory that was in use beyond what was when the report began, by the
+  // system's own count, whoever used it.
+  Bytes device_growth() const { return free_at_start_ - least_free_; }
+
+ private:
+  void add(const std::string& name, double seconds, Bytes bytes);
+
+  device::Device& device_;
+  Progress progress_;
+  std::string tier_;
+  std::string reason_;
+  std::vector<InitPhase> phases_;
+  std::chrono::steady_clock::time_point last_look_;
+  Bytes free_at_start_;
+  Bytes least_free_;
+};
+
+// GB/s at which pinned host memory reaches the device, from a short measurement; 0 where host and
+// device are one.
+double measure_link(device::Device& device);
+
+}  // namespace strata::engine
