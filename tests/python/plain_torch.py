@@ -2,7 +2,10 @@
 
 It reduces in the engine's order. The gradient of a micro-step is the sum over ranks, in rank order, in
 fp32, times 1/world; micro-steps add up; the norm is a sum of squares in fp64; weights are updated in fp32
-and rounded to the model's dtype.
+and rounded to the model's dtype. Between GPUs the sum is rounded to what the gradients were rounded to.
+
+The model is on the tests' device. What the engine's own kernels update is updated on the CPU here, whose
+arithmetic they have everywhere; other optimizers run where the model is, on both sides.
 """
 
 import copy
@@ -10,6 +13,7 @@ import math
 from contextlib import contextmanager
 
 import torch
+from devices import ON_GPU, test_device
 
 
 class PlainTrainer:
@@ -24,16 +28,21 @@ class PlainTrainer:
 
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
                  reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0):
-        masters = copy.deepcopy(model)
-        self.model = copy.deepcopy(model).to(dtype)
+        self.model = copy.deepcopy(model).to(test_device(), dtype)
         self.world, self.clipping, self.accumulation = world, clipping, accumulation
         self.reduce_dtype, self.grad_accum_dtype = reduce_dtype, grad_accum_dtype
         self.loss_scale = loss_scale
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.masters = [p for p in masters.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self.masters)
+        self._make_optimizer(model, make_optimizer, torch.device("cpu"))
+        if ON_GPU and not _has_own_kernel(self.optimizer):
+            self._make_optimizer(model, make_optimizer, test_device())
         self.sums = [None] * len(self.masters)
         self.norm = None
+
+    def _make_optimizer(self, model, make_optimizer, device):
+        masters = copy.deepcopy(model).to(device)
+        self.masters = [p for p in masters.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.masters)
 
     def micro_step(self, batches, loss_of):
         """Adds the gradients of one batch a rank; returns the losses."""
@@ -49,6 +58,8 @@ class PlainTrainer:
             ]
             total = rounded if total is None else [a + b for a, b in zip(total, rounded)]
             losses.append(loss.item())
+        if ON_GPU and self.world > 1:
+            total = [g.to(self.reduce_dtype).float() for g in total]
         mean = [g * (1.0 / self.world) for g in total]
         for i, g in enumerate(mean):
             if self.sums[i] is not None:
@@ -69,7 +80,7 @@ class PlainTrainer:
             scale *= min(1.0, self.clipping / ((self.norm if norm is None else norm) + 1e-6))
         factor = torch.tensor(scale, dtype=torch.float32)
         for master, gradient in zip(self.masters, self.sums):
-            master.grad = gradient.float() * factor
+            master.grad = (gradient.float() * factor).to(master.device)
         with exact_square_roots():
             self.optimizer.step()
         with torch.no_grad():
@@ -83,6 +94,12 @@ class PlainTrainer:
 
     def values(self):
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def _has_own_kernel(optimizer):
+    """Whether the engine computes this optimizer's update itself."""
+    special = any(g.get("amsgrad") or g.get("maximize") for g in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not special
 
 
 @contextmanager

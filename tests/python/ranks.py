@@ -21,6 +21,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from devices import prepare_rank, skip_without_gpus
+
 PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata"]
 PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +50,9 @@ def run_ranks(world, function, *args, timeout=120.0, may_die=(), env=None):
 
     Raises:
         RankFailure: a rank hung or died; says which, and where it stood.
+        pytest.skip.Exception: where the ranks would have to share GPUs.
     """
+    skip_without_gpus(world)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _Job(world, function, args, Path(folder), env or {})
         try:
@@ -179,6 +183,7 @@ def _rank_main(pipe, task, environment, log):
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     try:
+        prepare_rank()
         function, args = pickle.loads(task)
         answer = pickle.dumps(("result", function(*args)))
     except BaseException as error:  # also SystemExit and pytest's own, which are no Exceptions

@@ -11,10 +11,12 @@ import warnings
 
 import pytest
 import torch
+from devices import ON_GPU
 from hf_models import MODELS, llama
 from ranks import run_ranks
 
 WORLD = 2
+pytestmark = pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU")
 STEPS = 6
 STAGES = (1, 2, 3)
 LR = 1e-3

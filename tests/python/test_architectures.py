@@ -12,11 +12,12 @@ import warnings
 
 import pytest
 import torch
+from devices import ranks_at_most, to_test_device
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 
-WORLD = 2
+WORLD = ranks_at_most(2)
 STEPS = 5
 EVALUATED_AFTER = 2  # steps after which tokens are generated, before training goes on
 LR, DECAY = 1e-2, 0.1
@@ -46,7 +47,7 @@ def _loss_of(tiny, step, rank, dtype):
     """The loss of a rank in a step, as a function of the model. Seeded, so that dropout is the same."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     batch = tiny.batch(generator, step, rank)
-    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in to_test_device(batch).items()}
 
     def loss_of(model):
         torch.manual_seed(100 + WORLD * step + rank)
@@ -58,7 +59,8 @@ def _loss_of(tiny, step, rank, dtype):
 def _tokens(tiny, model, rank, dtype):
     """What ``model`` generates, greedily, in evaluation mode."""
     prompt = tiny.prompt(torch.Generator().manual_seed(rank), rank)
-    prompt = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in prompt.items()}
+    prompt = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+              for k, v in to_test_device(prompt).items()}
     model.eval()
     tokens = model.generate(**prompt, do_sample=False, min_new_tokens=4)
     model.train()
@@ -71,7 +73,7 @@ def _train_plainly(tiny, rank, dtype, reentrant):
         model, WORLD, lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=DECAY), dtype
     )
     for ours, users in zip(plain.model.buffers(), model.buffers()):
-        ours.data = users.clone()  # the engine casts parameters only
+        ours.data = to_test_device(users.clone())  # the engine casts parameters only
     losses, norms, tokens = [], [], None
     for step in range(STEPS):
         of_ranks = plain.micro_step(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import test_device, to_test_device
 from hf_models import MODELS
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -41,7 +42,7 @@ def _plain(path, dtype):
     import transformers
 
     architecture = json.loads((Path(path) / "config.json").read_text())["architectures"][0]
-    return getattr(transformers, architecture).from_pretrained(path, dtype=getattr(torch, dtype))
+    return getattr(transformers, architecture).from_pretrained(path, dtype=getattr(torch, dtype)).to(test_device())
 
 
 def _assert_same_model(model, plain, what):
@@ -110,7 +111,8 @@ def _rewrite(source, folder, change):
 def _train_a_step(path):
     engine, *_ = strata.load_pretrained(path, _config(3, "bfloat16"))
     engine.train()
-    loss = engine(**MODELS["llama"].batch(torch.Generator().manual_seed(1), 0, engine.global_rank)).loss
+    batch = MODELS["llama"].batch(torch.Generator().manual_seed(1), 0, engine.global_rank)
+    loss = engine(**to_test_device(batch)).loss
     engine.backward(loss)
     before = engine.get_global_grad_norm()
     engine.step()

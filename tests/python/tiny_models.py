@@ -4,6 +4,7 @@ import os
 
 import strata
 import torch
+from devices import test_device
 from torch import nn
 
 VOCABULARY = 11
@@ -47,13 +48,13 @@ class TinyModel(nn.Module):
 
 def make_model(cls=TinyModel, seed=0, **kwargs):
     torch.manual_seed(seed)
-    return cls(**kwargs)
+    return cls(**kwargs).to(test_device())
 
 
 def make_batches(steps, world, seed=1, samples=4, length=7):
     """Tokens [steps, world, samples, length]: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (steps, world, samples, length), generator=generator)
+    return torch.randint(0, VOCABULARY, (steps, world, samples, length), generator=generator).to(test_device())
 
 
 def loss_of(model, tokens):
