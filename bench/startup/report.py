@@ -1,0 +1,152 @@
+"""The tables of a comparison, as text: what every engine took, beside the limit and its peers."""
+
+import statistics
+
+GB = 1e9
+GIB = 1 << 30
+
+
+def summarise(told):
+    """One row of the slowest or largest rank's figures, of [what a rank told]."""
+
+    def most(key):
+        return max(answer[key] for answer in told)
+
+    phases = []
+    for same in zip(*(answer["phases"] for answer in told)):
+        slowest = max(same, key=lambda phase: phase["seconds"])
+        phases.append(slowest | {key: max(p[key] for p in same) for key in ("cpu_seconds", "device_peak")})
+    rank_losses = list(zip(*(answer["losses"] for answer in told)))
+    pinned = [answer["told"]["pinned"] for answer in told if answer["told"].get("pinned") is not None]
+    return {
+        "load_s": sum(p["seconds"] for p in phases if p["kind"] == "load"),
+        "initialize_s": sum(p["seconds"] for p in phases if p["kind"] == "initialize"),
+        "total_s": most("seconds"),
+        "cpu_s": sum(p["cpu_seconds"] for p in phases if p["kind"] != "step"),
+        "device_at_start": most("device_at_start"),
+        "device_peak": most("device_peak"),
+        "device_ready": most("device_ready"),
+        "longest_sample_gap_s": most("longest_sample_gap_s"),
+        "host_data_peak": most("data_peak"),
+        "host_data_added": max(a["data_peak"] - a["data_at_start"] for a in told),
+        "host_peak_resident": most("peak_resident"),
+        "pinned": max(pinned, default=None),
+        "losses": [statistics.fmean(losses) for losses in rank_losses],
+        "phases": phases,
+        "init_report": told[0]["told"].get("init_report"),
+        "ledger_peaks": told[0]["told"].get("ledger_peaks"),
+    }
+
+
+def summarise_limit(told):
+    """Of every repetition the slowest rank, of those the fastest."""
+
+    def best(key):
+        repetitions = [max(times) for times in zip(*(answer[key] for answer in told))]
+        return min(repetitions, default=None)
+
+    seconds = {key: best(key) for key in ("read_s", "copy_s", "load_s", "gather_s")}
+    gather = seconds["gather_s"] or 0.0
+    both = {"stage3_s": seconds["load_s"], "stage2_s": seconds["load_s"] + gather}
+    return {"bytes": told[0]["bytes"], "threads": told[0]["threads"], **seconds, **both}
+
+
+def engine_table(rows):
+    """A line for each engine that ran."""
+    headings = ["engine", "load s", "init s", "ready s", "CPU s", "dev start", "dev peak", "dev ready"]
+    headings += ["host peak", "host added", "VmHWM", "pinned", "loss"]
+    lines = [headings]
+    for name, row in rows.items():
+        seconds = [f"{row[key]:.2f}" for key in ("load_s", "initialize_s", "total_s")]
+        device = [gib(row[key]) if row["device_peak"] else "-" for key in ("device_at_start", "device_peak")]
+        device.append(gib(row["device_ready"]) if row["device_peak"] else "-")
+        host = [gib(row[key]) for key in ("host_data_peak", "host_data_added", "host_peak_resident", "pinned")]
+        loss = f"{row['losses'][-1]:.4f}" if row["losses"] else "-"
+        lines.append([name, *seconds, f"{row['cpu_s']:.1f}", *device, *host, loss])
+    return columns(lines)
+
+
+def limit_table(limit, world_size):
+    """What the hardware gave in this run."""
+    size = limit["bytes"]
+    lines = [["limit", "s", "GB/s"]]
+    names = {
+        "read_s": "read into host memory, all ranks",
+        "copy_s": "host to device, all ranks",
+        "load_s": "both, one under the other",
+        "gather_s": "all-gather in place, bytes received by a rank",
+    }
+    for key, text in names.items():
+        if limit[key]:
+            moved = size * (world_size - 1) / world_size if key == "gather_s" else size
+            lines.append([text, f"{limit[key]:.3f}", f"{moved / GB / limit[key]:.1f}"])
+    lines.append(["ready at stage 3", f"{limit['stage3_s']:.3f}", f"{size / GB / limit['stage3_s']:.1f}"])
+    lines.append(["ready at stage 2", f"{limit['stage2_s']:.3f}", f"{size / GB / limit['stage2_s']:.1f}"])
+    return columns(lines)
+
+
+def ratio_table(rows, engines, limit):
+    """Ours over the limit, and peers over ours; of an engine that ran several times, the fastest."""
+    peers = {n: r for n, r in rows.items() if engines[base_name(n)].package != "strata"}
+    lines = [["engine", "of the limit", "faster than the fastest peer", "its initialize against DeepSpeed's"]]
+    for name, row in rows.items():
+        engine = engines[base_name(name)]
+        if engine.package != "strata":
+            continue
+        of_limit = f"{row['total_s'] / limit[f'stage{engine.stage}_s']:.2f}x" if limit else "-"
+        line = [name, of_limit, "-", "-"]
+        if peers:
+            fastest = min(peers, key=lambda n: peers[n]["total_s"])
+            line[2] = f"{peers[fastest]['total_s'] / row['total_s']:.1f}x ({fastest})"
+        same = [r["initialize_s"] for n, r in peers.items() if base_name(n) in ("ds-z2", "ds-live-z2")]
+        if same and engine.stage == 2 and row["initialize_s"]:
+            line[3] = f"{min(same) / row['initialize_s']:.1f}x"
+        lines.append(line)
+    return columns(lines) if len(lines) > 1 else ""
+
+
+def phase_table(name, row):
+    """Every phase of one engine, and what the engine itself says of its start."""
+    lines = [[name, "s", "CPU s", "dev peak"]]
+    for p in row["phases"]:
+        peak = gib(p["device_peak"]) if p["device_peak"] else "-"
+        lines.append([p["name"], f"{p['seconds']:.3f}", f"{p['cpu_seconds']:.1f}", peak])
+    return columns(lines)
+
+
+def marks_table(report):
+    """``engine.init_report``: a dict with "phases", each a dict of name, seconds and, where it moved any, bytes."""
+    lines = [["its own account", "s", "GB", "GB/s"]]
+    for mark in report.get("phases", []):
+        moved = mark.get("bytes")
+        rate = f"{moved / GB / mark['seconds']:.1f}" if moved and mark["seconds"] else "-"
+        size = f"{moved / GB:.2f}" if moved else "-"
+        lines.append([mark["name"], f"{mark['seconds']:.3f}", size, rate])
+    others = {key: value for key, value in report.items() if key != "phases"}
+    return columns(lines) + (f"\n  {others}" if others else "")
+
+
+def losses_apart(rows):
+    """The largest relative distance of an engine's first loss from the median engine's."""
+    first = [row["losses"][0] for row in rows.values() if row["losses"]]
+    middle = statistics.median(first) if first else 0.0
+    return max((abs(loss - middle) / abs(middle) for loss in first), default=0.0)
+
+
+def base_name(name):
+    """The engine's name without the number of its turn."""
+    return name.partition("#")[0]
+
+
+def gib(size):
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def columns(lines):
+    """Lines of cells under each other: the first column to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = []
+    for line in lines:
+        cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
