@@ -62,7 +62,7 @@ def _load_and_save(root, names, stage, dtype, folder, collectives="auto"):
         what = (name, stage, dtype)
         engine, *_ = strata.load_pretrained(root / name, _config(stage, dtype, collectives))
         plain = _plain(root / name, dtype)
-        assert engine.memory_report()[("host", "total")][1] <= 16 << 20, what
+        assert engine.memory_report()[("host", "total")][1] <= 64 << 20, what  # the staging ring
         with strata.zero.GatheredParameters(list(engine.module.parameters())):
             _assert_same_model(engine.module, plain, what)
         assert not engine.module.training
