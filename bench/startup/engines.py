@@ -92,7 +92,8 @@ def _told_by_strata(context, engine):
     context.told["init_report"] = report() if callable(report) else report
     peaks = {f"{tier} {kind}": peak for (tier, kind), (_, peak) in engine.memory_report().items() if peak}
     context.told["ledger_peaks"] = peaks
-    context.told["pinned"] = next((peak for name, peak in peaks.items() if "pinned" in name), None)
+    if context.on_gpu:
+        context.told["pinned"] = peaks.get("host staging", 0)  # what lies between the files and the GPU
     return _engine_step(context, engine)
 
 

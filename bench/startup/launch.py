@@ -46,15 +46,15 @@ class Ranks:
         """Raises Skipped or Failed; else the engine may have its turn."""
         self._collect("imported", time.monotonic() + deadline_s)
 
-    def run(self, deadline_s):
-        """Starts the engine on all ranks.
+    def run(self, deadline_s, changes):
+        """Starts the engine on all ranks, with options as they were but for ``changes``.
 
         Returns:
             [what a rank told]: the dicts of "ready" and "done" in one, with "data_peak": the most bytes of
             proportional memory seen until it was ready. Of the limit, what it measured.
         """
         deadline = time.monotonic() + deadline_s
-        self._order("go")
+        self._order(changes)
         self._collect("started", deadline)
         peaks = [0] * len(self._ranks)
         if self._name == LIMIT:

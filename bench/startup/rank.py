@@ -15,8 +15,8 @@ _WARM_BYTES = 64 << 20
 
 
 def rank_main(connection, name, options, rank, world_size, port, log):
-    """Answers are (kind, value): "imported"; after the order "go": "started", "ready", "done", each with a dict; or
-    "skipped" with the reason; or "error" with a traceback.
+    """Answers are (kind, value): "imported"; after an order, "started", "ready", "done", each with a dict; or
+    "skipped" with the reason; or "error" with a traceback. The order is a dict of options that have changed.
 
     Args:
         name: of ``engines.ENGINES``, or ``LIMIT``.
@@ -33,9 +33,7 @@ def rank_main(connection, name, options, rank, world_size, port, log):
             return
         importlib.import_module("transformers")
         connection.send(("imported", {}))
-        if connection.recv() != "go":
-            return
-        _take_turn(connection, name, options, rank, world_size)
+        _take_turn(connection, name, options | connection.recv(), rank, world_size)
     except EOFError:
         pass  # whoever gave the orders is gone
     except BaseException:

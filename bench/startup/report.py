@@ -117,6 +117,8 @@ def phase_table(name, row):
 def marks_table(report):
     """``engine.init_report``: a dict with "phases", each a dict of name, seconds and, where it moved any, bytes."""
     lines = [["its own account", "s", "GB", "GB/s"]]
+    if isinstance(report, list):
+        report = {"phases": report}
     for mark in report.get("phases", []):
         moved = mark.get("bytes")
         rate = f"{moved / GB / mark['seconds']:.1f}" if moved and mark["seconds"] else "-"

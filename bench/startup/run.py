@@ -1,11 +1,12 @@
 """From a checkpoint's files to an engine that can train: Strata, FSDP2 and DeepSpeed side by side, and the limit.
 
-    python bench/startup/run.py --model DIR --world 8 [--engines strata-z2,strata-z3,fsdp2,ds-z2,ds-z3] [--steps 1]
+    python bench/startup/run.py --model DIR --world 8 [--engines strata-z2,fsdp2,ds-z2] [--steps 1] [--json FILE]
 
 Each engine runs in processes of its own, one engine after the other, on the same files, which are in the page cache.
 The clock starts when the engine has rehearsed with a toy model (what libraries import and compile at their first use
-is not counted), the GPU has its context and the communicator its connections; it ends when the engine can train. Without GPUs everything runs on the CPU over gloo. Ends with 1 when an
-engine failed or the losses do not agree; an engine that is not installed is skipped by name.
+is not counted), the GPU has its context and the communicator its connections; it ends when the engine can train.
+Without GPUs everything runs on the CPU over gloo. Ends with 1 when an engine failed or the losses do not agree; an
+engine that is not installed is skipped by name.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # memory_use.py, make_model.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for memory_use.py and make_model.py
 
 from engines import ENGINES  # noqa: E402
 from launch import Failed, Ranks, Skipped  # noqa: E402
@@ -115,8 +116,11 @@ def compile_for_deepspeed(names, options, deadline_s):
         return None
     code = "from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load(verbose=False)"
     environment = {"DS_ACCELERATOR": "cuda", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=deadline_s, capture_output=True)
-    return None if done.returncode == 0 else done.stderr.decode(errors="replace")[-1500:]
+    try:
+        done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=deadline_s, capture_output=True)
+    except subprocess.TimeoutExpired:
+        return f"not compiled within {deadline_s} s"
+    return None if done.returncode == 0 else done.stderr.decode(errors="replace")
 
 
 def number_turns(names):
@@ -138,7 +142,7 @@ def main():
     print(f"{a.world} ranks on {options['device']}, {options['cores']} cores; what they print: {logs}", flush=True)
     if a.touch_host_gib:
         seconds = touch_host_memory(a.touch_host_gib, options["cores"])
-        print(f"{a.touch_host_gib:.0f} GiB of host memory touched in {seconds:.1f} s", flush=True)
+        print(f"{a.touch_host_gib:g} GiB of host memory touched in {seconds:.1f} s", flush=True)
     size, seconds = warm_page_cache(a.model, min(32, options["cores"]))
     print(f"{size / 1e9:.2f} GB in the page cache, read in {seconds:.2f} s", flush=True)
     if not a.cold:
@@ -158,14 +162,16 @@ def compare(a, turns, options, logs):
     """Gives every engine its turn; saves what there is after each."""
     result = {"settings": vars(a) | {"device": options["device"], "cores": options["cores"]}, "limit": None}
     result |= {"engines": {}, "skipped": {}, "failed": {}}
+    changes = {}
     waiting = {t: Ranks(t, report.base_name(t), options, a.world, logs) for t in turns}
     try:
-        if failure := compile_for_deepspeed(turns[1:], options, a.timeout):
-            print(f"DeepSpeed's FusedAdam does not compile, so torch's AdamW is wanted (--torch-adam)\n{failure}")
+        if failure := compile_for_deepspeed([t for t in turns if t != LIMIT], options, a.timeout):
+            changes["torch_adam"] = True
+            print(f"DeepSpeed runs with torch's AdamW, since its FusedAdam does not compile: {end_of(failure)}")
         for turn, ranks in list(waiting.items()):  # nobody imports while another is timed
             prepared(turn, ranks, waiting, result, a.timeout)
         for turn in list(waiting):
-            take_turn(turn, waiting.pop(turn), result, a)
+            take_turn(turn, waiting.pop(turn), result, a, changes)
             if a.json:
                 Path(a.json).write_text(json.dumps(result, indent=1, default=str))
     finally:
@@ -184,17 +190,17 @@ def prepared(turn, ranks, waiting, result, timeout):
         print(f"skipped: {turn}: {reason}", flush=True)
     except Failed as error:
         result["failed"][turn] = str(error)
-        print(f"FAILED: {turn}: {error}", flush=True)
+        print(f"FAILED: {turn}: {end_of(error)}", flush=True)
     waiting.pop(turn).close()
 
 
-def take_turn(turn, ranks, result, a):
+def take_turn(turn, ranks, result, a, changes):
     """Runs one engine and prints how long it took."""
     try:
-        told = ranks.run(a.timeout)
+        told = ranks.run(a.timeout, changes)
     except Failed as error:
         result["failed"][turn] = str(error)
-        print(f"FAILED: {turn}: {error}", flush=True)
+        print(f"FAILED: {turn}: {end_of(error)}", flush=True)
         return
     finally:
         ranks.close()
@@ -203,7 +209,14 @@ def take_turn(turn, ranks, result, a):
         print(report.limit_table(result["limit"], a.world), flush=True)
         return
     row = result["engines"][turn] = report.summarise(told)
-    print(f"{turn}: ready in {row['total_s']:.2f} s", flush=True)
+    losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+    print(f"{turn}: ready in {row['total_s']:.2f} s{losses and f'; losses {losses}'}", flush=True)
+
+
+def end_of(error, size=900):
+    """The end of a message: tracebacks end with what matters. The figures' file has it whole."""
+    text = str(error).strip()
+    return text if len(text) <= size else f"... {text[-size:]}"
 
 
 def print_summary(a, result):

@@ -18,16 +18,17 @@ class _Expert(torch.nn.Module):
             setattr(self, name, linear)
 
 
-class Experts(torch.nn.ModuleList):
+class Experts(torch.nn.Module):
     """Stands in for transformers' fused experts of Qwen3 and its like."""
 
     def __init__(self, fused):
-        super().__init__(_Expert(g, d) for g, d in zip(fused.gate_up_proj, fused.down_proj))
+        super().__init__()
+        self.each = torch.nn.ModuleList(_Expert(g, d) for g, d in zip(fused.gate_up_proj, fused.down_proj))
         self.act_fn = fused.act_fn
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         result = torch.zeros_like(hidden_states)
-        for number, expert in enumerate(self):
+        for number, expert in enumerate(self.each):
             token, place = torch.where(top_k_index == number)
             x = hidden_states[token]
             y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
