@@ -108,7 +108,7 @@ def deepspeed_zero(context, stage, on_gpu=False):
 
             context.keep = HfDeepSpeedConfig(config)  # transformers looks for it while it lives
         model = _from_pretrained(context, on_gpu)
-    if context.unfuse:
+    if context.unfuse and stage != 3:  # there it is partitioned already
         _unfuse(model)
     with context.clock.phase("initialize", "deepspeed.initialize"):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

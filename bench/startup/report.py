@@ -3,6 +3,7 @@
 import statistics
 
 GB = 1e9
+MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -86,15 +87,17 @@ def limit_table(limit, world_size):
 
 
 def ratio_table(rows, engines, limit):
-    """Ours over the limit, and peers over ours; of an engine that ran several times, the fastest."""
+    """Ours over the limit, and the fastest peer over ours; each turn of an engine has a line."""
     peers = {n: r for n, r in rows.items() if engines[base_name(n)].package != "strata"}
     lines = [["engine", "of the limit", "faster than the fastest peer", "its initialize against DeepSpeed's"]]
+    lines[0].append("dev peak over ready, MiB")
     for name, row in rows.items():
         engine = engines[base_name(name)]
         if engine.package != "strata":
             continue
         of_limit = f"{row['total_s'] / limit[f'stage{engine.stage}_s']:.2f}x" if limit else "-"
-        line = [name, of_limit, "-", "-"]
+        over = f"{(row['device_peak'] - row['device_ready']) / MIB:.0f}" if row["device_peak"] else "-"
+        line = [name, of_limit, "-", "-", over]
         if peers:
             fastest = min(peers, key=lambda n: peers[n]["total_s"])
             line[2] = f"{peers[fastest]['total_s'] / row['total_s']:.1f}x ({fastest})"
