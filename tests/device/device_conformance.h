@@ -2,8 +2,7 @@
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceConformance, CpuHarness);
 // The harness is default-constructible and has
 //   static constexpr std::string_view kName;      what name() says
-//   std::unique_ptr<device::Device> make(std::optional<Bytes> memory_limit);
-//                                                 null where the machine has none: skipped then
+//   std::unique_ptr<device::Device> make(std::optional<Bytes> memory_limit);  null: none here, skip
 // The suite reaches device memory through Device::copy alone, so that the memory may lie anywhere.
 #pragma once
 
