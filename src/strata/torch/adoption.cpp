@@ -16,6 +16,7 @@ namespace strata::torch {
 namespace {
 
 constexpr Bytes kPiece = kIntakePiece;  // compared, and sent, as one
+constexpr Bytes kReleasedAtOnce = 128_MiB;
 
 bool has_own_values(const ModelParameter& parameter) {
   return parameter.has_values && parameter.owner == nullptr;
@@ -42,6 +43,21 @@ void take_over(engine::Engine& engine, ValueIntake& intake,
   for (const auto& owner : owners) owner->destroy(false);
 }
 
+std::ptrdiff_t offset(std::size_t index) {
+  return static_cast<std::ptrdiff_t>(index);
+}
+
+// By parameter, its first piece among those of all parameters that have values; and their number.
+std::vector<std::size_t> first_pieces(const std::vector<ModelParameter>& parameters) {
+  std::vector<std::size_t> first{0};
+  for (const ModelParameter& parameter : parameters) {
+    const Bytes bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
+    const std::int64_t pieces = has_own_values(parameter) ? piece_count(bytes, kPiece) : 0;
+    first.push_back(first.back() + static_cast<std::size_t>(pieces));
+  }
+  return first;
+}
+
 // XXH3 where every rank has its values on the host: the fastest, and it needs the bytes there.
 Fingerprints::Method choose_method(comm::Collectives& collectives,
                                    const std::vector<ModelParameter>& parameters) {
@@ -57,26 +73,21 @@ Fingerprints::Method choose_method(comm::Collectives& collectives,
 // The same answer on every rank.
 std::vector<bool> find_differences(comm::Collectives& collectives,
                                    const std::vector<ModelParameter>& parameters) {
-  std::string what;
-  std::size_t pieces = 0;
-  for (const ModelParameter& parameter : parameters) {
-    const bool own = has_own_values(parameter);
-    what += fmt::format("parameter {} is built as {}\n", parameter.name,
-                        own ? c10::toString(parameter.variable.scalar_type()) : "empty");
-    if (own) {
-      const Bytes bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
-      pieces += static_cast<std::size_t>(piece_count(bytes, kPiece));
-    }
-  }
-  std::vector<bool> differs(pieces);
+  std::vector<bool> differs(first_pieces(parameters).back());
   if (collectives.world_size() == 1) return differs;
+  std::string what;
+  for (const ModelParameter& parameter : parameters) {
+    what += fmt::format(
+        "parameter {} is built as {}\n", parameter.name,
+        has_own_values(parameter) ? c10::toString(parameter.variable.scalar_type()) : "empty");
+  }
   engine::require_same_text(collectives, "model", what);
   Fingerprints fingerprints(choose_method(collectives, parameters), kPiece);
   for (const ModelParameter& parameter : parameters) {
     if (has_own_values(parameter)) fingerprints.add(parameter.variable.detach().contiguous());
   }
   const std::vector<std::string> all = collectives.all_gather_text(fingerprints.take());
-  for (std::size_t i = 0; i < pieces; ++i) {
+  for (std::size_t i = 0; i < differs.size(); ++i) {
     const auto at = [&](std::size_t rank) {
       return std::string_view(all[rank]).substr(i * kFingerprintBytes, kFingerprintBytes);
     };
@@ -110,15 +121,22 @@ void adopt_values(engine::Engine& engine, c10::Device place,
   const std::vector<bool> differs = find_differences(engine.collectives(), parameters);
   ValueIntake intake(engine, place);
   take_over(engine, intake, parameters);
-  auto next = differs.begin();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!has_own_values(parameters[i])) continue;
-    at::Tensor variable = parameters[i].variable;
-    const Bytes bytes(static_cast<std::int64_t>(variable.nbytes()));
-    const auto end = next + piece_count(bytes, kPiece);
-    take_in(intake, static_cast<int>(i), variable.detach().contiguous(), {next, end});
-    variable.set_data(at::empty({0}, variable.options().requires_grad(false)));
-    next = end;
+  const std::vector<std::size_t> first = first_pieces(parameters);
+  Bytes freed;
+  // In the order in which the engine's memory grows.
+  for (const engine::Unit& unit : engine.weights().units()) {
+    for (const int param : unit.spec.params) {
+      const auto i = static_cast<std::size_t>(param);
+      if (!has_own_values(parameters[i])) continue;
+      at::Tensor variable = parameters[i].variable;
+      take_in(intake, param, variable.detach().contiguous(),
+              {differs.begin() + offset(first[i]), differs.begin() + offset(first[i + 1])});
+      freed += Bytes(static_cast<std::int64_t>(variable.nbytes()));
+      variable.set_data(at::empty({0}, variable.options().requires_grad(false)));
+    }
+    if (freed < kReleasedAtOnce) continue;
+    release_cached_memory(place);  // the engine takes its memory past torch
+    freed = Bytes();
   }
   release_cached_memory(place);
 }

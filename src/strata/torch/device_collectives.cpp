@@ -42,13 +42,30 @@ class DeviceCollectives final : public comm::Collectives {
   bool deterministic() const override { return bulk_ == nullptr; }
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    failure_.rethrow();
-    if (bulk_) failure_.throw_if_a_peer_failed();
+    require_usable();
     std::shared_ptr<device::Memory> memory = device_->allocate_uncharged(bytes);
     const std::span<std::byte> span = memory->bytes();
-    if (!span.empty()) device_->fill_zero(span, device_->compute_stream());
+    device_->fill_zero(span, device_->compute_stream());
+    return std::make_unique<NamedBuffer>(
+        std::move(name), names_, std::move(memory), span,
+        BufferActions{.before_free = [device = device_] { wait_for_stream(*device); }});
+  }
+
+  std::unique_ptr<comm::SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
+    require_usable();
+    std::shared_ptr<device::GrowableMemory> memory;
+    try {
+      // Charged to a ledger that nobody reads: this device is the collectives' own.
+      memory = device_->reserve(bytes, memory::Kind::kWeights);
+    } catch (const DeviceError&) {
+      return allocate(std::move(name), bytes);  // a driver that maps no pages
+    }
+    const std::span<std::byte> span{memory->base(), bytes.size()};
+    BufferActions actions;
+    actions.back = [grown = memory.get()](Bytes wanted) { grown->grow_to(wanted); };
+    actions.before_free = [device = device_] { wait_for_stream(*device); };
     return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span,
-                                         [device = device_] { wait_for_stream(*device); });
+                                         std::move(actions));
   }
 
   std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
@@ -128,6 +145,11 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
  private:
+  void require_usable() {
+    failure_.rethrow();
+    if (bulk_) failure_.throw_if_a_peer_failed();
+  }
+
   static void wait_for_stream(device::Device& device) {
     try {
       device.compute_stream().synchronize();

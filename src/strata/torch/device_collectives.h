@@ -24,7 +24,7 @@ namespace strata::torch {
 
 struct DeviceGroup {
   c10::Device place{c10::DeviceType::CPU};
-  std::shared_ptr<device::Device> device;      // of `place`
+  std::shared_ptr<device::Device> device;      // of `place`, made for this group alone
   std::shared_ptr<comm::Collectives> control;  // of host memory, the same ranks
   c10::intrusive_ptr<c10d::Backend> bulk;      // null: one rank
   c10::intrusive_ptr<c10d::Store> store;       // carries the reasons of failures; null: one rank

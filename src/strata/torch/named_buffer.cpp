@@ -10,20 +10,24 @@ namespace strata::torch {
 
 NamedBuffer::NamedBuffer(std::string name, std::shared_ptr<BufferNames> names,
                          std::shared_ptr<void> owner, std::span<std::byte> memory,
-                         std::function<void()> before_free)
+                         BufferActions actions)
     : name_(std::move(name)),
       names_(std::move(names)),
       owner_(std::move(owner)),
       memory_(memory),
-      before_free_(std::move(before_free)) {
+      actions_(std::move(actions)) {
   if (!names_->insert(name_).second) {
     throw UsageError(fmt::format("a buffer named '{}' exists already; names are unique", name_));
   }
 }
 
 NamedBuffer::~NamedBuffer() {
-  if (before_free_) before_free_();
+  if (actions_.before_free) actions_.before_free();
   names_->erase(name_);
+}
+
+void NamedBuffer::back(Bytes bytes) {
+  if (actions_.back) actions_.back(bytes);
 }
 
 }  // namespace strata::torch

@@ -14,25 +14,30 @@ namespace strata::torch {
 
 using BufferNames = std::set<std::string>;  // of the living buffers of one rank
 
+struct BufferActions {
+  std::function<void(Bytes)> back = nullptr;    // what SharedBuffer::back() does
+  std::function<void()> before_free = nullptr;  // runs before the memory goes
+};
+
 class NamedBuffer final : public comm::SharedBuffer {
  public:
-  // `owner` keeps `memory`; `before_free` (or null) runs before it goes. UsageError: the name is
-  // in use.
+  // `owner` keeps `memory`. UsageError: the name is in use.
   NamedBuffer(std::string name, std::shared_ptr<BufferNames> names, std::shared_ptr<void> owner,
-              std::span<std::byte> memory, std::function<void()> before_free = nullptr);
+              std::span<std::byte> memory, BufferActions actions = {});
   ~NamedBuffer() override;
   NamedBuffer(const NamedBuffer&) = delete;
   NamedBuffer& operator=(const NamedBuffer&) = delete;
 
   std::span<std::byte> local() override { return memory_; }
   const std::string& name() const override { return name_; }
+  void back(Bytes bytes) override;
 
  private:
   std::string name_;
   std::shared_ptr<BufferNames> names_;
   std::shared_ptr<void> owner_;
   std::span<std::byte> memory_;
-  std::function<void()> before_free_;
+  BufferActions actions_;
 };
 
 }  // namespace strata::torch

@@ -1,8 +1,8 @@
-// Values of tensors on their way into the engine's shards, wherever the tensors lie. Memory of the
-// engine's device is read where it is; any other comes through a bounded piece of the device's
-// memory, and of it no more than this rank keeps. Threads: the engine's. Ownership: borrows the
-// engine. Work is in order with the current stream, on which the tensors' memory may be used again.
-// Errors: OutOfMemoryError for the piece.
+// Values of tensors on their way into the engine's shards, wherever the tensors lie: of each no
+// more moves than this rank keeps. Threads: the engine's. Ownership: borrows the engine. Work on
+// memory of the engine's device is in order with the current stream, on which torch may use the
+// memory again; memory of the host may change when a call returns. Memory: a bounded piece of the
+// device's for what ranks send. Errors: OutOfMemoryError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,6 @@ class ValueIntake {
   void store_from_rank_0(int param, Numel begin, const at::Tensor& values);
 
  private:
-  void copy_in(int param, Numel begin, const at::Tensor& values);
   at::Tensor piece_like(const at::Tensor& values);
 
   engine::Engine& engine_;

@@ -1,0 +1,61 @@
+"""How the values of a live model get into the engine: rank 0's, whatever the others were built with."""
+
+import pytest
+import torch
+from devices import ON_GPU, test_device
+from ranks import run_ranks
+from tiny_models import config_of, differences, full_parameters, make_engine, rank_and_world
+
+DIFFERENCES = {
+    "nothing": lambda model: None,
+    "one element of a large parameter": lambda model: model.large.view(-1)[5_000_000].add_(1.0),
+    "the last element": lambda model: model.large.view(-1)[-1].add_(1.0),
+    "a parameter that is not contiguous": lambda model: model.turned[3, 1].add_(1.0),
+    "a frozen one of bytes": lambda model: model.frozen[2].add_(1),
+    "everything": lambda model: [p.add_(1) for p in model.parameters()],
+}
+
+
+class Odd(torch.nn.Module):
+    """Parameters of several pieces, of none, of a few bytes, and one whose memory is not in its own order."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.none = torch.nn.Parameter(torch.zeros(0))
+        self.frozen = torch.nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
+        self.large = torch.nn.Parameter(torch.randn(5001, 1003, generator=generator))  # 19 MiB
+        self.turned = torch.nn.Parameter(torch.randn(7, 9, generator=generator).t())
+        self.narrow = torch.nn.Parameter(torch.randn(3, generator=generator).bfloat16())
+
+
+def _values(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _adopted(kind, stage, on_host):
+    rank, _ = rank_and_world()
+    model = Odd().to("cpu" if on_host == "all" or (on_host == "one" and rank == 1) else test_device())
+    expected = {name: value.to(test_device()) for name, value in _values(model).items()}
+    if rank > 0:
+        with torch.no_grad():
+            DIFFERENCES[kind](model)
+    engine = make_engine(model, config_of(stage, live_bytes=1))
+    ours = full_parameters(model)
+    expected["narrow"] = expected["narrow"].float()  # computed with in the configuration's dtype
+    assert differences(ours, expected) == []
+    engine.destroy(keep_values=True)
+    assert differences(_values(model), expected) == []
+
+
+@pytest.mark.parametrize("on_host", ["all", "none", "one"] if ON_GPU else ["all"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_rank_0s_values_arrive_bit_for_bit(kind, stage, on_host):
+    run_ranks(2, _adopted, kind, stage, on_host)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world", [1, 3])
+def test_any_number_of_ranks_takes_the_values_in(world, stage):
+    run_ranks(world, _adopted, "everything", stage, "none")
