@@ -8,6 +8,7 @@ import pytest
 import strata
 import torch
 from comparison import adamw
+from devices import ON_GPU
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
@@ -64,10 +65,17 @@ CONFIGURATIONS = {
     "two precisions": ({"train_batch_size": 8, "bf16": {"enabled": True}, "fp16": {"enabled": True}},
                        ["ConfigError", "bf16", "fp16"]),
     "unknown optimizer": ({"train_batch_size": 8, "optimizer": {"type": "Adamm"}}, ["ConfigError", "Adamm"]),
+    "GPUs' collectives on the host": ({"train_batch_size": 8, "strata": {"device": "cpu", "collectives": "nccl"}},
+                                      ["ConfigError", "strata.collectives", "'nccl' joins GPUs", "cpu"]),
     "not a configuration": (17, ["ConfigError", "dict, a path or JSON text", "int"]),
     "no such file": ("/nowhere/config.json", ["/nowhere/config.json"]),
     "broken JSON": ('{"train_batch_size": 8,', ["ConfigError", "JSON"]),
 }
+
+
+if not ON_GPU:
+    CONFIGURATIONS["a GPU where there is none"] = (
+        {"train_batch_size": 8, "strata": {"device": "cuda"}}, ["ConfigError", "strata.device", "torch sees 0 GPUs"])
 
 
 def _configurations():
@@ -97,6 +105,17 @@ def _model_of(kind, rank):
             model.tail = model.head
             del model.head
     return model
+
+
+def _without_values():
+    with torch.device("meta"):
+        model = TinyModel()
+    return error_of(strata.initialize, model=model, config=config_of(3))
+
+
+def test_a_model_without_values_is_refused():
+    told = run_ranks(WORLD, _without_values, timeout=SECONDS)
+    assert_told(told, "ConfigError", "load_pretrained", "found 'none'")
 
 
 def _different(kind):
