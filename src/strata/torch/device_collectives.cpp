@@ -122,7 +122,7 @@ class DeviceCollectives final : public comm::Collectives {
   void broadcast(std::span<std::byte> bytes, int root) override {
     const std::string what = describe_broadcast(Bytes(bytes.size()), root, world_size());
     require_same_operation(what);
-    if (bytes.empty()) return;
+    if (bytes.empty() || world_size() == 1) return;
     if (!bulk_ || device_->host_accessible(bytes.data())) {
       controlled(what, [&] { control_->broadcast(bytes, root); });
       return;
