@@ -78,7 +78,7 @@ def strata_live(context, stage, on_gpu):
     """A model that the user has built."""
     import strata
 
-    with context.clock.phase("load", f"from_pretrained, every rank, {'GPU' if on_gpu else 'CPU'}"):
+    with context.clock.phase("load", _where(context, on_gpu)):
         model = _from_pretrained(context, on_gpu)
     if context.unfuse:
         _unfuse(model)
@@ -102,7 +102,8 @@ def deepspeed_zero(context, stage, on_gpu=False):
     import deepspeed
 
     config = json_config(context, stage, for_deepspeed=True)
-    with context.clock.phase("load", f"from_pretrained, every rank, {'GPU' if on_gpu else 'CPU'}"):
+    where = "from_pretrained, every rank, into zero.Init" if stage == 3 else _where(context, on_gpu)
+    with context.clock.phase("load", where):
         if stage == 3:
             from transformers.integrations import HfDeepSpeedConfig
 
@@ -155,6 +156,10 @@ def fsdp2(context):
         return loss.item()
 
     return step
+
+
+def _where(context, on_gpu):
+    return f"from_pretrained, every rank, onto {context.device.type if on_gpu else 'cpu'}"
 
 
 def _from_pretrained(context, on_gpu):
