@@ -35,12 +35,14 @@ TEST(Config, HasDefaultsOfItsOwnSection) {
   EXPECT_EQ(s.collectives, CollectivesKind::kAuto);
   EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
   EXPECT_TRUE(s.wrap.empty());
+  EXPECT_EQ(s.init_tier, "auto");
+  EXPECT_EQ(s.init_report, std::nullopt);
 }
 
 TEST(Config, ReadsItsOwnSection) {
   const StrataConfig s = parsed(R"({"strata": {"reduce_at": "boundary", "collectives": "shm",
       "max_live_bytes": "512MiB", "wrap": ["Block"], "unit_size": 1e6, "threads": 3,
-      "timeout_s": 7.5}})")
+      "init": {"tier": "device_grow", "report": "start.json"}, "timeout_s": 7.5}})")
                              .strata;
   EXPECT_EQ(s.reduce_at, ReduceAt::kBoundary);
   EXPECT_EQ(s.collectives, CollectivesKind::kShm);
@@ -48,6 +50,8 @@ TEST(Config, ReadsItsOwnSection) {
   EXPECT_EQ(s.wrap, std::vector<std::string>{"Block"});
   EXPECT_EQ(s.unit_size, Bytes(1'000'000));
   EXPECT_EQ(s.threads, 3);
+  EXPECT_EQ(s.init_tier, "device_grow");
+  EXPECT_EQ(s.init_report, "start.json");
   EXPECT_EQ(s.timeout_s, 7.5);
 }
 

@@ -59,6 +59,13 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
       {R"({"strata": {"wrap": "Block"}})",
        "strata.wrap: wanted a list of texts (classes of the blocks that become units; []: found by "
        "themselves); write [\"...\"]; found \"Block\""},
+      {R"({"strata": {"init": {"tier": "fast"}}})",
+       "strata.init.tier: wanted one of auto, device_copy, device_grow, distributed, host (the way "
+       "of the values of a model that is already built; auto: the first of them that every rank "
+       "has room for); found \"fast\""},
+      {R"({"strata": {"init": {"tier": "born_flat"}}})",
+       "strata.init.tier: wanted one of auto, device_copy, device_grow, distributed, host"},
+      {R"({"strata": {"init": {"report": true}}})", "strata.init.report: wanted a text"},
       {R"({"train_batch_size": 0})", "train_batch_size: wanted an integer 1..2147483647"},
       {R"({"fp16": {"enabled": true, "loss_scale": -2}})", "fp16.loss_scale: wanted a number >= 0"},
       {R"({"fp16": {"enabled": true, "loss_scale_window": 0}})",

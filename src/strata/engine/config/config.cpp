@@ -112,6 +112,8 @@ StrataConfig read_strata(const Settings& s) {
           .wrap = s.texts("strata.wrap"),
           .unit_size = bytes("strata.unit_size"),
           .threads = threads ? std::optional(static_cast<int>(*threads)) : std::nullopt,
+          .init_tier = s.text("strata.init.tier"),
+          .init_report = s.maybe<std::string>("strata.init.report"),
           .timeout_s = s.number("strata.timeout_s")};
 }
 

@@ -59,10 +59,12 @@ struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   DeviceKind device = DeviceKind::kAuto;
   CollectivesKind collectives = CollectivesKind::kAuto;
-  std::optional<Bytes> max_live;   // absent: from zero.max_live_parameters
-  std::vector<std::string> wrap;   // empty: blocks are found by themselves
-  std::optional<Bytes> unit_size;  // absent: the engine's own
-  std::optional<int> threads;      // absent: cores over ranks
+  std::optional<Bytes> max_live;           // absent: from zero.max_live_parameters
+  std::vector<std::string> wrap;           // empty: blocks are found by themselves
+  std::optional<Bytes> unit_size;          // absent: the engine's own
+  std::optional<int> threads;              // absent: cores over ranks
+  std::string init_tier = "auto";          // else the tier that was asked for
+  std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
 };
 

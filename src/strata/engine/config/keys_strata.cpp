@@ -31,6 +31,15 @@ constexpr std::array kKeys{
         "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
     Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
         "threads of host kernels a rank; null or \"auto\": cores / ranks of the host", ""},
+    Key{"strata.init", kSection, "{}", "", kHonoured, "how a model gets into the engine", ""},
+    Key{"strata.init.tier", kChoice, "\"auto\"", "auto|device_copy|device_grow|distributed|host",
+        kHonoured,
+        "the way of the values of a model that is already built; auto: the first of them that "
+        "every "
+        "rank has room for",
+        ""},
+    Key{"strata.init.report", kText, "null", "", kHonoured,
+        "file to which rank 0 writes, as JSON, how start-up went; null: nowhere", ""},
     Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,
         "seconds after which a rank that waits for another reports an error", ""},
 };
