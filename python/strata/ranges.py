@@ -33,7 +33,8 @@ class RangeTensor(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = _joined(args, kwargs, func) if func in _JOIN else None
+            result = func(*args, **kwargs) if result is None else result
         if isinstance(result, torch.Tensor):
             runs = _runs_of([result], func, args, kwargs)
             return _make(result, None, runs and runs[0], (func, args, kwargs), None)
@@ -95,6 +96,7 @@ def _functions(*names):
 
 _SAME_ORDER = _functions("contiguous", "reshape", "view", "flatten", "squeeze", "unsqueeze", "clone", "detach", "to")
 _JOIN = _functions("cat", "concat", "concatenate", "stack")
+_STACK = _functions("stack")
 _CUT = _functions("chunk", "split", "tensor_split", "unbind")
 _UNBIND = _functions("unbind")
 
@@ -117,6 +119,19 @@ def _runs_of(results, func, args, kwargs):
 
 def _dim(args, kwargs, place):
     return kwargs.get("dim", args[place] if len(args) > place else 0)
+
+
+def _joined(args, kwargs, func):
+    """What ``func`` gives for parts that agree, or None: torch takes long for many meta tensors."""
+    parts = kwargs.get("tensors", args[0] if args else ())
+    if len(parts) < 3 or len({(p.dtype, p.shape) for p in parts}) > 1 or parts[0].dim() == 0 or "out" in kwargs:
+        return None
+    dim, shape = _dim(args, kwargs, 1), list(parts[0].shape)
+    if func in _STACK:
+        shape.insert(dim if dim >= 0 else dim + len(shape) + 1, len(parts))
+    else:
+        shape[dim] *= len(parts)
+    return torch.empty(shape, dtype=parts[0].dtype, device="meta")
 
 
 def _join(result, args, kwargs):

@@ -257,6 +257,25 @@ TYPED_TEST_P(DeviceConformance, GradStatsMatchTheReferenceAndSeeWhatIsNotFinite)
   }
 }
 
+TYPED_TEST_P(DeviceConformance, FingerprintsOfPiecesAreThoseOfTheHost) {
+  const auto content = this->random_bytes(100'003_B, 22);
+  const auto memory = this->upload(content);
+  for (const std::size_t offset : {0UL, 3UL}) {
+    const auto host = std::span(content).subspan(offset);
+    const auto there = std::span<const std::byte>(memory->bytes()).subspan(offset);
+    for (const Bytes piece : {8_B, 4096_B, 1_MiB}) {
+      const auto got = this->device_->fingerprints(there, piece, *this->stream_);
+      ASSERT_EQ(got.size(), (host.size() + piece.size() - 1) / piece.size());
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        const std::size_t at = i * piece.size();
+        const auto part = host.subspan(at, std::min(piece.size(), host.size() - at));
+        ASSERT_EQ(got[i], kernels::fingerprint(part, nullptr)) << piece.value << ", " << i;
+      }
+    }
+  }
+  EXPECT_TRUE(this->device_->fingerprints({}, 8_B, *this->stream_).empty());
+}
+
 TYPED_TEST_P(DeviceConformance, WorkOfAStreamRunsInOrderAndAnEventOrdersAnother) {
   const auto other = this->device_->create_stream();
   const auto first = this->random_bytes(1_MiB, 13);
@@ -343,8 +362,8 @@ REGISTER_TYPED_TEST_SUITE_P(
     ACopyTouchesNothingBesideItsTarget, FillsWithZeroes, CastsEveryPairOfTypesAsTheHostKernelsDo,
     AccumulatesEveryPairOfTypesAsTheHostKernelsDo, ScalesEachElementWithOneRounding,
     AdamIsWithinOneUlpOfTheReference, GradStatsMatchTheReferenceAndSeeWhatIsNotFinite,
-    WorkOfAStreamRunsInOrderAndAnEventOrdersAnother, AnEventMayOutliveItsStream,
-    GrowableMemoryGrowsInPlaceAndNewMemoryIsZero, GrowableMemoryChargesWhatIsBackedAndNeverShrinks,
-    AGrowthThatFailsLeavesWhatIsBacked);
+    FingerprintsOfPiecesAreThoseOfTheHost, WorkOfAStreamRunsInOrderAndAnEventOrdersAnother,
+    AnEventMayOutliveItsStream, GrowableMemoryGrowsInPlaceAndNewMemoryIsZero,
+    GrowableMemoryChargesWhatIsBackedAndNeverShrinks, AGrowthThatFailsLeavesWhatIsBacked);
 
 }  // namespace strata::device

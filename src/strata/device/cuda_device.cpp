@@ -71,6 +71,8 @@ class CudaDevice final : public Device {
                  Stream& stream) override {
     kernels_.adam(spans, scalars, handle_of(stream));
   }
+  std::vector<kernels::Fingerprint> fingerprints(std::span<const std::byte> bytes, Bytes piece,
+                                                 Stream& stream) override;
   kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
 
  private:
@@ -82,8 +84,11 @@ class CudaDevice final : public Device {
   const CudaPool pool_;
   const CudaKernels kernels_;
   const std::unique_ptr<CudaStream> compute_stream_;
-  std::mutex scratch_mutex_;             // one grad_stats at a time
-  std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; the total, then the chunks
+  // At least so large; the mutex is held.
+  std::byte* scratch(Bytes bytes);
+
+  std::mutex scratch_mutex_;             // one call that gives numbers at a time
+  std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; null: none yet
 };
 
 unsigned CudaDevice::kind_of(const std::byte* pointer) const {
@@ -130,15 +135,32 @@ void CudaDevice::cast(std::byte* target, DType target_dtype, const std::byte* so
   kernels_.cast(target, target_dtype, source, source_dtype, numel, handle_of(stream));
 }
 
-kernels::GradStats CudaDevice::grad_stats(std::span<const float> gradients, Stream& stream) {
-  const std::lock_guard lock(scratch_mutex_);
-  const std::int64_t needed = 1 + CudaKernels::chunks_of(gradients);
-  const Bytes bytes = bytes_of(Numel(needed), DType::kFloat64);
+std::byte* CudaDevice::scratch(Bytes bytes) {
   if (scratch_ == nullptr || Bytes(scratch_->bytes().size()) < bytes) {
     scratch_.reset();
     scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kStaging);
   }
-  auto* const total = reinterpret_cast<double*>(scratch_->bytes().data());
+  return scratch_->bytes().data();
+}
+
+std::vector<kernels::Fingerprint> CudaDevice::fingerprints(std::span<const std::byte> bytes,
+                                                           Bytes piece, Stream& stream) {
+  const std::lock_guard lock(scratch_mutex_);
+  std::vector<kernels::Fingerprint> result((bytes.size() + piece.size() - 1) / piece.size());
+  if (result.empty()) return result;
+  const std::span<std::byte> host = std::as_writable_bytes(std::span(result));
+  const std::span<std::byte> sums(scratch(Bytes(host.size())), host.size());
+  fill_zero(sums, stream);
+  kernels_.fingerprints(sums.data(), bytes, piece, handle_of(stream));
+  copy(host, sums, stream);
+  stream.synchronize();
+  return result;
+}
+
+kernels::GradStats CudaDevice::grad_stats(std::span<const float> gradients, Stream& stream) {
+  const std::lock_guard lock(scratch_mutex_);
+  const std::int64_t needed = 1 + CudaKernels::chunks_of(gradients);
+  auto* const total = reinterpret_cast<double*>(scratch(bytes_of(Numel(needed), DType::kFloat64)));
   kernels_.sum_of_squares(total, total + 1, gradients, handle_of(stream));
   double sum = 0.0;
   copy(std::as_writable_bytes(std::span(&sum, 1)), scratch_->bytes().first(sizeof sum), stream);

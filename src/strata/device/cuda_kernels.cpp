@@ -96,6 +96,7 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
   scale_ = find("strata_scale");
   chunk_sums_ = find("strata_chunk_sums");
   total_ = find("strata_total");
+  fingerprints_ = find("strata_fingerprints");
 }
 
 CudaKernels::~CudaKernels() {
@@ -166,6 +167,25 @@ void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScala
   void* arguments[] = {&weight, &exp_avg, &exp_avg_sq, &gradient, &copy, &count, &constants};
   const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
   launch(adam_[place_of(dtype)], count / kPack + kPack, arguments, stream);
+}
+
+void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
+                               CUstream stream) const {
+  constexpr std::int64_t kWordsPerThread = 64;
+  const std::byte* from = bytes.data();
+  auto size = static_cast<std::int64_t>(bytes.size());
+  std::int64_t piece_size = piece.value;
+  const std::int64_t pieces = (size + piece_size - 1) / piece_size;
+  const std::int64_t words = std::min(size, piece_size) / 8 + 1;
+  const auto blocks = static_cast<unsigned>(
+      std::max<std::int64_t>(1, words / (std::int64_t{kThreads} * kWordsPerThread)));
+  void* arguments[] = {&sums, &from, &size, &piece_size};
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  // Pieces lie along x, which holds any number of them.
+  cuda.check(cuda.LaunchKernel(fingerprints_, static_cast<unsigned>(pieces), blocks, 1, kThreads, 1,
+                               1, 0, stream, arguments, nullptr),
+             "cuLaunchKernel");
 }
 
 std::int64_t CudaKernels::chunks_of(std::span<const float> values) {

@@ -232,4 +232,45 @@ __global__ void strata_total(double* total, const double* sums, std::int64_t chu
   if (threadIdx.x == 0) *total = sum;
 }
 
+// Block (p, y) takes its share of piece p: kernels/fingerprint.h. Sums of integers come to the same
+// bits in any order.
+__global__ void strata_fingerprints(unsigned long long* sums, const unsigned char* bytes,
+                                    std::int64_t size, std::int64_t piece) {
+  const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * piece;
+  const std::int64_t length = min(piece, size - begin);
+  const std::int64_t whole = length / 8;
+  const unsigned char* from = bytes + begin;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(from) % 8 == 0;
+  unsigned long long first = 0;
+  unsigned long long second = 0;
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.y) * blockDim.x;
+  std::int64_t i = static_cast<std::int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
+  for (; i <= whole; i += stride) {
+    unsigned long long word = 0;
+    if (i < whole && aligned) {
+      word = reinterpret_cast<const unsigned long long*>(from)[i];
+    } else {
+      for (std::int64_t k = i * 8; k < min(length, i * 8 + 8); ++k) {
+        word |= static_cast<unsigned long long>(from[k]) << (8 * (k - i * 8));
+      }
+      if (i * 8 >= length) break;
+    }
+    unsigned long long place = (static_cast<unsigned long long>(i) + 1) * 0x6a09e667f3bcc909ULL;
+    place = (place ^ (place >> 32)) | 1;
+    word = (word ^ (word >> 32)) * place;
+    word ^= word >> 32;
+    const unsigned long long again = word * (place * 0x3c6ef372fe94f82bULL);
+    first += word;
+    second += again ^ (again >> 32);
+  }
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    first += __shfl_down_sync(0xFFFFFFFFU, first, width);
+    second += __shfl_down_sync(0xFFFFFFFFU, second, width);
+  }
+  if (threadIdx.x % kLanes == 0) {
+    atomicAdd(&sums[2 * blockIdx.x], first);
+    atomicAdd(&sums[2 * blockIdx.x + 1], second);
+  }
+}
+
 }  // extern "C"

@@ -29,6 +29,9 @@ class CudaKernels {
   // *total = sum of squares; `sums` has room for chunks_of(values) doubles. Device memory all.
   void sum_of_squares(double* total, double* sums, std::span<const float> values,
                       CUstream stream) const;
+  // Adds each piece's fingerprint to `sums`, which holds zeroes.
+  void fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
+                    CUstream stream) const;
   static std::int64_t chunks_of(std::span<const float> values);
 
  private:
@@ -48,6 +51,7 @@ class CudaKernels {
   CUfunction scale_ = nullptr;
   CUfunction chunk_sums_ = nullptr;
   CUfunction total_ = nullptr;
+  CUfunction fingerprints_ = nullptr;
 };
 
 }  // namespace strata::device

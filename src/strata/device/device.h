@@ -16,10 +16,12 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/kernels/adam.h"
+#include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
 #include "strata/memory/ledger.h"
 
@@ -103,6 +105,9 @@ class Device {
                      Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
+  // Of every `piece` bytes of the run, the last may be shorter. Complete when it returns.
+  virtual std::vector<kernels::Fingerprint> fingerprints(std::span<const std::byte> bytes,
+                                                         Bytes piece, Stream& stream) = 0;
   // Complete when it returns (the caller needs the numbers).
   virtual kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) = 0;
 };
