@@ -21,4 +21,15 @@ void bind_model(py::module_& module);
 void bind_interception(py::module_& module);
 void bind_checkpoint(py::module_& module);
 
+// How start-up went on this rank, so far.
+py::dict init_report(torch::ShardedModel& model);
+// Calls `function(phase, bytes done, bytes in all)`, or nothing where it is None.
+engine::InitReport::Progress progress_from(const py::object& function);
+// GB/s from pinned memory to the model's device; None where that is the host, or has no room to
+// try.
+std::optional<double> measure_link(torch::ShardedModel& model);
+
+// A function of Python that C++ may let go of where the GIL is not held.
+std::shared_ptr<py::function> held(py::function function);
+
 }  // namespace strata::python

@@ -39,11 +39,14 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                          const std::vector<ModuleTuple>& modules,
                                          const engine::Config& config, const std::string& rule,
                                          std::shared_ptr<comm::Collectives> collectives,
-                                         c10::Device place, int threads, std::string name) {
+                                         c10::Device place, int threads, std::string name,
+                                         const py::object& progress) {
   const torch::ModelInput input = input_from(parameters, modules);
+  engine::InitReport::Progress report = progress_from(progress);
   const py::gil_scoped_release release;
-  return std::make_shared<ShardedModel>(input, config, rule_from(rule),
-                                        torch::make_runtime(place, threads, std::move(collectives)),
+  torch::ModelRuntime runtime = torch::make_runtime(place, threads, std::move(collectives));
+  runtime.progress = std::move(report);
+  return std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
                                         std::move(name));
 }
 
@@ -80,14 +83,8 @@ std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& mode
   return result;
 }
 
-// The engine may let go of the function where the GIL is not held.
 void set_update(ShardedModel& model, py::function update) {
-  const std::shared_ptr<py::function> shared(new py::function(std::move(update)),
-                                             [](py::function* function) {
-                                               const py::gil_scoped_acquire acquire;
-                                               delete function;
-                                             });
-  external(model).set_update([shared] {
+  external(model).set_update([shared = held(std::move(update))] {
     const py::gil_scoped_acquire acquire;
     (*shared)();
   });
@@ -186,6 +183,8 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("memory_report", &memory_report)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
+      .def("init_report", &init_report)
+      .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
       .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
@@ -199,7 +198,7 @@ void bind_model(py::module_& module) {
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("collectives"), py::arg("device"), py::arg("threads"),
-            py::arg("name"));
+            py::arg("name"), py::arg("progress") = py::none());
   bind_training(model);
   bind_values(model);
 }

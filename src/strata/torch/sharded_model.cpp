@@ -55,7 +55,7 @@ ModelRuntime make_runtime(c10::Device place, int threads,
                           std::shared_ptr<comm::Collectives> collectives) {
   std::shared_ptr<device::Device> device = make_device(place, threads);
   std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
-  return {place, std::move(collectives), std::move(device), std::move(states)};
+  return {place, std::move(collectives), std::move(device), std::move(states), {}};
 }
 
 ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
@@ -73,6 +73,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   engine_ = std::make_unique<engine::Engine>(specs_, plan_, options, rule, config.digest(),
                                              runtime_.collectives, runtime_.device, runtime_.states,
                                              parameters_);
+  engine_->init_report().set_progress(std::move(runtime_.progress));
   adopt_values(*engine_, runtime_.place, input.parameters);
   parameters_.bind(engine_->weights());
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);

@@ -59,6 +59,7 @@ struct ModelRuntime {
   std::shared_ptr<comm::Collectives> collectives;
   std::shared_ptr<device::Device> device;
   std::shared_ptr<offload::StateStore> states;
+  engine::InitReport::Progress progress{};  // of start-up; may be empty
 };
 
 // `threads`: of kernels on the host.

@@ -1,0 +1,60 @@
+// What Python shows of start-up: the engine's account of its phases, progress, and the link.
+#include "strata/engine/init_report.h"
+
+#include "bindings.h"
+#include "strata/base/error.h"
+#include "strata/torch/placement.h"
+
+namespace strata::python {
+
+using torch::ShardedModel;
+
+std::shared_ptr<py::function> held(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* last) {
+            const py::gil_scoped_acquire acquire;
+            delete last;
+          }};
+}
+
+engine::InitReport::Progress progress_from(const py::object& function) {
+  if (function.is_none()) return {};
+  const auto call = held(py::cast<py::function>(function));
+  return [call](const std::string& phase, Bytes done, Bytes total) {
+    const py::gil_scoped_acquire acquire;
+    (*call)(phase, done.value, total.value);
+  };
+}
+
+// {tier, reason, phases: [{name, seconds, bytes}], device_growth_bytes, pinned_bytes}
+py::dict init_report(ShardedModel& model) {
+  const engine::InitReport& report = model.engine().init_report();
+  py::list phases;
+  for (const engine::InitPhase& phase : report.phases()) {
+    py::dict entry;
+    entry["name"] = phase.name;
+    entry["seconds"] = phase.seconds;
+    entry["bytes"] = phase.bytes.value;
+    phases.append(entry);
+  }
+  // Host memory is pinned for the sake of a link, so there is none where there is no link.
+  const Bytes staging = model.ledger().peak(memory::Tier::kHost, memory::Kind::kStaging);
+  py::dict result;
+  result["tier"] = report.tier();
+  result["reason"] = report.reason();
+  result["phases"] = phases;
+  result["device_growth_bytes"] = report.device_growth().value;
+  result["pinned_bytes"] = model.place().is_cpu() ? 0 : staging.value;
+  return result;
+}
+
+std::optional<double> measure_link(ShardedModel& model) {
+  if (model.place().is_cpu()) return std::nullopt;
+  try {
+    // A device of its own, so that the model's ledger does not count the sample.
+    return engine::measure_link(*torch::make_device(model.place(), 1));
+  } catch (const OutOfMemoryError&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace strata::python
