@@ -264,9 +264,12 @@ TYPED_TEST_P(DeviceConformance, FingerprintsOfPiecesAreThoseOfTheHost) {
     const auto host = std::span(content).subspan(offset);
     const auto there = std::span<const std::byte>(memory->bytes()).subspan(offset);
     for (const Bytes piece : {8_B, 4096_B, 1_MiB}) {
-      const auto got = this->device_->fingerprints(there, piece, *this->stream_);
-      ASSERT_EQ(got.size(), (host.size() + piece.size() - 1) / piece.size());
-      for (std::size_t i = 0; i < got.size(); ++i) {
+      const std::span<const std::byte> runs[] = {there, {}, there.first(7)};
+      const auto got = this->device_->fingerprints(runs, piece, *this->stream_);
+      const std::size_t pieces = (host.size() + piece.size() - 1) / piece.size();
+      ASSERT_EQ(got.size(), pieces + 1);
+      EXPECT_EQ(got.back(), kernels::fingerprint(host.first(7), nullptr));
+      for (std::size_t i = 0; i < pieces; ++i) {
         const std::size_t at = i * piece.size();
         const auto part = host.subspan(at, std::min(piece.size(), host.size() - at));
         ASSERT_EQ(got[i], kernels::fingerprint(part, nullptr)) << piece.value << ", " << i;

@@ -3,13 +3,16 @@
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 
+#include "strata/device/cpu_device.h"
+
 namespace strata::torch {
 namespace {
 
 constexpr Bytes kPiece = 4_KiB;
 
 std::string fingerprint_of(Fingerprints::Method method, const at::Tensor& values) {
-  Fingerprints fingerprints(method, kPiece);
+  device::CpuDevice device;
+  Fingerprints fingerprints(method, kPiece, device);
   fingerprints.add(values);
   return fingerprints.take();
 }

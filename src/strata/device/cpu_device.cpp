@@ -165,13 +165,15 @@ void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamSc
   kernels::adam_step(spans, scalars, &pool_);
 }
 
-std::vector<kernels::Fingerprint> CpuDevice::fingerprints(std::span<const std::byte> bytes,
-                                                          Bytes piece, Stream& /*stream*/) {
+std::vector<kernels::Fingerprint> CpuDevice::fingerprints(
+    std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& /*stream*/) {
   const std::lock_guard lock(pool_mutex_);
   std::vector<kernels::Fingerprint> result;
-  for (std::size_t at = 0; at < bytes.size(); at += piece.size()) {
-    result.push_back(
-        kernels::fingerprint(bytes.subspan(at, std::min(piece.size(), bytes.size() - at)), &pool_));
+  for (const std::span<const std::byte> run : runs) {
+    for (std::size_t at = 0; at < run.size(); at += piece.size()) {
+      result.push_back(
+          kernels::fingerprint(run.subspan(at, std::min(piece.size(), run.size() - at)), &pool_));
+    }
   }
   return result;
 }

@@ -51,8 +51,8 @@ class CpuDevice final : public Device {
              Stream& stream) override;
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override;
-  std::vector<kernels::Fingerprint> fingerprints(std::span<const std::byte> bytes, Bytes piece,
-                                                 Stream& stream) override;
+  std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
+                                                 Bytes piece, Stream& stream) override;
   kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
 
  private:

@@ -71,8 +71,8 @@ class CudaDevice final : public Device {
                  Stream& stream) override {
     kernels_.adam(spans, scalars, handle_of(stream));
   }
-  std::vector<kernels::Fingerprint> fingerprints(std::span<const std::byte> bytes, Bytes piece,
-                                                 Stream& stream) override;
+  std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
+                                                 Bytes piece, Stream& stream) override;
   kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
 
  private:
@@ -143,15 +143,24 @@ std::byte* CudaDevice::scratch(Bytes bytes) {
   return scratch_->bytes().data();
 }
 
-std::vector<kernels::Fingerprint> CudaDevice::fingerprints(std::span<const std::byte> bytes,
-                                                           Bytes piece, Stream& stream) {
+std::vector<kernels::Fingerprint> CudaDevice::fingerprints(
+    std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& stream) {
   const std::lock_guard lock(scratch_mutex_);
-  std::vector<kernels::Fingerprint> result((bytes.size() + piece.size() - 1) / piece.size());
+  const auto pieces_of = [piece](std::span<const std::byte> run) {
+    return (run.size() + piece.size() - 1) / piece.size();
+  };
+  std::size_t pieces = 0;
+  for (const auto run : runs) pieces += pieces_of(run);
+  std::vector<kernels::Fingerprint> result(pieces);
   if (result.empty()) return result;
   const std::span<std::byte> host = std::as_writable_bytes(std::span(result));
   const std::span<std::byte> sums(scratch(Bytes(host.size())), host.size());
   fill_zero(sums, stream);
-  kernels_.fingerprints(sums.data(), bytes, piece, handle_of(stream));
+  std::byte* next = sums.data();
+  for (const auto run : runs) {
+    kernels_.fingerprints(next, run, piece, handle_of(stream));
+    next += pieces_of(run) * sizeof(kernels::Fingerprint);
+  }
   copy(host, sums, stream);
   stream.synchronize();
   return result;

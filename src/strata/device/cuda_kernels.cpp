@@ -171,6 +171,7 @@ void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScala
 
 void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
                                CUstream stream) const {
+  if (bytes.empty()) return;
   constexpr std::int64_t kWordsPerThread = 64;
   const std::byte* from = bytes.data();
   auto size = static_cast<std::int64_t>(bytes.size());

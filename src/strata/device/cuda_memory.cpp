@@ -157,6 +157,8 @@ void CudaGrowableMemory::grow_to(Bytes bytes) {
   }
   const CudaContext::Scope scope(*pool_.context);
   while (backed_ < target) map_piece(std::min(kPiece, target - backed_));
+  pool_.context->driver().check(pool_.context->driver().StreamSynchronize(CU_STREAM_LEGACY),
+                                "cuStreamSynchronize");
 }
 
 void CudaGrowableMemory::map_piece(Bytes bytes) {
@@ -179,7 +181,6 @@ void CudaGrowableMemory::map_piece(Bytes bytes) {
   }
   CUresult usable = cuda.MemSetAccess(at, bytes.size(), &access, 1);
   if (usable == CUDA_SUCCESS) usable = cuda.MemsetD8Async(at, 0, bytes.size(), CU_STREAM_LEGACY);
-  if (usable == CUDA_SUCCESS) usable = cuda.StreamSynchronize(CU_STREAM_LEGACY);
   if (usable != CUDA_SUCCESS) {
     cuda.MemUnmap(at, bytes.size());
     cuda.MemRelease(piece.handle);

@@ -105,9 +105,10 @@ class Device {
                      Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
-  // Of every `piece` bytes of the run, the last may be shorter. Complete when it returns.
-  virtual std::vector<kernels::Fingerprint> fingerprints(std::span<const std::byte> bytes,
-                                                         Bytes piece, Stream& stream) = 0;
+  // Of every `piece` bytes of each run, in order; the last of a run may be shorter. Complete when
+  // it returns.
+  virtual std::vector<kernels::Fingerprint> fingerprints(
+      std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& stream) = 0;
   // Complete when it returns (the caller needs the numbers).
   virtual kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) = 0;
 };

@@ -66,9 +66,13 @@ void Engine::prepare() {
   if (optimizer_ != nullptr) optimizer_->prepare();
 }
 
-void Engine::weights_changed() {
+void Engine::weights_changed(bool complete) {
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
+  if (complete) {
+    collectives_->barrier();
+    return;
+  }
   Bytes whole;
   for (const Unit& unit : weights_.units()) whole += Bytes(unit.resident.size());
   InitReport::Phase phase(init_report_, "all-gather", whole);

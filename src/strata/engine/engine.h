@@ -52,7 +52,8 @@ class Engine {
   Weights& weights() { return weights_; }
   InitReport& init_report() { return init_report_; }
   // Collective: call when store() has been called for every parameter, on every rank.
-  void weights_changed();
+  // `complete`: every rank has written the units that stay whole in full, so nothing is gathered.
+  void weights_changed(bool complete = false);
   // Takes all memory that the engine keeps: what is still missing of the weights, and the states of
   // the optimizer. Done by the first step otherwise.
   void prepare();

@@ -128,6 +128,40 @@ void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte
   }
 }
 
+void Weights::enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
+                                       DType source_dtype) {
+  enqueue_store(param, begin, numel, source, source_dtype);
+  const Unit& unit = unit_of(param);
+  if (!unit.whole || unit.layout.world_size() == 1) return;
+  STRATA_ASSERT(source_dtype == unit.layout.dtype() || device_.device_accessible(source));
+  const plan::Slot& slot = slot_of(param);
+  const auto [owned_begin, owned_end] = owned_range(param);
+  const auto write_range = [&](Numel low, Numel high) {
+    if (low >= high) return;
+    std::byte* target =
+        unit.resident.data() + bytes_of(slot.offset + low, unit.layout.dtype()).size();
+    write(target, unit.layout.dtype(), high - low,
+          source + bytes_of(low - begin, source_dtype).size(), source_dtype);
+  };
+  if (owned_begin >= owned_end) {
+    write_range(begin, begin + numel);
+  } else {
+    write_range(begin, std::min(begin + numel, owned_begin));
+    write_range(std::max(begin, owned_end), begin + numel);
+  }
+}
+
+void Weights::write(std::byte* target, DType dtype, Numel numel, const std::byte* source,
+                    DType source_dtype) {
+  device::Stream& stream = device_.compute_stream();
+  if (dtype != source_dtype) {
+    device_.cast(target, dtype, source, source_dtype, numel, stream);
+    return;
+  }
+  const std::size_t bytes = bytes_of(numel, dtype).size();
+  device_.copy({target, bytes}, {source, bytes}, stream);
+}
+
 void Weights::store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
                                     const std::byte* source, DType source_dtype) {
   if (scratch_ == nullptr) scratch_ = device_.allocate(kScratch, memory::Kind::kStaging);
@@ -148,14 +182,9 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
   const DType dtype = unit.layout.dtype();
   device::Stream& stream = device_.compute_stream();
   std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
-  if (weights == source) {
-    // A unit that is whole, written in place.
-  } else if (dtype == source_dtype) {
-    const Bytes bytes = bytes_of(numel, dtype);
-    device_.copy({weights, bytes.size()}, {source, bytes.size()}, stream);
-    source = weights;  // which need not be read over a link again
-  } else {
-    device_.cast(weights, dtype, source, source_dtype, numel, stream);
+  if (weights != source) {  // else a unit that is whole was written in place
+    write(weights, dtype, numel, source, source_dtype);
+    if (dtype == source_dtype) source = weights;  // which need not be read over a link again
   }
   if (has_separate_master(unit.id)) {
     const auto lease = lease_master(unit.id);

@@ -45,6 +45,10 @@ class Weights {
   // The same, queued on the device's compute stream: the source must stay until that is reached.
   void enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
                      DType source_dtype);
+  // As enqueue_store(), and where the unit stays whole its other ranks' parts are written, too: no
+  // gather is needed when every rank does so for every value.
+  void enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
+                                DType source_dtype);
   // Takes the memory of every unit that has none yet.
   void back_all();
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
@@ -67,6 +71,8 @@ class Weights {
   void back(int unit);
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype);
+  void write(std::byte* target, DType dtype, Numel numel, const std::byte* source,
+             DType source_dtype);
   void store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
                              const std::byte* source, DType source_dtype);
 

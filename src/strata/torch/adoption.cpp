@@ -71,8 +71,9 @@ Fingerprints::Method choose_method(comm::Collectives& collectives,
 
 // By piece of all parameters that have values, in order: whether any rank's differs from rank 0's.
 // The same answer on every rank.
-std::vector<bool> find_differences(comm::Collectives& collectives,
+std::vector<bool> find_differences(engine::Engine& engine,
                                    const std::vector<ModelParameter>& parameters) {
+  comm::Collectives& collectives = engine.collectives();
   std::vector<bool> differs(first_pieces(parameters).back());
   if (collectives.world_size() == 1) return differs;
   std::string what;
@@ -82,9 +83,12 @@ std::vector<bool> find_differences(comm::Collectives& collectives,
         has_own_values(parameter) ? c10::toString(parameter.variable.scalar_type()) : "empty");
   }
   engine::require_same_text(collectives, "model", what);
-  Fingerprints fingerprints(choose_method(collectives, parameters), kPiece);
+  engine::InitReport::Phase phase(engine.init_report(), "compare ranks", {});
+  Fingerprints fingerprints(choose_method(collectives, parameters), kPiece, engine.device());
   for (const ModelParameter& parameter : parameters) {
-    if (has_own_values(parameter)) fingerprints.add(parameter.variable.detach().contiguous());
+    if (!has_own_values(parameter)) continue;
+    fingerprints.add(parameter.variable.detach().contiguous());
+    if (!parameter.variable.is_contiguous()) fingerprints.flush();  // one copy at a time
   }
   const std::vector<std::string> all = collectives.all_gather_text(fingerprints.take());
   for (std::size_t i = 0; i < differs.size(); ++i) {
@@ -93,6 +97,7 @@ std::vector<bool> find_differences(comm::Collectives& collectives,
     };
     for (std::size_t r = 1; r < all.size(); ++r) differs[i] = differs[i] || at(r) != at(0);
   }
+  phase.end();
   return differs;
 }
 
@@ -113,32 +118,126 @@ void take_in(ValueIntake& intake, int param, const at::Tensor& values,
   }
 }
 
-}  // namespace
+void let_go(const ModelParameter& parameter) {
+  at::Tensor variable = parameter.variable;
+  variable.set_data(at::empty({0}, variable.options().requires_grad(false)));
+}
 
-void adopt_values(engine::Engine& engine, c10::Device place,
-                  const std::vector<ModelParameter>& parameters) {
-  const at::NoGradGuard no_grad;
-  const std::vector<bool> differs = find_differences(engine.collectives(), parameters);
+// Puts all values that lie on the device on the host.
+void move_to_host(c10::Device place, const std::vector<ModelParameter>& parameters) {
+  for (const ModelParameter& parameter : parameters) {
+    if (!has_own_values(parameter) || parameter.variable.device() != place) continue;
+    at::Tensor variable = parameter.variable;
+    variable.set_data(variable.detach().contiguous().to(at::kCPU));
+  }
+  release_cached_memory(place);
+}
+
+// Takes the values of the units in the order in which the engine's memory grows. `piecewise`: the
+// parameters' memory goes back to the system meanwhile.
+bool take_all(engine::Engine& engine, c10::Device place,
+              const std::vector<ModelParameter>& parameters, const std::vector<bool>& differs,
+              bool piecewise) {
   ValueIntake intake(engine, place);
   take_over(engine, intake, parameters);
   const std::vector<std::size_t> first = first_pieces(parameters);
+  Bytes total;
+  for (const ModelParameter& parameter : parameters) {
+    if (has_own_values(parameter)) total += Bytes(parameter.variable.nbytes());
+  }
+  engine::InitReport::Phase phase(engine.init_report(), "place values", total);
   Bytes freed;
-  // In the order in which the engine's memory grows.
   for (const engine::Unit& unit : engine.weights().units()) {
     for (const int param : unit.spec.params) {
       const auto i = static_cast<std::size_t>(param);
       if (!has_own_values(parameters[i])) continue;
-      at::Tensor variable = parameters[i].variable;
+      const at::Tensor& variable = parameters[i].variable;
+      const Bytes bytes(variable.nbytes());
       take_in(intake, param, variable.detach().contiguous(),
               {differs.begin() + offset(first[i]), differs.begin() + offset(first[i + 1])});
-      freed += Bytes(static_cast<std::int64_t>(variable.nbytes()));
-      variable.set_data(at::empty({0}, variable.options().requires_grad(false)));
+      freed += bytes;
+      let_go(parameters[i]);
+      phase.moved(bytes);
     }
-    if (freed < kReleasedAtOnce) continue;
+    if (!piecewise || freed < kReleasedAtOnce) continue;
     release_cached_memory(place);  // the engine takes its memory past torch
     freed = Bytes();
   }
+  engine.device().compute_stream().synchronize();
   release_cached_memory(place);
+  return intake.complete();
+}
+
+// Each rank keeps its own part on the host while the device changes hands.
+void take_own_parts(engine::Engine& engine, c10::Device place,
+                    const std::vector<ModelParameter>& parameters) {
+  struct Part {
+    int param;
+    Numel begin;
+    at::Tensor values;
+  };
+  std::vector<Part> parts;
+  Bytes total;
+  const auto own_part = [&](std::size_t i) {
+    const auto [begin, end] = engine.weights().owned_range(static_cast<int>(i));
+    return parameters[i].variable.detach().contiguous().view({-1}).narrow(0, begin.value,
+                                                                          (end - begin).value);
+  };
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (has_own_values(parameters[i])) total += align_up(Bytes(own_part(i).nbytes()), Bytes(8));
+  }
+  const auto memory = engine.device().allocate_host(total, memory::Kind::kStaging);
+  engine::InitReport::Phase out(engine.init_report(), "move out", total);
+  std::byte* next = memory->bytes().data();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!has_own_values(parameters[i])) continue;
+    const at::Tensor own = own_part(i);
+    const at::Tensor there = tensor_over(next, own.numel(), own.scalar_type(), at::kCPU);
+    there.copy_(own, /*non_blocking=*/true);
+    parts.push_back(
+        {static_cast<int>(i), engine.weights().owned_range(static_cast<int>(i)).first, there});
+    next += align_up(Bytes(own.nbytes()), Bytes(8)).size();
+  }
+  engine.device().compute_stream().synchronize();
+  out.moved(total);
+  out.end();
+  for (const ModelParameter& parameter : parameters) {
+    if (has_own_values(parameter)) let_go(parameter);
+  }
+  release_cached_memory(place);
+  engine::InitReport::Phase in(engine.init_report(), "move in", total);
+  for (const Part& part : parts) {
+    engine.weights().enqueue_store(part.param, part.begin, Numel(part.values.numel()),
+                                   static_cast<const std::byte*>(part.values.const_data_ptr()),
+                                   from_scalar_type(part.values.scalar_type()));
+  }
+  engine.device().compute_stream().synchronize();
+  in.moved(total);
+}
+
+}  // namespace
+
+bool adopt_values(engine::Engine& engine, c10::Device place,
+                  const std::vector<ModelParameter>& parameters, plan::InitTier tier) {
+  const at::NoGradGuard no_grad;
+  const std::vector<bool> differs = find_differences(engine, parameters);
+  const bool equal = std::find(differs.begin(), differs.end(), true) == differs.end();
+  const bool all_there = std::all_of(
+      parameters.begin(), parameters.end(),
+      [&](const ModelParameter& p) { return has_own_values(p) && p.variable.device() == place; });
+  bool complete = true;
+  if (tier == plan::InitTier::kDistributed && equal && all_there) {
+    take_own_parts(engine, place, parameters);
+    complete = false;
+  } else {
+    const bool leaves_first =
+        tier == plan::InitTier::kHost || (tier == plan::InitTier::kDistributed && all_there);
+    if (leaves_first) move_to_host(place, parameters);
+    complete = take_all(engine, place, parameters, differs, tier == plan::InitTier::kDeviceGrow);
+  }
+  double least[] = {complete ? 1.0 : 0.0};
+  engine.collectives().all_reduce(least, comm::ReduceOp::kMin);
+  return least[0] > 0.0;
 }
 
 }  // namespace strata::torch

@@ -1,8 +1,8 @@
-// 128 bits that tell the bytes of tensors apart, so that ranks compare models without sending them.
-// Tensors are taken in pieces of one size. Two ways: XXH3 for memory of the host, and arithmetic
-// that runs where the tensor lies, in a few passes of torch's own kernels, and gives the same bits
-// on the host and on a GPU. Against accidents, not against somebody who looks for equal ones.
-// Threads: one. Memory: a few times the piece, on the tensor's device.
+// Fingerprints of tensors' bytes, so that ranks compare models without sending them. Tensors are
+// taken in pieces of one size. Two methods: XXH3 where every rank has its values on the host, and
+// kernels::Fingerprint, which gives the same bits wherever a tensor lies.
+// Threads: one; torch's own threads share the work on the host. Ownership: borrows the device, and
+// tensors until take().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/device/device.h"
 
 namespace strata::torch {
 
@@ -19,22 +20,26 @@ inline constexpr std::size_t kFingerprintBytes = 16;
 class Fingerprints {
  public:
   enum class Method { kHost, kAnywhere };
-  // `piece`: a multiple of 8 bytes. Ranks that compare use the same method and piece.
-  Fingerprints(Method method, Bytes piece);
+  // Ranks that compare use the same method and piece. `device`: where tensors lie that are not on
+  // the host.
+  Fingerprints(Method method, Bytes piece, device::Device& device)
+      : method_(method), piece_(piece), device_(device) {}
 
   // Adds the pieces of a contiguous tensor; on the host where the method is kHost.
   void add(const at::Tensor& values);
+  // Computes what waits; until then the tensors' memory must stay.
+  void flush();
   // Of all pieces added, in order, kFingerprintBytes each.
   std::string take();
 
  private:
-  void add_words(const at::Tensor& words);
+  void add_on_host(std::span<const std::byte> bytes);
 
   Method method_;
   Bytes piece_;
-  std::string hashes_;            // kHost
-  std::vector<at::Tensor> sums_;  // kAnywhere: two numbers a piece, where the tensors lie
-  at::Tensor multipliers_;        // by position, odd; on the device of the last tensor
+  device::Device& device_;
+  std::string found_;
+  std::vector<at::Tensor> waiting_;  // on the device; keeps them alive
 };
 
 // How many pieces a tensor of `bytes` is cut into.

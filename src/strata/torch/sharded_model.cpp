@@ -9,6 +9,7 @@
 #include "strata/offload/memory_store.h"
 #include "strata/torch/adoption.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/init_choice.h"
 #include "strata/torch/placement.h"
 
 namespace strata::torch {
@@ -70,11 +71,14 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   }
   engine::EngineOptions options = engine::engine_options_from(config);
   options.name = std::move(name);
+  const plan::InitChoice choice =
+      choose_init(input, specs_, plan_, config, rule, runtime_);  // before anything is moved
   engine_ = std::make_unique<engine::Engine>(specs_, plan_, options, rule, config.digest(),
                                              runtime_.collectives, runtime_.device, runtime_.states,
                                              parameters_);
   engine_->init_report().set_progress(std::move(runtime_.progress));
-  adopt_values(*engine_, runtime_.place, input.parameters);
+  engine_->init_report().set_tier(std::string(name_of(choice.tier)), choice.reason);
+  const bool complete = adopt_values(*engine_, runtime_.place, input.parameters, choice.tier);
   parameters_.bind(engine_->weights());
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
@@ -82,7 +86,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   for (const plan::ScopeSpec& scope : plan_.scopes) units.push_back(scope.units);
   scopes_ = std::make_unique<Scopes>(*engine_, std::move(units));
   control_ = std::make_unique<engine::StepControl>(*engine_, config_);
-  engine_->weights_changed();
+  engine_->weights_changed(complete);
   engine_->prepare();
 }
 

@@ -1,0 +1,90 @@
+#include "strata/torch/init_choice.h"
+
+#include <fmt/format.h>
+
+#include <sstream>
+
+#include "strata/base/error.h"
+#include "strata/memory/available_memory.h"
+#include "strata/torch/placement.h"
+
+namespace strata::torch {
+namespace {
+
+bool can_grow(device::Device& device) {
+  try {
+    device.reserve(Bytes(1), memory::Kind::kWeights);
+    return true;
+  } catch (const DeviceError&) {
+    return false;
+  }
+}
+
+plan::InitFacts facts_of(const ModelInput& input, const ModelRuntime& runtime) {
+  release_cached_memory(runtime.place);
+  plan::InitFacts facts;
+  facts.device_free = runtime.device->free_bytes();
+  facts.host_free = memory::available_memory() / runtime.collectives->world_size();
+  facts.can_grow = can_grow(*runtime.device);
+  for (const ModelParameter& parameter : input.parameters) {
+    if (!parameter.has_values || parameter.owner != nullptr) continue;
+    const Bytes bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
+    (parameter.variable.device() == runtime.place ? facts.device_values : facts.host_values) +=
+        bytes;
+  }
+  return facts;
+}
+
+std::string text_of(const plan::InitFacts& facts) {
+  return fmt::format("{} {} {} {} {}", facts.device_free.value, facts.host_free.value,
+                     facts.device_values.value, facts.host_values.value, facts.can_grow ? 1 : 0);
+}
+
+plan::InitFacts facts_from(const std::string& text) {
+  plan::InitFacts facts;
+  std::istringstream stream(text);
+  stream >> facts.device_free.value >> facts.host_free.value >> facts.device_values.value >>
+      facts.host_values.value >> facts.can_grow;
+  STRATA_ASSERT(!stream.fail());
+  return facts;
+}
+
+int states_of(engine::UpdateRule rule) {
+  switch (rule) {
+    case engine::UpdateRule::kNone:
+      return 0;
+    case engine::UpdateRule::kAdam:
+    case engine::UpdateRule::kAdamW:
+      return 2;
+    case engine::UpdateRule::kExternal:
+      return 1;  // the gradients that it reads; what else it keeps is its own
+  }
+  return 0;
+}
+
+}  // namespace
+
+plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::ParamSpec> specs,
+                             const plan::ModelPlan& plan, const engine::Config& config,
+                             engine::UpdateRule rule, const ModelRuntime& runtime) {
+  const int world = runtime.collectives->world_size();
+  std::vector<plan::InitFacts> by_rank;
+  for (const std::string& text :
+       runtime.collectives->all_gather_text(text_of(facts_of(input, runtime)))) {
+    by_rank.push_back(facts_from(text));
+  }
+  const int stage = config.zero.stage;
+  const auto demand = [&](int with_stage, int ranks) {
+    return plan::init_demand(specs, plan, with_stage, ranks, states_of(rule));
+  };
+  std::vector<plan::InitAlternative> alternatives;
+  if (stage < 3 && world > 1) alternatives.push_back({"stage 3", demand(3, world).total()});
+  for (const int more : {2, 4, 8, 16}) {
+    alternatives.push_back(
+        {fmt::format("{} ranks at stage 3", world * more), demand(3, world * more).total()});
+  }
+  return plan::choose_init(demand(stage, world), by_rank,
+                           plan::init_tier_from(config.strata.init_tier), alternatives);
+}
+
+}  // namespace strata::torch
