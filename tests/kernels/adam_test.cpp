@@ -88,7 +88,7 @@ TEST(AdamStep, EqualsTheReferenceBitForBitOnEveryTarget) {
   });
 }
 
-// The first steps divide by numbers far from 1, each by its own, and roots may be anything.
+// The first steps divide by numbers far from 1, each by its own; the dividends may be anything.
 TEST(AdamStep, EqualsTheReferenceAtEveryStepWhateverTheSecondMoment) {
   constexpr std::size_t kNumel = 1021;
   for_every_target([] {

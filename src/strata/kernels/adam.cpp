@@ -8,7 +8,6 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "strata/kernels/adam.cpp"
-#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
 #include "strata/kernels/lanes-inl.h"
@@ -17,32 +16,8 @@ HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
 #if STRATA_KERNELS_HAVE_LANES
-// Square root and divisions fill most of the time that memory leaves, so too few lines are under
-// way when only the hardware looks ahead: without this a step takes a quarter longer.
-constexpr std::size_t kPrefetchAhead = 512;
-
-// Quotients by one divisor, with the bits of a division: the product with the rounded reciprocal,
-// corrected by its remainder, is the rounded quotient (Markstein 1990; nothing here is so small
-// that the remainder is not exact). The divider is slower than memory when it serves this, too.
-template <class D>
-class Quotients {
- public:
-  Quotients(D d, float divisor)
-      : divisor_(hn::Set(d, divisor)),
-        reciprocal_(hn::Set(d, 1.0F / divisor)),
-        infinity_(hn::Inf(d)) {}
-
-  HWY_INLINE hn::Vec<D> of(hn::Vec<D> dividend) const {
-    const auto quotient = hn::Mul(dividend, reciprocal_);
-    const auto remainder = hn::NegMulAdd(quotient, divisor_, dividend);
-    const auto corrected = hn::MulAdd(remainder, reciprocal_, quotient);
-    return hn::IfThenElse(hn::Eq(quotient, infinity_), quotient, corrected);
-  }
-
- private:
-  hn::Vec<D> divisor_, reciprocal_, infinity_;
-};
-
+// Without prefetches: the hardware sees four plain streams, and on huge pages each distance tried
+// was slower.
 // Copy16 is the storage of the 16-bit copy, or void.
 template <bool kL2, class Copy16>
 void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t numel) {
@@ -54,7 +29,7 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
   const auto from_gradient = hn::Ne(hn::Set(d, c.lerp_from_gradient ? 1.0F : 0.0F), hn::Zero(d));
   const auto beta2 = hn::Set(d, c.beta2);
   const auto square_weight = hn::Set(d, c.square_weight);
-  const Quotients corrected2(d, c.correction2_root);
+  const auto correction2_root = hn::Set(d, c.correction2_root);
   const auto eps = hn::Set(d, c.eps);
   const auto negative_step_size = hn::Set(d, c.negative_step_size);
   float* const HWY_RESTRICT weights = spans.weight.data();
@@ -62,11 +37,6 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
   float* const HWY_RESTRICT exp_avg_sqs = spans.exp_avg_sq.data();
   const float* const HWY_RESTRICT gradients = spans.gradient.data();
   for (std::size_t i = 0; i < numel; i += hn::Lanes(d)) {
-    const std::size_t ahead = i + kPrefetchAhead < numel ? i + kPrefetchAhead : i;
-    hwy::Prefetch(weights + ahead);
-    hwy::Prefetch(gradients + ahead);
-    hwy::Prefetch(exp_avgs + ahead);
-    hwy::Prefetch(exp_avg_sqs + ahead);
     auto weight = hn::LoadU(d, weights + i);
     auto gradient = hn::Mul(hn::LoadU(d, gradients + i), gradient_scale);
     if constexpr (kL2) gradient = hn::MulAdd(l2, weight, gradient);
@@ -74,7 +44,7 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
     auto v = hn::LoadU(d, exp_avg_sqs + i);
     m = hn::MulAdd(lerp_weight, hn::Sub(gradient, m), hn::IfThenElse(from_gradient, gradient, m));
     v = hn::MulAdd(hn::Mul(square_weight, gradient), gradient, hn::Mul(v, beta2));
-    const auto denominator = hn::Add(corrected2.of(hn::Sqrt(v)), eps);
+    const auto denominator = hn::Add(hn::Div(hn::Sqrt(v), correction2_root), eps);
     const auto update = hn::Div(hn::Mul(negative_step_size, m), denominator);
     weight = hn::Add(hn::Mul(weight, decay), update);
     hn::StoreU(m, d, exp_avgs + i);
