@@ -26,14 +26,19 @@ class Engine(torch.nn.Module):
         optimizer: ``ShardedOptimizer`` or None.
         lr_scheduler: stepped by ``step()`` after every applied update; or None.
         core: the C++ model (_C.ShardedModel).
+        init_report: how start-up went, a dict, the same on every rank: ``tier`` (the way that the values took) and
+            ``reason``; ``seconds`` in all; ``phases``, each with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and
+            ``of_link`` (part of the link's speed); ``link_gb_per_s`` where it was measured; ``device_growth_bytes``,
+            ``host_peak_bytes``, ``pinned_bytes``. Each number is that of the rank that had the most.
     """
 
-    def __init__(self, model, config, optimizer, rule, collectives, device, born_flat=None):
+    def __init__(self, model, config, optimizer, rule, collectives, device, born_flat=None, progress=None):
         super().__init__()
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = None
         self.training_dataloader = None
+        self.init_report = None
         self._config = config
         self._collectives = collectives
         groups = {}
@@ -43,7 +48,8 @@ class Engine(torch.nn.Module):
         parameters = describe_parameters(model, groups, born_flat)
         modules, module_objects = describe_modules(model, parameters)
         self.core = _C.ShardedModel(
-            parameters, modules, config, rule, collectives, device, config.threads or torch.get_num_threads(), "engine"
+            parameters, modules, config, rule, collectives, device, config.threads or torch.get_num_threads(), "engine",
+            progress,
         )
         move_buffers(model, device)
         self._described = parameters

@@ -13,6 +13,7 @@ from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, w
 from .placement import choose_device
 from .runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
 from .schedule import ScheduledLR
+from .start_up import StartUp, require_writable
 
 logger = logging.getLogger("strata")
 
@@ -23,6 +24,8 @@ def parse_config(config):
     Args:
         config: a dict, the path of a JSON file, or JSON text.
     """
+    if config is None:
+        raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
     if isinstance(config, dict):
         text = json.dumps(config)
     elif isinstance(config, (str, os.PathLike)):
@@ -86,15 +89,27 @@ def initialize(
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: ranks form one group. Leave it out")
-    if dist_init_required is not False:
-        init_distributed()
+    with StartUp() as start_up:
+        with start_up.phase("connect"):
+            if dist_init_required is not False:
+                init_distributed()
+            parsed, device, collectives = connect(_find_config(args, config, config_params), model)
+        assembled = assemble(
+            model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            start_up,
+        )
+        start_up.finish(assembled[0])
+        return assembled
+
+
+def connect(config, model=None):
+    """(_C.Config, torch.device, _C.Collectives) of this rank, for a model that lies there already or nowhere."""
     with telling_the_others():
-        parsed = parse_config(_find_config(args, config, config_params))
+        parsed = parse_config(config)
+        if rank_and_world_size()[0] == 0:
+            require_writable(parsed.init_report)
         device = choose_device(parsed, model)
-    collectives = make_collectives(parsed.collectives, parsed.timeout_s, device)
-    return assemble(
-        model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
-    )
+    return parsed, device, make_collectives(parsed.collectives, parsed.timeout_s, device)
 
 
 def assemble(
@@ -107,6 +122,7 @@ def assemble(
     training_data,
     lr_scheduler,
     collate_fn,
+    start_up,
     born_flat=None,
 ):
     """What ``initialize`` returns, once the configuration is read and the ranks are connected.
@@ -115,12 +131,16 @@ def assemble(
         config: a _C.Config.
         collectives: a _C.Collectives.
         device: torch.device, of ``choose_device``.
+        start_up: the StartUp that counts.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
         The others are ``initialize``'s.
     """
-    with together(collectives, "making the optimizer"):
+    with start_up.phase("make optimizer"), together(collectives, "making the optimizer"):
         sharded_optimizer, rule = _make_optimizer(config, model, optimizer, model_parameters)
-    engine = Engine(model, config, sharded_optimizer, rule, collectives, device, born_flat)
+    progress = start_up.progress(collectives.rank, collectives.world_size)
+    with start_up.phase("make engine"):
+        engine = Engine(model, config, sharded_optimizer, rule, collectives, device, born_flat, progress)
+        start_up.core = engine.core
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)
         if rule == "external":
@@ -135,7 +155,7 @@ def _find_config(args, config, config_params):
     for candidate in (config, config_params, getattr(args, "deepspeed_config", None)):
         if candidate is not None:
             return candidate
-    raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
+    return None
 
 
 def _make_optimizer(config, model, optimizer, model_parameters):

@@ -75,12 +75,18 @@ class LoadPlan:
                 self._buffers.append((buffer, tensor))
         self.absent_buffers = absent
 
-    def load(self, core):
-        """Reads this rank's part; then all ranks call ``_C.weights_changed``.
+    def read(self, core):
+        """Reads this rank's part of what lies in the files as it is.
 
-        Memory: the engine's staging ring; for tensors that must be computed, one of them and its sources.
+        Memory: the engine's staging ring.
         """
         _C.load_ranges(core, self._checkpoint, self._map, self._indices)
+
+    def compute(self, core):
+        """The rest: tensors that must be computed, and buffers; then all ranks call ``_C.weights_changed``.
+
+        Memory: one of the tensors and its sources.
+        """
         for index, tensor in self._computed:
             _C.store(core, index, tensor.compute(self._checkpoint.read))
         for buffer, tensor in self._buffers:

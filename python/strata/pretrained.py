@@ -9,12 +9,12 @@ import torch
 from . import _C
 from .born_flat import build_model, make_flat, tie_as_checkpoint
 from .checkpoint_names import is_transformers_model, leaves, model_tensors, preferred_names, saved_tensors, state_names
-from .initialize import assemble, parse_config
+from .initialize import assemble, connect
 from .joint import together
 from .load_plan import LoadPlan
-from .placement import choose_device
 from .ranges import RangeTensor
-from .runtime import init_distributed, make_collectives, telling_the_others
+from .runtime import init_distributed
+from .start_up import StartUp
 
 
 def load_pretrained(
@@ -55,29 +55,33 @@ def load_pretrained(
         IoError: a file cannot be read. Either is raised on every rank and names the first that failed.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
-    init_distributed()
-    with telling_the_others():
-        parsed = parse_config(config)
-        device = choose_device(parsed)
-    collectives = make_collectives(parsed.collectives, parsed.timeout_s, device)
-    with together(collectives, f"opening the checkpoint '{path}'"):
-        checkpoint = _C.Checkpoint(os.fspath(path))
-        model = _build(path, model_class, getattr(torch, parsed.dtype), model_arguments)
-        _tie(model, checkpoint)
-        shapes = make_flat(model)
-        parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
-        plan = _plan(model, checkpoint, path, parameters, parsed, strict)
-        if callable(model_parameters):
-            model_parameters = model_parameters(model)
-    assembled = assemble(
-        model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, shapes
-    )
-    try:
-        _load(assembled[0], plan)
-    except BaseException:
-        assembled[0].destroy()
-        raise
-    return assembled
+    with StartUp() as start_up:
+        with start_up.phase("connect"):
+            init_distributed()
+            parsed, device, collectives = connect(config)
+        with together(collectives, f"opening the checkpoint '{path}'"):
+            with start_up.phase("open checkpoint"):
+                checkpoint = _C.Checkpoint(os.fspath(path))
+            with start_up.phase("build model"):
+                model = _build(path, model_class, getattr(torch, parsed.dtype), model_arguments)
+            with start_up.phase("plan"):
+                _tie(model, checkpoint)
+                shapes = make_flat(model)
+                parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
+                plan = _plan(model, checkpoint, path, parameters, parsed, strict)
+                if callable(model_parameters):
+                    model_parameters = model_parameters(model)
+        assembled = assemble(
+            model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            start_up, shapes,
+        )
+        try:
+            _load(assembled[0], plan, start_up)
+            start_up.finish(assembled[0])
+        except BaseException:
+            assembled[0].destroy()
+            raise
+        return assembled
 
 
 def load_weights(engine, path, strict=False):
@@ -99,7 +103,7 @@ def load_weights(engine, path, strict=False):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, entry[1], entry[2]) for i, entry in enumerate(engine._described)]
         plan = _plan(engine.module, checkpoint, path, parameters, engine._config, strict)
-    _load(engine, plan)
+    _load(engine, plan, StartUp())
 
 
 def save_pretrained(engine, folder, max_shard_size="5GB"):
@@ -183,9 +187,11 @@ def _plan(model, checkpoint, path, parameters, config, strict):
     return LoadPlan(model, checkpoint, path, entries, buffers, strict)
 
 
-def _load(engine, plan):
+def _load(engine, plan, start_up):
     with together(engine._collectives, "reading the weights"), torch.no_grad():
-        plan.load(engine.core)
+        plan.read(engine.core)
+        with start_up.phase("compute"):
+            plan.compute(engine.core)
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:
         plan.warn()

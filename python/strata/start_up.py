@@ -1,0 +1,181 @@
+"""The account of one start-up: what each phase took, over all ranks, and who gets to see it."""
+
+import json
+import logging
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+from . import _C
+from .start_up_view import ProgressBar, print_table, table_text
+
+logger = logging.getLogger("strata")
+
+SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
+_OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go between the host and a GPU
+
+
+class StartUp:
+    """The clock of one start-up on this rank; a context manager around all of it.
+
+    What is named neither here nor by the engine is the phase "other", so that the phases add up to the total.
+
+    Attributes:
+        core: the engine's _C.ShardedModel, as soon as there is one; its phases take part.
+    """
+
+    def __init__(self):
+        self.core = None
+        self._began = time.perf_counter()
+        self._own = {}  # name -> seconds, without what the engine counts itself
+        self._order = []  # names of all phases, by their first begin
+        self._bar = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        if self._bar is not None:
+            self._bar.close()
+        return False
+
+    @contextmanager
+    def phase(self, name):
+        """Counts the time inside; phases of one name are one."""
+        self._note(name)
+        began, counted = time.perf_counter(), self._engine_seconds()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began - (self._engine_seconds() - counted)
+            self._own[name] = self._own.get(name, 0.0) + max(0.0, seconds)
+            self._note(*(entry["name"] for entry in self._engine_phases()))
+
+    def progress(self, rank, world_size):
+        """The callable that the engine tells how far its phases are; None where nobody would see it."""
+        if rank == 0 and sys.stderr.isatty():
+            self._bar = ProgressBar(world_size)
+        return self._bar
+
+    def finish(self, engine):
+        """Collective, once: ``engine.init_report`` is set on every rank; rank 0 shows and writes it."""
+        path = engine._config.init_report
+        own = self._account()
+        on_rank_0 = engine.global_rank == 0
+        if on_rank_0 and (path is not None or _is_shown(own["seconds"])):
+            own["link_gb_per_s"] = self.core.measure_link()
+        report = merged([json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(own))])
+        engine.init_report = report
+        if on_rank_0:
+            if self._bar is not None:
+                self._bar.close()
+            _show(report)
+            if path is not None:
+                _write(path, report)
+
+    def _account(self):
+        seconds = time.perf_counter() - self._began
+        engine = self.core.init_report()
+        spent = {name: [own, 0] for name, own in self._own.items()}
+        for entry in engine.pop("phases"):
+            self._note(entry["name"])
+            both = spent.setdefault(entry["name"], [0.0, 0])
+            both[0] += entry["seconds"]
+            both[1] += entry["bytes"]
+        phases = [{"name": name, "seconds": spent[name][0], "bytes": spent[name][1]} for name in self._order]
+        rest = max(0.0, seconds - sum(phase["seconds"] for phase in phases))
+        phases.append({"name": "other", "seconds": rest, "bytes": 0})
+        return {**engine, "seconds": seconds, "phases": phases, "host_peak_bytes": _host_peak(), "link_gb_per_s": None}
+
+    def _note(self, *names):
+        self._order += [name for name in dict.fromkeys(names) if name not in self._order]
+
+    def _engine_phases(self):
+        return self.core.init_report()["phases"] if self.core is not None else []
+
+    def _engine_seconds(self):
+        return sum(entry["seconds"] for entry in self._engine_phases())
+
+
+def merged(accounts):
+    """What ``engine.init_report`` is, from the accounts of all ranks in their order.
+
+    Of seconds, bytes and peaks the most that one rank had, phase by phase: ranks that are unlike add up to more
+    than the total. ``gb_per_s`` is that of one rank. ``of_link``: the part of the measured speed of the link,
+    for phases that cross it. Either is None where it has no meaning.
+    """
+    first = accounts[0]
+    phases = {}
+    for account in accounts:
+        for entry in account["phases"]:
+            most = phases.setdefault(entry["name"], {"seconds": 0.0, "bytes": 0})
+            for what in most:
+                most[what] = max(most[what], entry[what])
+    if "other" in phases:
+        phases["other"] = phases.pop("other")
+    link = first["link_gb_per_s"]
+    listed = []
+    for name, most in phases.items():
+        rate = most["bytes"] / most["seconds"] * 1e-9 if most["bytes"] and most["seconds"] > 0 else None
+        crosses = rate is not None and link and name in _OVER_THE_LINK
+        listed.append({"name": name, **most, "gb_per_s": rate, "of_link": rate / link if crosses else None})
+    peaks = ("seconds", "device_growth_bytes", "host_peak_bytes", "pinned_bytes")
+    return {
+        "tier": first["tier"],
+        "reason": first["reason"],
+        "world_size": len(accounts),
+        "phases": listed,
+        **{what: max(account[what] for account in accounts) for what in peaks},
+        "link_gb_per_s": link,
+    }
+
+
+def require_writable(path):
+    """Raises ConfigError unless the report can be written to ``path``; before start-up, not after it."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    problem = None
+    if os.path.isdir(path) or not os.path.basename(path):
+        problem = "this is a folder"
+    elif not os.path.isdir(folder):
+        problem = f"there is no folder '{folder}'"
+    elif not os.access(folder, os.W_OK):
+        problem = f"'{folder}' is not writable"
+    if problem is not None:
+        raise _C.ConfigError(f"strata.init.report: wanted a file that can be written; {problem}; found '{path}'")
+
+
+def _is_shown(seconds):
+    return seconds > SHOWN_FROM_S and (sys.stderr.isatty() or logger.isEnabledFor(logging.INFO))
+
+
+def _show(report):
+    logger.info("start-up: tier %s: %s", report["tier"], report["reason"])
+    if report["seconds"] > SHOWN_FROM_S and sys.stderr.isatty():
+        print_table(report)
+    elif logger.isEnabledFor(logging.INFO):
+        logger.info("start-up by phase:\n%s", table_text(report))
+
+
+def _write(path, report):
+    partial = f"{path}.partial"
+    try:
+        with open(partial, "w") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+        os.replace(partial, path)  # whoever waits for the file finds all of it
+    except OSError as error:  # no reason to give up an engine that has started
+        logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
+        with suppress(OSError):
+            os.unlink(partial)
+
+
+def _host_peak():
+    """Bytes: the most that this process ever had in memory."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
