@@ -69,9 +69,43 @@ Fingerprints::Method choose_method(comm::Collectives& collectives,
   return any[0] > 0.0 ? Fingerprints::Method::kAnywhere : Fingerprints::Method::kHost;
 }
 
-// By piece of all parameters that have values, in order: whether any rank's differs from rank 0's.
-// The same answer on every rank.
-std::vector<bool> find_differences(engine::Engine& engine,
+// Which of a parameter's pieces this rank keeps something of, so that it matters whether they are
+// rank 0's: of values on the host its own range, else all, which units that stay whole are filled
+// from.
+std::vector<bool> pieces_kept(engine::Engine& engine, c10::Device place, int param,
+                              const at::Tensor& values) {
+  const Bytes bytes(values.nbytes());
+  std::vector<bool> kept(static_cast<std::size_t>(piece_count(bytes, kPiece)), true);
+  const bool fills_whole = values.device() == place && engine.weights().unit_of(param).whole;
+  if (engine.collectives().rank() == 0 || !values.is_cpu() || fills_whole) return kept;
+  const auto [begin, end] = engine.weights().owned_range(param);
+  const Bytes element(values.element_size());
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const Bytes first = kPiece * static_cast<std::int64_t>(i);
+    kept[i] = first < element * end.value && first + kPiece > element * begin.value;
+  }
+  return kept;
+}
+
+// Adds the fingerprints of the pieces that are kept; notes in `looked` which those are.
+void add_pieces(Fingerprints& fingerprints, const at::Tensor& values, const std::vector<bool>& kept,
+                std::string& looked) {
+  for (const bool each : kept) looked.push_back(each ? '1' : '0');
+  if (std::find(kept.begin(), kept.end(), false) == kept.end()) {
+    fingerprints.add(values);
+    return;
+  }
+  const at::Tensor bytes = values.view({-1}).view(at::kByte);
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const Bytes first = kPiece * static_cast<std::int64_t>(i);
+    const Bytes count = std::min(kPiece, Bytes(bytes.nbytes()) - first);
+    kept[i] ? fingerprints.add(bytes.narrow(0, first.value, count.value)) : fingerprints.skip();
+  }
+}
+
+// By piece of all parameters that have values, in order: whether any rank that keeps something of
+// it has it otherwise than rank 0. The same answer on every rank.
+std::vector<bool> find_differences(engine::Engine& engine, c10::Device place,
                                    const std::vector<ModelParameter>& parameters) {
   comm::Collectives& collectives = engine.collectives();
   std::vector<bool> differs(first_pieces(parameters).back());
@@ -85,17 +119,23 @@ std::vector<bool> find_differences(engine::Engine& engine,
   engine::require_same_text(collectives, "model", what);
   engine::InitReport::Phase phase(engine.init_report(), "compare ranks", {});
   Fingerprints fingerprints(choose_method(collectives, parameters), kPiece, engine.device());
-  for (const ModelParameter& parameter : parameters) {
-    if (!has_own_values(parameter)) continue;
-    fingerprints.add(parameter.variable.detach().contiguous());
-    if (!parameter.variable.is_contiguous()) fingerprints.flush();  // one copy at a time
+  std::string looked;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!has_own_values(parameters[i])) continue;
+    const at::Tensor values = parameters[i].variable.detach().contiguous();
+    add_pieces(fingerprints, values, pieces_kept(engine, place, static_cast<int>(i), values),
+               looked);
+    if (!parameters[i].variable.is_contiguous()) fingerprints.flush();  // one copy at a time
   }
-  const std::vector<std::string> all = collectives.all_gather_text(fingerprints.take());
+  const std::vector<std::string> all = collectives.all_gather_text(fingerprints.take() + looked);
   for (std::size_t i = 0; i < differs.size(); ++i) {
     const auto at = [&](std::size_t rank) {
       return std::string_view(all[rank]).substr(i * kFingerprintBytes, kFingerprintBytes);
     };
-    for (std::size_t r = 1; r < all.size(); ++r) differs[i] = differs[i] || at(r) != at(0);
+    for (std::size_t r = 1; r < all.size(); ++r) {
+      const bool counts = all[r][differs.size() * kFingerprintBytes + i] == '1';
+      differs[i] = differs[i] || (counts && at(r) != at(0));
+    }
   }
   phase.end();
   return differs;
@@ -220,7 +260,7 @@ void take_own_parts(engine::Engine& engine, c10::Device place,
 bool adopt_values(engine::Engine& engine, c10::Device place,
                   const std::vector<ModelParameter>& parameters, plan::InitTier tier) {
   const at::NoGradGuard no_grad;
-  const std::vector<bool> differs = find_differences(engine, parameters);
+  const std::vector<bool> differs = find_differences(engine, place, parameters);
   const bool equal = std::find(differs.begin(), differs.end(), true) == differs.end();
   const bool all_there = std::all_of(
       parameters.begin(), parameters.end(),

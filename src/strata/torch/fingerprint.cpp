@@ -67,6 +67,11 @@ void Fingerprints::flush() {
   waiting_.clear();
 }
 
+void Fingerprints::skip() {
+  flush();
+  found_.append(kFingerprintBytes, '\0');
+}
+
 std::string Fingerprints::take() {
   flush();
   return std::exchange(found_, {});

@@ -27,6 +27,8 @@ class Fingerprints {
 
   // Adds the pieces of a contiguous tensor; on the host where the method is kHost.
   void add(const at::Tensor& values);
+  // Leaves zeroes in the place of one piece.
+  void skip();
   // Computes what waits; until then the tensors' memory must stay.
   void flush();
   // Of all pieces added, in order, kFingerprintBytes each.
