@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/device_conformance.h"
+#include "device/device_kernels_conformance.h"
 
 namespace strata::device {
 namespace {
@@ -21,6 +22,8 @@ struct CpuHarness {
 
 INSTANTIATE_TYPED_TEST_SUITE_P(CpuOneThread, DeviceConformance, CpuHarness<1>);
 INSTANTIATE_TYPED_TEST_SUITE_P(CpuThreeThreads, DeviceConformance, CpuHarness<3>);
+INSTANTIATE_TYPED_TEST_SUITE_P(CpuOneThread, DeviceKernelsConformance, CpuHarness<1>);
+INSTANTIATE_TYPED_TEST_SUITE_P(CpuThreeThreads, DeviceKernelsConformance, CpuHarness<3>);
 
 TEST(CpuDevice, MemoryMayOutliveTheDevice) {
   auto device = std::make_unique<CpuDevice>(CpuDeviceOptions{.memory_limit = 1_MiB});

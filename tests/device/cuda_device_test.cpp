@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "device/device_conformance.h"
+#include "device/device_kernels_conformance.h"
 
 namespace strata::device {
 namespace {
@@ -17,6 +18,7 @@ struct CudaHarness {
 };
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, DeviceConformance, CudaHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, DeviceKernelsConformance, CudaHarness);
 
 TEST(CudaDevice, ADeviceThatIsNotThereIsAnErrorThatSaysWhatIsMissing) {
   try {

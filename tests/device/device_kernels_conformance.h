@@ -1,0 +1,163 @@
+// What the kernels of every Device must give: the results of the host's, as a typed suite. A device
+// joins by its harness (see device_conformance.h) and one line:
+//   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceKernelsConformance, CpuHarness);
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "device/device_fixture.h"
+#include "strata/device/device.h"
+#include "strata/kernels/elementwise.h"
+
+namespace strata::device {
+
+template <typename Harness>
+class DeviceKernelsConformance : public DeviceConformance<Harness> {};
+
+TYPED_TEST_SUITE_P(DeviceKernelsConformance);
+
+TYPED_TEST_P(DeviceKernelsConformance, CastsEveryPairOfTypesAsTheHostKernelsDo) {
+  for (const DType from : kFloatingTypes) {
+    for (const DType to : kFloatingTypes) {
+      for (const std::size_t count : kCounts) {
+        const auto content = this->floating_content(from, count, 5);
+        std::vector<std::byte> expected(bytes_of(Numel(count), to).size());
+        kernels::cast(expected.data(), to, content.data(), from, Numel(count), nullptr);
+        const auto source = this->upload(content);
+        const auto target = this->allocate(Bytes(expected.size()));
+        this->device_->cast(target->bytes().data(), to, source->bytes().data(), from, Numel(count),
+                            *this->stream_);
+        EXPECT_EQ(this->download(target->bytes()), expected)
+            << name_of(from) << " to " << name_of(to) << ", " << count << " elements";
+      }
+    }
+  }
+}
+
+TYPED_TEST_P(DeviceKernelsConformance, AccumulatesEveryPairOfTypesAsTheHostKernelsDo) {
+  for (const DType from : kTrainingTypes) {
+    for (const DType to : kTrainingTypes) {
+      for (const std::size_t count : kCounts) {
+        const auto content = this->floating_content(from, count, 6);
+        auto expected = this->floating_content(to, count, 7);
+        const auto source = this->upload(content);
+        const auto target = this->upload(expected);
+        kernels::accumulate(expected.data(), to, content.data(), from, Numel(count), nullptr);
+        this->device_->accumulate(target->bytes().data(), to, source->bytes().data(), from,
+                                  Numel(count), *this->stream_);
+        EXPECT_EQ(this->download(target->bytes()), expected)
+            << name_of(from) << " onto " << name_of(to) << ", " << count << " elements";
+      }
+    }
+  }
+}
+
+TYPED_TEST_P(DeviceKernelsConformance, ScalesEachElementWithOneRounding) {
+  for (const std::size_t count : kCounts) {
+    const auto values = this->random_floats(count, 17);
+    const auto source = this->upload(this->raw(values));
+    const auto target = this->upload(this->raw(this->random_floats(count, 18)));
+    this->device_->scale(this->floats(*target), this->floats(*source), 0.3F, *this->stream_);
+    auto expected = values;
+    for (float& value : expected) value *= 0.3F;
+    EXPECT_EQ(this->download_floats(*target), expected) << count << " elements";
+  }
+}
+
+TYPED_TEST_P(DeviceKernelsConformance, AdamIsWithinOneUlpOfTheReference) {
+  for (const std::size_t count : kCounts) {
+    auto weight = this->random_floats(count, 8);
+    auto exp_avg = this->random_floats(count, 9);
+    auto exp_avg_sq = this->random_floats(count, 10);
+    for (float& value : exp_avg_sq) value = std::abs(value);
+    const auto gradient = this->random_floats(count, 11);
+    std::vector<std::byte> weight16(count * 2);
+    const auto weight_there = this->upload(this->raw(weight));
+    const auto avg_there = this->upload(this->raw(exp_avg));
+    const auto sq_there = this->upload(this->raw(exp_avg_sq));
+    const auto gradient_there = this->upload(this->raw(gradient));
+    const auto weight16_there = this->upload(weight16);
+    const kernels::AdamScalars scalars{.weight_decay = 0.1, .step = 3, .gradient_scale = 0.5F};
+
+    kernels::adam_step_reference(
+        {weight, exp_avg, exp_avg_sq, gradient, weight16.data(), DType::kBFloat16}, scalars);
+    this->device_->adam_step(
+        {this->floats(*weight_there), this->floats(*avg_there), this->floats(*sq_there),
+         this->floats(*gradient_there), weight16_there->bytes().data(), DType::kBFloat16},
+        scalars, *this->stream_);
+
+    const auto expect_near = [count](const std::vector<float>& got,
+                                     const std::vector<float>& want) {
+      ASSERT_EQ(got.size(), want.size());
+      std::int64_t worst = 0;
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        worst = std::max(worst, ulps_between(got[i], want[i]));
+      }
+      EXPECT_LE(worst, 1) << count << " elements";
+    };
+    expect_near(this->download_floats(*weight_there), weight);
+    expect_near(this->download_floats(*avg_there), exp_avg);
+    expect_near(this->download_floats(*sq_there), exp_avg_sq);
+    // The 16-bit copy is that of the device's own weight.
+    std::vector<std::byte> narrowed(count * 2);
+    const auto weight_got = this->download_floats(*weight_there);
+    kernels::cast(narrowed.data(), DType::kBFloat16, this->raw(weight_got).data(), DType::kFloat32,
+                  Numel(count), nullptr);
+    EXPECT_EQ(this->download(weight16_there->bytes()), narrowed);
+  }
+}
+
+TYPED_TEST_P(DeviceKernelsConformance, GradStatsMatchTheReferenceAndSeeWhatIsNotFinite) {
+  for (const std::size_t count : kCounts) {
+    auto gradient = this->random_floats(count, 12);
+    auto there = this->upload(this->raw(gradient));
+    const auto expected = kernels::grad_stats_reference(gradient);
+    const auto got = this->device_->grad_stats(this->floats(*there), *this->stream_);
+    EXPECT_NEAR(got.sum_of_squares, expected.sum_of_squares, 1e-12 * expected.sum_of_squares);
+    EXPECT_TRUE(got.finite);
+    if (count == 0) continue;
+    for (const float bad :
+         {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+      gradient[count / 2] = bad;
+      there = this->upload(this->raw(gradient));
+      EXPECT_FALSE(this->device_->grad_stats(this->floats(*there), *this->stream_).finite);
+    }
+  }
+}
+
+TYPED_TEST_P(DeviceKernelsConformance, FingerprintsOfPiecesAreThoseOfTheHost) {
+  const auto content = this->random_bytes(100'003_B, 22);
+  const auto memory = this->upload(content);
+  for (const std::size_t offset : {0UL, 3UL}) {
+    const auto host = std::span(content).subspan(offset);
+    const auto there = std::span<const std::byte>(memory->bytes()).subspan(offset);
+    for (const Bytes piece : {8_B, 4096_B, 1_MiB}) {
+      const std::span<const std::byte> runs[] = {there, {}, there.first(7)};
+      const auto got = this->device_->fingerprints(runs, piece, *this->stream_);
+      const std::size_t pieces = (host.size() + piece.size() - 1) / piece.size();
+      ASSERT_EQ(got.size(), pieces + 1);
+      EXPECT_EQ(got.back(), kernels::fingerprint(host.first(7), nullptr));
+      for (std::size_t i = 0; i < pieces; ++i) {
+        const std::size_t at = i * piece.size();
+        const auto part = host.subspan(at, std::min(piece.size(), host.size() - at));
+        ASSERT_EQ(got[i], kernels::fingerprint(part, nullptr)) << piece.value << ", " << i;
+      }
+    }
+  }
+  EXPECT_TRUE(this->device_->fingerprints({}, 8_B, *this->stream_).empty());
+}
+
+REGISTER_TYPED_TEST_SUITE_P(DeviceKernelsConformance, CastsEveryPairOfTypesAsTheHostKernelsDo,
+                            AccumulatesEveryPairOfTypesAsTheHostKernelsDo,
+                            ScalesEachElementWithOneRounding, AdamIsWithinOneUlpOfTheReference,
+                            GradStatsMatchTheReferenceAndSeeWhatIsNotFinite,
+                            FingerprintsOfPiecesAreThoseOfTheHost);
+
+}  // namespace strata::device
