@@ -87,7 +87,9 @@ std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sou
 }
 
 void store(ShardedModel& model, int param, const at::Tensor& values) {
-  torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), values.contiguous());
+  ThreadPool alone(1);
+  torch::ValueIntake(model.engine(), model.place(), alone)
+      .store(param, Numel(), values.contiguous());
 }
 
 class Saver {

@@ -200,7 +200,7 @@ def _load_plain(path, folder):
     strata.load_weights(engine, path)
     engine.save_pretrained(folder)
     with strata.zero.GatheredParameters(list(engine.module.parameters())):
-        result = {n: t.detach().clone().numpy() for n, t in engine.module.state_dict().items()}
+        result = {n: t.detach().cpu().clone().numpy() for n, t in engine.module.state_dict().items()}
     engine.destroy()
     return result
 

@@ -12,7 +12,8 @@ constexpr Bytes kPiece = 4_KiB;
 
 std::string fingerprint_of(Fingerprints::Method method, const at::Tensor& values) {
   device::CpuDevice device;
-  Fingerprints fingerprints(method, kPiece, device);
+  ThreadPool threads(2);
+  Fingerprints fingerprints(method, kPiece, device, threads);
   fingerprints.add(values);
   return fingerprints.take();
 }

@@ -133,7 +133,7 @@ void Weights::enqueue_store_everywhere(int param, Numel begin, Numel numel, cons
   enqueue_store(param, begin, numel, source, source_dtype);
   const Unit& unit = unit_of(param);
   back(unit.id);  // also where this rank owns nothing of the parameter
-  if (!unit.whole || unit.layout.world_size() == 1) return;
+  if (!unit.whole || unit.layout.world_size() == 1 || numel.value == 0) return;
   STRATA_ASSERT(source_dtype == unit.layout.dtype() || device_.device_accessible(source));
   const plan::Slot& slot = slot_of(param);
   const auto [owned_begin, owned_end] = owned_range(param);

@@ -1,5 +1,6 @@
 #include "strata/torch/adoption.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -105,7 +106,7 @@ void add_pieces(Fingerprints& fingerprints, const at::Tensor& values, const std:
 
 // By piece of all parameters that have values, in order: whether any rank that keeps something of
 // it has it otherwise than rank 0. The same answer on every rank.
-std::vector<bool> find_differences(engine::Engine& engine, c10::Device place,
+std::vector<bool> find_differences(engine::Engine& engine, c10::Device place, ThreadPool& threads,
                                    const std::vector<ModelParameter>& parameters) {
   comm::Collectives& collectives = engine.collectives();
   std::vector<bool> differs(first_pieces(parameters).back());
@@ -118,7 +119,8 @@ std::vector<bool> find_differences(engine::Engine& engine, c10::Device place,
   }
   engine::require_same_text(collectives, "model", what);
   engine::InitReport::Phase phase(engine.init_report(), "compare ranks", {});
-  Fingerprints fingerprints(choose_method(collectives, parameters), kPiece, engine.device());
+  Fingerprints fingerprints(choose_method(collectives, parameters), kPiece, engine.device(),
+                            threads);
   std::string looked;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!has_own_values(parameters[i])) continue;
@@ -175,10 +177,10 @@ void move_to_host(c10::Device place, const std::vector<ModelParameter>& paramete
 
 // Takes the values of the units in the order in which the engine's memory grows. `piecewise`: the
 // parameters' memory goes back to the system meanwhile.
-bool take_all(engine::Engine& engine, c10::Device place,
+bool take_all(engine::Engine& engine, c10::Device place, ThreadPool& threads,
               const std::vector<ModelParameter>& parameters, const std::vector<bool>& differs,
               bool piecewise) {
-  ValueIntake intake(engine, place);
+  ValueIntake intake(engine, place, threads);
   take_over(engine, intake, parameters);
   const std::vector<std::size_t> first = first_pieces(parameters);
   Bytes total;
@@ -260,7 +262,8 @@ void take_own_parts(engine::Engine& engine, c10::Device place,
 bool adopt_values(engine::Engine& engine, c10::Device place,
                   const std::vector<ModelParameter>& parameters, plan::InitTier tier) {
   const at::NoGradGuard no_grad;
-  const std::vector<bool> differs = find_differences(engine, place, parameters);
+  ThreadPool threads(at::get_num_threads());
+  const std::vector<bool> differs = find_differences(engine, place, threads, parameters);
   const bool equal = std::find(differs.begin(), differs.end(), true) == differs.end();
   const bool all_there = std::all_of(
       parameters.begin(), parameters.end(),
@@ -273,7 +276,8 @@ bool adopt_values(engine::Engine& engine, c10::Device place,
     const bool leaves_first =
         tier == plan::InitTier::kHost || (tier == plan::InitTier::kDistributed && all_there);
     if (leaves_first) move_to_host(place, parameters);
-    complete = take_all(engine, place, parameters, differs, tier == plan::InitTier::kDeviceGrow);
+    complete =
+        take_all(engine, place, threads, parameters, differs, tier == plan::InitTier::kDeviceGrow);
   }
   double least[] = {complete ? 1.0 : 0.0};
   engine.collectives().all_reduce(least, comm::ReduceOp::kMin);

@@ -1,6 +1,5 @@
 #include "strata/torch/fingerprint.h"
 
-#include <ATen/Parallel.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -42,7 +41,7 @@ void Fingerprints::add_on_host(std::span<const std::byte> bytes) {
   const std::int64_t pieces = piece_count(Bytes(bytes.size()), piece_);
   const std::size_t first = found_.size();
   found_.resize(first + static_cast<std::size_t>(pieces) * kFingerprintBytes);
-  at::parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+  threads_.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::size_t at = (piece_ * i).size();
       const auto piece = bytes.subspan(at, std::min(piece_.size(), bytes.size() - at));

@@ -1,8 +1,8 @@
 // Fingerprints of tensors' bytes, so that ranks compare models without sending them. Tensors are
 // taken in pieces of one size. Two methods: XXH3 where every rank has its values on the host, and
 // kernels::Fingerprint, which gives the same bits wherever a tensor lies.
-// Threads: one; torch's own threads share the work on the host. Ownership: borrows the device, and
-// tensors until take().
+// Threads: one; those of `threads` share the work on the host. Ownership: borrows the device and
+// the threads, and tensors until take().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "strata/base/thread_pool.h"
 #include "strata/base/units.h"
 #include "strata/device/device.h"
 
@@ -22,8 +23,8 @@ class Fingerprints {
   enum class Method { kHost, kAnywhere };
   // Ranks that compare use the same method and piece. `device`: where tensors lie that are not on
   // the host.
-  Fingerprints(Method method, Bytes piece, device::Device& device)
-      : method_(method), piece_(piece), device_(device) {}
+  Fingerprints(Method method, Bytes piece, device::Device& device, ThreadPool& threads)
+      : method_(method), piece_(piece), device_(device), threads_(threads) {}
 
   // Adds the pieces of a contiguous tensor; on the host where the method is kHost.
   void add(const at::Tensor& values);
@@ -40,6 +41,7 @@ class Fingerprints {
   Method method_;
   Bytes piece_;
   device::Device& device_;
+  ThreadPool& threads_;
   std::string found_;
   std::vector<at::Tensor> waiting_;  // on the device; keeps them alive
 };

@@ -1,7 +1,5 @@
 #include "strata/torch/value_intake.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -18,9 +16,10 @@ const std::byte* data_of(const at::Tensor& tensor) {
   return static_cast<const std::byte*>(tensor.const_data_ptr());
 }
 
-void copy_in_parallel(std::byte* target, const std::byte* source, std::size_t bytes) {
-  at::parallel_for(
-      0, static_cast<std::int64_t>(bytes), kCopyGrain, [&](std::int64_t begin, std::int64_t end) {
+void copy_in_parallel(ThreadPool& threads, std::byte* target, const std::byte* source,
+                      std::size_t bytes) {
+  threads.parallel_for(
+      static_cast<std::int64_t>(bytes), kCopyGrain, [&](std::int64_t begin, std::int64_t end) {
         std::memcpy(target + begin, source + begin, static_cast<std::size_t>(end - begin));
       });
 }
@@ -63,7 +62,8 @@ void ValueIntake::store_from_host(int param, Numel begin, const at::Tensor& valu
     const Numel count = std::min(most, end - at);
     const std::size_t bytes = bytes_of(count, dtype).size();
     const std::span<std::byte> buffer = next_buffer();
-    copy_in_parallel(buffer.data(), data_of(values) + bytes_of(at - begin, dtype).size(), bytes);
+    copy_in_parallel(threads_, buffer.data(), data_of(values) + bytes_of(at - begin, dtype).size(),
+                     bytes);
     weights.enqueue_store(param, at, count, buffer.data(), dtype);
     buffers_[turn_ % buffers_.size()].taken = engine_.device().compute_stream().record();
   }

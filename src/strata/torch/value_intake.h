@@ -1,6 +1,6 @@
 // Values of tensors on their way into the engine's weights, wherever the tensors lie. Memory of the
 // engine's device is read where it is, and units that stay whole get it all. Any other comes
-// through two bounded buffers of pinned host memory, filled by torch's threads while the device
+// through two bounded buffers of pinned host memory, filled by several threads while the device
 // takes the one before, and of it no more than this rank keeps. Threads: the engine's. Ownership:
 // borrows the engine. Work is in order with the current stream, on which the tensors' memory may be
 // used again. Errors: OutOfMemoryError for the buffers.
@@ -11,6 +11,7 @@
 #include <array>
 #include <memory>
 
+#include "strata/base/thread_pool.h"
 #include "strata/engine/engine.h"
 
 namespace strata::torch {
@@ -19,7 +20,9 @@ inline constexpr Bytes kIntakePiece = 16_MiB;
 
 class ValueIntake {
  public:
-  ValueIntake(engine::Engine& engine, c10::Device place) : engine_(engine), place_(place) {}
+  // Borrows all.
+  ValueIntake(engine::Engine& engine, c10::Device place, ThreadPool& threads)
+      : engine_(engine), place_(place), threads_(threads) {}
   // Waits until the device has taken what it was given.
   ~ValueIntake();
   ValueIntake(const ValueIntake&) = delete;
@@ -46,6 +49,7 @@ class ValueIntake {
 
   engine::Engine& engine_;
   c10::Device place_;
+  ThreadPool& threads_;
   std::unique_ptr<device::Memory> piece_;  // of the device, for what rank 0 sends
   std::array<Buffer, 2> buffers_;
   std::size_t turn_ = 0;
