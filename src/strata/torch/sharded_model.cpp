@@ -159,7 +159,11 @@ void ShardedModel::release(std::span<const int> params, bool discard) {
   for (const int unit : units) {
     // What an outer holder writes is its own to keep.
     const bool last = --held_[unit] == 0;
-    discard&& last ? engine_->gatherer().discard(unit) : engine_->gatherer().release(unit);
+    if (discard && last) {
+      engine_->gatherer().discard(unit);
+    } else {
+      engine_->gatherer().release(unit);
+    }
   }
 }
 
