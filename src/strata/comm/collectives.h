@@ -1,6 +1,7 @@
 // Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are
 // threads of one process), shm_collectives (processes of one host that pull from each other's
-// memory), and, above the torch line, c10d (gloo, NCCL).
+// memory), and, above the torch line, c10d_collectives (gloo) and device_collectives (NCCL for the
+// bulk of device memory, one of the others for the rest).
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
@@ -17,6 +18,10 @@
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
 // barrier.
+//
+// Device memory: an operation runs after what the device's compute stream held when it was started,
+// and wait() makes that stream wait, not the host; "complete" below means so. A reduction may use
+// its source as scratch.
 //
 // Threads: one thread of a rank calls at a time; ranks are different threads or processes.
 // Ownership: spans and buffers passed in must outlive the returned Work's wait().

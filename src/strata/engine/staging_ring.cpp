@@ -13,9 +13,13 @@ StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
         fmt::format("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
                     options.buffers, options.buffer_bytes.value));
   }
+  const Bytes room = align_up(buffer_bytes_, memory::Arena::kDefaultGranule) * options.buffers;
+  memory_ = device.allocate_host(room, memory::Kind::kStaging);
+  memory::Arena arena(memory_->bytes());
   for (int i = 0; i < options.buffers; ++i) {
-    slots_.push_back(
-        {device.allocate_host(buffer_bytes_, memory::Kind::kStaging), nullptr, nullptr});
+    auto extent = arena.try_allocate(buffer_bytes_);
+    STRATA_ASSERT(extent.has_value());
+    slots_.push_back({std::move(*extent), nullptr, nullptr});
   }
 }
 
@@ -38,7 +42,7 @@ void StagingRing::wait(Slot& slot) {
 
 std::span<std::byte> StagingRing::buffer(std::size_t turn) {
   wait(slot(turn));
-  return slot(turn).memory->bytes();
+  return slot(turn).memory.bytes();
 }
 
 void StagingRing::started(std::size_t turn, std::unique_ptr<io::Transfer> transfer) {

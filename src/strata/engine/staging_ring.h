@@ -1,9 +1,10 @@
-// A few buffers of host memory through which files and shards exchange bytes, so that reading or
-// writing the next piece runs while the present one is cast or copied. All the host memory that
-// loading and saving take, whatever the model's size. Threads: one thread. Ownership: owns the
-// buffers, charged to the ledger as staging, and the transfers that use them: a buffer is not given
-// again, nor freed, before its transfer, and what a stream still reads of it, has ended. Errors:
-// OutOfMemoryError; IoError of a transfer, from the call that waits for it.
+// A few buffers, extents of one piece of pinned host memory, through which files and shards
+// exchange bytes, so that reading or writing the next piece runs while the present one is cast or
+// copied. All the host memory that loading and saving take, whatever the model's size. Threads: one
+// thread. Ownership: owns the buffers, charged to the ledger as staging, and the transfers that use
+// them: a buffer is not given again, nor freed, before its transfer, and what a stream still reads
+// of it, has ended. Errors: OutOfMemoryError; IoError of a transfer, from the call that waits for
+// it.
 #pragma once
 
 #include <memory>
@@ -12,6 +13,7 @@
 
 #include "strata/device/device.h"
 #include "strata/io/io_engine.h"
+#include "strata/memory/arena.h"
 
 namespace strata::engine {
 
@@ -46,7 +48,7 @@ class StagingRing {
 
  private:
   struct Slot {
-    std::unique_ptr<device::HostMemory> memory;
+    memory::Extent memory;
     std::unique_ptr<device::Event> event;    // null: nothing queued reads the memory
     std::unique_ptr<io::Transfer> transfer;  // destroyed, and so waited for, before the memory
   };
@@ -54,6 +56,7 @@ class StagingRing {
   static void wait(Slot& slot);
 
   Bytes buffer_bytes_;
+  std::unique_ptr<device::HostMemory> memory_;  // pinned at once, which costs less than in parts
   std::vector<Slot> slots_;
 };
 
