@@ -1,57 +1,11 @@
 """Seconds and memory of a rank's phases, taken alike for every engine."""
 
 import os
-import threading
 import time
 from contextlib import contextmanager
 
 import memory_use
-
-
-class DeviceSampler:
-    """The most bytes of the rank's GPU in use as the driver tells it, whoever uses them; zeros on the CPU.
-
-    A thread asks every few milliseconds. ``longest_gap_s`` says how well it could: it starves while a library
-    holds Python's lock.
-    """
-
-    def __init__(self, device, interval_s=0.004):
-        self._device = device
-        self._interval_s = interval_s
-        self._peak = 0
-        self.longest_gap_s = 0.0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def start(self):
-        self._peak = self.used()
-        if self._device.type == "cuda":
-            self._thread.start()
-
-    def used(self):
-        """Bytes in use now."""
-        if self._device.type != "cuda":
-            return 0
-        import torch
-
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
-
-    def take(self):
-        """The peak since the last call."""
-        used = self.used()
-        peak, self._peak = max(self._peak, used), used
-        return peak
-
-    def _watch(self):
-        last = time.perf_counter()
-        while not self._end.wait(self._interval_s):
-            self._peak = max(self._peak, self.used())
-            now = time.perf_counter()
-            self.longest_gap_s, last = max(self.longest_gap_s, now - last), now
-
-    def stop(self):
-        self._end.set()
+from device_memory import DeviceSampler
 
 
 class Clock:

@@ -20,10 +20,12 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for memory_use.py and make_model.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for what benches share
 
+from deepspeed_adam import compile_fused_adam  # noqa: E402
+from engine_processes import Failed, Skipped  # noqa: E402
 from engines import ENGINES  # noqa: E402
-from launch import Failed, Ranks, Skipped  # noqa: E402
+from launch import Ranks  # noqa: E402
 from limit import warm_page_cache  # noqa: E402
 from rank import LIMIT  # noqa: E402
 import report  # noqa: E402
@@ -109,18 +111,7 @@ def compile_for_deepspeed(names, options, deadline_s):
     """Builds FusedAdam before any rank needs it; why not, or None."""
     if options["torch_adam"] or not any(ENGINES[report.base_name(n)].package == "deepspeed" for n in names):
         return None
-    import importlib.util
-    import subprocess
-
-    if importlib.util.find_spec("deepspeed") is None:
-        return None
-    code = "from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load(verbose=False)"
-    environment = {"DS_ACCELERATOR": "cuda", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)
-    try:
-        done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=deadline_s, capture_output=True)
-    except subprocess.TimeoutExpired:
-        return f"not compiled within {deadline_s} s"
-    return None if done.returncode == 0 else done.stderr.decode(errors="replace")
+    return compile_fused_adam(deadline_s)
 
 
 def number_turns(names):

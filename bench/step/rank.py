@@ -1,0 +1,145 @@
+"""A rank of one engine: a process that imports, waits for its turn, builds its engine, and times steps."""
+
+import gc
+import importlib
+import importlib.util
+import statistics
+import time
+
+from device_memory import DeviceSampler
+from engine_processes import run_rank
+from rank_context import make_context, warm_up
+
+CALM_SAMPLE_S = 0.05  # while steps are timed: the driver answers under a lock of its own
+
+
+def rank_main(connection, engine, options, place):
+    """Answers are (kind, value): "imported"; after an order, "ready" and "done", each with a dict; or "skipped"
+    with the reason; or "error" with a traceback. The order is a dict of options that have changed.
+
+    Args:
+        engine: of ``engines.ENGINES``, or a variant.
+        options: a dict of what ``run.py`` was called with.
+    """
+    run_rank(connection, options, place, lambda: _serve(connection, engine, options, place))
+
+
+def _serve(connection, engine, options, place):
+    if importlib.util.find_spec(engine.package) is None:
+        connection.send(("skipped", f"{engine.package} is not installed"))
+        return
+    importlib.import_module("transformers")
+    connection.send(("imported", {}))
+    context = make_context(options | connection.recv(), place)
+    warm_up(context)
+    sampler = DeviceSampler(context.device)
+    sampler.start()
+    started = time.perf_counter()
+    training = engine.start(context, **engine.arguments)
+    _tidy_up(context)
+    connection.send(("ready", {"seconds": time.perf_counter() - started, "device_peak": sampler.take()}))
+    told = measure(training, context, sampler)
+    if context.profile:
+        from timeline import profile_step
+
+        told["timeline"] = profile_step(training.step, make_batches(context, 2, context.steps), context)
+    connection.send(("done", told))
+    context.meet()
+
+
+def _tidy_up(context):
+    """What building left behind is not in the figures of steps."""
+    gc.collect()
+    context.meet()
+    if context.on_gpu:
+        import torch
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(context.device)
+
+
+def make_batches(context, count, first=0):
+    """[ids] of this rank on its device, the same for every engine."""
+    import torch
+    from make_model import make_config
+
+    vocabulary = make_config(context.model, context.layers).vocab_size
+    batches = []
+    for number in range(first, first + count):
+        seed = (context.seed * 1_000_003 + number) * context.world_size + context.rank
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, vocabulary, (context.batch, context.seq), generator=generator)
+        batches.append(ids.to(context.device))
+    return batches
+
+
+def measure(training, context, sampler):
+    """A dict: seconds of every timed step by the device's own clock, losses of all steps, and memory."""
+    batches = make_batches(context, context.warmup + context.steps)
+    losses = []
+
+    def run(ids):
+        loss = training.step(ids)
+        losses.append(loss.item() if context.read_loss else loss.clone())
+
+    for ids in batches[: context.warmup]:
+        run(ids)
+    context.meet()
+    warm_peak, allocations = sampler.take(), _allocations(context)
+    used = sampler.used()
+    sampler.interval_s = CALM_SAMPLE_S
+    started = time.perf_counter()
+    marks = [_mark(context)]
+    for ids in batches[context.warmup :]:
+        run(ids)
+        marks.append(_mark(context))
+    handed_over = time.perf_counter() - started  # by the host; the device may be behind
+    if context.on_gpu:
+        import torch
+
+        torch.cuda.synchronize(context.device)
+    seconds = time.perf_counter() - started
+    told = {
+        "step_s": [_between(context, a, b) for a, b in zip(marks, marks[1:])],
+        "mean_s": seconds / context.steps,
+        "host_s": handed_over / context.steps,
+        "device_peak": max(warm_peak, sampler.take()),
+        "device_growth": sampler.used() - used,
+        "allocations": _allocations(context) - allocations,
+        "torch_peak": _torch_peak(context),
+        "losses": [float(loss) for loss in losses],
+        "account": training.account() | context.told,
+    }
+    told["median_s"] = statistics.median(told["step_s"])
+    return told
+
+
+def _mark(context):
+    if not context.on_gpu:
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(context, first, second):
+    return first.elapsed_time(second) / 1e3 if context.on_gpu else second - first
+
+
+def _allocations(context):
+    """Pieces that torch's allocator has asked the driver for."""
+    if not context.on_gpu:
+        return 0
+    import torch
+
+    return torch.cuda.memory_stats(context.device).get("num_device_alloc", 0)
+
+
+def _torch_peak(context):
+    if not context.on_gpu:
+        return 0
+    import torch
+
+    return torch.cuda.max_memory_allocated(context.device)

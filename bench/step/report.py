@@ -1,0 +1,123 @@
+"""The tables of a comparison of steps: every engine beside the floor, and whether their losses agree."""
+
+import math
+import statistics
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+GIB = 1 << 30
+MIB = 1 << 20
+WIDTH = 170  # of a table where nobody looks at a terminal
+
+
+def summarise(told, tokens):
+    """One row, of [what a rank told]: of every step its slowest rank, of memory the largest.
+
+    Args:
+        told: the dicts of "ready" and "done" in one; with "build_s" and "build_peak".
+        tokens: of a rank in a step.
+    """
+
+    def most(key):
+        return max(answer[key] for answer in told)
+
+    steps = [max(seconds) for seconds in zip(*(answer["step_s"] for answer in told))]
+    median = statistics.median(steps)
+    return {
+        "median_s": median,
+        "mean_s": most("mean_s"),
+        "fastest_s": min(steps),
+        "host_s": most("host_s"),
+        "tokens_per_s": tokens / median,
+        "step_s": steps,
+        "build_s": most("build_s"),
+        "build_peak": most("build_peak"),
+        "device_peak": most("device_peak"),
+        "device_growth": most("device_growth"),
+        "torch_peak": most("torch_peak"),
+        "allocations": most("allocations"),
+        "losses": [statistics.fmean(losses) for losses in zip(*(answer["losses"] for answer in told))],
+        "accounts": [answer["account"] for answer in told],
+        "timeline": next((answer["timeline"] for answer in told if answer.get("timeline")), None),
+    }
+
+
+def base_name(name):
+    """The engine's name without the number of its turn."""
+    return name.partition("#")[0]
+
+
+def floor_of(rows, floor):
+    """Seconds of the fastest turn of the floor, or None."""
+    return min((row["median_s"] for name, row in rows.items() if base_name(name) == floor), default=None)
+
+
+def losses_apart(rows, floor):
+    """(largest relative distance of an engine's loss from the median engine's, that engine, that step's number).
+    The floor trains nothing: its first loss alone counts."""
+    worst = (0.0, None, None)
+    trained = {name: row["losses"] for name, row in rows.items()}
+    for step in range(max(map(len, trained.values()), default=0)):
+        known = {n: l[step] for n, l in trained.items() if len(l) > step and (base_name(n) != floor or step == 0)}
+        middle = statistics.median([loss for loss in known.values() if math.isfinite(loss)] or [math.inf])
+        for name, loss in known.items():
+            apart = abs(loss - middle) / abs(middle) if math.isfinite(loss) else math.inf  # agrees with nobody
+            worst = max(worst, (apart, name, step), key=lambda found: found[0])
+    return worst
+
+
+def step_table(rows, floor):
+    """A line for each engine that ran."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("engine", no_wrap=True)
+    headings = ["ms/step", "mean", "host ms", "tokens/s/GPU", "of floor", "over floor ms", "dev peak", "torch"]
+    headings += ["build", "growth MiB", "mallocs", "build s", "first loss", "last loss"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    fastest = floor_of(rows, floor)
+    for name, row in rows.items():
+        share = [f"{fastest / row['median_s']:.1%}", f"{(row['median_s'] - fastest) * 1e3:.1f}"] if fastest else ["-"] * 2
+        on_gpu = row["device_peak"] > 0
+        memory = [gib(row[key]) if on_gpu else "-" for key in ("device_peak", "torch_peak", "build_peak")]
+        memory += [f"{row['device_growth'] / MIB:.0f}", str(row["allocations"])] if on_gpu else ["-"] * 2
+        times = [f"{row[key] * 1e3:.1f}" for key in ("median_s", "mean_s", "host_s")]
+        losses = [f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}" if base_name(name) != floor else "-"]
+        table.add_row(name, *times, f"{row['tokens_per_s']:.0f}", *share, *memory, f"{row['build_s']:.1f}", *losses)
+    return table
+
+
+def loss_lines(rows):
+    """Every engine's losses, a line each."""
+    widest = max(map(len, rows), default=0)
+    return "\n".join(f"{n.ljust(widest)}  {' '.join(f'{loss:.4f}' for loss in r['losses'])}" for n, r in rows.items())
+
+
+def account_lines(name, row):
+    """What an engine says of its own steps: its figures, of rank 0; "" where it says nothing."""
+    report = row["accounts"][0].get("step_report")
+    return f"{name} says: {flat_text(report)}" if report else ""
+
+
+def flat_text(value, key=""):
+    """Nested figures in one line."""
+    if isinstance(value, dict):
+        return ", ".join(flat_text(inner, f"{key}.{k}" if key else str(k)) for k, inner in value.items())
+    if isinstance(value, float):
+        value = f"{value:.4g}"
+    elif isinstance(value, (list, tuple)) and len(value) > 8:
+        value = f"({len(value)} entries)"
+    return f"{key} {value}" if key else str(value)
+
+
+def show(thing):
+    """Prints a table or text."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(thing, markup=False, highlight=False, soft_wrap=isinstance(thing, str))
+
+
+def gib(size):
+    return f"{size / GIB:.2f}"

@@ -1,0 +1,234 @@
+"""The comparison of steps: what it reports, that it goes on when an engine does not, and its arithmetic."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from devices import ON_GPU
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the benches are tried on the CPU")
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+sys.path[:0] = [str(BENCH / "step"), str(BENCH)]
+
+import report  # noqa: E402
+import timeline  # noqa: E402
+from engine_processes import EngineProcesses, Failed, Skipped, run_rank  # noqa: E402
+from engines import ENGINES, Engine, merged, spelled_out  # noqa: E402
+from rank import rank_main  # noqa: E402
+
+STEPS, WARMUP, WORLD = 3, 1, 2
+OPTIONS = {"device": "cpu", "cores": 2}
+
+
+def run_bench(folder, *arguments):
+    """(exit code, what it printed, the JSON) of a run on a tiny model."""
+    command = [sys.executable, BENCH / "step" / "run.py", "--model", "tiny-moe", "--world", WORLD, "--device", "cpu"]
+    command += ["--seq", 16, "--steps", STEPS, "--warmup", WARMUP, "--json", folder / "step.json", *arguments]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr, json.loads((folder / "step.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step")
+    variants = {"z3-bf16": {"stage": 3, "communication_data_type": "bf16"}, "no-such-stage": {"stage": 9}}
+    variants["fsdp2-keep"] = {"engine": "fsdp2", "reshard": False}
+    arguments = [f"--variant={name}={json.dumps(changes)}" for name, changes in variants.items()]
+    return run_bench(
+        folder, "--engines", "floor,strata-z2,strata-z3", *arguments, "--profile", folder / "trace.json"
+    )
+
+
+def test_every_engine_has_its_figures(outcome):
+    _, printed, result = outcome
+    rows = result["engines"]
+    assert list(rows) == ["floor", "strata-z2", "strata-z3", "z3-bf16", "fsdp2-keep"], printed
+    for name, row in rows.items():
+        assert len(row["step_s"]) == STEPS and len(row["losses"]) == WARMUP + STEPS, name
+        assert 0 < row["fastest_s"] <= row["median_s"] and row["mean_s"] > 0
+        assert row["tokens_per_s"] == pytest.approx(16 / row["median_s"])
+        assert len(row["accounts"]) == WORLD and row["accounts"][0]["parameters"] > 100_000
+        assert row["device_peak"] == row["torch_peak"] == row["allocations"] == 0  # there is no GPU
+        assert f"\n {name} " in printed
+    assert result["floor_s"] == rows["floor"]["median_s"]
+    assert rows["strata-z3"]["accounts"][0]["ledger_peaks"]["device total"] > 0
+
+
+def test_all_engines_train_the_same(outcome):
+    _, printed, result = outcome
+    apart, _, _ = result["losses_apart"]
+    assert 0 <= apart < 1e-3 and f"losses: at most {apart:.1e} apart" in printed
+    losses = {name: row["losses"] for name, row in result["engines"].items()}
+    assert losses["strata-z2"] == losses["strata-z3"]
+    assert losses["floor"][0] == pytest.approx(losses["strata-z3"][0], rel=1e-6)
+    assert losses["strata-z3"][0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses["floor"][1:] != losses["strata-z3"][1:]  # the floor's weights stay
+
+
+def test_an_engine_that_fails_stops_no_other(outcome):
+    code, printed, result = outcome
+    assert code == 1 and list(result["failed"]) == ["no-such-stage"]
+    assert "stage" in result["failed"]["no-such-stage"] and "FAILED: no-such-stage" in printed
+
+
+def test_every_engine_leaves_a_trace(outcome):
+    for name, row in outcome[2]["engines"].items():
+        assert Path(row["timeline"]["file"]).name == f"trace.{name}.json.gz"
+        assert timeline.read_trace(row["timeline"]["file"])
+
+
+def test_engines_beyond_the_budget_are_skipped(tmp_path):
+    code, printed, result = run_bench(tmp_path, "--engines", "floor", "--budget", "1e-9")
+    assert code == 0 and not result["engines"]
+    assert list(result["skipped"]) == ["floor"] and "skipped: floor: the budget" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--engines", "strata-z9"], "unknown engine 'strata-z9'"),
+        (["--variant", "x"], "--variant wants NAME={...}"),
+        (["--variant", 'x={"engine": "megatron"}'], "with an engine of strata, deepspeed, fsdp2"),
+        (["--variant", "x={stage: 3}"], "--variant x wants a JSON object"),
+        (["--strata", "[]"], "--strata wants a JSON object"),
+        (["--model", "gpt-9"], "unknown model 'gpt-9'"),
+    ],
+)
+def test_bad_arguments_are_told_before_anything_starts(arguments, message, monkeypatch):
+    import run
+
+    monkeypatch.setattr(sys, "argv", ["run.py", "--world", "2", "--device", "cpu", *arguments])
+    monkeypatch.setattr(run, "compare", lambda *_: pytest.fail("it started"))
+    with pytest.raises(SystemExit) as stopped:
+        run.main()
+    assert message in str(stopped.value)
+
+
+# --- processes ---
+
+
+def _raise_on_rank_1(connection, place):
+    def work():
+        if place.rank == 1:
+            raise ValueError("no more of this")
+        signal.pause()
+
+    run_rank(connection, OPTIONS, place, work)
+
+
+def _hang(connection, place):
+    run_rank(connection, OPTIONS, place, signal.pause)
+
+
+def _die(connection, place):
+    run_rank(connection, OPTIONS, place, lambda: os._exit(7))
+
+
+@pytest.mark.parametrize(
+    "main, patience, message",
+    [
+        (_raise_on_rank_1, 60, "rank 1: .*ValueError: no more of this"),
+        (_die, 60, "the process ended with code 7"),
+        (_hang, 3, r"ranks \[0, 1\] did not come to 'done' in time.*in _hang|did not come to 'done' in time.*work"),
+    ],
+)
+def test_a_rank_that_fails_is_told_and_ended(tmp_path, monkeypatch, main, patience, message):
+    monkeypatch.setattr("engine_processes.PATIENCE_S", 0.2)
+    ranks = EngineProcesses("x", main, (), WORLD, str(tmp_path))
+    with pytest.raises(Failed, match=f"(?s){message}"):
+        ranks.collect("done", time.monotonic() + patience)
+    pids = ranks.pids()
+    ranks.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_an_engine_that_is_not_installed_is_skipped(tmp_path):
+    engine = Engine("x", "no_such_package", None, {})
+    ranks = EngineProcesses("x", rank_main, (engine, OPTIONS), 1, str(tmp_path))
+    with pytest.raises(Skipped, match="no_such_package is not installed"):
+        ranks.collect("imported", time.monotonic() + 60)
+    ranks.close()
+
+
+# --- arithmetic ---
+
+
+def test_short_forms_of_settings_are_put_where_they_belong():
+    zero = {"stage": 3, "reduce_bucket_size": 5}
+    assert spelled_out({"stage": 3, "zero": {"reduce_bucket_size": 5}, "strata": {"threads": 1}}) == {
+        "zero_optimization": zero, "strata": {"threads": 1},
+    }
+    base = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
+    assert merged(base, spelled_out({"stage": 3})) == {"zero_optimization": {"stage": 3, "overlap_comm": True}}
+    assert base["zero_optimization"]["stage"] == 2
+
+
+def _row(median, losses):
+    return {"median_s": median, "losses": losses}
+
+
+def test_losses_are_compared_with_those_of_the_middle_engine():
+    rows = {"floor": _row(1.0, [4.0, 9.0]), "a": _row(2.0, [4.0, 3.0]), "b": _row(2.0, [4.0, 3.3])}
+    rows["c"] = _row(2.0, [4.0, 3.0])
+    apart, name, step = report.losses_apart(rows, "floor")
+    assert (name, step) == ("b", 1) and apart == pytest.approx(0.1)
+    rows["b"]["losses"][1] = math.nan
+    assert report.losses_apart(rows, "floor") == (math.inf, "b", 1)
+    assert report.losses_apart({}, "floor")[0] == 0.0
+
+
+def test_the_floor_is_that_of_its_fastest_turn():
+    rows = {"floor": _row(1.0, [1.0]), "floor#2": _row(0.9, [1.0]), "a": _row(0.5, [1.0])}
+    assert report.floor_of(rows, "floor") == 0.9
+    assert report.floor_of({"a": rows["a"]}, "floor") is None
+
+
+def test_a_row_has_the_slowest_rank_of_every_step():
+    same = {"host_s": 0.1, "build_s": 1.0, "build_peak": 5, "device_growth": 0, "torch_peak": 3, "allocations": 0}
+    one = same | {"step_s": [1.0, 2.0, 3.0], "mean_s": 2.0, "device_peak": 7, "losses": [2.0], "account": {}}
+    other = same | {"step_s": [1.5, 1.0, 9.0], "mean_s": 4.0, "device_peak": 6, "losses": [4.0], "account": {}}
+    row = report.summarise([one, other], tokens=100)
+    assert row["step_s"] == [1.5, 2.0, 9.0] and (row["median_s"], row["tokens_per_s"]) == (2.0, 50.0)
+    assert (row["mean_s"], row["device_peak"], row["losses"], row["timeline"]) == (4.0, 7, [3.0], None)
+
+
+def _event(category, name, start, length, **more):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "args": more}
+
+
+def test_a_trace_says_what_of_the_exchange_was_not_hidden():
+    events = [
+        _event("kernel", "gemm", 0, 1000),
+        _event("kernel", "ncclDevKernel_AllGather_RING_LL", 500, 1000),  # 500 beside gemm
+        _event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 1400, 200, bytes=4000),  # 100 beside it
+        _event("kernel", "FusedAdamMathFunctor", 1550, 450),  # hides 50 of the copy
+        _event("gpu_memset", "Memset (Device)", 3000, 1000),
+        _event("cpu_op", "aten::mm", 0, 9000),
+        {"ph": "M", "name": "process_name"},
+    ]
+    summary = timeline.summarise(events)
+    assert (summary["span"], summary["busy"], summary["gaps"]) == (4.0, 3.0, 1.0)
+    assert (summary["exchange"], summary["exposed"]) == (1.1, pytest.approx(0.55))
+    assert {kind: f["ms"] for kind, f in summary["kinds"].items()} == {
+        "compute": 1.0, "copy PtoP": 0.2, "exchange": 1.0, "fill": 1.0, "optimizer": 0.45,
+    }
+    assert summary["kinds"]["copy PtoP"]["bytes"] == 4000
+    assert "exposed 0.6" in timeline.in_words(summary) or "exposed 0.5" in timeline.in_words(summary)
+
+
+def test_a_trace_without_a_device_is_empty():
+    summary = timeline.summarise([_event("cpu_op", "aten::mm", 0, 9000)])
+    assert (summary["span"], summary["busy"], summary["exposed"], summary["kinds"]) == (0.0, 0.0, 0.0, {})
+
+
+def test_the_engines_are_those_that_the_table_of_peers_names():
+    assert {e.package for e in ENGINES.values()} == {"torch", "strata", "deepspeed"}
+    assert list(ENGINES)[0] == "floor"
