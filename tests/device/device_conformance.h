@@ -14,11 +14,13 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "device/device_fixture.h"
 #include "strata/base/error.h"
 #include "strata/device/device.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::device {
 
@@ -223,13 +225,62 @@ TYPED_TEST_P(DeviceConformance, AGrowthThatFailsLeavesWhatIsBacked) {
   EXPECT_EQ(this->download({memory->base(), 100}), content);
 }
 
+TYPED_TEST_P(DeviceConformance, SharedMemoryIsReadThroughItsMappingWhileItGrows) {
+  const auto memory = this->device_->reserve_shared(64_MiB, memory::Kind::kWeights);
+  const auto mapping = this->device_->reserve_mapping(memory->reserved());
+  for (const Bytes size : {3_MiB, 40_MiB}) {
+    memory->grow_to(size);
+    while (mapping->pieces() < memory->pieces()) mapping->add(memory->piece(mapping->pieces()));
+    EXPECT_EQ(mapping->mapped(), memory->backed());
+    const auto content = this->random_bytes(size, 31);
+    this->device_->copy({memory->base(), size.size()}, content, *this->stream_);
+    this->stream_->synchronize();
+    EXPECT_EQ(this->download({mapping->base(), size.size()}), content);
+  }
+}
+
+TYPED_TEST_P(DeviceConformance, AMappingOutlivesTheSharedMemory) {
+  auto memory = this->device_->reserve_shared(1_MiB, memory::Kind::kWeights);
+  memory->grow_to(1_MiB);
+  const auto content = this->random_bytes(1_MiB, 32);
+  this->device_->copy({memory->base(), content.size()}, content, *this->stream_);
+  this->stream_->synchronize();
+  const auto mapping = this->device_->reserve_mapping(1_MiB);
+  mapping->add(memory->piece(0));
+  memory.reset();
+  EXPECT_EQ(this->device_->ledger()->held(memory::Tier::kDevice), 0_B);
+  EXPECT_EQ(this->download({mapping->base(), content.size()}), content);
+}
+
+TYPED_TEST_P(DeviceConformance, AStreamWaitsForAFlagThatTheHostOrAnotherStreamWrites) {
+  const memory::HostBuffer page(4_KiB);
+  auto* const flags = reinterpret_cast<Flag*>(const_cast<std::byte*>(page.data()));
+  const auto pinned = this->device_->pin({reinterpret_cast<std::byte*>(flags), page.size().size()});
+  const auto other = this->device_->create_stream();
+  const auto source = this->upload(this->random_bytes(1_MiB, 33));
+  const auto target = this->allocate(1_MiB);
+  std::thread writer([&] {
+    this->device_->copy(target->bytes(), source->bytes(), *other);
+    this->device_->write_flag(flags[3], 7, *other);
+  });
+  this->device_->wait_flag(flags[3], 6, *this->stream_);
+  EXPECT_EQ(this->download(target->bytes()), this->download(source->bytes()));
+  writer.join();
+  EXPECT_EQ(flags[3].load(), 7U);
+  // Counts may wrap around.
+  flags[4].store(2);
+  this->device_->wait_flag(flags[4], 0xFFFFFFF0U, *this->stream_);
+  this->stream_->synchronize();
+}
+
 REGISTER_TYPED_TEST_SUITE_P(
-    DeviceConformance, SaysItsName, MemoryIsAlignedAndOfTheSizeAskedFor,
-    MemoryIsChargedByKindUntilItGoes, UnchargedMemoryIsLeftToItsUserToCharge,
-    HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKernels, OrdinaryHostMemoryIsTheHostsOwn,
-    TheComputeStreamIsOrderedWithOtherStreamsByEvents, RunningOutSaysWhatWasWantedAndWhatIsHeld,
-    FreeBytesFallWithWhatALimitedDeviceHolds, CopiesBetweenHostAndDeviceInEveryDirection,
-    ACopyTouchesNothingBesideItsTarget, FillsWithZeroes,
+    DeviceConformance, SharedMemoryIsReadThroughItsMappingWhileItGrows,
+    AMappingOutlivesTheSharedMemory, AStreamWaitsForAFlagThatTheHostOrAnotherStreamWrites,
+    SaysItsName, MemoryIsAlignedAndOfTheSizeAskedFor, MemoryIsChargedByKindUntilItGoes,
+    UnchargedMemoryIsLeftToItsUserToCharge, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKernels,
+    OrdinaryHostMemoryIsTheHostsOwn, TheComputeStreamIsOrderedWithOtherStreamsByEvents,
+    RunningOutSaysWhatWasWantedAndWhatIsHeld, FreeBytesFallWithWhatALimitedDeviceHolds,
+    CopiesBetweenHostAndDeviceInEveryDirection, ACopyTouchesNothingBesideItsTarget, FillsWithZeroes,
     WorkOfAStreamRunsInOrderAndAnEventOrdersAnother, AnEventMayOutliveItsStream,
     GrowableMemoryGrowsInPlaceAndNewMemoryIsZero, GrowableMemoryChargesWhatIsBackedAndNeverShrinks,
     AGrowthThatFailsLeavesWhatIsBacked);

@@ -114,12 +114,48 @@ TYPED_TEST_P(DeviceKernelsConformance, AdamIsWithinOneUlpOfTheReference) {
   }
 }
 
+TYPED_TEST_P(DeviceKernelsConformance, SumsInTheOrderOfTheSources) {
+  for (const DType dtype : kTrainingTypes) {
+    for (const std::size_t count : kCounts) {
+      std::vector<std::unique_ptr<Memory>> there;
+      std::vector<std::vector<std::byte>> here;
+      std::vector<const std::byte*> sources;
+      std::vector<const std::byte*> host_sources;
+      for (std::uint32_t s = 0; s < 5; ++s) {
+        const auto values = this->random_floats(count, 40 + s);
+        here.emplace_back(bytes_of(Numel(count), dtype).size());
+        kernels::cast(here.back().data(), dtype, this->raw(values).data(), DType::kFloat32,
+                      Numel(count), nullptr);
+        there.push_back(this->upload(here.back()));
+        sources.push_back(there.back()->bytes().data());
+        host_sources.push_back(here.back().data());
+      }
+      auto expected = this->random_floats(count, 50);
+      const auto result = this->upload(this->raw(expected));
+      for (const bool accumulate : {true, false}) {
+        this->device_->sum_in_order(this->floats(*result), sources, dtype, 0.3F, accumulate,
+                                    *this->stream_);
+        kernels::sum_in_order_reference(expected, host_sources, dtype, 0.3F, accumulate);
+        EXPECT_EQ(this->download_floats(*result), expected) << name_of(dtype) << " " << count;
+      }
+    }
+  }
+}
+
 TYPED_TEST_P(DeviceKernelsConformance, GradStatsMatchTheReferenceAndSeeWhatIsNotFinite) {
   for (const std::size_t count : kCounts) {
     auto gradient = this->random_floats(count, 12);
     auto there = this->upload(this->raw(gradient));
     const auto expected = kernels::grad_stats_reference(gradient);
-    const auto got = this->device_->grad_stats(this->floats(*there), *this->stream_);
+    const auto stats_of = [&] {
+      const std::span<const float> all[] = {this->floats(*there), {}, this->floats(*there)};
+      const auto stats = this->device_->grad_stats(all, *this->stream_);
+      EXPECT_EQ(stats.size(), 3U);
+      EXPECT_EQ(stats[1].sum_of_squares, 0.0);
+      EXPECT_EQ(stats[2].finite, stats[0].finite);
+      return stats[0];
+    };
+    const auto got = stats_of();
     EXPECT_NEAR(got.sum_of_squares, expected.sum_of_squares, 1e-12 * expected.sum_of_squares);
     EXPECT_TRUE(got.finite);
     if (count == 0) continue;
@@ -127,7 +163,7 @@ TYPED_TEST_P(DeviceKernelsConformance, GradStatsMatchTheReferenceAndSeeWhatIsNot
          {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
       gradient[count / 2] = bad;
       there = this->upload(this->raw(gradient));
-      EXPECT_FALSE(this->device_->grad_stats(this->floats(*there), *this->stream_).finite);
+      EXPECT_FALSE(stats_of().finite);
     }
   }
 }
@@ -157,6 +193,7 @@ TYPED_TEST_P(DeviceKernelsConformance, FingerprintsOfPiecesAreThoseOfTheHost) {
 REGISTER_TYPED_TEST_SUITE_P(DeviceKernelsConformance, CastsEveryPairOfTypesAsTheHostKernelsDo,
                             AccumulatesEveryPairOfTypesAsTheHostKernelsDo,
                             ScalesEachElementWithOneRounding, AdamIsWithinOneUlpOfTheReference,
+                            SumsInTheOrderOfTheSources,
                             GradStatsMatchTheReferenceAndSeeWhatIsNotFinite,
                             FingerprintsOfPiecesAreThoseOfTheHost);
 

@@ -1,7 +1,8 @@
 // Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are
 // threads of one process), shm_collectives (processes of one host that pull from each other's
-// memory), and, above the torch line, c10d_collectives (gloo) and device_collectives (NCCL for the
-// bulk of device memory, one of the others for the rest).
+// memory), peer_collectives (devices of one host that do), and, above the torch line,
+// c10d_collectives (gloo) and device_collectives (NCCL for the bulk of device memory, one of the
+// others for the rest).
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
@@ -117,6 +118,8 @@ class Collectives {
   virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction,
                                                std::string_view tag) = 0;
   virtual bool deterministic() const = 0;
+  // Whether contributions of 16 bits are widened before they are added up.
+  virtual bool sums_in_fp32() const { return deterministic(); }
 
   // Small values, in place, the same bits on every rank (summed in rank order).
   virtual void all_reduce(std::span<double> values, ReduceOp op) = 0;

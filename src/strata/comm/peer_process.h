@@ -10,7 +10,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "strata/comm/file_descriptor.h"
+#include "strata/base/file_descriptor.h"
 #include "strata/comm/peer_memory.h"
 #include "strata/comm/shared_segment.h"
 

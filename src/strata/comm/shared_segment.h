@@ -16,7 +16,7 @@
 #include "strata/comm/buffer_directory.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/control_block.h"
-#include "strata/comm/file_descriptor.h"
+#include "strata/base/file_descriptor.h"
 #include "strata/comm/mapped_memory.h"
 #include "strata/comm/peer_memory.h"
 

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "strata/base/error.h"
 #include "strata/device/cpu_growable_memory.h"
+#include "strata/device/cpu_peer_mapping.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/memory/available_memory.h"
 #include "strata/memory/host_buffer.h"
@@ -96,6 +98,19 @@ std::unique_ptr<GrowableMemory> CpuDevice::reserve(Bytes bytes, memory::Kind kin
   return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_, budget_);
 }
 
+std::unique_ptr<GrowableMemory> CpuDevice::reserve_shared(Bytes bytes, memory::Kind kind) {
+  return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_, budget_,
+                                             CpuGrowableMemory::Pages::kShared);
+}
+
+std::unique_ptr<PeerMapping> CpuDevice::reserve_mapping(Bytes bytes) {
+  return std::make_unique<CpuPeerMapping>(bytes);
+}
+
+std::unique_ptr<HostRegistration> CpuDevice::pin(std::span<std::byte> /*host*/) {
+  return std::make_unique<HostRegistration>();
+}
+
 Bytes CpuDevice::free_bytes() const {
   const Bytes system = memory::available_memory();
   return budget_ ? std::min(system, budget_->left()) : system;
@@ -159,6 +174,13 @@ void CpuDevice::scale(std::span<float> target, std::span<const float> source, fl
   kernels::sum_in_order(target, sources, DType::kFloat32, factor, false, &pool_);
 }
 
+void CpuDevice::sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
+                             DType dtype, float scale, bool accumulate, Stream&) {
+  STRATA_ASSERT(sources.size() <= kSourcesMax);
+  const std::lock_guard lock(pool_mutex_);
+  kernels::sum_in_order(target, sources, dtype, scale, accumulate, &pool_);
+}
+
 void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                           Stream&) {
   const std::lock_guard lock(pool_mutex_);
@@ -178,9 +200,22 @@ std::vector<kernels::Fingerprint> CpuDevice::fingerprints(
   return result;
 }
 
-kernels::GradStats CpuDevice::grad_stats(std::span<const float> gradients, Stream&) {
+std::vector<kernels::GradStats> CpuDevice::grad_stats(
+    std::span<const std::span<const float>> gradients, Stream&) {
   const std::lock_guard lock(pool_mutex_);
-  return kernels::grad_stats(gradients, &pool_);
+  std::vector<kernels::GradStats> result;
+  for (const std::span<const float> values : gradients) {
+    result.push_back(kernels::grad_stats(values, &pool_));
+  }
+  return result;
+}
+
+void CpuDevice::write_flag(Flag& flag, std::uint32_t value, Stream&) {
+  flag.store(value, std::memory_order_release);
+}
+
+void CpuDevice::wait_flag(const Flag& flag, std::uint32_t value, Stream&) {
+  while (!reached(flag.load(std::memory_order_acquire), value)) std::this_thread::yield();
 }
 
 }  // namespace strata::device

@@ -32,6 +32,9 @@ class CpuDevice final : public Device {
 
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<GrowableMemory> reserve_shared(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<PeerMapping> reserve_mapping(Bytes bytes) override;
+  std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override;
   std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override;
   std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
   Bytes free_bytes() const override;
@@ -49,11 +52,16 @@ class CpuDevice final : public Device {
                   DType source_dtype, Numel numel, Stream& stream) override;
   void scale(std::span<float> target, std::span<const float> source, float factor,
              Stream& stream) override;
+  void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
+                    float scale, bool accumulate, Stream& stream) override;
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override;
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override;
-  kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
+  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
+                                             Stream& stream) override;
+  void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
+  void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
 
  private:
   memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what);

@@ -1,7 +1,9 @@
 #include "strata/device/cpu_growable_memory.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -14,7 +16,7 @@ namespace strata::device {
 
 CpuGrowableMemory::CpuGrowableMemory(Bytes bytes, memory::Kind kind,
                                      std::shared_ptr<memory::Ledger> ledger,
-                                     std::shared_ptr<memory::ByteBudget> budget)
+                                     std::shared_ptr<memory::ByteBudget> budget, Pages pages)
     : ledger_(std::move(ledger)),
       budget_(std::move(budget)),
       kind_(kind),
@@ -22,8 +24,14 @@ CpuGrowableMemory::CpuGrowableMemory(Bytes bytes, memory::Kind kind,
       charge_(ledger_, memory::Tier::kDevice, kind_, Bytes()) {
   STRATA_ASSERT(bytes.value >= 0);
   if (reserved_ == Bytes()) return;
-  void* address = ::mmap(nullptr, reserved_.size(), PROT_NONE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (pages == Pages::kShared) {
+    file_ = FileDescriptor(::memfd_create("strata", MFD_CLOEXEC));
+    if (!file_.valid() || ::ftruncate(file_.get(), reserved_.value) != 0)
+      throw_out_of_memory(reserved_, std::strerror(errno));
+  }
+  const int flags = file_.valid() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* address =
+      ::mmap(nullptr, reserved_.size(), PROT_NONE, flags | MAP_NORESERVE, file_.get(), 0);
   if (address == MAP_FAILED) throw_out_of_memory(reserved_, std::strerror(errno));
   base_ = static_cast<std::byte*>(address);
   // Advice: where huge pages are off, small ones serve.
@@ -52,13 +60,19 @@ void CpuGrowableMemory::grow_to(Bytes bytes) {
     if (!taken) throw_out_of_memory(growth, "beyond the device's budget");
     hold = std::move(*taken);
   }
-  holds_.reserve(holds_.size() + 1);
+  pieces_.reserve(pieces_.size() + 1);
   if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0) {
     throw_out_of_memory(growth, std::strerror(errno));
   }
-  holds_.push_back(std::move(hold));
+  pieces_.push_back({backed_, growth, std::move(hold)});
   charge_.grow(growth);
   backed_ = target;
+}
+
+SharedPiece CpuGrowableMemory::piece(std::size_t index) const {
+  STRATA_ASSERT(file_.valid());
+  const Piece& piece = pieces_.at(index);
+  return {FileDescriptor(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0)), piece.offset, piece.bytes};
 }
 
 void CpuGrowableMemory::throw_out_of_memory(Bytes wanted, const char* reason) const {

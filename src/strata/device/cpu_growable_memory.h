@@ -1,6 +1,6 @@
 // GrowableMemory of the CPU device: an address range reserved without access, of which a prefix is
 // made readable and writable, page by page. The kernel backs pages with zeroes when they are first
-// touched.
+// touched. Shared pages belong to an anonymous file, which peers map.
 // Threads: one at a time. Ownership: frees range and charge on destruction.
 // Units: the granule is the page; whole pages are charged.
 // Errors: OutOfMemoryError when the system or the budget refuses, UsageError for growth beyond the
@@ -18,9 +18,11 @@ namespace strata::device {
 
 class CpuGrowableMemory final : public GrowableMemory {
  public:
+  enum class Pages { kPrivate, kShared };
+
   // `budget` may be null: no bound but the system's.
   CpuGrowableMemory(Bytes bytes, memory::Kind kind, std::shared_ptr<memory::Ledger> ledger,
-                    std::shared_ptr<memory::ByteBudget> budget);
+                    std::shared_ptr<memory::ByteBudget> budget, Pages pages = Pages::kPrivate);
   ~CpuGrowableMemory() override;
   CpuGrowableMemory(const CpuGrowableMemory&) = delete;
   CpuGrowableMemory& operator=(const CpuGrowableMemory&) = delete;
@@ -29,8 +31,15 @@ class CpuGrowableMemory final : public GrowableMemory {
   Bytes reserved() const override { return reserved_; }
   Bytes backed() const override { return backed_; }
   void grow_to(Bytes bytes) override;
+  std::size_t pieces() const override { return pieces_.size(); }
+  SharedPiece piece(std::size_t index) const override;
 
  private:
+  struct Piece {
+    Bytes offset;
+    Bytes bytes;
+    memory::ByteBudget::Hold hold;
+  };
   [[noreturn]] void throw_out_of_memory(Bytes wanted, const char* reason) const;
 
   const std::shared_ptr<memory::Ledger> ledger_;
@@ -40,7 +49,8 @@ class CpuGrowableMemory final : public GrowableMemory {
   std::byte* base_ = nullptr;  // null when reserved_ is 0
   Bytes backed_;
   memory::Charge charge_;
-  std::vector<memory::ByteBudget::Hold> holds_;  // one a growth
+  FileDescriptor file_;        // of shared pages
+  std::vector<Piece> pieces_;  // one a growth
 };
 
 }  // namespace strata::device

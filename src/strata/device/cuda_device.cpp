@@ -44,6 +44,16 @@ class CudaDevice final : public Device {
   std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override {
     return std::make_unique<CudaGrowableMemory>(pool_, bytes, kind);
   }
+  std::unique_ptr<GrowableMemory> reserve_shared(Bytes bytes, memory::Kind kind) override {
+    return std::make_unique<CudaGrowableMemory>(pool_, bytes, kind,
+                                                CudaGrowableMemory::Pieces::kShared);
+  }
+  std::unique_ptr<PeerMapping> reserve_mapping(Bytes bytes) override {
+    return std::make_unique<CudaPeerMapping>(context_, bytes);
+  }
+  std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override {
+    return std::make_unique<CudaHostRegistration>(context_, host);
+  }
   std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override {
     return std::make_unique<CudaHostMemory>(pool_, bytes, kind);
   }
@@ -67,18 +77,26 @@ class CudaDevice final : public Device {
              Stream& stream) override {
     kernels_.scale(target, source, factor, handle_of(stream));
   }
+  void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
+                    float scale, bool accumulate, Stream& stream) override {
+    kernels_.sum_in_order(target, sources, dtype, scale, accumulate, handle_of(stream));
+  }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override {
     kernels_.adam(spans, scalars, handle_of(stream));
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override;
-  kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) override;
+  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
+                                             Stream& stream) override;
+  void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
+  void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
 
  private:
   const CudaDriver& driver() const { return context_->driver(); }
   // A CUmemorytype; 0 for ordinary host memory, of which the driver knows nothing.
   unsigned kind_of(const std::byte* pointer) const;
+  CUdeviceptr address_of_flag(const Flag& flag) const;
 
   const std::shared_ptr<const CudaContext> context_;
   const CudaPool pool_;
@@ -166,16 +184,47 @@ std::vector<kernels::Fingerprint> CudaDevice::fingerprints(
   return result;
 }
 
-kernels::GradStats CudaDevice::grad_stats(std::span<const float> gradients, Stream& stream) {
+std::vector<kernels::GradStats> CudaDevice::grad_stats(
+    std::span<const std::span<const float>> gradients, Stream& stream) {
   const std::lock_guard lock(scratch_mutex_);
-  const std::int64_t needed = 1 + CudaKernels::chunks_of(gradients);
-  auto* const total = reinterpret_cast<double*>(scratch(bytes_of(Numel(needed), DType::kFloat64)));
-  kernels_.sum_of_squares(total, total + 1, gradients, handle_of(stream));
-  double sum = 0.0;
-  copy(std::as_writable_bytes(std::span(&sum, 1)), scratch_->bytes().first(sizeof sum), stream);
+  std::vector<double> totals(gradients.size());
+  std::int64_t chunks_max = 0;
+  for (const auto values : gradients)
+    chunks_max = std::max(chunks_max, CudaKernels::chunks_of(values));
+  const auto needed = static_cast<std::int64_t>(totals.size()) + chunks_max;
+  auto* const sums = reinterpret_cast<double*>(scratch(bytes_of(Numel(needed), DType::kFloat64)));
+  double* const chunks = sums + totals.size();
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    kernels_.sum_of_squares(sums + i, chunks, gradients[i], handle_of(stream));
+  }
+  const std::span<std::byte> host = std::as_writable_bytes(std::span(totals));
+  copy(host, scratch_->bytes().first(host.size()), stream);
   stream.synchronize();
+  std::vector<kernels::GradStats> result;
   // Squares of fp32 cannot overflow fp64 and cannot cancel.
-  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
+  for (const double sum : totals) result.push_back({sum, std::isfinite(sum)});
+  return result;
+}
+
+CUdeviceptr CudaDevice::address_of_flag(const Flag& flag) const {
+  CUdeviceptr address = 0;
+  driver().check(driver().MemHostGetDevicePointer(&address, const_cast<Flag*>(&flag), 0),
+                 "cuMemHostGetDevicePointer");
+  return address;
+}
+
+void CudaDevice::write_flag(Flag& flag, std::uint32_t value, Stream& stream) {
+  const CudaContext::Scope scope(*context_);
+  driver().check(driver().StreamWriteValue32(handle_of(stream), address_of_flag(flag), value,
+                                             CU_STREAM_WRITE_VALUE_DEFAULT),
+                 "cuStreamWriteValue32");
+}
+
+void CudaDevice::wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) {
+  const CudaContext::Scope scope(*context_);
+  driver().check(driver().StreamWaitValue32(handle_of(stream), address_of_flag(flag), value,
+                                            CU_STREAM_WAIT_VALUE_GEQ),
+                 "cuStreamWaitValue32");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
+#include "strata/device/device.h"
 #include "strata/kernels/adam_constants.h"
 
 // The fat binary, placed into the library by cuda_fatbin.cpp.
@@ -54,6 +55,13 @@ struct AdamArguments {
   int lerp_from_gradient;
 };
 
+struct SumArguments {
+  const std::byte* sources[Device::kSourcesMax];
+  int count;
+  float scale;
+  int accumulate;
+};
+
 AdamArguments arguments_from(const kernels::AdamScalars& scalars) {
   const kernels::AdamConstants c(scalars);
   return {c.gradient_scale,
@@ -91,6 +99,7 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
       cast_[to][from] = find("strata_cast_" + pair);
       if (to > 0 && from > 0) accumulate_[to][from] = find("strata_accumulate_" + pair);
     }
+    if (to > 0) sum_in_order_[to] = find(fmt::format("strata_sum_{}", kSuffixes[to]));
     if (to > 0) adam_[to] = find(fmt::format("strata_adam_{}", kSuffixes[to]));
   }
   scale_ = find("strata_scale");
@@ -151,6 +160,22 @@ void CudaKernels::scale(std::span<float> target, std::span<const float> source, 
   auto count = static_cast<std::int64_t>(target.size());
   void* arguments[] = {&to, &from, &factor, &count};
   launch(scale_, count / kPack + kPack, arguments, stream);
+}
+
+void CudaKernels::sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
+                               DType dtype, float scale, bool accumulate, CUstream stream) const {
+  require_types("A sum", 1, dtype, dtype);
+  STRATA_ASSERT(!sources.empty() && sources.size() <= Device::kSourcesMax);
+  if (target.empty()) return;
+  SumArguments arguments_of_sum{};
+  std::copy(sources.begin(), sources.end(), arguments_of_sum.sources);
+  arguments_of_sum.count = static_cast<int>(sources.size());
+  arguments_of_sum.scale = scale;
+  arguments_of_sum.accumulate = accumulate ? 1 : 0;
+  float* to = target.data();
+  auto count = static_cast<std::int64_t>(target.size());
+  void* arguments[] = {&to, &count, &arguments_of_sum};
+  launch(sum_in_order_[place_of(dtype)], count / kPack + kPack, arguments, stream);
 }
 
 void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,

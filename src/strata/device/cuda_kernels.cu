@@ -98,6 +98,51 @@ __device__ void accumulate(To* target, const From* source, std::int64_t numel) {
       });
 }
 
+constexpr int kSourcesMax = 64;
+
+struct SumArguments {
+  const void* sources[kSourcesMax];
+  int count;
+  float scale;
+  int accumulate;
+};
+
+__device__ float finish_sum(const SumArguments& a, float sum, float before) {
+  const float scaled = __fmul_rn(sum, a.scale);
+  return a.accumulate != 0 ? __fadd_rn(before, scaled) : scaled;
+}
+
+// Slices of several ranks, in their order.
+template <typename From>
+__device__ void sum_in_order(float* target, std::int64_t numel, const SumArguments& a) {
+  bool packs = packed(target);
+  for (int s = 0; s < a.count; ++s) packs = packs && packed(static_cast<const From*>(a.sources[s]));
+  for_elements(
+      numel, packs,
+      [&](std::int64_t p) {
+        Pack<float> sum;
+        for (int s = 0; s < a.count; ++s) {
+          const Pack<From> in = reinterpret_cast<const Pack<From>*>(a.sources[s])[p];
+          for (int k = 0; k < kPack; ++k) {
+            sum.at[k] = s == 0 ? widen(in.at[k]) : __fadd_rn(sum.at[k], widen(in.at[k]));
+          }
+        }
+        Pack<float>& out = reinterpret_cast<Pack<float>*>(target)[p];
+        Pack<float> before{};
+        if (a.accumulate != 0) before = out;
+        for (int k = 0; k < kPack; ++k) sum.at[k] = finish_sum(a, sum.at[k], before.at[k]);
+        out = sum;
+      },
+      [&](std::int64_t i) {
+        float sum = 0.0F;
+        for (int s = 0; s < a.count; ++s) {
+          const float value = widen(static_cast<const From*>(a.sources[s])[i]);
+          sum = s == 0 ? value : __fadd_rn(sum, value);
+        }
+        target[i] = finish_sum(a, sum, a.accumulate != 0 ? target[i] : 0.0F);
+      });
+}
+
 struct AdamConstants {
   float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
       negative_step_size;
@@ -177,6 +222,14 @@ STRATA_CASTS_FROM(bf16, BFloat16)
 STRATA_ACCUMULATES_FROM(f32, float)
 STRATA_ACCUMULATES_FROM(f16, Float16)
 STRATA_ACCUMULATES_FROM(bf16, BFloat16)
+
+#define STRATA_SUM(name, From)                                                             \
+  __global__ void strata_sum_##name(float* target, std::int64_t numel, SumArguments sums) { \
+    sum_in_order<From>(target, numel, sums);                                               \
+  }
+STRATA_SUM(f32, float)
+STRATA_SUM(f16, Float16)
+STRATA_SUM(bf16, BFloat16)
 
 __global__ void strata_scale(float* target, const float* source, float factor,
                              std::int64_t numel) {

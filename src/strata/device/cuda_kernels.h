@@ -26,6 +26,8 @@ class CudaKernels {
              CUstream stream) const;
   void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
             CUstream stream) const;
+  void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
+                    float scale, bool accumulate, CUstream stream) const;
   // *total = sum of squares; `sums` has room for chunks_of(values) doubles. Device memory all.
   void sum_of_squares(double* total, double* sums, std::span<const float> values,
                       CUstream stream) const;
@@ -48,6 +50,7 @@ class CudaKernels {
   ByTypes cast_{};
   ByTypes accumulate_{};  // null where fp64 takes part
   std::array<CUfunction, kTypes> adam_{};
+  std::array<CUfunction, kTypes> sum_in_order_{};
   CUfunction scale_ = nullptr;
   CUfunction chunk_sums_ = nullptr;
   CUfunction total_ = nullptr;

@@ -11,9 +11,11 @@
 namespace strata::device {
 namespace {
 
-// Mapped at once: large enough that mapping costs little a byte, small enough that growing beside
-// memory that shrinks overlaps by little.
-constexpr Bytes kPiece = 32_MiB;
+// Mapped at once. A growth is as large as the unit that comes next, so that growing beside memory
+// that shrinks overlaps by little; each piece costs its mapping, here and at every peer.
+constexpr Bytes kPiece = 512_MiB;
+// No driver maps in larger granules.
+constexpr Bytes kGranuleMax = 2_MiB;
 // Host memory above this is touched by several threads.
 constexpr Bytes kTouchAlone = 32_MiB;
 constexpr unsigned kTouchThreads = 8;
@@ -102,7 +104,7 @@ CudaHostMemory::~CudaHostMemory() {
   context_->driver().MemHostUnregister(buffer_.data());
 }
 
-CudaGrowableMemory::CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind kind)
+CudaGrowableMemory::CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind kind, Pieces pieces)
     : pool_(std::move(pool)),
       kind_(kind),
       charge_(pool_.ledger, memory::Tier::kDevice, kind, Bytes()) {
@@ -116,6 +118,13 @@ CudaGrowableMemory::CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind 
   const CudaContext::Scope scope(context);
   property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   property_.location = {CU_MEM_LOCATION_TYPE_DEVICE, context.index()};
+  if (pieces == Pieces::kShared) {
+    if (context.attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) == 0) {
+      throw DeviceError(
+          fmt::format("the driver of cuda:{} does not share memory by file", context.index()));
+    }
+    property_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  }
   std::size_t granule = 0;
   cuda.check(
       cuda.MemGetAllocationGranularity(&granule, &property_, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
@@ -137,6 +146,17 @@ CudaGrowableMemory::~CudaGrowableMemory() {
 
 std::byte* CudaGrowableMemory::base() {
   return as_pointer(base_);
+}
+
+SharedPiece CudaGrowableMemory::piece(std::size_t index) const {
+  const Piece& piece = pieces_.at(index);
+  const CudaContext::Scope scope(*pool_.context);
+  const CudaDriver& cuda = pool_.context->driver();
+  int descriptor = -1;
+  cuda.check(cuda.MemExportToShareableHandle(&descriptor, piece.handle,
+                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+             "cuMemExportToShareableHandle");
+  return {FileDescriptor(descriptor), Bytes(), piece.bytes};
 }
 
 void CudaGrowableMemory::grow_to(Bytes bytes) {
@@ -189,6 +209,70 @@ void CudaGrowableMemory::map_piece(Bytes bytes) {
   pieces_.push_back(std::move(piece));
   backed_ += bytes;
   charge_.grow(bytes);
+}
+
+CudaPeerMapping::CudaPeerMapping(std::shared_ptr<const CudaContext> context, Bytes bytes)
+    : context_(std::move(context)), reserved_(align_up(std::max(bytes, Bytes(1)), kGranuleMax)) {
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  cuda.check(cuda.MemAddressReserve(&base_, reserved_.size(), 0, 0, 0), "cuMemAddressReserve");
+}
+
+CudaPeerMapping::~CudaPeerMapping() {
+  const CudaContext::Scope scope(*context_, std::nothrow);
+  const CudaDriver& cuda = context_->driver();
+  if (mapped_.value > 0) cuda.MemUnmap(base_, mapped_.size());
+  for (const CUmemGenericAllocationHandle handle : handles_) cuda.MemRelease(handle);
+  cuda.MemAddressFree(base_, reserved_.size());
+}
+
+const std::byte* CudaPeerMapping::base() const {
+  return as_pointer(base_);
+}
+
+void CudaPeerMapping::add(SharedPiece piece) {
+  STRATA_ASSERT(mapped_ + piece.bytes <= reserved_);
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  handles_.reserve(handles_.size() + 1);
+  CUmemGenericAllocationHandle handle = 0;
+  auto* const descriptor =
+      reinterpret_cast<void*>(static_cast<std::uintptr_t>(piece.descriptor.get()));
+  cuda.check(cuda.MemImportFromShareableHandle(&handle, descriptor,
+                                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+             "cuMemImportFromShareableHandle");
+  const CUdeviceptr at = base_ + mapped_.size();
+  const CUresult mapped = cuda.MemMap(at, piece.bytes.size(), 0, handle, 0);
+  if (mapped != CUDA_SUCCESS) {
+    cuda.MemRelease(handle);
+    cuda.fail(mapped, "cuMemMap of a peer's memory");
+  }
+  CUmemAccessDesc access{};
+  access.location = {CU_MEM_LOCATION_TYPE_DEVICE, context_->index()};
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  const CUresult usable = cuda.MemSetAccess(at, piece.bytes.size(), &access, 1);
+  if (usable != CUDA_SUCCESS) {
+    cuda.MemUnmap(at, piece.bytes.size());
+    cuda.MemRelease(handle);
+    cuda.fail(usable, "cuMemSetAccess of a peer's memory");
+  }
+  handles_.push_back(handle);
+  mapped_ += piece.bytes;
+}
+
+CudaHostRegistration::CudaHostRegistration(std::shared_ptr<const CudaContext> context,
+                                           std::span<std::byte> host)
+    : context_(std::move(context)), host_(host.data()) {
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  cuda.check(cuda.MemHostRegister(host_, host.size(),
+                                  CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP),
+             "cuMemHostRegister");
+}
+
+CudaHostRegistration::~CudaHostRegistration() {
+  const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->driver().MemHostUnregister(host_);
 }
 
 }  // namespace strata::device

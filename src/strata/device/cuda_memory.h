@@ -1,13 +1,13 @@
 // Memory of a CUDA device, and host memory pinned for it.
 //
 // CudaMemory is one block of the driver's. CudaGrowableMemory is a range of addresses that physical
-// memory is mapped into piece by piece. CudaHostMemory is made of huge pages that several threads
-// touch, and registered afterwards, which takes a tenth of the time that the driver's own
-// allocation of pinned memory takes.
-// Threads: one at a time each. Ownership: each keeps context, ledger and budget alive and gives
-// back what it holds on destruction; freeing device memory waits for the device's running work.
-// Units: CudaMemory charges the bytes asked for, CudaGrowableMemory the whole pieces that it maps.
-// Errors: OutOfMemoryError; UsageError for growth beyond the range.
+// memory is mapped into piece by piece; what it shares CudaPeerMapping maps in another process.
+// CudaHostMemory is made of huge pages that several threads touch, and registered afterwards, which
+// takes a tenth of the time that the driver's own allocation of pinned memory takes. Threads: one
+// at a time each. Ownership: each keeps context, ledger and budget alive and gives back what it
+// holds on destruction; freeing device memory waits for the device's running work. Units:
+// CudaMemory charges the bytes asked for, CudaGrowableMemory the whole pieces that it maps. Errors:
+// OutOfMemoryError; UsageError for growth beyond the range.
 #pragma once
 
 #include <memory>
@@ -66,7 +66,9 @@ class CudaHostMemory final : public HostMemory {
 
 class CudaGrowableMemory final : public GrowableMemory {
  public:
-  CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind kind);
+  enum class Pieces { kPrivate, kShared };
+  CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind kind,
+                     Pieces pieces = Pieces::kPrivate);
   ~CudaGrowableMemory() override;
   CudaGrowableMemory(const CudaGrowableMemory&) = delete;
   CudaGrowableMemory& operator=(const CudaGrowableMemory&) = delete;
@@ -75,6 +77,8 @@ class CudaGrowableMemory final : public GrowableMemory {
   Bytes reserved() const override { return reserved_; }
   Bytes backed() const override { return backed_; }
   void grow_to(Bytes bytes) override;
+  std::size_t pieces() const override { return pieces_.size(); }
+  SharedPiece piece(std::size_t index) const override;
 
  private:
   struct Piece {
@@ -93,6 +97,39 @@ class CudaGrowableMemory final : public GrowableMemory {
   CUdeviceptr base_ = 0;  // 0 when reserved_ is 0
   std::vector<Piece> pieces_;
   memory::Charge charge_;
+};
+
+class CudaPeerMapping final : public PeerMapping {
+ public:
+  CudaPeerMapping(std::shared_ptr<const CudaContext> context, Bytes bytes);
+  ~CudaPeerMapping() override;
+  CudaPeerMapping(const CudaPeerMapping&) = delete;
+  CudaPeerMapping& operator=(const CudaPeerMapping&) = delete;
+
+  const std::byte* base() const override;
+  Bytes mapped() const override { return mapped_; }
+  std::size_t pieces() const override { return handles_.size(); }
+  void add(SharedPiece piece) override;
+
+ private:
+  std::shared_ptr<const CudaContext> context_;
+  Bytes reserved_;
+  Bytes mapped_;
+  CUdeviceptr base_ = 0;
+  std::vector<CUmemGenericAllocationHandle> handles_;
+};
+
+// Host memory of somebody else, registered.
+class CudaHostRegistration final : public HostRegistration {
+ public:
+  CudaHostRegistration(std::shared_ptr<const CudaContext> context, std::span<std::byte> host);
+  ~CudaHostRegistration() override;
+  CudaHostRegistration(const CudaHostRegistration&) = delete;
+  CudaHostRegistration& operator=(const CudaHostRegistration&) = delete;
+
+ private:
+  std::shared_ptr<const CudaContext> context_;
+  std::byte* host_;
 };
 
 }  // namespace strata::device

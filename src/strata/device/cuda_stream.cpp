@@ -45,7 +45,11 @@ class OwnStream final : public CudaStream {
   explicit OwnStream(std::shared_ptr<const CudaContext> shared) : CudaStream(std::move(shared)) {
     const CudaContext::Scope scope(context());
     const CudaDriver& cuda = context().driver();
-    cuda.check(cuda.StreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+    int lowest = 0;
+    int highest = 0;
+    cuda.check(cuda.CtxGetStreamPriorityRange(&lowest, &highest), "cuCtxGetStreamPriorityRange");
+    cuda.check(cuda.StreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, highest),
+               "cuStreamCreateWithPriority");
   }
   ~OwnStream() override {
     const CudaContext::Scope scope(context(), std::nothrow);

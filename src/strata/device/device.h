@@ -20,6 +20,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
+#include "strata/device/shared_memory.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
@@ -49,6 +50,9 @@ class GrowableMemory {
   virtual Bytes backed() const = 0;
   // Backs at least `bytes` (rounded up to the granule); never shrinks. Throws OutOfMemoryError.
   virtual void grow_to(Bytes bytes) = 0;
+  // Of Device::reserve_shared(): the pieces that back it so far, and one of them for a peer to map.
+  virtual std::size_t pieces() const = 0;
+  virtual SharedPiece piece(std::size_t index) const = 0;
 };
 
 class Event {
@@ -74,6 +78,11 @@ class Device {
 
   virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
   virtual std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) = 0;
+  // The same, of pieces that the ranks of this host can map. Throws DeviceError where the driver
+  // cannot share memory.
+  virtual std::unique_ptr<GrowableMemory> reserve_shared(Bytes bytes, memory::Kind kind) = 0;
+  // Room for the pieces of a peer's shared memory of `bytes`, reached through this device.
+  virtual std::unique_ptr<PeerMapping> reserve_mapping(Bytes bytes) = 0;
   // Device memory that the caller charges: buffers of collectives.
   virtual std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) = 0;
   // Host memory for transfers, charged to the host tier: pinned, so that they run at the link's
@@ -85,7 +94,11 @@ class Device {
   virtual bool host_accessible(const std::byte* pointer) const = 0;
   // Whether kernels may: memory of the device, and pinned host memory.
   virtual bool device_accessible(const std::byte* pointer) const = 0;
+  // Makes existing host memory, whole pages, one that streams reach, for as long as the result
+  // lives. Throws DeviceError where the system refuses.
+  virtual std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) = 0;
 
+  // Runs before the model's kernels where both wait for a processor.
   virtual std::unique_ptr<Stream> create_stream() = 0;
   // The stream on which the model computes in the calling thread now; the object is the device's.
   virtual Stream& compute_stream() = 0;
@@ -103,14 +116,28 @@ class Device {
   // target = factor * source; equal lengths.
   virtual void scale(std::span<float> target, std::span<const float> source, float factor,
                      Stream& stream) = 0;
+  // target = scale * (s_0 + s_1 + ...), or target += that, in fp32 in the order of `sources`, each
+  // of target.size() elements of `dtype`; at most kSourcesMax.
+  virtual void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
+                            DType dtype, float scale, bool accumulate, Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
   // Of every `piece` bytes of each run, in order; the last of a run may be shorter. Complete when
   // it returns.
   virtual std::vector<kernels::Fingerprint> fingerprints(
       std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& stream) = 0;
-  // Complete when it returns (the caller needs the numbers).
-  virtual kernels::GradStats grad_stats(std::span<const float> gradients, Stream& stream) = 0;
+  // Of each of the arrays. Complete when it returns (the caller needs the numbers).
+  virtual std::vector<kernels::GradStats> grad_stats(
+      std::span<const std::span<const float>> gradients, Stream& stream) = 0;
+
+  // Signals between ranks, in pinned host memory that all of them map: no processor of the device
+  // waits. `*flag = value`, seen after everything that the stream did before.
+  virtual void write_flag(Flag& flag, std::uint32_t value, Stream& stream) = 0;
+  // Later work of the stream runs when *flag has reached `value`: counted from it, it is less than
+  // 2^31 ahead. The CPU device waits in the call.
+  virtual void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) = 0;
+
+  static constexpr std::size_t kSourcesMax = 64;
 };
 
 }  // namespace strata::device

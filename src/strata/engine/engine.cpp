@@ -172,14 +172,19 @@ void Engine::reduce_late() {
   reducer_.reduce_late(units);
 }
 
+std::vector<int> Engine::filled_units() {
+  std::vector<int> result;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (reducer_.shards().filled(shard.unit)) result.push_back(shard.unit);
+  }
+  return result;
+}
+
 Engine::Finding Engine::measure_gradients(double loss_scale) {
   const auto measure = [this](bool with_late) {
     double sum = 0.0;
     double not_finite = 0.0;
-    for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-      if (!reducer_.shards().filled(shard.unit)) continue;
-      const kernels::GradStats stats =
-          device_->grad_stats(reducer_.shards().values(shard.unit), device_->compute_stream());
+    for (const kernels::GradStats& stats : reducer_.shards().statistics(filled_units())) {
       sum += stats.sum_of_squares;
       if (!stats.finite) not_finite += 1.0;
     }
@@ -221,12 +226,10 @@ void Engine::report_unused() {
 
 void Engine::report_not_finite() {
   std::string mine;
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (!reducer_.shards().filled(shard.unit)) continue;
-    if (device_->grad_stats(reducer_.shards().values(shard.unit), device_->compute_stream()).finite)
-      continue;
-    mine = weights_.units()[static_cast<std::size_t>(shard.unit)].name();
-    break;
+  const std::vector<int> filled = filled_units();
+  const std::vector<kernels::GradStats> stats = reducer_.shards().statistics(filled);
+  for (std::size_t i = 0; i < stats.size() && mine.empty(); ++i) {
+    if (!stats[i].finite) mine = weights_.units()[static_cast<std::size_t>(filled[i])].name();
   }
   std::string where;
   const std::vector<std::string> texts = collectives_->all_gather_text(mine);

@@ -92,6 +92,7 @@ class Engine {
     bool finite = true;
   };
   void reduce_late();
+  std::vector<int> filled_units();
   Finding measure_gradients(double loss_scale);
   [[noreturn]] void report_not_finite();
   [[noreturn]] void report_unused();

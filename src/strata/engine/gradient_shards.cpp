@@ -62,6 +62,21 @@ std::span<float> GradientShards::values(int unit) {
   return wide;
 }
 
+std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> units) {
+  device::Stream& stream = device_.compute_stream();
+  std::vector<kernels::GradStats> result;
+  if (dtype_ == DType::kFloat32) {
+    std::vector<std::span<const float>> all;
+    for (const int unit : units) all.push_back(values(unit));
+    return device_.grad_stats(all, stream);
+  }
+  for (const int unit : units) {  // widened one by one
+    const std::span<const float> wide[] = {values(unit)};
+    result.push_back(device_.grad_stats(wide, stream).front());
+  }
+  return result;
+}
+
 void GradientShards::clear() {
   for (Shard& shard : shards_) shard.filled = false;
 }

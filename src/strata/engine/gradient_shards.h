@@ -30,6 +30,8 @@ class GradientShards {
   // fp32 values of a filled shard; valid until the next call with another unit where the dtype is
   // narrow.
   std::span<float> values(int unit);
+  // Of each of these filled shards.
+  std::vector<kernels::GradStats> statistics(std::span<const int> units);
   // Forgets all values; the memory stays.
   void clear();
 

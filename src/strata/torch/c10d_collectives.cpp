@@ -8,7 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
-#include "strata/torch/bulk_operation.h"
+#include "strata/comm/bulk_operation.h"
 #include "strata/torch/dtype.h"
 #include "strata/torch/group_failure.h"
 #include "strata/torch/group_work.h"

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/bulk_operation.h"
+#include "strata/comm/bulk_operation.h"
 #include "strata/torch/dtype.h"
 #include "strata/torch/group_failure.h"
 #include "strata/torch/group_work.h"

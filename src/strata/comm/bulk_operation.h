@@ -10,20 +10,20 @@
 
 #include "strata/comm/collectives.h"
 
-namespace strata::torch {
+namespace strata::comm {
 
 struct BulkOperation {
   std::string what;             // equal on ranks that do the same thing
   std::span<std::byte> source;  // this rank's slice, or its whole contribution
 };
 
-BulkOperation describe_gather(const comm::SliceMap& slices, std::span<std::byte> flat, int rank,
+BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
                               int world_size, std::string_view tag);
-BulkOperation describe_reduction(const comm::Reduction& reduction, int world_size,
+BulkOperation describe_reduction(const Reduction& reduction, int world_size,
                                  std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
 // The error of ranks that met in different operations; `whats` by rank.
 std::string different_operations(const std::vector<std::string>& whats);
 
-}  // namespace strata::torch
+}  // namespace strata::comm

@@ -1,16 +1,16 @@
-#include "strata/torch/bulk_operation.h"
+#include "strata/comm/bulk_operation.h"
 
 #include <fmt/format.h>
 
 #include "strata/base/error.h"
 
-namespace strata::torch {
+namespace strata::comm {
 namespace {
 
-std::span<std::byte> part_of(const comm::SharedBuffer* buffer, Bytes offset, Bytes bytes,
+std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes bytes,
                              const std::string& what) {
   if (buffer == nullptr) throw UsageError(fmt::format("{} needs a buffer; got none", what));
-  const std::span<std::byte> whole = const_cast<comm::SharedBuffer*>(buffer)->local();
+  const std::span<std::byte> whole = const_cast<SharedBuffer*>(buffer)->local();
   if ((offset + bytes).size() > whole.size()) {
     throw UsageError(fmt::format("{} needs {} bytes of buffer '{}', which has {}", what,
                                  (offset + bytes).value, buffer->name(), whole.size()));
@@ -20,7 +20,7 @@ std::span<std::byte> part_of(const comm::SharedBuffer* buffer, Bytes offset, Byt
 
 }  // namespace
 
-BulkOperation describe_gather(const comm::SliceMap& slices, std::span<std::byte> flat, int rank,
+BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
                               int world_size, std::string_view tag) {
   if (Bytes(flat.size()) != slices.slice_bytes * world_size) {
     throw UsageError(fmt::format(
@@ -35,7 +35,7 @@ BulkOperation describe_gather(const comm::SliceMap& slices, std::span<std::byte>
   return operation;
 }
 
-BulkOperation describe_reduction(const comm::Reduction& reduction, int world_size,
+BulkOperation describe_reduction(const Reduction& reduction, int world_size,
                                  std::string_view tag) {
   const auto numel = static_cast<std::int64_t>(reduction.result.size());
   BulkOperation operation;
@@ -64,4 +64,4 @@ std::string different_operations(const std::vector<std::string>& whats) {
   return message + " every rank must use the same units in the same order";
 }
 
-}  // namespace strata::torch
+}  // namespace strata::comm

@@ -1,0 +1,68 @@
+// One rank's shared memory by name, and what it has mapped of its peers'.
+// Threads: allocate(), find() and the buffers' own calls in the rank's thread; share() in the
+// channel's. Ownership: buffers may outlive this object; mappings go with it, or when a peer has
+// freed the buffer. Errors: UsageError for names in use; DeviceError, OutOfMemoryError.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "strata/comm/peer_channel.h"
+#include "strata/comm/peer_flags.h"
+#include "strata/device/device.h"
+
+namespace strata::comm {
+
+class PeerBuffers {
+ public:
+  PeerBuffers(std::shared_ptr<device::Device> device, int rank);
+
+  // What runs before a buffer's memory goes: it waits for those who read it.
+  void set_before_free(std::function<void()> action) { before_free_ = std::move(action); }
+  void set_flags(PeerFlags flags) { flags_ = flags; }
+
+  // `growing`: no memory at first.
+  static std::unique_ptr<SharedBuffer> allocate(const std::shared_ptr<PeerBuffers>& buffers,
+                                                std::string name, Bytes bytes, bool growing);
+
+  // What peers get; PeerChannel::Service::share(). Keys are "n" and a name, or "#" and a number.
+  std::optional<SharedParts> share(const std::string& key, std::size_t first);
+
+  static std::string key_of_name(const std::string& name) { return "n" + name; }
+  static std::string key_of_number(std::uint64_t number) { return "#" + std::to_string(number); }
+  // The number of a buffer of this rank; nothing where it is not one of these.
+  std::optional<std::uint64_t> number_of(const SharedBuffer& buffer) const;
+
+  struct View {
+    const std::byte* base = nullptr;
+    Bytes bytes;   // that the owner asked for
+    Bytes mapped;  // a prefix
+  };
+  // A peer's buffer, of which at least `needed` bytes are mapped if the owner has so many; nothing
+  // where there is no such buffer.
+  std::optional<View> find(PeerChannel& channel, int rank, const std::string& key, Bytes needed);
+
+ private:
+  class Buffer;
+  struct Mapping {
+    std::uint64_t number = 0;
+    std::uint32_t freed = 0;  // the owner's count when it was asked
+    Bytes bytes;
+    std::unique_ptr<device::PeerMapping> pieces;
+  };
+  std::shared_ptr<device::Device> device_;
+  int rank_;
+  PeerFlags flags_;
+  std::function<void()> before_free_;
+  mutable std::mutex mutex_;               // guards what follows
+  std::map<std::string, Buffer*> living_;  // by name
+  std::uint64_t next_number_ = 1;
+  std::map<std::pair<int, std::string>, Mapping> mappings_;  // the rank's thread alone
+};
+
+}  // namespace strata::comm

@@ -1,0 +1,38 @@
+// Collectives of devices of one host that reach each other's memory: GPUs of one NVLink domain.
+//
+// A gather is this rank's own copies from its peers' memory, on a stream of their own: no processor
+// of the device takes part, no peer has to come, and ranks may gather different things. A reduction
+// copies this rank's slice of every peer's contribution, piece by piece, and adds the pieces up in
+// fp32 in the order of ranks: the same bits in every run, from contributions of 16 bits, too.
+// Streams of different ranks wait for each other by flags in host memory; no kernel waits. What is
+// small, texts, numbers and the agreement on each reduction, goes through `control`.
+// Memory: each rank copies through at most 2 * (world_size - 1) pieces of kReducePiece, made at the
+// first reduction, uncharged.
+//
+// Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
+// streams that wait for it go on then, with values that nobody may use: every later call throws.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+
+namespace strata::comm {
+
+inline constexpr Bytes kReducePiece = 16_MiB;
+
+struct PeerOptions {
+  // How long a gather waits for a buffer that a peer has not allocated.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+};
+
+// Collective. `device`: where this rank's model computes, an object of its own. `control`: of host
+// memory, the same ranks, not used otherwise afterwards. Throws CommError, on every rank, where one
+// of them cannot reach another's memory; `control` stays usable then.
+std::unique_ptr<Collectives> make_peer_collectives(std::shared_ptr<device::Device> device,
+                                                   std::shared_ptr<Collectives> control,
+                                                   const PeerOptions& options = {});
+
+}  // namespace strata::comm

@@ -1,0 +1,60 @@
+// The counts by which streams of different ranks wait for each other, in memory of the host that
+// every rank maps. Each has one writer and one reader.
+// Threads: flags are atomic. Ownership: a view of memory that its user keeps mapped, zeroed at
+// first.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "strata/base/units.h"
+#include "strata/device/shared_memory.h"
+
+namespace strata::comm {
+
+class PeerFlags {
+ public:
+  enum class Kind {
+    kWritten,  // contributions to reductions that `from` has written
+    kRead,     // contributions to reductions that `from` has read from `to`
+    kBarrier,  // barriers that `from` has passed
+  };
+
+  PeerFlags() = default;
+  PeerFlags(std::span<std::byte> memory, int world_size)
+      : first_(memory.data()), world_size_(world_size) {}
+
+  static Bytes bytes_for(int world_size) {
+    return Bytes(static_cast<std::int64_t>(kKinds * world_size + 1) * world_size *
+                 static_cast<std::int64_t>(kLine));
+  }
+
+  device::Flag& at(Kind kind, int from, int to) const {
+    return flag((static_cast<int>(kind) * world_size_ + from) * world_size_ + to);
+  }
+  // How often `rank` has freed a buffer, so that its peers drop their mappings.
+  device::Flag& freed(int rank) const { return flag(kKinds * world_size_ * world_size_ + rank); }
+
+  // Lets every stream of `rank` run, whatever it waits for: a peer will never write the flag.
+  void release(int rank) const noexcept {
+    for (int kind = 0; kind < kKinds; ++kind) {
+      for (int from = 0; from < world_size_; ++from) {
+        if (from != rank) at(static_cast<Kind>(kind), from, rank).store(kReleased);
+      }
+    }
+  }
+  static constexpr std::uint32_t kReleased = 0x7FFFFFFF;  // beyond all counts
+
+ private:
+  static constexpr int kKinds = 3;
+  static constexpr std::size_t kLine = 64;  // a flag has a cache line to itself
+
+  device::Flag& flag(int index) const {
+    return *reinterpret_cast<device::Flag*>(first_ + static_cast<std::size_t>(index) * kLine);
+  }
+
+  std::byte* first_ = nullptr;
+  int world_size_ = 0;
+};
+
+}  // namespace strata::comm

@@ -1,0 +1,200 @@
+#include "strata/comm/peer_link.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "strata/base/error.h"
+#include "strata/comm/bulk_operation.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::comm {
+namespace {
+
+constexpr std::string_view kFlagsKey = "flags";
+constexpr std::chrono::microseconds kAskAgainAfter(200);
+
+}  // namespace
+
+PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
+                   const PeerOptions& options)
+    : device_(std::move(device)),
+      control_(std::move(control)),
+      rank_(control_->rank()),
+      world_size_(control_->world_size()),
+      timeout_(options.timeout),
+      buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
+      gathers_(device_->create_stream()),
+      pulls_(device_->create_stream()),
+      sums_(device_->create_stream()),
+      releases_(device_->create_stream()) {
+  if (rank_ == 0) flags_file_ = FileDescriptor(::memfd_create("strata-flags", MFD_CLOEXEC));
+  channel_ = std::make_unique<PeerChannel>(*control_, *this);
+  std::string error;
+  try {
+    map_flags();
+  } catch (const Error& caught) {
+    error = caught.what();
+  }
+  const std::vector<std::string> errors = control_->all_gather_text(error);
+  for (std::size_t r = 0; r < errors.size(); ++r) {
+    if (!errors[r].empty()) {
+      throw CommError(fmt::format("rank {} cannot share memory with the others: {}", r, errors[r]));
+    }
+  }
+}
+
+PeerLink::~PeerLink() {
+  channel_.reset();
+}
+
+void PeerLink::map_flags() {
+  const Bytes bytes = align_up(PeerFlags::bytes_for(world_size_), memory::page_size());
+  FileDescriptor theirs;
+  if (rank_ == 0) {
+    if (!flags_file_.valid() || ::ftruncate(flags_file_.get(), bytes.value) != 0)
+      throw CommError(
+          fmt::format("no shared memory of {}: {}", to_string(bytes), std::strerror(errno)));
+  } else {
+    std::optional<SharedParts> parts = channel_->ask(0, std::string(kFlagsKey), 0);
+    if (!parts || parts->pieces.empty()) throw CommError("rank 0 has no shared memory to give");
+    theirs = std::move(parts->pieces.front().descriptor);
+  }
+  const int file = rank_ == 0 ? flags_file_.get() : theirs.get();
+  flags_memory_ = MappedMemory::of_file(file, Bytes(), bytes, MappedMemory::Access::kReadWrite,
+                                        "flags of ranks");
+  flags_pinned_ = device_->pin(flags_memory_.bytes());
+  flags_ = PeerFlags(flags_memory_.bytes(), world_size_);
+  buffers_->set_flags(flags_);
+  flags_mapped_.store(true);
+}
+
+std::optional<SharedParts> PeerLink::share(const std::string& key, std::size_t first) {
+  if (key != kFlagsKey) return buffers_->share(key, first);
+  if (!flags_file_.valid()) return std::nullopt;
+  SharedParts parts;
+  parts.pieces.push_back(
+      {FileDescriptor(::fcntl(flags_file_.get(), F_DUPFD_CLOEXEC, 0)), Bytes(), Bytes()});
+  return parts;
+}
+
+void PeerLink::peer_failed(int rank, const std::string& reason) noexcept {
+  try {
+    set_failure(fmt::format("rank {} failed: {}", rank, reason));
+  } catch (const std::exception&) {
+    failed_.store(true);
+  }
+  if (flags_mapped_.load()) flags_.release(rank_);
+}
+
+void PeerLink::set_failure(const std::string& message) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!failed_.exchange(true)) failure_ = message;
+}
+
+void PeerLink::require_usable() {
+  if (!failed_.load()) return;
+  const std::lock_guard lock(mutex_);
+  throw CommError(failure_);
+}
+
+void PeerLink::stop(std::string_view reason) noexcept {
+  set_failure(std::string(reason));
+  flags_.release(rank_);
+  channel_->fail(reason);
+  control_->abort(reason);
+}
+
+void PeerLink::fail(const std::string& message) {
+  // A peer that ended may show here before its own words arrive.
+  if (!failed_.load()) stop(message);
+  const std::lock_guard lock(mutex_);
+  throw CommError(failure_);
+}
+
+const std::byte* PeerLink::reach(int rank, const std::string& key, std::string_view name,
+                                 Bytes offset, Bytes bytes, std::string_view what) {
+  const auto give_up = std::chrono::steady_clock::now() + timeout_;
+  for (;;) {
+    require_usable();
+    std::optional<PeerBuffers::View> view;
+    try {
+      view = buffers_->find(*channel_, rank, key, offset + bytes);
+    } catch (const Error& error) {
+      fail(fmt::format("{}: buffer '{}' of rank {} cannot be reached: {}", what, name, rank,
+                       error.what()));
+    }
+    if (view && view->mapped >= offset + bytes && view->bytes >= offset + bytes)
+      return view->base + offset.size();
+    if (view && view->bytes < offset + bytes) {
+      fail(fmt::format(
+          "{}: the slice of rank {} lies outside its buffer '{}'; every rank must allocate it for "
+          "the same layout (offset {}, slice of {} B, buffer of {} B)",
+          what, rank, name, offset.value, bytes.value, view->bytes.value));
+    }
+    if (std::chrono::steady_clock::now() > give_up) {
+      fail(
+          fmt::format("{}: rank {} lives but has no buffer '{}' after {} ms; every rank must use "
+                      "the same units",
+                      what, rank, name, timeout_.count()));
+    }
+    std::this_thread::sleep_for(kAskAgainAfter);
+  }
+}
+
+void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
+  for (int turn = 0; turn < peers(); ++turn) {
+    const auto view = buffers_->find(*channel_, peer(turn), PeerBuffers::key_of_name(name), bytes);
+    if (!view || view->mapped < bytes)
+      throw CommError(fmt::format("rank {} does not share '{}'", peer(turn), name));
+  }
+}
+
+std::vector<std::uint64_t> PeerLink::agree(const std::string& what, std::uint64_t number) {
+  return controlled(what, [&] {
+    const auto hash = static_cast<double>(std::hash<std::string>{}(what) >> 12U);  // exact
+    std::vector<double> values(static_cast<std::size_t>(world_size_) + 2);
+    values[static_cast<std::size_t>(rank_)] = static_cast<double>(number);
+    const auto end = values.end();
+    end[-2] = hash;
+    end[-1] = -hash;
+    // Numbers are not negative, so that each rank's own is the largest at its place.
+    control_->all_reduce(values, ReduceOp::kMax);
+    if (end[-2] != -end[-1]) throw CommError(different_operations(control_->all_gather_text(what)));
+    std::vector<std::uint64_t> numbers;
+    for (auto value = values.begin(); value != end - 2; ++value)
+      numbers.push_back(static_cast<std::uint64_t>(*value));
+    return numbers;
+  });
+}
+
+void PeerLink::barrier() {
+  agree("barrier");
+  ++barriers_;
+  device::Stream& compute = device_->compute_stream();
+  compute.wait_for(*gathers_->record());
+  compute.wait_for(*releases_->record());
+  for (int turn = 0; turn < peers(); ++turn) {
+    device_->write_flag(flag(PeerFlags::Kind::kBarrier, rank_, peer(turn)), barriers_, compute);
+  }
+  for (int turn = 0; turn < peers(); ++turn) {
+    device_->wait_flag(flag(PeerFlags::Kind::kBarrier, peer(turn), rank_), barriers_, *gathers_);
+  }
+}
+
+void PeerLink::wait_for_readers() noexcept {
+  try {
+    gathers_->synchronize();
+    releases_->synchronize();
+    device_->compute_stream().synchronize();
+  } catch (const std::exception&) {
+    return;  // a device that is lost runs nothing
+  }
+}
+
+}  // namespace strata::comm

@@ -1,0 +1,42 @@
+#include "strata/device/cpu_peer_mapping.h"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "strata/base/error.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::device {
+
+CpuPeerMapping::CpuPeerMapping(Bytes bytes) {
+  const Bytes size = align_up(std::max(bytes, Bytes(1)), memory::page_size());
+  void* address =
+      ::mmap(nullptr, size.size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) {
+    throw DeviceError(fmt::format("no room for {} of a peer's memory in the address space: {}",
+                                  to_string(size), std::strerror(errno)));
+  }
+  range_ = {static_cast<std::byte*>(address), size.size()};
+}
+
+CpuPeerMapping::~CpuPeerMapping() {
+  ::munmap(range_.data(), range_.size());
+}
+
+void CpuPeerMapping::add(SharedPiece piece) {
+  STRATA_ASSERT((mapped_ + piece.bytes).size() <= range_.size());
+  void* const at = range_.data() + mapped_.size();
+  if (::mmap(at, piece.bytes.size(), PROT_READ, MAP_SHARED | MAP_FIXED, piece.descriptor.get(),
+             piece.offset.value) == MAP_FAILED) {
+    throw DeviceError(fmt::format("a peer's memory cannot be mapped ({}): {}",
+                                  to_string(piece.bytes), std::strerror(errno)));
+  }
+  mapped_ += piece.bytes;
+  ++pieces_;
+}
+
+}  // namespace strata::device

@@ -1,0 +1,121 @@
+#include "strata/comm/peer_collectives.h"
+
+#include "comm/collectives_conformance.h"
+#include "strata/comm/local_collectives.h"
+#include "strata/device/cpu_device.h"
+
+namespace strata::comm::conformance {
+namespace {
+
+// Ranks are threads; their "devices" share memory by files, and wait for flags in the call.
+std::vector<std::string> run_peers(int world_size, std::chrono::milliseconds timeout,
+                                   const RankBody& body) {
+  CommOptions options;
+  options.timeout = timeout;
+  LocalGroup group(world_size, options);
+  PeerOptions peer_options;
+  peer_options.timeout = timeout;
+  return run_as_threads(
+      world_size,
+      [&](int rank) {
+        return make_peer_collectives(std::make_shared<device::CpuDevice>(), group.rank(rank),
+                                     peer_options);
+      },
+      body);
+}
+
+Backend peer_backend() {
+  return {"peer", run_peers};
+}
+
+INSTANTIATE_TEST_SUITE_P(Peer, CollectivesMoveData, testing::Values(peer_backend()));
+INSTANTIATE_TEST_SUITE_P(Peer, CollectivesReportErrors, testing::Values(peer_backend()));
+INSTANTIATE_TEST_SUITE_P(Peer, OneSidedGathers, testing::Values(peer_backend()));
+
+std::vector<std::string> on_peers(int world_size, const RankBody& body) {
+  return run_peers(world_size, std::chrono::seconds(60), body);
+}
+
+TEST(PeerCollectives, ReduceWhatIsLargerThanTheRing) {
+  const auto numel = static_cast<std::size_t>(kReducePiece.value / 4 * 5 / 2);
+  const auto results = on_peers(3, [&](Collectives& c) {
+    auto source = c.allocate("source", Bytes(numel * 4 * 3));
+    const auto values = floats_of(*source);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = contribution(c.rank(), i);
+    std::vector<float> result(numel);
+    c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "large")->wait();
+    const std::size_t first = numel * static_cast<std::size_t>(c.rank());
+    for (std::size_t i = 0; i < numel; ++i) {
+      require_or_say(result[i] == sum_by_rank(3, first + i),
+                     [&] { return fmt::format("element {}", i); });
+    }
+    c.barrier();
+    return std::string();
+  });
+  EXPECT_THAT(results, testing::Each(""));
+}
+
+TEST(PeerCollectives, GatherFromABufferThatGrowsWhileItIsMapped) {
+  const auto results = on_peers(2, [](Collectives& c) {
+    constexpr std::size_t kHalf = 1 << 20;
+    auto buffer = c.allocate_growing("weights", Bytes(2 * kHalf));
+    for (std::size_t half = 0; half < 2; ++half) {
+      buffer->back(Bytes((half + 1) * kHalf));
+      fill(buffer->local().subspan(half * kHalf, kHalf), c.rank(), static_cast<int>(half));
+      c.barrier();
+      std::vector<std::byte> flat(2 * kHalf);
+      c.all_gather({buffer.get(), Bytes(half * kHalf), 0_B, Bytes(kHalf)}, flat, "half")->wait();
+      for (int r = 0; r < 2; ++r) {
+        require_pattern(std::span(flat).subspan(static_cast<std::size_t>(r) * kHalf, kHalf), r,
+                        "gather", static_cast<int>(half));
+      }
+    }
+    c.barrier();
+    return std::string();
+  });
+  EXPECT_THAT(results, testing::Each(""));
+}
+
+TEST(PeerCollectives, SeeTheNewBufferWhereANameIsUsedAgain) {
+  const auto results = on_peers(3, [](Collectives& c) {
+    for (int round = 0; round < 4; ++round) {
+      auto buffer = c.allocate("weights", Bytes(3000 + round * 5000));
+      fill(buffer->local(), c.rank(), round);
+      c.barrier();
+      const std::size_t bytes = buffer->local().size();
+      std::vector<std::byte> flat(bytes * 3);
+      c.all_gather({buffer.get(), 0_B, 0_B, Bytes(bytes)}, flat, "weights")->wait();
+      for (int r = 0; r < 3; ++r) {
+        require_pattern(std::span(flat).subspan(static_cast<std::size_t>(r) * bytes, bytes), r,
+                        "gather", round);
+      }
+      c.barrier();
+    }
+    return std::string();
+  });
+  EXPECT_THAT(results, testing::Each(""));
+}
+
+TEST(PeerCollectives, LeaveTheirControlPlaneUsableWhereARankCannotTakePart) {
+  LocalGroup group(2);
+  const auto results = run_as_threads(
+      2, [&](int rank) { return group.rank(rank); },
+      [](Collectives& c) {
+        const std::shared_ptr<Collectives> control(&c, [](Collectives*) {});
+        device::CpuDeviceOptions options;
+        if (c.rank() == 1) options.memory_limit = 1_B;
+        std::string message = "no error";
+        try {
+          make_peer_collectives(std::make_shared<device::CpuDevice>(options), control);
+        } catch (const CommError& error) {
+          message = error.what();
+        }
+        c.barrier();
+        return message;
+      });
+  EXPECT_THAT(results, testing::Each(testing::AllOf(testing::HasSubstr("rank 1"),
+                                                    testing::HasSubstr("no memory to grow by"))));
+}
+
+}  // namespace
+}  // namespace strata::comm::conformance

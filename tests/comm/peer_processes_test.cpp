@@ -1,0 +1,78 @@
+// Peer collectives of ranks that are processes.
+#include <signal.h>
+#include <unistd.h>
+
+#include "comm/collectives_conformance.h"
+#include "comm/scratch_directory.h"
+#include "strata/comm/file_bootstrap.h"
+#include "strata/comm/peer_collectives.h"
+#include "strata/comm/shm_collectives.h"
+#include "strata/device/cpu_device.h"
+
+namespace strata::comm::conformance {
+namespace {
+
+std::vector<std::string> run_peer_processes(int world_size, std::chrono::milliseconds timeout,
+                                            const RankBody& body) {
+  const ScratchDirectory directory;
+  const auto make = [&](int rank) {
+    FileBootstrap bootstrap(directory.path(), rank, world_size, std::chrono::seconds(30));
+    CommOptions options;
+    options.timeout = timeout;
+    PeerOptions peer_options;
+    peer_options.timeout = timeout;
+    return make_peer_collectives(std::make_shared<device::CpuDevice>(),
+                                 make_shm_collectives(bootstrap, options), peer_options);
+  };
+  return run_as_processes(world_size, make, body);
+}
+
+Backend peer_process_backend() {
+  return {"peer_processes", run_peer_processes};
+}
+
+INSTANTIATE_TEST_SUITE_P(PeerProcesses, CollectivesMoveData,
+                         testing::Values(peer_process_backend()));
+INSTANTIATE_TEST_SUITE_P(PeerProcesses, CollectivesReportErrors,
+                         testing::Values(peer_process_backend()));
+INSTANTIATE_TEST_SUITE_P(PeerProcesses, OneSidedGathers, testing::Values(peer_process_backend()));
+
+// Rank 1 is killed; the others only gather, which needs no word of it.
+TEST(PeerProcesses, NoticeADeathWithoutAnOperationThatMeetsTheDead) {
+  const auto results = run_peer_processes(3, std::chrono::minutes(30), [](Collectives& c) {
+    auto buffer = c.allocate("mine", 4096_B);
+    c.barrier();
+    if (c.rank() == 1) ::kill(::getpid(), SIGKILL);
+    std::vector<std::byte> flat(3 * 4096);
+    try {
+      for (;;) c.all_gather({buffer.get(), 0_B, 0_B, 4096_B}, flat, "mine")->wait();
+    } catch (const CommError& error) {
+      return std::string(error.what());
+    }
+  });
+  EXPECT_THAT(results[0], testing::HasSubstr("rank 1"));
+  EXPECT_THAT(results[2], testing::HasSubstr("rank 1"));
+}
+
+// Rank 1 agrees to a reduction and is killed before its contribution is there: the others wait for
+// its flag.
+TEST(PeerProcesses, ADeathEndsTheWaitForAFlag) {
+  const auto results = run_peer_processes(3, std::chrono::minutes(30), [](Collectives& c) {
+    auto buffer = c.allocate("mine", Bytes(3 * 4096));
+    c.barrier();
+    std::vector<float> result(1024);
+    for (int i = 0;; ++i) {
+      if (c.rank() == 1 && i == 100) ::kill(::getpid(), SIGKILL);
+      try {
+        c.reduce_scatter({buffer.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "mine")->wait();
+      } catch (const CommError& error) {
+        return std::string(error.what());
+      }
+    }
+  });
+  EXPECT_THAT(results[0], testing::HasSubstr("rank 1"));
+  EXPECT_THAT(results[2], testing::HasSubstr("rank 1"));
+}
+
+}  // namespace
+}  // namespace strata::comm::conformance
