@@ -2,6 +2,8 @@
 
 import statistics
 
+from tables import columns
+
 GB = 1e9
 MIB = 1 << 20
 GIB = 1 << 30
@@ -145,13 +147,3 @@ def base_name(name):
 
 def gib(size):
     return "-" if size is None else f"{size / GIB:.2f}"
-
-
-def columns(lines):
-    """Lines of cells under each other: the first column to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = []
-    for line in lines:
-        cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)

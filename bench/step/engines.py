@@ -95,7 +95,7 @@ def strata(context, **changes):
     def account():
         peaks = {f"{tier} {kind}": peak for (tier, kind), (_, peak) in engine.memory_report().items() if peak}
         report = getattr(engine, "step_report", None)
-        told = {"ledger_peaks": peaks, "init_report": engine.init_report}
+        told = {"ledger_peaks": peaks, "init_report": engine.init_report, "collectives": engine.collectives_name}
         return told | ({"step_report": report() if callable(report) else report} if report is not None else {})
 
     return Training(_engine_step(engine), account)

@@ -3,13 +3,8 @@
 import math
 import statistics
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 GIB = 1 << 30
 MIB = 1 << 20
-WIDTH = 170  # of a table where nobody looks at a terminal
 
 
 def summarise(told, tokens):
@@ -69,13 +64,9 @@ def losses_apart(rows, floor):
 
 
 def step_table(rows, floor):
-    """A line for each engine that ran."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("engine", no_wrap=True)
-    headings = ["ms/step", "mean", "host ms", "tokens/s/GPU", "of floor", "over floor ms", "dev peak", "torch"]
-    headings += ["build", "growth MiB", "mallocs", "build s", "first loss", "last loss"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    """[[cell]]: a line for each engine that ran."""
+    headings = ["engine", "ms/step", "mean", "host ms", "tokens/s/GPU", "of floor", "over floor ms", "dev peak", "torch"]
+    lines = [headings + ["build", "growth MiB", "mallocs", "build s", "first loss", "last loss"]]
     fastest = floor_of(rows, floor)
     for name, row in rows.items():
         share = [f"{fastest / row['median_s']:.1%}", f"{(row['median_s'] - fastest) * 1e3:.1f}"] if fastest else ["-"] * 2
@@ -84,8 +75,9 @@ def step_table(rows, floor):
         memory += [f"{row['device_growth'] / MIB:.0f}", str(row["allocations"])] if on_gpu else ["-"] * 2
         times = [f"{row[key] * 1e3:.1f}" for key in ("median_s", "mean_s", "host_s")]
         losses = [f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}" if base_name(name) != floor else "-"]
-        table.add_row(name, *times, f"{row['tokens_per_s']:.0f}", *share, *memory, f"{row['build_s']:.1f}", *losses)
-    return table
+        own = [f"{row['build_s']:.1f}", *losses]
+        lines.append([name, *times, f"{row['tokens_per_s']:.0f}", *share, *memory, *own])
+    return lines
 
 
 def loss_lines(rows):
@@ -94,10 +86,11 @@ def loss_lines(rows):
     return "\n".join(f"{n.ljust(widest)}  {' '.join(f'{loss:.4f}' for loss in r['losses'])}" for n, r in rows.items())
 
 
-def account_lines(name, row):
-    """What an engine says of its own steps: its figures, of rank 0; "" where it says nothing."""
-    report = row["accounts"][0].get("step_report")
-    return f"{name} says: {flat_text(report)}" if report else ""
+def account_line(name, row):
+    """What an engine says of its own steps, on rank 0; "" where it says nothing."""
+    account = row["accounts"][0]
+    said = {key: account[key] for key in ("collectives", "step_report") if account.get(key)}
+    return f"{name} says: {flat_text(said)}" if said else ""
 
 
 def flat_text(value, key=""):
@@ -109,14 +102,6 @@ def flat_text(value, key=""):
     elif isinstance(value, (list, tuple)) and len(value) > 8:
         value = f"({len(value)} entries)"
     return f"{key} {value}" if key else str(value)
-
-
-def show(thing):
-    """Prints a table or text."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    console.print(thing, markup=False, highlight=False, soft_wrap=isinstance(thing, str))
 
 
 def gib(size):

@@ -26,6 +26,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for what benches share
 
 import report  # noqa: E402
+import tables  # noqa: E402
 import timeline  # noqa: E402
 from deepspeed_adam import compile_fused_adam  # noqa: E402
 from engine_processes import EngineProcesses, Failed, Skipped  # noqa: E402
@@ -218,13 +219,13 @@ def print_summary(a, result):
     rows = result["engines"]
     if not rows:
         return
-    report.show(report.step_table(rows, FLOOR))
+    tables.show(report.step_table(rows, FLOOR))
     for name, row in rows.items():
         if row["timeline"] and row["timeline"]["span"]:
-            report.show(f"{name} trace: {timeline.in_words(row['timeline'])}")
-        if said := report.account_lines(name, row):
-            report.show(said)
-    report.show(f"\n{report.loss_lines(rows)}\n\n{LEGEND}")
+            print(f"{name} trace: {timeline.in_words(row['timeline'])}")
+        if said := report.account_line(name, row):
+            print(said)
+    print(f"\n{report.loss_lines(rows)}\n\n{LEGEND}")
 
 
 LEGEND = """ms/step: median of steps, each of its slowest rank, between events on the device; mean: the whole range by the

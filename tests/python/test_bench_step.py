@@ -124,30 +124,39 @@ def _raise_on_rank_1(connection, place):
     run_rank(connection, OPTIONS, place, work)
 
 
-def _hang(connection, place):
-    run_rank(connection, OPTIONS, place, signal.pause)
-
-
 def _die(connection, place):
     run_rank(connection, OPTIONS, place, lambda: os._exit(7))
 
 
-@pytest.mark.parametrize(
-    "main, patience, message",
-    [
-        (_raise_on_rank_1, 60, "rank 1: .*ValueError: no more of this"),
-        (_die, 60, "the process ended with code 7"),
-        (_hang, 3, r"ranks \[0, 1\] did not come to 'done' in time.*in _hang|did not come to 'done' in time.*work"),
-    ],
-)
-def test_a_rank_that_fails_is_told_and_ended(tmp_path, monkeypatch, main, patience, message):
-    monkeypatch.setattr("engine_processes.PATIENCE_S", 0.2)
-    ranks = EngineProcesses("x", main, (), WORLD, str(tmp_path))
+def _hang(connection, place):
+    def work():
+        connection.send(("ready", {}))
+        signal.pause()
+
+    run_rank(connection, OPTIONS, place, work)
+
+
+def _assert_fails(ranks, patience, message):
     with pytest.raises(Failed, match=f"(?s){message}"):
         ranks.collect("done", time.monotonic() + patience)
     pids = ranks.pids()
     ranks.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.parametrize(
+    "main, message",
+    [(_raise_on_rank_1, "rank 1: .*ValueError: no more of this"), (_die, "the process ended with code 7")],
+)
+def test_a_rank_that_fails_is_told_and_all_are_ended(tmp_path, monkeypatch, main, message):
+    monkeypatch.setattr("engine_processes.PATIENCE_S", 0.2)
+    _assert_fails(EngineProcesses("x", main, (), WORLD, str(tmp_path)), 60, message)
+
+
+def test_ranks_that_hang_are_told_with_where_they_stand(tmp_path):
+    ranks = EngineProcesses("x", _hang, (), WORLD, str(tmp_path))
+    ranks.collect("ready", time.monotonic() + 60)
+    _assert_fails(ranks, 0, r"ranks \[0, 1\] did not come to 'done' in time.*test_bench_step.py")
 
 
 def test_an_engine_that_is_not_installed_is_skipped(tmp_path):
