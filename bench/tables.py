@@ -2,7 +2,7 @@
 
 import importlib.util
 
-WIDTH = 170  # where nobody looks at a terminal
+WIDTH = 200  # where nobody looks at a terminal
 
 
 def columns(lines):

@@ -1,5 +1,7 @@
 """The comparison of steps: what it reports, that it goes on when an engine does not, and its arithmetic."""
 
+import argparse
+import importlib.util
 import json
 import math
 import os
@@ -10,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from devices import ON_GPU
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(ON_GPU, reason="the benches are tried on the CPU")
+# Ranks that these tests start import this module: it imports neither torch nor transformers.
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
+    pytest.mark.skipif(os.environ.get("STRATA_TEST_DEVICE") == "cuda", reason="the benches are tried on the CPU"),
+]
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path[:0] = [str(BENCH / "step"), str(BENCH)]
 
@@ -85,10 +89,32 @@ def test_every_engine_leaves_a_trace(outcome):
         assert timeline.read_trace(row["timeline"]["file"])
 
 
-def test_engines_beyond_the_budget_are_skipped(tmp_path):
-    code, printed, result = run_bench(tmp_path, "--engines", "floor", "--budget", "1e-9")
-    assert code == 0 and not result["engines"]
-    assert list(result["skipped"]) == ["floor"] and "skipped: floor: the budget" in printed
+class _Idle:
+    """Ranks that import and wait."""
+
+    def __init__(self, *_):
+        self.closed = False
+
+    def collect(self, expected, deadline):
+        assert expected == "imported"
+
+    def close(self):
+        self.closed = True
+
+
+def test_engines_beyond_the_budget_are_skipped(monkeypatch, tmp_path, capsys):
+    import run
+
+    started = []
+    monkeypatch.setattr(run, "EngineProcesses", lambda *arguments: started.append(_Idle()) or started[-1])
+    monkeypatch.setattr(run, "start_method", lambda *_: "spawn")
+    a = argparse.Namespace(world=2, timeout=1, budget=1e-9, json=str(tmp_path / "step.json"))
+    engines = {name: ENGINES[name] for name in ("floor", "strata-z3")}
+    result = run.compare(a, engines, OPTIONS | {"torch_adam": True}, str(tmp_path))
+    assert list(result["skipped"]) == ["floor", "strata-z3"] and not result["engines"] and not result["failed"]
+    assert "skipped: floor: the budget of 1e-09 s was spent" in capsys.readouterr().out
+    assert len(started) == 2 and all(ranks.closed for ranks in started)
+    assert json.loads((tmp_path / "step.json").read_text())["skipped"] == result["skipped"]
 
 
 @pytest.mark.parametrize(
@@ -241,3 +267,11 @@ def test_a_trace_without_a_device_is_empty():
 def test_the_engines_are_those_that_the_table_of_peers_names():
     assert {e.package for e in ENGINES.values()} == {"torch", "strata", "deepspeed"}
     assert list(ENGINES)[0] == "floor"
+
+
+def test_what_an_engine_says_of_its_steps_is_one_line():
+    account = {"collectives": "peer", "ledger_peaks": {"device total": 5}}
+    row = {"accounts": [account | {"step_report": {"exposed_s": 0.0123456, "units": list(range(20))}}, {}]}
+    said = report.account_line("strata-z3", row)
+    assert said == "strata-z3 says: collectives peer, step_report.exposed_s 0.01235, step_report.units (20 entries)"
+    assert report.account_line("fsdp2", {"accounts": [{}]}) == ""
