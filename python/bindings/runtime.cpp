@@ -1,5 +1,6 @@
 // Collectives and devices for a process that Python drives.
 #include "bindings.h"
+#include "strata/comm/peer_collectives.h"
 #include "strata/comm/shm_collectives.h"
 #include "strata/torch/c10d_collectives.h"
 #include "strata/torch/device_collectives.h"
@@ -67,6 +68,16 @@ void bind_runtime(py::module_& module) {
             std::move(group), std::move(store), std::move(id), std::move(name)));
       },
       py::arg("group"), py::arg("store"), py::arg("id"), py::arg("name"));
+  module.def(
+      "peer_collectives",
+      [](std::shared_ptr<comm::Collectives> control, c10::Device device, double timeout_s) {
+        const py::gil_scoped_release release;
+        comm::PeerOptions options;
+        options.timeout = to_milliseconds(timeout_s);
+        return std::shared_ptr<comm::Collectives>(comm::make_peer_collectives(
+            torch::make_device(device, 1), std::move(control), options));
+      },
+      py::arg("control"), py::arg("device"), py::arg("timeout_s"));
   module.def(
       "device_collectives",
       [](std::shared_ptr<comm::Collectives> control, c10::intrusive_ptr<c10d::Backend> bulk,

@@ -186,7 +186,7 @@ class Engine(torch.nn.Module):
 
     @property
     def collectives_name(self):
-        """str: "local", "shm", "gloo" or "nccl"."""
+        """str: "local", "shm", "gloo", "nccl" or "peer"."""
         return self._collectives.name
 
     @property

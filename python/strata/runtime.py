@@ -1,6 +1,7 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
 import itertools
+import logging
 import os
 import socket
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from . import _C
 
+log = logging.getLogger(__name__)
 
 _FAILED = "failed: "
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
@@ -40,12 +42,14 @@ def rank_and_world_size():
 def make_collectives(kind, timeout_s, device):
     """How the ranks exchange bytes.
 
-    Between GPUs weights and gradients go through NCCL, and ``kind`` says what carries everything else.
+    Between GPUs of one host weights and gradients go from memory to memory by copy engines (peer) where all of them
+    reach each other, else through NCCL.
 
     Args:
         kind: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's process group, gloo),
-            "nccl" (as "auto", and an error where there is no GPU) or "local" (one rank). "auto" takes shm
-            when all ranks are on one host, else c10d.
+            "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or "local" (one rank).
+            "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or nccl beside it.
+            Ranks may share a GPU under "peer" alone.
         timeout_s: seconds a rank waits for another that lives but does not come.
         device: torch.device of this rank's model.
 
@@ -63,14 +67,25 @@ def make_collectives(kind, timeout_s, device):
         if text.startswith(_FAILED):
             raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
     hosts, devices = zip(*(text.split("\n") for text in answers))
-    _require_own_devices(hosts, devices)
-    if kind in ("auto", "nccl"):
-        kind = "shm" if len(set(hosts)) == 1 else "c10d"
-    if kind == "shm":
+    if kind != "peer":
+        _require_own_devices(hosts, devices)
+    one_host = len(set(hosts)) == 1
+    if kind == "peer" and not one_host:
+        raise _C.ConfigError("strata.collectives: 'peer' joins ranks of one host, and these are on several; write 'auto'")
+    if kind == "shm" or (kind != "c10d" and one_host):
         control = _C.shm_collectives(store, rank, world_size, timeout_s)
     else:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         control = _C.c10d_collectives(group._get_backend(torch.device("cpu")), store, group.group_name, "gloo")
+    if kind == "peer" or (kind == "auto" and one_host and device.type == "cuda"):
+        try:
+            return _C.peer_collectives(control, device, timeout_s)
+        except _C.CommError as error:
+            if kind == "peer":
+                raise
+            if rank == 0:
+                log.warning("strata: weights and gradients go through NCCL, since the GPUs do not reach each other's "
+                            "memory: %s", error)
     if device.type == "cpu":
         return control
     bulk = _nccl_backend(device, timeout_s)
@@ -87,7 +102,7 @@ def _require_possible(kind, world_size, device):
         raise _C.ConfigError(
             f"strata.collectives: 'nccl' joins GPUs, and the model trains on {device}; write 'auto'"
         )
-    if world_size > 1 and device.type == "cuda" and not dist.is_nccl_available():
+    if world_size > 1 and device.type == "cuda" and kind != "peer" and not dist.is_nccl_available():
         raise _C.ConfigError(
             f"strata.device: {world_size} ranks on GPUs need NCCL, and this build of torch has none; write 'cpu'"
         )

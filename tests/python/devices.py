@@ -1,7 +1,8 @@
 """The device that the tests train on: STRATA_TEST_DEVICE, "cpu" (the default) or "cuda".
 
-On GPUs each rank has its own, so a test that starts more ranks than there are GPUs is skipped. The numbers are
-those of the CPU: the reference updates its weights there, and torch's kernels are the deterministic ones.
+On GPUs each rank has its own; where there is one GPU, all ranks share it, since peer collectives work there, too.
+A test that starts more ranks than several GPUs is skipped. The numbers are those of the CPU: the reference updates
+its weights there, and torch's kernels are the deterministic ones.
 """
 
 import os
@@ -15,20 +16,27 @@ ON_GPU = KIND == "cuda"
 
 def test_device():
     """torch.device of this rank."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
+    if not ON_GPU:
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if shares_a_gpu() else int(os.environ.get("LOCAL_RANK", "0")))
 
 
 test_device.__test__ = False
 
 
+def shares_a_gpu():
+    """Whether all ranks train on one GPU."""
+    return ON_GPU and torch.cuda.device_count() == 1
+
+
 def ranks_at_most(world):
     """``world``, or as many ranks as there are GPUs."""
-    return min(world, max(1, torch.cuda.device_count())) if ON_GPU else world
+    return world if not ON_GPU or shares_a_gpu() else min(world, torch.cuda.device_count())
 
 
 def skip_without_gpus(world):
     """Skips the running test unless each of ``world`` ranks has a device of its own."""
-    if ON_GPU and torch.cuda.device_count() < world:
+    if ranks_at_most(world) < world:
         pytest.skip(f"{world} ranks need {world} GPUs; found {torch.cuda.device_count()}")
 
 
@@ -36,6 +44,11 @@ def prepare_rank():
     """Called in a rank before it does anything else."""
     if ON_GPU:
         torch.use_deterministic_algorithms(True, warn_only=True)
+    if shares_a_gpu():
+        import strata.runtime
+
+        # Users are told that ranks on one GPU are a mistake, unless they ask for "peer".
+        strata.runtime._require_own_devices = lambda hosts, devices: None
 
 
 def to_test_device(values):

@@ -58,8 +58,6 @@ class PlainTrainer:
             ]
             total = rounded if total is None else [a + b for a, b in zip(total, rounded)]
             losses.append(loss.item())
-        if ON_GPU and self.world > 1:
-            total = [g.to(self.reduce_dtype).float() for g in total]
         mean = [g * (1.0 / self.world) for g in total]
         for i, g in enumerate(mean):
             if self.sums[i] is not None:

@@ -13,7 +13,7 @@ import itertools
 import pytest
 import torch
 from comparison import adamw, compare
-from devices import ON_GPU
+from devices import shares_a_gpu
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
@@ -45,15 +45,9 @@ def _matrix(dtype):
                 assert differences(ours, first) == []
 
 
-def _skip_where_the_order_of_a_sum_is_unknown(world):
-    if ON_GPU and world > 2:
-        pytest.skip("NCCL adds up three and more terms in an order of its own")
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_stage_has_the_bits_of_plain_torch(world, dtype):
-    _skip_where_the_order_of_a_sum_is_unknown(world)
     run_ranks(world, _matrix, dtype)
 
 
@@ -81,7 +75,6 @@ def _fewer_elements_than_ranks():
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_fewer_elements_than_ranks(world):
-    _skip_where_the_order_of_a_sum_is_unknown(world)
     run_ranks(world, _fewer_elements_than_ranks)
 
 
@@ -143,5 +136,20 @@ def _over_the_process_group():
             compare(config_of(stage, dtype, accumulation=2, strata={"collectives": "c10d"}), reference)
 
 
+@pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")
 def test_two_ranks_over_the_process_group():
     run_ranks(2, _over_the_process_group)
+
+
+def _over_peers():
+    """Every rank reads its peers' memory itself."""
+    _, world = rank_and_world()
+    for stage in range(4):
+        for dtype in ("fp32", "bf16"):
+            reference = PlainTrainer(make_model(), world, adamw, DTYPES[dtype], clipping=0.05, accumulation=2)
+            compare(config_of(stage, dtype, accumulation=2, clipping=0.05, strata={"collectives": "peer"}), reference)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_peers(world):
+    run_ranks(world, _over_peers)

@@ -4,6 +4,8 @@
 // freed the buffer. Errors: UsageError for names in use; DeviceError, OutOfMemoryError.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <functional>
 #include <map>
 #include <memory>
@@ -33,8 +35,8 @@ class PeerBuffers {
   // What peers get; PeerChannel::Service::share(). Keys are "n" and a name, or "#" and a number.
   std::optional<SharedParts> share(const std::string& key, std::size_t first);
 
-  static std::string key_of_name(const std::string& name) { return "n" + name; }
-  static std::string key_of_number(std::uint64_t number) { return "#" + std::to_string(number); }
+  static std::string key_of_name(const std::string& name) { return fmt::format("n{}", name); }
+  static std::string key_of_number(std::uint64_t number) { return fmt::format("#{}", number); }
   // The number of a buffer of this rank; nothing where it is not one of these.
   std::optional<std::uint64_t> number_of(const SharedBuffer& buffer) const;
 

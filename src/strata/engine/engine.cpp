@@ -52,7 +52,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       init_report_(*device_),
       weights_(params, plan, options, *collectives_, *device_, *states_),
       gatherer_(weights_.units(), *collectives_, *device_, views,
-                {options.max_live, options.prefetch}),
+                {options.max_live, options.prefetch, options.max_live_is_hard}),
       reducer_(weights_.units(), *collectives_, *device_,
                {options.name, options.reduce_dtype, options.accumulation_dtype,
                 options.max_reducing, options.sum_gradients}),

@@ -22,7 +22,9 @@ struct EngineOptions {
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
   // Gathered weights may hold this much; one scope's units are gathered even where they exceed it.
   Bytes max_live = 2_GiB;
-  Bytes prefetch = 128_MiB;        // of max_live, how much may be fetched ahead of its use
+  // False: the unit that is used next is fetched while this one computes even where they exceed it.
+  bool max_live_is_hard = true;
+  Bytes prefetch = 128_MiB;        // how much is fetched ahead of its use: the next unit, or more
   Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
   bool allow_unused =

@@ -1,6 +1,7 @@
 #include "strata/engine/gatherer.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "strata/base/error.h"
 
@@ -115,11 +116,18 @@ void Gatherer::report_exhausted(int index, const std::string& cause) const {
       unit(index).name(), pinned.empty() ? "no other unit" : pinned, cause));
 }
 
+void Gatherer::count_live(Bytes bytes) {
+  live_ += bytes;
+  if (live_ <= live_most_) return;
+  live_most_ = live_;
+  if (!bounds_.hard) pool_.set_total_limit(std::max(bounds_.max_live, live_most_));
+}
+
 // The unit has its memory.
 void Gatherer::start(int index) {
   const Unit& u = unit(index);
   Slot& s = slot(index);
-  live_ += footprint(index);
+  count_live(footprint(index));
   s.state = State::kGathering;
   try {
     s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(u.layout.flat_bytes().size()),
@@ -176,6 +184,7 @@ bool Gatherer::make_room(Bytes bytes, std::int64_t distance) {
 
 void Gatherer::prefetch() {
   Bytes ahead;
+  bool is_next = true;
   std::int64_t distance = -1;
   for (const int next : order_.upcoming()) {
     ++distance;
@@ -183,9 +192,10 @@ void Gatherer::prefetch() {
     if (unit(next).whole || s.pins > 0) continue;
     const Bytes bytes = footprint(next);
     ahead += bytes;
-    if (ahead > bounds_.prefetch) return;
+    const bool always = std::exchange(is_next, false);
+    if (ahead > bounds_.prefetch && !always) return;
     if (s.state != State::kReleased) continue;
-    if (!make_room(bytes, distance)) return;
+    if (!make_room(bytes, distance) && (bounds_.hard || !always)) return;
     try {
       s.memory = pool_.acquire(unit(next).layout.flat_bytes());
     } catch (const OutOfMemoryError&) {

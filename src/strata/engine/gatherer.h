@@ -29,8 +29,9 @@
 namespace strata::engine {
 
 struct GatherBounds {
-  Bytes max_live;  // gathered bytes and free buffers; exceeded only by what is pinned at once
-  Bytes prefetch;  // of these, fetched ahead of use
+  Bytes max_live;    // gathered bytes and free buffers; exceeded only by what is pinned at once
+  Bytes prefetch;    // fetched ahead of use: the next unit at least, but for 0
+  bool hard = true;  // false: the next unit is fetched even where it exceeds max_live
 };
 
 // Whose shards change: everybody's, or those that an optimizer step updates.
@@ -88,6 +89,7 @@ class Gatherer {
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
   void prefetch();
+  void count_live(Bytes bytes);
   Slot& slot(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
   const Slot& slot(int unit) const { return slots_[static_cast<std::size_t>(unit)]; }
   const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
@@ -103,6 +105,7 @@ class Gatherer {
   std::vector<Slot> slots_;
   bool prefetches_;  // there are sharded units, and a bound for fetching them ahead
   Bytes live_;
+  Bytes live_most_;  // ever; buffers for so much are kept for reuse
 };
 
 }  // namespace strata::engine

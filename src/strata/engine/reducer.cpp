@@ -29,8 +29,38 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
 
 Reducer::~Reducer() = default;
 
+// The same on every rank: it depends on the passes alone, not on what this rank got in them.
+DType Reducer::buffer_dtype(int unit) const {
+  const DType own = units_[static_cast<std::size_t>(unit)].layout.dtype();
+  const bool exact = !kept_ && collectives_.sums_in_fp32() && is_floating(own) &&
+                     size_of(own) < size_of(options_.reduce_dtype);
+  return exact ? own : options_.reduce_dtype;
+}
+
+// What has come too late for its reduction is widened, as what comes from now on is.
+void Reducer::keep_for_later_passes() {
+  if (kept_) return;
+  for (const int unit : order_) {
+    Progress& p = progress(unit);
+    if (p.buffer == nullptr) continue;
+    const DType before = buffer_dtype(unit);
+    kept_ = true;
+    const DType after = buffer_dtype(unit);
+    if (after != before) {
+      auto wide = buffers_.take(buffer_bytes(unit));
+      device_.cast(wide->memory->local().data(), after, p.buffer->memory->local().data(), before,
+                   units_[static_cast<std::size_t>(unit)].layout.padded(),
+                   device_.compute_stream());
+      buffers_.give_back(std::exchange(p.buffer, std::move(wide)));
+    }
+    kept_ = false;
+  }
+  kept_ = true;
+}
+
 void Reducer::begin_backward(bool reduce, std::span<const int> first_uses) {
   reducing_ = reduce;
+  if (!reduce) keep_for_later_passes();
   next_ = 0;
   waiting_bytes_ = Bytes();
   completion_.clear();
@@ -67,13 +97,14 @@ void Reducer::agree_on_order(std::vector<int> order) {
 void Reducer::open(int unit) {
   Progress& p = progress(unit);
   const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  const DType dtype = buffer_dtype(unit);
   p.buffer = buffers_.take(buffer_bytes(unit));
   std::fill(p.written.begin(), p.written.end(), false);
   // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
   const std::span<std::byte> bytes = p.buffer->memory->local();
   const auto zero = [&](Numel begin, Numel end) {
-    const std::size_t from = bytes_of(begin, options_.reduce_dtype).size();
-    device_.fill_zero(bytes.subspan(from, bytes_of(end, options_.reduce_dtype).size() - from),
+    const std::size_t from = bytes_of(begin, dtype).size();
+    device_.fill_zero(bytes.subspan(from, bytes_of(end, dtype).size() - from),
                       device_.compute_stream());
   };
   Numel end;
@@ -89,14 +120,12 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
   const auto index = static_cast<std::size_t>(slot_index);
   const plan::Slot& slot = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
   if (p.buffer == nullptr) open(unit);
-  std::byte* target =
-      p.buffer->memory->local().data() + bytes_of(slot.offset, options_.reduce_dtype).size();
+  const DType kept_as = buffer_dtype(unit);
+  std::byte* target = p.buffer->memory->local().data() + bytes_of(slot.offset, kept_as).size();
   if (p.written[index]) {
-    device_.accumulate(target, options_.reduce_dtype, gradient, dtype, slot.numel,
-                       device_.compute_stream());
+    device_.accumulate(target, kept_as, gradient, dtype, slot.numel, device_.compute_stream());
   } else {
-    device_.cast(target, options_.reduce_dtype, gradient, dtype, slot.numel,
-                 device_.compute_stream());
+    device_.cast(target, kept_as, gradient, dtype, slot.numel, device_.compute_stream());
     p.written[index] = true;
   }
   // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for
@@ -125,15 +154,15 @@ void Reducer::try_reduce() {
 void Reducer::start_reduction(int unit) {
   Progress& p = progress(unit);
   const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const DType dtype = buffer_dtype(unit);
   if (p.buffer == nullptr) open(unit);
   for (std::size_t i = 0; i < p.written.size(); ++i) {
     if (p.written[i]) continue;
     const plan::Slot& slot = u.layout.slots()[i];
     if (unused_param_ < 0 && slot.numel.value > 0 && !p.reduced) unused_param_ = slot.param;
-    device_.fill_zero(
-        p.buffer->memory->local().subspan(bytes_of(slot.offset, options_.reduce_dtype).size(),
-                                          bytes_of(slot.numel, options_.reduce_dtype).size()),
-        device_.compute_stream());
+    device_.fill_zero(p.buffer->memory->local().subspan(bytes_of(slot.offset, dtype).size(),
+                                                        bytes_of(slot.numel, dtype).size()),
+                      device_.compute_stream());
   }
   const Bytes bytes = buffer_bytes(unit);
   if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
@@ -141,7 +170,7 @@ void Reducer::start_reduction(int unit) {
   const GradientShards::Target target = shards_.begin(unit);
   comm::Reduction reduction;
   reduction.source = p.buffer->memory.get();
-  reduction.dtype = options_.reduce_dtype;
+  reduction.dtype = dtype;
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
@@ -167,6 +196,7 @@ void Reducer::end_backward() {
   while (next_ < order_.size()) start_reduction(order_[next_++]);
   finish_reductions(Bytes());
   buffers_.end_pass();
+  kept_ = false;
   learn();
 }
 

@@ -1,15 +1,17 @@
 // Takes gradients as autograd produces them and turns them into reduced, accumulated fp32 gradient
 // shards.
 //
-// A parameter's gradient is written once, converted to the reduce dtype, at its place in its unit's
-// flat gradient buffer. When every expected gradient of a unit has arrived the unit is complete;
-// units are reduced in one order that all ranks share, each as soon as it and its predecessors are
-// complete, so that the collectives match whatever each rank's autograd did. The order and the
-// number of gradients to expect are learned from the first pass. A gradient that comes after its
-// unit was reduced (a graph that differs from the last one) is kept, and goes out with the next
-// reduction or at the step. A parameter that got no gradient on this rank contributes zeroes.
-// Others do not wait for it with more than `max_reducing` bytes and a unit: then the unit in front
-// is reduced as it is.
+// A parameter's gradient is written once, converted to the buffer's dtype, at its place in its
+// unit's flat gradient buffer. That dtype is the reduce dtype; or the unit's own, half the bytes,
+// where nothing is lost: gradients of 16 bits that are not kept for a later pass, and collectives
+// that add them up in fp32. When every expected gradient of a unit has arrived the unit is
+// complete; units are reduced in one order that all ranks share, each as soon as it and its
+// predecessors are complete, so that the collectives match whatever each rank's autograd did. The
+// order and the number of gradients to expect are learned from the first pass. A gradient that
+// comes after its unit was reduced (a graph that differs from the last one) is kept, and goes out
+// with the next reduction or at the step. A parameter that got no gradient on this rank contributes
+// zeroes. Others do not wait for it with more than `max_reducing` bytes and a unit: then the unit
+// in front is reduced as it is.
 //
 // Threads: one thread at a time. Ownership: gradients are read during add() only.
 // Errors: CommError; after one the reducer is broken with its collectives.
@@ -83,6 +85,8 @@ class Reducer {
     GradientBuffers::Buffer buffer;
   };
 
+  DType buffer_dtype(int unit) const;
+  void keep_for_later_passes();
   void open(int unit);
   void try_reduce();
   void start_reduction(int unit);
@@ -90,7 +94,7 @@ class Reducer {
   void agree_on_order(std::vector<int> order);
   void learn();
   Bytes buffer_bytes(int unit) const {
-    return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), options_.reduce_dtype);
+    return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), buffer_dtype(unit));
   }
   Progress& progress(int unit) { return progress_[static_cast<std::size_t>(unit)]; }
 
@@ -109,6 +113,7 @@ class Reducer {
   Bytes waiting_bytes_;  // of complete units that are not reduced yet, in this pass
   Bytes waiting_max_;
   bool reducing_ = false;  // this pass reduces
+  bool kept_ = false;      // gradients of earlier passes are in the buffers, on some rank at least
   int unused_param_ = -1;
   int passes_ = 0;  // passes that reduced
 };

@@ -26,6 +26,7 @@ EngineOptions engine_options_from(const Config& config) {
   options.accumulation_dtype = config.precision.grad_accum_dtype;
   options.max_live =
       config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
+  options.max_live_is_hard = config.strata.max_live.has_value();
   options.prefetch = bytes_or_unbounded(config.zero.prefetch_bucket_size, dtype);
   options.max_reducing = bytes_or_unbounded(config.zero.reduce_bucket_size, options.reduce_dtype);
   options.allow_unused = config.zero.ignore_unused_parameters;

@@ -7,8 +7,8 @@
 #include <cstring>
 
 #include "strata/base/error.h"
-#include "strata/memory/host_buffer.h"
 #include "strata/comm/bulk_operation.h"
+#include "strata/memory/host_buffer.h"
 #include "strata/torch/dtype.h"
 #include "strata/torch/group_failure.h"
 #include "strata/torch/group_work.h"
@@ -52,7 +52,8 @@ class C10dCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
                                          std::string_view tag) override {
-    const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
+    const comm::BulkOperation gather =
+        comm::describe_gather(slices, flat, rank(), world_size(), tag);
     const std::string& what = gather.what;
     const std::span<std::byte> mine = gather.source;
     require_same_operation(what);
@@ -67,7 +68,7 @@ class C10dCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
                                              std::string_view tag) override {
-    const BulkOperation reduce = describe_reduction(reduction, world_size(), tag);
+    const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
     const std::string& what = reduce.what;
     const std::span<std::byte> whole = reduce.source;
     require_same_operation(what);
@@ -109,7 +110,7 @@ class C10dCollectives final : public comm::Collectives {
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
-    require_same_operation(describe_broadcast(Bytes(bytes.size()), root, world_size()));
+    require_same_operation(comm::describe_broadcast(Bytes(bytes.size()), root, world_size()));
     if (bytes.empty()) return;
     std::vector<at::Tensor> tensors{byte_tensor(bytes)};
     c10d::BroadcastOptions options;
@@ -166,7 +167,7 @@ class C10dCollectives final : public comm::Collectives {
       same = same && std::memcmp(bytes, bytes + static_cast<std::size_t>(r) * sizeof(hash),
                                  sizeof(hash)) == 0;
     }
-    if (!same) failure_.fail_with(different_operations(gather_text(what)));
+    if (!same) failure_.fail_with(comm::different_operations(gather_text(what)));
   }
 
   c10::intrusive_ptr<c10d::Backend> group_;

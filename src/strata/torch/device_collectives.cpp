@@ -70,7 +70,8 @@ class DeviceCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
                                          std::string_view tag) override {
-    const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
+    const comm::BulkOperation gather =
+        comm::describe_gather(slices, flat, rank(), world_size(), tag);
     const std::string& what = gather.what;
     const std::span<std::byte> mine = gather.source;
     require_same_operation(what);
@@ -89,7 +90,7 @@ class DeviceCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
                                              std::string_view tag) override {
-    const BulkOperation reduce = describe_reduction(reduction, world_size(), tag);
+    const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
     const std::string& what = reduce.what;
     const std::span<std::byte> whole = reduce.source;
     require_same_operation(what);
@@ -120,7 +121,7 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
-    const std::string what = describe_broadcast(Bytes(bytes.size()), root, world_size());
+    const std::string what = comm::describe_broadcast(Bytes(bytes.size()), root, world_size());
     require_same_operation(what);
     if (bytes.empty() || world_size() == 1) return;
     if (!bulk_ || device_->host_accessible(bytes.data())) {
@@ -169,7 +170,7 @@ class DeviceCollectives final : public comm::Collectives {
       double range[] = {hash, -hash};
       control_->all_reduce(range, comm::ReduceOp::kMax);
       if (range[0] == -range[1]) return;
-      throw CommError(different_operations(control_->all_gather_text(what)));
+      throw CommError(comm::different_operations(control_->all_gather_text(what)));
     });
   }
 

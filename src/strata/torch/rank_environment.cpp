@@ -9,6 +9,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/local_collectives.h"
+#include "strata/comm/peer_collectives.h"
 #include "strata/comm/shm_collectives.h"
 #include "strata/torch/device_collectives.h"
 #include "strata/torch/placement.h"
@@ -99,13 +100,17 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
                                                     c10::Device place) {
   using engine::CollectivesKind;
   if (environment.world_size == 1) return single_rank(place);
-  const bool asks_for_other =
-      config.collectives != CollectivesKind::kAuto && config.collectives != CollectivesKind::kShm;
-  if (asks_for_other || place.is_cuda()) {
+  const CollectivesKind kind = config.collectives;
+  const bool peers =
+      kind == CollectivesKind::kPeer || (kind == CollectivesKind::kAuto && place.is_cuda());
+  const bool shared =
+      kind == CollectivesKind::kShm || (kind == CollectivesKind::kAuto && place.is_cpu());
+  if (!peers && (!shared || place.is_cuda())) {
     throw ConfigError(fmt::format(
-        "strata.collectives: a C++ program of several processes finds shared memory for a model on "
-        "the CPU by itself, with \"auto\" or \"shm\"; for anything else make the collectives, and "
-        "pass TrainerOptions::collectives; found {} ranks and a model on {}",
+        "strata.collectives: a C++ program of several processes of one host finds \"shm\" for a "
+        "model on the CPU by itself and \"peer\" for one on GPUs, with \"auto\"; for anything else "
+        "make the collectives, and pass TrainerOptions::collectives; found {} ranks and a model on "
+        "{}",
         environment.world_size, place.str()));
   }
   const std::chrono::milliseconds timeout(static_cast<std::int64_t>(config.timeout_s * 1000.0));
@@ -115,7 +120,10 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
   options.timeout = timeout;
   std::shared_ptr<comm::Collectives> collectives = comm::make_shm_collectives(bootstrap, options);
   collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
-  return collectives;
+  if (!peers) return collectives;
+  comm::PeerOptions peer_options;
+  peer_options.timeout = timeout;
+  return comm::make_peer_collectives(make_device(place, 1), std::move(collectives), peer_options);
 }
 
 }  // namespace strata::torch

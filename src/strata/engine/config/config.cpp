@@ -107,6 +107,7 @@ StrataConfig read_strata(const Settings& s) {
                          : how == "shm"  ? CollectivesKind::kShm
                          : how == "c10d" ? CollectivesKind::kC10d
                          : how == "nccl" ? CollectivesKind::kNccl
+                         : how == "peer" ? CollectivesKind::kPeer
                                          : CollectivesKind::kAuto,
           .max_live = bytes("strata.max_live_bytes"),
           .wrap = s.texts("strata.wrap"),

@@ -51,7 +51,7 @@ struct PrecisionConfig {
 
 enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
-enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl };
+enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".

@@ -17,13 +17,14 @@ constexpr std::array kKeys{
     Key{"strata.device", kChoice, "\"auto\"", "auto|cpu|cuda", kHonoured,
         "where the model trains; auto: where it lies, and models on the host go to the rank's GPU",
         ""},
-    Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d|nccl", kHonoured,
+    Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d|nccl|peer", kHonoured,
         "how ranks talk: threads of one process, processes of one host, torch.distributed; between "
-        "GPUs weights and gradients always go through NCCL, and this says what carries the rest",
+        "GPUs peer (copy engines between GPUs of one host) or nccl for weights and gradients; auto "
+        "takes peer where all GPUs reach each other",
         ""},
     Key{"strata.max_live_bytes", kBytes, "null", "> 0", kHonoured,
-        "most bytes of gathered parameters a rank; null or \"auto\": from "
-        "stage3_max_live_parameters",
+        "most bytes of gathered parameters a rank, kept from forward to backward as far as they "
+        "fit; null or \"auto\": from stage3_max_live_parameters",
         ""},
     Key{"strata.wrap", kStrings, "[]", "", kHonoured,
         "classes of the blocks that become units; []: found by themselves", ""},

@@ -18,7 +18,7 @@ constexpr std::array kKeys{
     Key{ZERO "reduce_bucket_size", kNumel, "500000000", "> 0", kHonoured,
         "most gradient elements under reduction at a time, one unit at least", ""},
     Key{ZERO "stage3_prefetch_bucket_size", kNumel, "50000000", ">= 0", kHonoured,
-        "elements gathered ahead of their use", ""},
+        "elements gathered ahead of their use; the next unit always is, but for 0", ""},
     Key{ZERO "stage3_param_persistence_threshold", kNumel, "0", ">= 0", kHonoured,
         "parameters of at most this many elements stay gathered; DeepSpeed has 100000, since it "
         "gathers every parameter by itself, while here small ones travel with their unit",
@@ -26,7 +26,7 @@ constexpr std::array kKeys{
     Key{ZERO "stage3_model_persistence_threshold", kNumel, "9223372036854775807", ">= 0", kHonoured,
         "most elements that stay gathered in all", ""},
     Key{ZERO "stage3_max_live_parameters", kNumel, "1000000000", ">= 0", kHonoured,
-        "most elements that are gathered at a time", ""},
+        "most elements that are gathered at a time, but for the unit in use and the next one", ""},
     Key{ZERO "stage3_gather_16bit_weights_on_model_save", kFlag, "false", "", kHonoured,
         "whether a framework may ask for the whole weights when it saves", ""},
     Key{ZERO "ignore_unused_parameters", kFlag, "true", "", kHonoured,
