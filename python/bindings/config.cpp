@@ -1,4 +1,6 @@
 // The configuration as Python reads it.
+#include <array>
+
 #include "bindings.h"
 
 namespace strata::python {
@@ -29,8 +31,8 @@ void bind_config(py::module_& module) {
       .def_property_readonly(
           "collectives",
           [](const Config& c) {
-            constexpr const char* kNames[] = {"auto", "local", "shm", "c10d", "nccl"};
-            return std::string(kNames[static_cast<int>(c.strata.collectives)]);
+            constexpr std::array kNames{"auto", "local", "shm", "c10d", "nccl", "peer"};
+            return std::string(kNames.at(static_cast<std::size_t>(c.strata.collectives)));
           })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
