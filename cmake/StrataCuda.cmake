@@ -33,7 +33,7 @@ if(STRATA_CUDA)
     message(STATUS "CUDA device: ${STRATA_NVCC}")
   elseif(STRATA_CUDA STREQUAL "ON")
     message(FATAL_ERROR "STRATA_CUDA is ON, but nvcc or cuda.h was not found. Install a CUDA toolkit, or "
-                        "`pip install nvidia-cuda-nvcc`, or name the compiler with -DSTRATA_NVCC_PATH=...")
+                        "`pip install -r requirements.txt`, or name the compiler with -DSTRATA_NVCC_PATH=...")
   else()
     message(STATUS "CUDA device: left out, no nvcc was found")
   endif()
