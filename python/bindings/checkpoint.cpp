@@ -87,9 +87,14 @@ std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sou
 }
 
 void store(ShardedModel& model, int param, const at::Tensor& values) {
-  ThreadPool alone(1);
-  torch::ValueIntake(model.engine(), model.place(), alone)
-      .store(param, Numel(), values.contiguous());
+  const at::Tensor dense = values.contiguous();
+  if (dense.device() == model.place()) {
+    torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), dense);
+  } else {
+    model.engine().weights().store(param, Numel(), Numel(dense.numel()),
+                                   bytes_of_tensor(dense).data(),
+                                   torch::from_scalar_type(dense.scalar_type()));
+  }
 }
 
 class Saver {

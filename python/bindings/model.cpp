@@ -1,5 +1,6 @@
 // ShardedModel as Python drives it.
 #include "bindings.h"
+#include "strata/torch/host_threads.h"
 #include "strata/torch/placement.h"
 
 namespace strata::python {
@@ -39,12 +40,13 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                          const std::vector<ModuleTuple>& modules,
                                          const engine::Config& config, const std::string& rule,
                                          std::shared_ptr<comm::Collectives> collectives,
-                                         c10::Device place, int threads, std::string name,
-                                         const py::object& progress) {
+                                         c10::Device place, std::optional<int> threads,
+                                         std::string name, const py::object& progress) {
   const torch::ModelInput input = input_from(parameters, modules);
   engine::InitReport::Progress report = progress_from(progress);
   const py::gil_scoped_release release;
-  torch::ModelRuntime runtime = torch::make_runtime(place, threads, std::move(collectives));
+  const int count = torch::host_threads(threads, collectives->world_size());
+  torch::ModelRuntime runtime = torch::make_runtime(place, count, std::move(collectives));
   runtime.progress = std::move(report);
   return std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
                                         std::move(name));

@@ -48,8 +48,7 @@ class Engine(torch.nn.Module):
         parameters = describe_parameters(model, groups, born_flat)
         modules, module_objects = describe_modules(model, parameters)
         self.core = _C.ShardedModel(
-            parameters, modules, config, rule, collectives, device, config.threads or torch.get_num_threads(), "engine",
-            progress,
+            parameters, modules, config, rule, collectives, device, config.threads, "engine", progress
         )
         move_buffers(model, device)
         self._described = parameters

@@ -1,6 +1,7 @@
 """How the values of a live model get into the engine: rank 0's, whatever the others were built with."""
 
 import pytest
+import strata
 import torch
 from devices import ON_GPU, test_device
 from ranks import run_ranks
@@ -33,14 +34,15 @@ def _values(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _adopted(kind, stage, on_host):
+def _adopted(kind, stage, on_host, tier="auto"):
     rank, _ = rank_and_world()
     model = Odd().to("cpu" if on_host == "all" or (on_host == "one" and rank == 1) else test_device())
     expected = {name: value.to(test_device()) for name, value in _values(model).items()}
     if rank > 0:
         with torch.no_grad():
             DIFFERENCES[kind](model)
-    engine = make_engine(model, config_of(stage, live_bytes=1))
+    engine = make_engine(model, config_of(stage, live_bytes=1, strata={"init": {"tier": tier}}))
+    assert tier in ("auto", engine.init_report["tier"])
     ours = full_parameters(model)
     expected["narrow"] = expected["narrow"].float()  # computed with in the configuration's dtype
     assert differences(ours, expected) == []
@@ -59,3 +61,36 @@ def test_rank_0s_values_arrive_bit_for_bit(kind, stage, on_host):
 @pytest.mark.parametrize("world", [1, 3])
 def test_any_number_of_ranks_takes_the_values_in(world, stage):
     run_ranks(world, _adopted, "everything", stage, "none")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["nothing", "one element of a large parameter", "everything"])
+@pytest.mark.parametrize("tier", ["device_copy", "device_grow", "distributed", "host"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_way_brings_the_same_bits(world, tier, kind, stage):
+    run_ranks(world, _adopted, kind, stage, "none", tier)
+
+
+def _others_bring(stage, built_otherwise):
+    rank, _ = rank_and_world()
+    model = Odd().to(test_device())
+    if rank == 1:
+        built_otherwise(model)
+    before = _values(model)
+    with pytest.raises(strata.ConfigError, match="the ranks have different models.*rank 0 has .*rank 1 has"):
+        make_engine(model, config_of(stage))
+    assert differences(_values(model), before) == []
+
+
+def _in_another_dtype(model):
+    model.large.data = model.large.data.bfloat16()
+
+
+def _larger(model):
+    model.narrow.data = torch.zeros(4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("built_otherwise", [_in_another_dtype, _larger])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_different_models_are_told_so_before_anything_moves(stage, built_otherwise):
+    run_ranks(2, _others_bring, stage, built_otherwise)

@@ -1,284 +1,317 @@
 #include "strata/torch/adoption.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/engine/consistency.h"
+#include "strata/torch/comparison.h"
 #include "strata/torch/dtype.h"
-#include "strata/torch/fingerprint.h"
+#include "strata/torch/host_export.h"
+#include "strata/torch/host_intake.h"
 #include "strata/torch/placement.h"
 #include "strata/torch/value_intake.h"
 
 namespace strata::torch {
 namespace {
 
-constexpr Bytes kPiece = kIntakePiece;  // compared, and sent, as one
 constexpr Bytes kReleasedAtOnce = 128_MiB;
+constexpr std::size_t kBlocksSent = ValueIntake::kPiece / kBlock;
 
-bool has_own_values(const ModelParameter& parameter) {
-  return parameter.has_values && parameter.owner == nullptr;
+std::span<std::byte> bytes_of_tensor(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
+          static_cast<std::size_t>(tensor.nbytes())};
+}
+
+class Adoption {
+ public:
+  Adoption(engine::Engine& engine, c10::Device place, const std::vector<ModelParameter>& parameters,
+           ThreadPool& threads, OriginalValues& originals);
+
+  bool run(plan::InitTier tier);
+
+ private:
+  bool on_host(int param) const { return on_host_[static_cast<std::size_t>(param)]; }
+  bool all_in_place() const;
+  std::vector<int> those(bool on_host) const;
+  Bytes whole_bytes(const std::vector<int>& params) const;
+  Bytes owned_bytes(const std::vector<int>& params) const;
+  std::vector<bool> blocks_kept(int param) const;
+  void look_at(Fingerprints& fingerprints, int param);
+  void look_in_place();
+  void move_in(Comparison* comparison);
+  void take_over();
+  void take_in(int param);
+  void take_all(bool piecewise);
+  void move_out();
+  void exchange_places();
+
+  engine::Engine& engine_;
+  c10::Device place_;
+  const std::vector<ModelParameter>& parameters_;
+  ThreadPool& threads_;
+  OriginalValues& originals_;
+  Comparison comparison_;
+  ValueIntake intake_;
+  std::vector<int> order_;     // parameters with values, as the engine's memory grows
+  std::vector<bool> on_host_;  // by parameter: its values come through a ring of buffers
+  bool complete_ = true;
+};
+
+Adoption::Adoption(engine::Engine& engine, c10::Device place,
+                   const std::vector<ModelParameter>& parameters, ThreadPool& threads,
+                   OriginalValues& originals)
+    : engine_(engine),
+      place_(place),
+      parameters_(parameters),
+      threads_(threads),
+      originals_(originals),
+      comparison_(engine.collectives(), parameters),
+      intake_(engine, place),
+      on_host_(parameters.size()) {
+  for (const engine::Unit& unit : engine.weights().units()) {
+    for (const int param : unit.spec.params) {
+      if (!originals.of(param).defined()) continue;
+      order_.push_back(param);
+      on_host_[static_cast<std::size_t>(param)] = originals.of(param).device() != place;
+    }
+  }
+}
+
+bool Adoption::all_in_place() const {
+  return order_.size() == parameters_.size() && those(true).empty();
+}
+
+std::vector<int> Adoption::those(bool on_host) const {
+  std::vector<int> found;
+  std::copy_if(order_.begin(), order_.end(), std::back_inserter(found),
+               [&](int param) { return this->on_host(param) == on_host; });
+  return found;
+}
+
+Bytes Adoption::whole_bytes(const std::vector<int>& params) const {
+  Bytes bytes;
+  for (const int param : params) bytes += Bytes(originals_.of(param).nbytes());
+  return bytes;
+}
+
+Bytes Adoption::owned_bytes(const std::vector<int>& params) const {
+  Bytes bytes;
+  for (const int param : params) {
+    const auto [begin, end] = engine_.weights().owned_range(param);
+    bytes += Bytes(originals_.of(param).element_size()) * (end - begin).value;
+  }
+  return bytes;
+}
+
+// Which blocks of a parameter in place this rank keeps something of, so that it matters whether
+// they are rank 0's: units that stay whole are filled from all.
+std::vector<bool> Adoption::blocks_kept(int param) const {
+  const at::Tensor& values = originals_.of(param);
+  std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
+  const bool all = engine_.weights().unit_of(param).whole || !values.is_cpu();
+  if (comparison_.of_all_blocks() || all) return kept;
+  const auto [begin, end] = engine_.weights().owned_range(param);
+  const Bytes element(values.element_size());
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const Bytes first = kBlock * static_cast<std::int64_t>(i);
+    kept[i] = first < element * end.value && first + kBlock > element * begin.value;
+  }
+  return kept;
+}
+
+void Adoption::look_at(Fingerprints& fingerprints, int param) {
+  const at::Tensor& values = originals_.of(param);
+  const at::Tensor bytes = values.contiguous().view({-1}).view(at::kByte);
+  const std::vector<bool> kept = blocks_kept(param);
+  for (std::size_t i = 0; i < kept.size();) {
+    std::size_t end = i + 1;
+    while (end < kept.size() && kept[end] == kept[i]) ++end;
+    const Bytes first = kBlock * static_cast<std::int64_t>(i);
+    const Bytes last = std::min(kBlock * static_cast<std::int64_t>(end), Bytes(bytes.nbytes()));
+    if (kept[i]) {
+      fingerprints.add(bytes.narrow(0, first.value, (last - first).value),
+                       comparison_.place_for(param, i, end - i));
+    }
+    i = end;
+  }
+  if (!values.is_contiguous()) fingerprints.flush();  // one copy at a time
+}
+
+void Adoption::look_in_place() {
+  if (!comparison_.wanted()) return;
+  Fingerprints fingerprints(comparison_.method(), kBlock, engine_.device(), threads_);
+  for (const int param : those(false)) look_at(fingerprints, param);
+  fingerprints.flush();
+}
+
+// This rank's own values from the host. With a comparison the ranks have yet to compare; what rank
+// 0 has otherwise comes on top.
+void Adoption::move_in(Comparison* comparison) {
+  const std::vector<int> params = those(true);
+  if (params.empty()) return;
+  engine::InitReport::Phase phase(engine_.init_report(), "move in", owned_bytes(params));
+  HostIntake intake(engine_, threads_, comparison, phase);
+  for (const int param : params) {
+    const at::Tensor values = originals_.of(param).contiguous();
+    intake.add(param, Numel(), values);
+    if (!originals_.of(param).is_contiguous()) intake.flush();  // one copy at a time
+  }
+  intake.flush();
+  engine_.device().compute_stream().synchronize();
+  complete_ = complete_ && intake.complete();
 }
 
 // From models that hold these parameters sharded: one unit of theirs is whole at a time.
-void take_over(engine::Engine& engine, ValueIntake& intake,
-               const std::vector<ModelParameter>& parameters) {
+void Adoption::take_over() {
   // In an order that all ranks share, since the end of each is collective.
   std::vector<std::shared_ptr<ShardedModel>> owners;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const ModelParameter& parameter = parameters[i];
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const ModelParameter& parameter = parameters_[i];
     if (parameter.owner == nullptr) continue;
     const int params[] = {parameter.owner_index};
     parameter.owner->gather(params);
-    intake.store(static_cast<int>(i), Numel(),
-                 parameter.owner->parameters().full_view(parameter.owner_index));
+    intake_.store(static_cast<int>(i), Numel(),
+                  parameter.owner->parameters().full_view(parameter.owner_index));
     parameter.owner->release(params, true);
     if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
       owners.push_back(parameter.owner);
   }
   if (owners.empty()) return;
-  engine.collectives().barrier();  // peers have read what is about to go
+  engine_.collectives().barrier();  // peers have read what is about to go
   for (const auto& owner : owners) owner->destroy(false);
 }
 
-std::ptrdiff_t offset(std::size_t index) {
-  return static_cast<std::ptrdiff_t>(index);
-}
-
-// By parameter, its first piece among those of all parameters that have values; and their number.
-std::vector<std::size_t> first_pieces(const std::vector<ModelParameter>& parameters) {
-  std::vector<std::size_t> first{0};
-  for (const ModelParameter& parameter : parameters) {
-    const Bytes bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
-    const std::int64_t pieces = has_own_values(parameter) ? piece_count(bytes, kPiece) : 0;
-    first.push_back(first.back() + static_cast<std::size_t>(pieces));
-  }
-  return first;
-}
-
-// XXH3 where every rank has its values on the host: the fastest, and it needs the bytes there.
-Fingerprints::Method choose_method(comm::Collectives& collectives,
-                                   const std::vector<ModelParameter>& parameters) {
-  const bool elsewhere = std::any_of(parameters.begin(), parameters.end(), [](const auto& p) {
-    return has_own_values(p) && !p.variable.device().is_cpu();
-  });
-  double any[] = {elsewhere ? 1.0 : 0.0};
-  collectives.all_reduce(any, comm::ReduceOp::kMax);
-  return any[0] > 0.0 ? Fingerprints::Method::kAnywhere : Fingerprints::Method::kHost;
-}
-
-// Which of a parameter's pieces this rank keeps something of, so that it matters whether they are
-// rank 0's: of values on the host its own range, else all, which units that stay whole are filled
-// from.
-std::vector<bool> pieces_kept(engine::Engine& engine, c10::Device place, int param,
-                              const at::Tensor& values) {
-  const Bytes bytes(values.nbytes());
-  std::vector<bool> kept(static_cast<std::size_t>(piece_count(bytes, kPiece)), true);
-  const bool fills_whole = values.device() == place && engine.weights().unit_of(param).whole;
-  if (engine.collectives().rank() == 0 || !values.is_cpu() || fills_whole) return kept;
-  const auto [begin, end] = engine.weights().owned_range(param);
-  const Bytes element(values.element_size());
-  for (std::size_t i = 0; i < kept.size(); ++i) {
-    const Bytes first = kPiece * static_cast<std::int64_t>(i);
-    kept[i] = first < element * end.value && first + kPiece > element * begin.value;
-  }
-  return kept;
-}
-
-// Adds the fingerprints of the pieces that are kept; notes in `looked` which those are.
-void add_pieces(Fingerprints& fingerprints, const at::Tensor& values, const std::vector<bool>& kept,
-                std::string& looked) {
-  for (const bool each : kept) looked.push_back(each ? '1' : '0');
-  if (std::find(kept.begin(), kept.end(), false) == kept.end()) {
-    fingerprints.add(values);
+// What the engine does not have yet of one parameter: all of it, or what rank 0 has otherwise.
+void Adoption::take_in(int param) {
+  const std::vector<Comparison::Run> runs = comparison_.runs(param, kBlocksSent);
+  const bool equal =
+      std::none_of(runs.begin(), runs.end(), [](const auto& run) { return run.differs; });
+  if (equal && on_host(param)) return;
+  const at::Tensor flat = originals_.of(param).contiguous().view({-1});
+  if (equal) {
+    intake_.store(param, Numel(), flat);
     return;
   }
-  const at::Tensor bytes = values.view({-1}).view(at::kByte);
-  for (std::size_t i = 0; i < kept.size(); ++i) {
-    const Bytes first = kPiece * static_cast<std::int64_t>(i);
-    const Bytes count = std::min(kPiece, Bytes(bytes.nbytes()) - first);
-    kept[i] ? fingerprints.add(bytes.narrow(0, first.value, count.value)) : fingerprints.skip();
-  }
-}
-
-// By piece of all parameters that have values, in order: whether any rank that keeps something of
-// it has it otherwise than rank 0. The same answer on every rank.
-std::vector<bool> find_differences(engine::Engine& engine, c10::Device place, ThreadPool& threads,
-                                   const std::vector<ModelParameter>& parameters) {
-  comm::Collectives& collectives = engine.collectives();
-  std::vector<bool> differs(first_pieces(parameters).back());
-  if (collectives.world_size() == 1) return differs;
-  std::string what;
-  for (const ModelParameter& parameter : parameters) {
-    what += fmt::format(
-        "parameter {} is built as {}\n", parameter.name,
-        has_own_values(parameter) ? c10::toString(parameter.variable.scalar_type()) : "empty");
-  }
-  engine::require_same_text(collectives, "model", what);
-  engine::InitReport::Phase phase(engine.init_report(), "compare ranks", {});
-  Fingerprints fingerprints(choose_method(collectives, parameters), kPiece, engine.device(),
-                            threads);
-  std::string looked;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!has_own_values(parameters[i])) continue;
-    const at::Tensor values = parameters[i].variable.detach().contiguous();
-    add_pieces(fingerprints, values, pieces_kept(engine, place, static_cast<int>(i), values),
-               looked);
-    if (!parameters[i].variable.is_contiguous()) fingerprints.flush();  // one copy at a time
-  }
-  const std::vector<std::string> all = collectives.all_gather_text(fingerprints.take() + looked);
-  for (std::size_t i = 0; i < differs.size(); ++i) {
-    const auto at = [&](std::size_t rank) {
-      return std::string_view(all[rank]).substr(i * kFingerprintBytes, kFingerprintBytes);
-    };
-    for (std::size_t r = 1; r < all.size(); ++r) {
-      const bool counts = all[r][differs.size() * kFingerprintBytes + i] == '1';
-      differs[i] = differs[i] || (counts && at(r) != at(0));
+  const Numel block(kBlock / Bytes(flat.element_size()));
+  for (const Comparison::Run& run : runs) {
+    const Numel begin = block * static_cast<std::int64_t>(run.begin);
+    const Numel end = std::min(block * static_cast<std::int64_t>(run.end), Numel(flat.numel()));
+    const at::Tensor part = flat.narrow(0, begin.value, (end - begin).value);
+    if (run.differs) {
+      intake_.store_from_rank_0(param, begin, part);
+    } else if (!on_host(param)) {
+      intake_.store(param, begin, part);
     }
   }
-  phase.end();
-  return differs;
 }
 
-// `differs`: of the pieces of this parameter.
-void take_in(ValueIntake& intake, int param, const at::Tensor& values,
-             const std::vector<bool>& differs) {
-  if (std::find(differs.begin(), differs.end(), true) == differs.end()) {
-    intake.store(param, Numel(), values);
-    return;
-  }
-  const at::Tensor flat = values.view({-1});
-  const Numel most(kPiece / Bytes(static_cast<std::int64_t>(flat.element_size())));
-  for (std::size_t i = 0; i < differs.size(); ++i) {
-    const Numel begin = most * static_cast<std::int64_t>(i);
-    const Numel count = std::min(most, Numel(flat.numel()) - begin);
-    const at::Tensor piece = flat.narrow(0, begin.value, count.value);
-    differs[i] ? intake.store_from_rank_0(param, begin, piece) : intake.store(param, begin, piece);
-  }
-}
-
-void let_go(const ModelParameter& parameter) {
-  at::Tensor variable = parameter.variable;
-  variable.set_data(at::empty({0}, variable.options().requires_grad(false)));
-}
-
-// Puts all values that lie on the device on the host.
-void move_to_host(c10::Device place, const std::vector<ModelParameter>& parameters) {
-  for (const ModelParameter& parameter : parameters) {
-    if (!has_own_values(parameter) || parameter.variable.device() != place) continue;
-    at::Tensor variable = parameter.variable;
-    variable.set_data(variable.detach().contiguous().to(at::kCPU));
-  }
-  release_cached_memory(place);
-}
-
-// Takes the values of the units in the order in which the engine's memory grows. `piecewise`: the
-// parameters' memory goes back to the system meanwhile.
-bool take_all(engine::Engine& engine, c10::Device place, ThreadPool& threads,
-              const std::vector<ModelParameter>& parameters, const std::vector<bool>& differs,
-              bool piecewise) {
-  ValueIntake intake(engine, place, threads);
-  take_over(engine, intake, parameters);
-  const std::vector<std::size_t> first = first_pieces(parameters);
-  Bytes total;
-  for (const ModelParameter& parameter : parameters) {
-    if (has_own_values(parameter)) total += Bytes(parameter.variable.nbytes());
-  }
-  engine::InitReport::Phase phase(engine.init_report(), "place values", total);
+// `piecewise`: the values' memory goes back to the system as the engine's grows.
+void Adoption::take_all(bool piecewise) {
+  engine::InitReport::Phase phase(engine_.init_report(), "place values", whole_bytes(those(false)));
   Bytes freed;
-  for (const engine::Unit& unit : engine.weights().units()) {
-    for (const int param : unit.spec.params) {
-      const auto i = static_cast<std::size_t>(param);
-      if (!has_own_values(parameters[i])) continue;
-      const at::Tensor& variable = parameters[i].variable;
-      const Bytes bytes(variable.nbytes());
-      take_in(intake, param, variable.detach().contiguous(),
-              {differs.begin() + offset(first[i]), differs.begin() + offset(first[i + 1])});
-      freed += bytes;
-      let_go(parameters[i]);
-      phase.moved(bytes);
-    }
-    if (!piecewise || freed < kReleasedAtOnce) continue;
-    release_cached_memory(place);  // the engine takes its memory past torch
+  for (const int param : order_) {
+    const Bytes bytes(originals_.of(param).nbytes());
+    take_in(param);
+    if (!on_host(param)) phase.moved(bytes);
+    if (!piecewise) continue;
+    originals_.give_up(param);
+    freed += bytes;
+    if (freed < kReleasedAtOnce) continue;
+    release_cached_memory(place_);  // the engine takes its memory past torch
     freed = Bytes();
   }
-  engine.device().compute_stream().synchronize();
-  release_cached_memory(place);
-  return intake.complete();
+  engine_.device().compute_stream().synchronize();
+}
+
+// All values leave the device.
+void Adoption::move_out() {
+  const std::vector<int> params = those(false);
+  if (params.empty()) return;
+  std::vector<at::Tensor> there;
+  {
+    engine::InitReport::Phase phase(engine_.init_report(), "move out", whole_bytes(params));
+    HostExport way(engine_, threads_, phase);
+    for (const int param : params) {
+      const at::Tensor values = originals_.of(param).contiguous();
+      there.push_back(empty_on_host(values));
+      way.add(bytes_of_tensor(there.back()), bytes_of_tensor(values));
+      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
+    }
+    way.flush();
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    originals_.move(params[i], there[i]);
+    on_host_[static_cast<std::size_t>(params[i])] = true;
+  }
+  release_cached_memory(place_);
 }
 
 // Each rank keeps its own part on the host while the device changes hands.
-void take_own_parts(engine::Engine& engine, c10::Device place,
-                    const std::vector<ModelParameter>& parameters) {
-  struct Part {
-    int param;
-    Numel begin;
-    at::Tensor values;
-  };
-  std::vector<Part> parts;
-  Bytes total;
-  const auto own_part = [&](std::size_t i) {
-    const auto [begin, end] = engine.weights().owned_range(static_cast<int>(i));
-    return parameters[i].variable.detach().contiguous().view({-1}).narrow(0, begin.value,
-                                                                          (end - begin).value);
-  };
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (has_own_values(parameters[i])) total += align_up(Bytes(own_part(i).nbytes()), Bytes(8));
+void Adoption::exchange_places() {
+  std::vector<at::Tensor> parts;
+  const Bytes total = owned_bytes(order_);
+  {
+    engine::InitReport::Phase phase(engine_.init_report(), "move out", total);
+    HostExport way(engine_, threads_, phase);
+    for (const int param : order_) {
+      const auto [begin, end] = engine_.weights().owned_range(param);
+      const at::Tensor values = originals_.of(param).contiguous();
+      const at::Tensor own = values.view({-1}).narrow(0, begin.value, (end - begin).value);
+      parts.push_back(empty_on_host(own));
+      way.add(bytes_of_tensor(parts.back()), bytes_of_tensor(own));
+      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
+    }
+    way.flush();
   }
-  const auto memory = engine.device().allocate_host(total, memory::Kind::kStaging);
-  engine::InitReport::Phase out(engine.init_report(), "move out", total);
-  std::byte* next = memory->bytes().data();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!has_own_values(parameters[i])) continue;
-    const at::Tensor own = own_part(i);
-    const at::Tensor there = tensor_over(next, own.numel(), own.scalar_type(), at::kCPU);
-    there.copy_(own, /*non_blocking=*/true);
-    parts.push_back(
-        {static_cast<int>(i), engine.weights().owned_range(static_cast<int>(i)).first, there});
-    next += align_up(Bytes(own.nbytes()), Bytes(8)).size();
+  for (const int param : order_) originals_.give_up(param);
+  release_cached_memory(place_);
+  engine::InitReport::Phase phase(engine_.init_report(), "move in", total);
+  HostIntake intake(engine_, threads_, nullptr, phase);
+  for (std::size_t i = 0; i < order_.size(); ++i)
+    intake.add(order_[i], engine_.weights().owned_range(order_[i]).first, parts[i]);
+  intake.flush();
+  engine_.device().compute_stream().synchronize();
+}
+
+bool Adoption::run(plan::InitTier tier) {
+  move_in(&comparison_);
+  if (comparison_.wanted()) {
+    engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
+    look_in_place();
+    comparison_.exchange();
   }
-  engine.device().compute_stream().synchronize();
-  out.moved(total);
-  out.end();
-  for (const ModelParameter& parameter : parameters) {
-    if (has_own_values(parameter)) let_go(parameter);
+  const bool distributed = tier == plan::InitTier::kDistributed && all_in_place();
+  if (distributed && !comparison_.any()) {
+    exchange_places();
+    return false;
   }
-  release_cached_memory(place);
-  engine::InitReport::Phase in(engine.init_report(), "move in", total);
-  for (const Part& part : parts) {
-    engine.weights().enqueue_store(part.param, part.begin, Numel(part.values.numel()),
-                                   static_cast<const std::byte*>(part.values.const_data_ptr()),
-                                   from_scalar_type(part.values.scalar_type()));
+  if (distributed || tier == plan::InitTier::kHost) {
+    move_out();
+    move_in(nullptr);
   }
-  engine.device().compute_stream().synchronize();
-  in.moved(total);
+  take_over();
+  take_all(tier == plan::InitTier::kDeviceGrow);
+  return complete_;
 }
 
 }  // namespace
 
-bool adopt_values(engine::Engine& engine, c10::Device place,
-                  const std::vector<ModelParameter>& parameters, plan::InitTier tier) {
-  const at::NoGradGuard no_grad;
-  ThreadPool threads(at::get_num_threads());
-  const std::vector<bool> differs = find_differences(engine, place, threads, parameters);
-  const bool equal = std::find(differs.begin(), differs.end(), true) == differs.end();
-  const bool all_there = std::all_of(
-      parameters.begin(), parameters.end(),
-      [&](const ModelParameter& p) { return has_own_values(p) && p.variable.device() == place; });
-  bool complete = true;
-  if (tier == plan::InitTier::kDistributed && equal && all_there) {
-    take_own_parts(engine, place, parameters);
-    complete = false;
-  } else {
-    const bool leaves_first =
-        tier == plan::InitTier::kHost || (tier == plan::InitTier::kDistributed && all_there);
-    if (leaves_first) move_to_host(place, parameters);
-    complete =
-        take_all(engine, place, threads, parameters, differs, tier == plan::InitTier::kDeviceGrow);
+std::string describe_values(const std::vector<ModelParameter>& parameters) {
+  std::string text;
+  for (const ModelParameter& parameter : parameters) {
+    fmt::format_to(
+        std::back_inserter(text), "parameter {} is built as {}\n", parameter.name,
+        parameter.has_own_values() ? c10::toString(parameter.variable.scalar_type()) : "empty");
   }
+  return text;
+}
+
+bool adopt_values(engine::Engine& engine, c10::Device place,
+                  const std::vector<ModelParameter>& parameters, plan::InitTier tier,
+                  ThreadPool& threads, OriginalValues& originals) {
+  const at::NoGradGuard no_grad;
+  const bool complete = Adoption(engine, place, parameters, threads, originals).run(tier);
   double least[] = {complete ? 1.0 : 0.0};
   engine.collectives().all_reduce(least, comm::ReduceOp::kMin);
   return least[0] > 0.0;

@@ -3,20 +3,26 @@
 
 #include <vector>
 
+#include "strata/base/thread_pool.h"
 #include "strata/engine/engine.h"
 #include "strata/plan/init_plan.h"
+#include "strata/torch/original_values.h"
 #include "strata/torch/sharded_model.h"
 
 namespace strata::torch {
 
-// Collective. Rank 0's values win: ranks compare fingerprints of pieces, and those that differ
+// By parameter, in what dtype its values come, if it has some: what ranks have in common, or they
+// bring different models. For engine::require_same_text, before adopt_values().
+std::string describe_values(const std::vector<ModelParameter>& parameters);
+
+// Collective. Rank 0's values win: ranks compare fingerprints of blocks, and those that differ
 // anywhere are sent from rank 0. Values may lie on the host or on the engine's device, `place`,
-// contiguous or not. `tier` says in which order memory is taken and given back (plan/init_plan.h);
-// in all of them the parameters are without memory of their own afterwards. Parameters without
-// values are skipped. Whether units that stay whole have been written whole, on every rank. Throws
-// ConfigError when ranks bring different dtypes or different sets of values; nothing was moved
-// then.
+// contiguous or not. `tier` says in which order memory is taken and given back (plan/init_plan.h):
+// where the engine's memory does not fit beside the values, `originals` are given up as it grows;
+// else all are kept, for the caller to release or to put back. Parameters without values are
+// skipped. Whether units that stay whole have been written whole, on every rank.
 bool adopt_values(engine::Engine& engine, c10::Device place,
-                  const std::vector<ModelParameter>& parameters, plan::InitTier tier);
+                  const std::vector<ModelParameter>& parameters, plan::InitTier tier,
+                  ThreadPool& threads, OriginalValues& originals);
 
 }  // namespace strata::torch

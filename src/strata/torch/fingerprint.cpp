@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <span>
 
 #include "strata/base/error.h"
 
@@ -21,59 +20,62 @@ static_assert(sizeof(XXH128_hash_t) == kFingerprintBytes);
 
 }  // namespace
 
-std::int64_t piece_count(Bytes bytes, Bytes piece) {
-  return (bytes.value + piece.value - 1) / piece.value;
+std::size_t block_count(Bytes bytes, Bytes block) {
+  return static_cast<std::size_t>((bytes.value + block.value - 1) / block.value);
 }
 
-void Fingerprints::add(const at::Tensor& values) {
+void fingerprint_block(FingerprintMethod method, std::span<const std::byte> block, char* target) {
+  if (method == FingerprintMethod::kHost) {
+    const XXH128_hash_t hash = XXH3_128bits(block.data(), block.size());
+    std::memcpy(target, &hash, kFingerprintBytes);
+  } else {
+    const kernels::Fingerprint sums = kernels::fingerprint(block, nullptr);
+    std::memcpy(target, &sums, kFingerprintBytes);
+  }
+}
+
+void Fingerprints::add(const at::Tensor& values, std::span<char> target) {
   STRATA_ASSERT(values.is_contiguous());
-  if (values.numel() == 0) return;
+  const auto bytes = bytes_of_tensor(values);
+  STRATA_ASSERT(target.size() == block_count(Bytes(values.nbytes()), block_) * kFingerprintBytes);
+  if (bytes.empty()) return;
   if (!values.is_cpu()) {
-    STRATA_ASSERT(method_ == Method::kAnywhere);
-    waiting_.push_back(values.detach());
+    STRATA_ASSERT(method_ == FingerprintMethod::kAnywhere);
+    on_device_.push_back({values.detach(), target.data()});
     return;
   }
-  flush();
-  add_on_host(bytes_of_tensor(values));
-}
-
-void Fingerprints::add_on_host(std::span<const std::byte> bytes) {
-  const std::int64_t pieces = piece_count(Bytes(bytes.size()), piece_);
-  const std::size_t first = found_.size();
-  found_.resize(first + static_cast<std::size_t>(pieces) * kFingerprintBytes);
-  threads_.parallel_for(pieces, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::size_t at = (piece_ * i).size();
-      const auto piece = bytes.subspan(at, std::min(piece_.size(), bytes.size() - at));
-      char* const target = found_.data() + first + static_cast<std::size_t>(i) * kFingerprintBytes;
-      if (method_ == Method::kHost) {
-        const XXH128_hash_t hash = XXH3_128bits(piece.data(), piece.size());
-        std::memcpy(target, &hash, kFingerprintBytes);
-      } else {
-        const kernels::Fingerprint sums = kernels::fingerprint(piece, nullptr);
-        std::memcpy(target, &sums, kFingerprintBytes);
-      }
-    }
-  });
+  char* next = target.data();
+  for (std::size_t at = 0; at < bytes.size(); at += block_.size()) {
+    on_host_.push_back({bytes.subspan(at, std::min(block_.size(), bytes.size() - at)), next});
+    next += kFingerprintBytes;
+  }
+  alive_.push_back(values.detach());
 }
 
 void Fingerprints::flush() {
-  if (waiting_.empty()) return;
+  threads_.parallel_for(
+      static_cast<std::int64_t>(on_host_.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+        for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+          fingerprint_block(method_, on_host_[i].bytes, on_host_[i].target);
+        }
+      });
+  on_host_.clear();
+  alive_.clear();
+  flush_device();
+}
+
+void Fingerprints::flush_device() {
+  if (on_device_.empty()) return;
   std::vector<std::span<const std::byte>> runs;
-  for (const at::Tensor& tensor : waiting_) runs.push_back(bytes_of_tensor(tensor));
-  const auto sums = device_.fingerprints(runs, piece_, device_.compute_stream());
-  found_.append(reinterpret_cast<const char*>(sums.data()), sums.size() * kFingerprintBytes);
-  waiting_.clear();
-}
-
-void Fingerprints::skip() {
-  flush();
-  found_.append(kFingerprintBytes, '\0');
-}
-
-std::string Fingerprints::take() {
-  flush();
-  return std::exchange(found_, {});
+  for (const Added& each : on_device_) runs.push_back(bytes_of_tensor(each.values));
+  const auto sums = device_.fingerprints(runs, block_, device_.compute_stream());
+  auto next = sums.begin();
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const std::size_t blocks = block_count(Bytes(runs[i].size()), block_);
+    std::memcpy(on_device_[i].target, &*next, blocks * kFingerprintBytes);
+    next += static_cast<std::ptrdiff_t>(blocks);
+  }
+  on_device_.clear();
 }
 
 }  // namespace strata::torch

@@ -1,13 +1,13 @@
 // Fingerprints of tensors' bytes, so that ranks compare models without sending them. Tensors are
-// taken in pieces of one size. Two methods: XXH3 where every rank has its values on the host, and
-// kernels::Fingerprint, which gives the same bits wherever a tensor lies.
+// taken in blocks of one size, many tensors at a time. Two methods: XXH3 where every rank has its
+// values on the host, and kernels::Fingerprint, which gives the same bits wherever a tensor lies.
 // Threads: one; those of `threads` share the work on the host. Ownership: borrows the device and
-// the threads, and tensors until take().
+// the threads, and what is added, with the place for its fingerprints, until flush().
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <string>
+#include <span>
 #include <vector>
 
 #include "strata/base/thread_pool.h"
@@ -17,36 +17,46 @@
 namespace strata::torch {
 
 inline constexpr std::size_t kFingerprintBytes = 16;
+// kHost: XXH3, the fastest, and it needs the bytes on the host.
+enum class FingerprintMethod { kHost, kAnywhere };
+
+// Writes the kFingerprintBytes of one block, which lies on the host.
+void fingerprint_block(FingerprintMethod method, std::span<const std::byte> block, char* target);
 
 class Fingerprints {
  public:
-  enum class Method { kHost, kAnywhere };
-  // Ranks that compare use the same method and piece. `device`: where tensors lie that are not on
+  // Ranks that compare use the same method and block. `device`: where tensors lie that are not on
   // the host.
-  Fingerprints(Method method, Bytes piece, device::Device& device, ThreadPool& threads)
-      : method_(method), piece_(piece), device_(device), threads_(threads) {}
+  Fingerprints(FingerprintMethod method, Bytes block, device::Device& device, ThreadPool& threads)
+      : method_(method), block_(block), device_(device), threads_(threads) {}
 
-  // Adds the pieces of a contiguous tensor; on the host where the method is kHost.
-  void add(const at::Tensor& values);
-  // Leaves zeroes in the place of one piece.
-  void skip();
-  // Computes what waits; until then the tensors' memory must stay.
+  // Fingerprints of a contiguous tensor's blocks go to `target`, one after the other. On the host
+  // where the method is kHost.
+  void add(const at::Tensor& values, std::span<char> target);
+  // Computes what was added.
   void flush();
-  // Of all pieces added, in order, kFingerprintBytes each.
-  std::string take();
 
  private:
-  void add_on_host(std::span<const std::byte> bytes);
+  struct Added {
+    at::Tensor values;  // keeps them alive
+    char* target;
+  };
+  struct Block {
+    std::span<const std::byte> bytes;
+    char* target;
+  };
+  void flush_device();
 
-  Method method_;
-  Bytes piece_;
+  FingerprintMethod method_;
+  Bytes block_;
   device::Device& device_;
   ThreadPool& threads_;
-  std::string found_;
-  std::vector<at::Tensor> waiting_;  // on the device; keeps them alive
+  std::vector<Added> on_device_;
+  std::vector<Block> on_host_;
+  std::vector<at::Tensor> alive_;  // those of on_host_
 };
 
-// How many pieces a tensor of `bytes` is cut into.
-std::int64_t piece_count(Bytes bytes, Bytes piece);
+// How many blocks a tensor of `bytes` is cut into.
+std::size_t block_count(Bytes bytes, Bytes block);
 
 }  // namespace strata::torch

@@ -2,10 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "strata/base/error.h"
 #include "strata/memory/available_memory.h"
+#include "strata/torch/host_threads.h"
 #include "strata/torch/placement.h"
 
 namespace strata::torch {
@@ -24,10 +26,12 @@ plan::InitFacts facts_of(const ModelInput& input, const ModelRuntime& runtime) {
   release_cached_memory(runtime.place);
   plan::InitFacts facts;
   facts.device_free = runtime.device->free_bytes();
-  facts.host_free = memory::available_memory() / runtime.collectives->world_size();
+  facts.host_free = memory::available_memory() / ranks_of_host(runtime.collectives->world_size());
+  // Ranks on the host share what is free there; each GPU is one rank's own.
+  if (runtime.place.is_cpu()) facts.device_free = std::min(facts.device_free, facts.host_free);
   facts.can_grow = can_grow(*runtime.device);
   for (const ModelParameter& parameter : input.parameters) {
-    if (!parameter.has_values || parameter.owner != nullptr) continue;
+    if (!parameter.has_own_values()) continue;
     const Bytes bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
     (parameter.variable.device() == runtime.place ? facts.device_values : facts.host_values) +=
         bytes;

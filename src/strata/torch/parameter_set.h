@@ -46,6 +46,7 @@ class ParameterSet final : public engine::ParameterViews {
   }
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
+  bool bound() const { return !units_.empty(); }
   int size() const { return static_cast<int>(variables_.size()); }
   c10::Device place() const { return place_; }
 

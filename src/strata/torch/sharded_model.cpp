@@ -6,10 +6,12 @@
 #include <set>
 
 #include "strata/base/error.h"
+#include "strata/engine/consistency.h"
 #include "strata/offload/memory_store.h"
 #include "strata/torch/adoption.h"
 #include "strata/torch/dtype.h"
 #include "strata/torch/init_choice.h"
+#include "strata/torch/original_values.h"
 #include "strata/torch/placement.h"
 
 namespace strata::torch {
@@ -56,7 +58,7 @@ ModelRuntime make_runtime(c10::Device place, int threads,
                           std::shared_ptr<comm::Collectives> collectives) {
   std::shared_ptr<device::Device> device = make_device(place, threads);
   std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
-  return {place, std::move(collectives), std::move(device), std::move(states), {}};
+  return {place, std::move(collectives), std::move(device), std::move(states), {}, threads};
 }
 
 ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
@@ -69,16 +71,50 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   for (std::size_t i = 0; i < input.parameters.size(); ++i) {
     index_.emplace(input.parameters[i].variable.unsafeGetTensorImpl(), static_cast<int>(i));
   }
-  engine::EngineOptions options = engine::engine_options_from(config);
+  check_ranks(input);
+  OriginalValues originals(input.parameters);
+  const bool any = std::any_of(input.parameters.begin(), input.parameters.end(),
+                               [](const ModelParameter& p) { return p.has_own_values(); });
+  ThreadPool threads(any ? runtime_.threads : 1);
+  try {
+    start(input, rule, std::move(name), threads, originals);
+  } catch (const OutOfMemoryError& error) {
+    give_back(originals);
+    if (originals.given_up() == 0) throw;
+    throw OutOfMemoryError(
+        fmt::format("{}. The memory of {} of {} parameters had been given up for the engine's by "
+                    "then: build the model again",
+                    error.what(), originals.given_up(), originals.size()));
+  } catch (...) {
+    give_back(originals);
+    throw;
+  }
+  originals.release(threads);
+  release_cached_memory(runtime_.place);
+}
+
+// Before anything is asked that ranks answer together.
+void ShardedModel::check_ranks(const ModelInput& input) const {
+  comm::Collectives& collectives = *runtime_.collectives;
+  if (collectives.world_size() == 1) return;
+  engine::require_same_text(collectives, "configuration", config_.digest());
+  engine::require_same_text(collectives, "model",
+                            plan::describe(specs_, plan_) + describe_values(input.parameters));
+}
+
+void ShardedModel::start(const ModelInput& input, engine::UpdateRule rule, std::string name,
+                         ThreadPool& threads, OriginalValues& originals) {
+  engine::EngineOptions options = engine::engine_options_from(config_);
   options.name = std::move(name);
   const plan::InitChoice choice =
-      choose_init(input, specs_, plan_, config, rule, runtime_);  // before anything is moved
-  engine_ = std::make_unique<engine::Engine>(specs_, plan_, options, rule, config.digest(),
+      choose_init(input, specs_, plan_, config_, rule, runtime_);  // before anything is moved
+  engine_ = std::make_unique<engine::Engine>(specs_, plan_, options, rule, config_.digest(),
                                              runtime_.collectives, runtime_.device, runtime_.states,
                                              parameters_);
   engine_->init_report().set_progress(std::move(runtime_.progress));
   engine_->init_report().set_tier(std::string(name_of(choice.tier)), choice.reason);
-  const bool complete = adopt_values(*engine_, runtime_.place, input.parameters, choice.tier);
+  const bool complete =
+      adopt_values(*engine_, runtime_.place, input.parameters, choice.tier, threads, originals);
   parameters_.bind(engine_->weights());
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
@@ -88,6 +124,17 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   control_ = std::make_unique<engine::StepControl>(*engine_, config_);
   engine_->weights_changed(complete);
   engine_->prepare();
+}
+
+// After a start that failed.
+void ShardedModel::give_back(OriginalValues& originals) noexcept {
+  if (parameters_.bound()) {
+    let_go({});
+  } else {
+    engine_.reset();
+  }
+  release_cached_memory(runtime_.place);
+  originals.restore();
 }
 
 ShardedModel::~ShardedModel() {

@@ -3,8 +3,9 @@
 //
 // Construction (collective) plans units, makes the engine, takes the values of every parameter that
 // has some (rank 0's count: others receive what differs), and from then on owns the parameters'
-// memory. destroy() gives the parameters ordinary memory back, full where the stage keeps them
-// whole or the caller asks for it, and takes every hook away.
+// memory. A construction that fails leaves the parameters their values, unless their memory had to
+// be given up for the engine's (the error says so). destroy() gives the parameters ordinary memory
+// back, full where the stage keeps them whole or the caller asks for it, and takes every hook away.
 //
 // Threads: one thread at a time, autograd's threads while the caller waits for backward.
 // Errors: ConfigError, UsageError, CommError, OutOfMemoryError, NumericsError; after destroy()
@@ -20,6 +21,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "strata/base/thread_pool.h"
 #include "strata/device/device.h"
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
@@ -32,6 +34,7 @@
 
 namespace strata::torch {
 
+class OriginalValues;
 class ShardedModel;
 
 // One parameter of the user's model.
@@ -45,6 +48,9 @@ struct ModelParameter {
   // taken over shard by shard, and it is destroyed when all are.
   std::shared_ptr<ShardedModel> owner;
   int owner_index = 0;
+
+  // Not from files, and not from another model.
+  bool has_own_values() const { return has_values && owner == nullptr; }
 };
 
 struct ModelInput {
@@ -60,9 +66,10 @@ struct ModelRuntime {
   std::shared_ptr<device::Device> device;
   std::shared_ptr<offload::StateStore> states;
   engine::InitReport::Progress progress{};  // of start-up; may be empty
+  int threads = 1;                          // that work on host memory
 };
 
-// `threads`: of kernels on the host.
+// `threads`: that work on host memory (host_threads.h).
 ModelRuntime make_runtime(c10::Device place, int threads,
                           std::shared_ptr<comm::Collectives> collectives);
 
@@ -113,6 +120,10 @@ class ShardedModel {
   bool alive() const { return engine_ != nullptr; }
 
  private:
+  void check_ranks(const ModelInput& input) const;
+  void start(const ModelInput& input, engine::UpdateRule rule, std::string name,
+             ThreadPool& threads, OriginalValues& originals);
+  void give_back(OriginalValues& originals) noexcept;
   void require_alive() const;
   void let_go(std::vector<at::Tensor> full);
 

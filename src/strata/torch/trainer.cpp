@@ -1,11 +1,10 @@
 #include "strata/torch/trainer.h"
 
-#include <ATen/Parallel.h>
-
 #include <exception>
 #include <unordered_map>
 
 #include "strata/base/error.h"
+#include "strata/torch/host_threads.h"
 #include "strata/torch/module_checkpoint.h"
 #include "strata/torch/placement.h"
 #include "strata/torch/rank_environment.h"
@@ -93,7 +92,7 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
   for (const ParamGroup& group : options.groups) groups_.push_back(group.scalars);
   if (groups_.empty() && config.optimizer) groups_.push_back(scalars_of(config.optimizer->adam));
 
-  const int threads = config.strata.threads.value_or(at::get_num_threads());
+  const int threads = host_threads(config.strata.threads, collectives_->world_size());
   model_ = std::make_shared<ShardedModel>(description.input, config, rule,
                                           make_runtime(place, threads, collectives_), "engine");
   scopes_ = std::make_shared<ModuleScopes>(model_, description);

@@ -31,7 +31,10 @@ constexpr std::array kKeys{
     Key{"strata.unit_size", kBytes, "null", "> 0", kHonoured,
         "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
     Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
-        "threads of host kernels a rank; null or \"auto\": cores / ranks of the host", ""},
+        "threads of a rank that work on host memory; null or \"auto\": cores / ranks of the host, "
+        "at "
+        "most 32",
+        ""},
     Key{"strata.init", kSection, "{}", "", kHonoured, "how a model gets into the engine", ""},
     Key{"strata.init.tier", kChoice, "\"auto\"", "auto|device_copy|device_grow|distributed|host",
         kHonoured,

@@ -1,0 +1,24 @@
+// How many threads of a rank work on host memory: kernels, and the values of a model on their way
+// into the engine. One rule for everybody who asks. What torch would use for itself does not
+// matter: launchers set that to one. Results never depend on the number. Threads: any. Errors:
+// none; what the system does not tell counts as one core, or as no limit.
+#pragma once
+
+#include <optional>
+
+namespace strata::torch {
+
+// More than these bring no more bytes a second from one socket's memory.
+inline constexpr int kMostHostThreads = 32;
+
+// Cores that this process may run on, and no more than its control group has time for.
+int usable_cores();
+
+// Of `world_size` ranks, those on this host: LOCAL_WORLD_SIZE as launchers write it, else all.
+int ranks_of_host(int world_size);
+
+// `wanted`: of the configuration (strata.threads), taken as it is. Else the cores of this host by
+// its ranks, from 1 to kMostHostThreads.
+int host_threads(std::optional<int> wanted, int world_size);
+
+}  // namespace strata::torch

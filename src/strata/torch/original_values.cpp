@@ -1,0 +1,62 @@
+#include "strata/torch/original_values.h"
+
+#include <ATen/ops/empty.h>
+
+namespace strata::torch {
+namespace {
+
+void point(at::Tensor variable, const at::Tensor& values) {
+  variable.set_data(values);
+}
+
+at::Tensor nothing_like(const at::Tensor& variable) {
+  return at::empty({0}, variable.options().requires_grad(false));
+}
+
+}  // namespace
+
+OriginalValues::OriginalValues(const std::vector<ModelParameter>& parameters)
+    : gone_(parameters.size()) {
+  for (const ModelParameter& parameter : parameters) {
+    variables_.push_back(parameter.variable);
+    values_.push_back(parameter.has_own_values() ? parameter.variable.detach() : at::Tensor());
+    homes_.push_back(parameter.variable.device());
+  }
+}
+
+void OriginalValues::move(int param, at::Tensor values) {
+  const auto i = static_cast<std::size_t>(param);
+  point(variables_[i], values);
+  values_[i] = std::move(values);
+}
+
+void OriginalValues::give_up(int param) {
+  const auto i = static_cast<std::size_t>(param);
+  point(variables_[i], nothing_like(values_[i]));
+  values_[i].reset();
+  gone_[i] = true;
+  ++given_up_;
+}
+
+void OriginalValues::release(ThreadPool& threads) {
+  threads.parallel_for(static_cast<std::int64_t>(values_.size()), 1,
+                       [&](std::int64_t begin, std::int64_t end) {
+                         for (std::int64_t i = begin; i < end; ++i)
+                           values_[static_cast<std::size_t>(i)].reset();
+                       });
+}
+
+void OriginalValues::restore() noexcept {
+  for (std::size_t i = 0; i < values_.size(); ++i) {
+    try {
+      if (gone_[i]) point(variables_[i], nothing_like(variables_[i]));
+      if (!values_[i].defined()) continue;
+      point(variables_[i], values_[i]);
+      if (values_[i].device() != homes_[i]) move(static_cast<int>(i), values_[i].to(homes_[i]));
+    } catch (const std::exception&) {
+      continue;  // no room there now: the values are on the host
+    }
+  }
+}
+
+}  // namespace strata::torch

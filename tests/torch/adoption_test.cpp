@@ -1,0 +1,257 @@
+// How values get into the engine, where the ways differ from what a model on the CPU meets by
+// itself; and what a start that fails leaves. Ranks are threads of this process.
+#include "strata/torch/adoption.h"
+
+#include <ATen/Functions.h>
+#include <gmock/gmock.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
+
+#include <functional>
+#include <thread>
+
+#include "strata/base/error.h"
+#include "strata/comm/local_collectives.h"
+#include "strata/offload/memory_store.h"
+#include "strata/torch/host_export.h"
+#include "strata/torch/host_intake.h"
+#include "strata/torch/module_description.h"
+
+namespace strata::torch {
+namespace {
+
+namespace nn = ::torch::nn;
+using ::testing::HasSubstr;
+
+const c10::Device kHere(c10::DeviceType::CPU);
+
+// Blocks of a width at which weights are of several of kBlock, and of part of one.
+struct NetImpl : nn::Module {
+  explicit NetImpl(int blocks, int width) {
+    register_module("blocks", list);
+    for (int i = 0; i < blocks; ++i) list->push_back(nn::Linear(width, width));
+  }
+  nn::ModuleList list;
+};
+TORCH_MODULE(Net);
+
+Net make_net(int blocks, int width = 700) {
+  ::torch::manual_seed(5);
+  return Net(blocks, width);
+}
+
+void run_ranks(int world, const std::function<void(std::shared_ptr<comm::Collectives>)>& rank) {
+  comm::LocalGroup group(world);
+  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back([&, r, collectives = std::shared_ptr(group.rank(r))]() mutable {
+      try {
+        rank(std::move(collectives));
+      } catch (...) {
+        failures[static_cast<std::size_t>(r)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+engine::Config config_of(int stage, int world, const std::string& tier = "auto") {
+  engine::Config config = engine::Config::parse(fmt::format(
+      R"({{"train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": true}},
+           "zero_optimization": {{"stage": {}, "stage3_param_persistence_threshold": 0}},
+           "strata": {{"max_live_bytes": 1, "wrap": ["Linear"], "init": {{"tier": "{}"}}}}}})",
+      stage, tier));
+  config.complete_batch(world);
+  return config;
+}
+
+std::vector<at::Tensor> values_of(const Net& net) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& p : net->parameters()) values.push_back(p.detach().clone());
+  return values;
+}
+
+// Equal ones, made by one thread: they share torch's generator.
+std::vector<Net> make_nets(int count, int blocks) {
+  std::vector<Net> nets;
+  for (int i = 0; i < count; ++i) nets.push_back(make_net(blocks));
+  return nets;
+}
+
+struct Given {
+  std::vector<at::Tensor> values;  // by parameter, in fp32
+  std::vector<std::vector<Comparison::Run>> runs;
+  bool complete = false;
+};
+
+// Gives a live engine new values through the ring, and compares them over the ranks.
+Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameters) {
+  Given given;
+  engine::Engine& engine = model.engine();
+  ThreadPool threads(3);
+  Comparison comparison(engine.collectives(), parameters);
+  {
+    engine::InitReport::Phase phase(engine.init_report(), "move in", Bytes());
+    HostIntake intake(engine, threads, &comparison, phase);
+    for (const engine::Unit& unit : engine.weights().units()) {
+      for (const int param : unit.spec.params)
+        intake.add(param, Numel(), parameters[static_cast<std::size_t>(param)].variable.detach());
+    }
+    intake.flush();
+    given.complete = intake.complete();
+  }
+  comparison.exchange();
+  engine.weights_changed(given.complete);
+  for (int i = 0; i < model.parameters().size(); ++i) {
+    const int params[] = {i};
+    model.gather(params);
+    given.values.push_back(model.parameters().full_view(i).to(at::kFloat));
+    model.release(params, true);
+    given.runs.push_back(comparison.runs(i, 1));
+  }
+  return given;
+}
+
+class HostIntakeAtStage : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Stages, HostIntakeAtStage, testing::Values(1, 3));
+
+TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
+  constexpr int kWorld = 3;
+  constexpr int kBlocks = 12;  // more than the ring holds at once
+  const std::vector<Net> nets = make_nets(kWorld, kBlocks);
+  const std::vector<Net> others = make_nets(kWorld, kBlocks);
+  run_ranks(kWorld, [&](const std::shared_ptr<comm::Collectives>& collectives) {
+    const auto rank = static_cast<std::size_t>(collectives->rank());
+    const ModuleDescription description = describe_module(*nets[rank]);
+    ShardedModel model(description.input, config_of(GetParam(), kWorld), engine::UpdateRule::kNone,
+                       make_runtime(kHere, 2, collectives), "engine");
+    const std::vector<ModelParameter> parameters = describe_module(*others[rank]).input.parameters;
+    std::vector<at::Tensor> expected;
+    for (const ModelParameter& parameter : parameters) {
+      parameter.variable.detach().mul_(3.0);
+      expected.push_back(parameter.variable.detach().to(at::kBFloat16).to(at::kFloat));
+    }
+    // Rank 1 alone has another number at the place that it owns of this parameter, if of any.
+    constexpr int kParam = 6;
+    const auto [begin, end] = model.engine().weights().owned_range(kParam);
+    double where[] = {rank == 1 && begin < end ? static_cast<double>(begin.value) : -1.0};
+    collectives->all_reduce(where, comm::ReduceOp::kMax);
+    ASSERT_GE(where[0], 0.0);
+    const auto place = static_cast<std::int64_t>(where[0]);
+    if (rank == 1) parameters[kParam].variable.detach().view({-1})[place] = 77.0;
+    expected[kParam].view({-1})[place] = 77.0;
+
+    const Given given = bring_in(model, parameters);
+    EXPECT_EQ(given.complete, GetParam() == 3);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::equal(given.values[i], expected[i])) << "parameter " << i;
+      for (const Comparison::Run& run : given.runs[i]) {
+        const bool holds =
+            i == kParam && run.begin == static_cast<std::size_t>(4 * place) / kBlock.size();
+        EXPECT_EQ(run.differs, holds) << "parameter " << i << ", block " << run.begin;
+      }
+    }
+    model.destroy(false);
+  });
+}
+
+TEST(HostExport, CopiesWhatTheRingHoldsManyTimesOver) {
+  const Net net = make_net(1, 5);
+  const ModuleDescription description = describe_module(*net);
+  ShardedModel model(description.input, config_of(0, 1), engine::UpdateRule::kNone,
+                     make_runtime(kHere, 1, comm::LocalGroup(1).rank(0)), "engine");
+  ThreadPool threads(3);
+  engine::InitReport::Phase phase(model.engine().init_report(), "move out", Bytes());
+  HostExport way(model.engine(), threads, phase);
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> targets;
+  for (const std::int64_t numel : {1, 25'000'003, 0, 63, 5'000'000, 1'000'001}) {
+    sources.push_back(at::randint(0, 256, {numel}, at::TensorOptions().dtype(at::kByte)));
+    targets.push_back(empty_on_host(sources.back()));
+    const auto bytes = static_cast<std::size_t>(numel);
+    way.add({static_cast<std::byte*>(targets.back().mutable_data_ptr()), bytes},
+            {static_cast<const std::byte*>(sources.back().const_data_ptr()), bytes});
+  }
+  way.flush();
+  for (std::size_t i = 0; i < sources.size(); ++i) EXPECT_TRUE(at::equal(sources[i], targets[i]));
+}
+
+// Refuses to hold more than so many blocks.
+class SmallStore final : public offload::StateStore {
+ public:
+  SmallStore(std::shared_ptr<offload::StateStore> store, int most)
+      : store_(std::move(store)), most_(most) {}
+  memory::Tier tier() const override { return store_->tier(); }
+  offload::BlockId add(std::string name, Bytes bytes, memory::Kind kind) override {
+    if (most_-- == 0) throw OutOfMemoryError("the store is full");
+    return store_->add(std::move(name), bytes, kind);
+  }
+  Bytes size_of(offload::BlockId block) const override { return store_->size_of(block); }
+  std::unique_ptr<offload::Lease> fetch(offload::BlockId block, offload::Access access) override {
+    return store_->fetch(block, access);
+  }
+  void read_ahead(std::span<const offload::BlockId> blocks) override { store_->read_ahead(blocks); }
+  void flush() override { store_->flush(); }
+
+ private:
+  std::shared_ptr<offload::StateStore> store_;
+  int most_;
+};
+
+// What initialize says when memory ends after `blocks` of state; the model has 4 units.
+std::string start_with_room_for(int blocks, const std::string& tier, const Net& net) {
+  ModelRuntime runtime = make_runtime(kHere, 1, comm::LocalGroup(1).rank(0));
+  runtime.states = std::make_shared<SmallStore>(runtime.states, blocks);
+  const ModuleDescription description = describe_module(*net);
+  try {
+    const ShardedModel model(description.input, config_of(3, 1, tier), engine::UpdateRule::kAdamW,
+                             runtime, "engine");
+    return "no error";
+  } catch (const OutOfMemoryError& error) {
+    return error.what();
+  }
+}
+
+TEST(FailedStart, LeavesTheModelAsItWas) {
+  for (const std::string tier : {"device_copy", "host"}) {
+    for (const int blocks : {0, 2, 5}) {  // before, amid and after the values
+      const Net net = make_net(4, 30);
+      const std::vector<at::Tensor> before = values_of(net);
+      EXPECT_EQ(start_with_room_for(blocks, tier, net), "the store is full");
+      const std::vector<at::Tensor> after = values_of(net);
+      for (std::size_t i = 0; i < before.size(); ++i)
+        EXPECT_TRUE(at::equal(before[i], after[i])) << tier << ", parameter " << i;
+      for (const at::Tensor& p : net->parameters()) EXPECT_TRUE(p.requires_grad());
+    }
+  }
+}
+
+TEST(FailedStart, SaysSoWhereTheModelsMemoryHadBeenGivenUp) {
+  const Net net = make_net(4, 30);
+  EXPECT_THAT(start_with_room_for(2, "device_grow", net),
+              testing::AllOf(HasSubstr("the store is full. The memory of 4 of 8 parameters"),
+                             HasSubstr("build the model again")));
+  int empty = 0;
+  for (const at::Tensor& p : net->parameters()) empty += p.numel() == 0 ? 1 : 0;
+  EXPECT_EQ(empty, 4);
+}
+
+TEST(FailedStart, CanBeTriedAgain) {
+  const Net net = make_net(4, 30);
+  const std::vector<at::Tensor> before = values_of(net);
+  EXPECT_EQ(start_with_room_for(2, "device_copy", net), "the store is full");
+  ModelRuntime runtime = make_runtime(kHere, 1, comm::LocalGroup(1).rank(0));
+  ShardedModel model(describe_module(*net).input, config_of(3, 1), engine::UpdateRule::kAdamW,
+                     runtime, "engine");
+  model.destroy(true);
+  const std::vector<at::Tensor> after = values_of(net);
+  for (std::size_t i = 0; i < before.size(); ++i)
+    EXPECT_TRUE(at::equal(before[i].to(at::kBFloat16), after[i])) << "parameter " << i;
+}
+
+}  // namespace
+}  // namespace strata::torch
