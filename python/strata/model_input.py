@@ -7,6 +7,11 @@ from ._owner import owner_of
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
+def _only_looks_up(module):
+    """Whether the backward of ``module`` does without its weight."""
+    return type(module) is torch.nn.Embedding and "forward" not in module.__dict__ and module.max_norm is None
+
+
 def describe_parameters(model, groups, born_flat=None):
     """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter of ``model``, each once.
 
@@ -30,7 +35,7 @@ def describe_parameters(model, groups, born_flat=None):
 
 
 def describe_modules(model, parameters):
-    """([(path, class name, parent, own parameters, callable)], [module]), parents before children."""
+    """([(path, class name, parent, own parameters, callable, read in backward)], [module]), parents before children."""
     index_of = {id(entry[1]): i for i, entry in enumerate(parameters)}
     entries, modules, seen = [], [], {}
 
@@ -39,7 +44,8 @@ def describe_modules(model, parameters):
             return
         seen[id(module)] = index = len(entries)
         own = [index_of[id(p)] for p in module._parameters.values() if p is not None]
-        entries.append((path, type(module).__name__, parent, own, not isinstance(module, _CONTAINERS)))
+        callable_ = not isinstance(module, _CONTAINERS)
+        entries.append((path, type(module).__name__, parent, own, callable_, not _only_looks_up(module)))
         modules.append(module)
         for name, child in module._modules.items():
             if child is not None:

@@ -155,12 +155,17 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
   const auto target = [&](int from) {
     return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
   };
+  const auto start = stream.record();
   for (int turn = 0; turn < link_->peers(); ++turn) {
-    device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes},
-                stream);
+    device::Stream& lane = link_->gather_lane(turn);
+    if (turn < link_->lanes()) lane.wait_for(*start);
+    device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes}, lane);
   }
   if (target(rank()).data() != gather.source.data())
     device.copy(target(rank()), gather.source, stream);
+  for (int i = 0; i < std::min(link_->lanes(), link_->peers()); ++i) {
+    stream.wait_for(*link_->gather_lane(i).record());
+  }
   return std::make_unique<StreamWork>(link_, stream.record());
 }
 

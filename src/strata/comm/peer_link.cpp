@@ -30,9 +30,13 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       timeout_(options.timeout),
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       gathers_(device_->create_stream()),
-      pulls_(device_->create_stream()),
       sums_(device_->create_stream()),
+      announcements_(device_->create_stream()),
       releases_(device_->create_stream()) {
+  for (int i = 0; i < std::clamp(peers(), 1, kLanes); ++i) {
+    gather_lanes_.push_back(device_->create_stream());
+    reduce_lanes_.push_back(device_->create_stream());
+  }
   if (rank_ == 0) flags_file_ = FileDescriptor(::memfd_create("strata-flags", MFD_CLOEXEC));
   channel_ = std::make_unique<PeerChannel>(*control_, *this);
   std::string error;

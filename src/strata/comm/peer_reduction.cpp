@@ -24,10 +24,13 @@ std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
   device::Device& device = link_.device();
   if (ring_ == nullptr) make_ring();
   ++count_;
-  link_.pulls().wait_for(*device.compute_stream().record());
+  // On a stream that waits for nothing else, so that peers learn of it at once.
+  const auto written = device.compute_stream().record();
+  link_.sums().wait_for(*written);
+  link_.announcements().wait_for(*written);
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_,
-                      link_.pulls());
+                      link_.announcements());
   }
   const std::size_t numel = reduction.result.size();
   const std::size_t most =
@@ -72,21 +75,23 @@ void PeerReductions::add_piece(const Reduction& reduction, const Sources& source
   device::Device& device = link_.device();
   Place& place = places_[turn_++ % places_.size()];
   const auto item = static_cast<std::size_t>(size_of(reduction.dtype).value);
-  if (place.added) link_.pulls().wait_for(*place.added);
+  for (int i = 0; place.added && i < link_.lanes(); ++i) {
+    link_.reduce_lane(i).wait_for(*place.added);
+  }
   std::vector<const std::byte*> pieces(sources.size());
   for (int turn = 0; turn < link_.peers(); ++turn) {
     const int from = link_.peer(turn);
     const auto index = static_cast<std::size_t>(from);
-    if (first)
-      device.wait_flag(link_.flag(Kind::kWritten, from, link_.rank()), count_, link_.pulls());
+    device::Stream& lane = link_.reduce_lane(turn);
+    if (first) device.wait_flag(link_.flag(Kind::kWritten, from, link_.rank()), count_, lane);
     const std::span<std::byte> here =
         place.memory.subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
-    device.copy(here, {sources[index] + begin * item, numel * item}, link_.pulls());
+    device.copy(here, {sources[index] + begin * item, numel * item}, lane);
     pieces[index] = here.data();
   }
   const auto own = static_cast<std::size_t>(link_.rank());
   pieces[own] = sources[own] + begin * item;
-  link_.sums().wait_for(*link_.pulls().record());
+  for (int i = 0; i < link_.lanes(); ++i) link_.sums().wait_for(*link_.reduce_lane(i).record());
   device.sum_in_order(reduction.result.subspan(begin, numel), pieces, reduction.dtype,
                       reduction.scale, reduction.accumulate, link_.sums());
   place.added = link_.sums().record();
@@ -96,9 +101,8 @@ std::unique_ptr<device::Event> PeerReductions::release() {
   device::Device& device = link_.device();
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
-                      link_.pulls());
+                      link_.reduce_lane(turn));
   }
-  link_.releases().wait_for(*link_.pulls().record());
   link_.releases().wait_for(*link_.sums().record());
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.wait_flag(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()), count_,

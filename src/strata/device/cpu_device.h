@@ -29,6 +29,7 @@ class CpuDevice final : public Device {
 
   std::string_view name() const override { return "cpu"; }
   const std::shared_ptr<memory::Ledger>& ledger() const override { return ledger_; }
+  bool runs_ahead() const override { return false; }
 
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;

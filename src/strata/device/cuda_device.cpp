@@ -34,6 +34,7 @@ class CudaDevice final : public Device {
 
   std::string_view name() const override { return "cuda"; }
   const std::shared_ptr<memory::Ledger>& ledger() const override { return pool_.ledger; }
+  bool runs_ahead() const override { return true; }
 
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override {
     return std::make_unique<CudaMemory>(pool_, bytes, kind);

@@ -75,6 +75,8 @@ class Device {
   virtual ~Device() = default;
   virtual std::string_view name() const = 0;  // "cpu", "cuda"
   virtual const std::shared_ptr<memory::Ledger>& ledger() const = 0;
+  // Whether the host goes on while the device works, so that streams can overlap.
+  virtual bool runs_ahead() const = 0;
 
   virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
   virtual std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) = 0;

@@ -1,5 +1,7 @@
 #include "strata/engine/adam_optimizer.h"
 
+#include <algorithm>
+
 #include "strata/base/error.h"
 
 namespace strata::engine {
@@ -28,14 +30,28 @@ void AdamOptimizer::prepare() {
   }
 }
 
-void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_scale) {
+void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_scale,
+                         std::span<const int> first, const Updated& updated) {
   prepare();
   ++steps_;
   store_.read_ahead(fetch_list_);
-  for (std::size_t i = 0; i < states_.size(); ++i) {
+  const auto visit = [&](std::size_t i) {
     const OptimizerShards::UnitShard& shard = shards_.units()[i];
-    if (!shards_.gradients().filled(shard.unit)) continue;
-    update(shard, states_[i], groups, gradient_scale);
+    if (shards_.gradients().filled(shard.unit)) update(shard, states_[i], groups, gradient_scale);
+    updated(shard.unit);
+  };
+  const std::vector<OptimizerShards::UnitShard>& all = shards_.units();
+  std::vector<bool> visited(all.size());
+  for (const int unit : first) {
+    const auto found = std::find_if(all.begin(), all.end(),
+                                    [unit](const auto& shard) { return shard.unit == unit; });
+    STRATA_ASSERT(found != all.end());
+    const auto i = static_cast<std::size_t>(found - all.begin());
+    visit(i);
+    visited[i] = true;
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (!visited[i]) visit(i);
   }
 }
 

@@ -19,7 +19,8 @@ class AdamOptimizer final : public ShardedOptimizer {
                 bool decoupled);
 
   void prepare() override;
-  void step(std::span<const GroupScalars> groups, float gradient_scale) override;
+  void step(std::span<const GroupScalars> groups, float gradient_scale, std::span<const int> first,
+            const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }
 
  private:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/engine/adam_optimizer.h"
@@ -11,6 +12,9 @@
 
 namespace strata::engine {
 namespace {
+
+// Units that stay whole are refreshed in runs of so much: each costs a meeting of the ranks.
+constexpr Bytes kFetchedTogether = 64_MiB;
 
 // Must precede every allocation that assumes equal models, so it runs while members are
 // initialised.
@@ -247,9 +251,41 @@ void Engine::report_not_finite() {
 }
 
 void Engine::update_weights(std::span<const GroupScalars> groups, float gradient_scale) {
-  optimizer_->step(groups, gradient_scale);
+  if (device_->runs_ahead() && collectives_->world_size() > 1) {
+    update_and_fetch(groups, gradient_scale);
+    return;
+  }
+  optimizer_->step(groups, gradient_scale, {}, [](int /*unit*/) {});
   collectives_->barrier();  // every shard is new before anybody gathers
   gatherer_.refresh_whole(Changed::kTrainable);
+}
+
+// What the next forward needs first is updated first, and fetched while the rest is updated.
+void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradient_scale) {
+  const bool one_sided = collectives_->one_sided();
+  const std::vector<int> first = one_sided ? gatherer_.first_needed() : std::vector<int>();
+  std::size_t missing = first.size();
+  std::vector<int> whole;
+  Bytes whole_bytes;
+  const auto fetch = [&](std::span<const int> units) {
+    if (one_sided) collectives_->barrier();
+    gatherer_.fetch_first(units);
+  };
+  const auto updated = [&](int unit) {
+    const Unit& u = weights_.units()[static_cast<std::size_t>(unit)];
+    if (u.whole) {
+      whole.push_back(unit);
+      whole_bytes += u.layout.flat_bytes();
+      if (whole_bytes < kFetchedTogether) return;
+      fetch(std::exchange(whole, {}));
+      whole_bytes = Bytes();
+    } else if (missing > 0 && --missing == 0) {
+      fetch(first);
+    }
+  };
+  optimizer_->step(groups, gradient_scale, first, updated);
+  fetch(whole);  // every shard is new before anybody gathers
+  gatherer_.finish_refresh();
 }
 
 StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,

@@ -97,6 +97,7 @@ class Engine {
   [[noreturn]] void report_not_finite();
   [[noreturn]] void report_unused();
   void update_weights(std::span<const GroupScalars> groups, float gradient_scale);
+  void update_and_fetch(std::span<const GroupScalars> groups, float gradient_scale);
 
   EngineOptions options_;
   std::shared_ptr<comm::Collectives> collectives_;

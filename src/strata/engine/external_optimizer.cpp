@@ -24,7 +24,8 @@ void ExternalOptimizer::prepare() {
   }
 }
 
-void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gradient_scale) {
+void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gradient_scale,
+                             std::span<const int> /*first*/, const Updated& updated) {
   STRATA_ASSERT(update_ != nullptr);
   prepare();
   ++steps_;
@@ -40,8 +41,10 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gra
                   device_.compute_stream());
   }
   update_();
-  for (const OptimizerShards::UnitShard& shard : shards_.units())
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     shards_.weights().round_masters(shard.unit);
+    updated(shard.unit);
+  }
 }
 
 }  // namespace strata::engine

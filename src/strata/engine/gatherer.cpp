@@ -14,12 +14,11 @@ Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, dev
       views_(views),
       bounds_(bounds),
       order_(static_cast<int>(units.size())),
-      pool_([&device](Bytes bytes) { return device.allocate(bytes, memory::Kind::kGathered); },
-            bounds.max_live),
+      pool_([&device](Bytes bytes) { return device.allocate(bytes, memory::Kind::kGathered); }),
       slots_(units.size()),
       prefetches_(bounds.prefetch.value > 0 &&
                   std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {
-  pool_.set_total_limit(bounds.max_live);
+  if (bounds.hard) pool_.set_total_limit(bounds.max_live);
   for (Unit& u : units_) {
     if (u.whole) views_.attach(u.id, u.resident);
   }
@@ -31,6 +30,11 @@ Gatherer::~Gatherer() {
     s.work.reset();  // waits
     if (s.state == State::kGathered || u.whole) views_.detach(u.id);
   }
+}
+
+void Gatherer::start_pass() {
+  order_.start_pass();
+  if (!bounds_.hard) pool_.end_round();
 }
 
 bool Gatherer::gathered(int index) const {
@@ -116,18 +120,11 @@ void Gatherer::report_exhausted(int index, const std::string& cause) const {
       unit(index).name(), pinned.empty() ? "no other unit" : pinned, cause));
 }
 
-void Gatherer::count_live(Bytes bytes) {
-  live_ += bytes;
-  if (live_ <= live_most_) return;
-  live_most_ = live_;
-  if (!bounds_.hard) pool_.set_total_limit(std::max(bounds_.max_live, live_most_));
-}
-
 // The unit has its memory.
 void Gatherer::start(int index) {
   const Unit& u = unit(index);
   Slot& s = slot(index);
-  count_live(footprint(index));
+  live_ += footprint(index);
   s.state = State::kGathering;
   try {
     s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(u.layout.flat_bytes().size()),
@@ -196,13 +193,18 @@ void Gatherer::prefetch() {
     if (ahead > bounds_.prefetch && !always) return;
     if (s.state != State::kReleased) continue;
     if (!make_room(bytes, distance) && (bounds_.hard || !always)) return;
-    try {
-      s.memory = pool_.acquire(unit(next).layout.flat_bytes());
-    } catch (const OutOfMemoryError&) {
-      return;  // its use will evict what it must, and tell what is missing
-    }
-    start(next);
+    if (!start_if_it_fits(next)) return;
   }
+}
+
+bool Gatherer::start_if_it_fits(int index) {
+  try {
+    slot(index).memory = pool_.acquire(unit(index).layout.flat_bytes());
+  } catch (const OutOfMemoryError&) {
+    return false;  // its use will evict what it must, and tell what is missing
+  }
+  start(index);
+  return true;
 }
 
 void Gatherer::invalidate(Changed changed) {
@@ -228,13 +230,44 @@ void Gatherer::evict_all() {
 }
 
 void Gatherer::refresh_whole(Changed changed) {
-  if (collectives_.world_size() == 1) return;
-  std::vector<std::unique_ptr<comm::Work>> works;
+  std::vector<int> units;
   for (const Unit& u : units_) {
-    if (!u.whole || (changed == Changed::kTrainable && !u.trainable())) continue;
-    works.push_back(collectives_.all_gather(u.slices, u.resident, u.name()));
+    if (u.whole && (changed == Changed::kAll || u.trainable())) units.push_back(u.id);
   }
-  for (const auto& work : works) work->wait();
+  fetch_first(units);
+  finish_refresh();
+}
+
+std::vector<int> Gatherer::first_needed() const {
+  std::vector<int> result;
+  if (!prefetches_) return result;
+  Bytes ahead;
+  for (const int index : order_.next_pass()) {
+    const Unit& u = unit(index);
+    if (u.whole || std::find(result.begin(), result.end(), index) != result.end()) continue;
+    // The unit that is used first, and what is fetched while it computes.
+    if (!result.empty()) ahead += footprint(index);
+    if (result.size() > 1 && ahead > bounds_.prefetch) break;
+    if (u.trainable()) result.push_back(index);
+  }
+  return result;
+}
+
+void Gatherer::fetch_first(std::span<const int> units) {
+  if (collectives_.world_size() == 1) return;
+  for (const int index : units) {
+    const Unit& u = unit(index);
+    if (u.whole) {
+      refreshing_.push_back(collectives_.all_gather(u.slices, u.resident, u.name()));
+    } else if (slot(index).state == State::kReleased &&
+               (!bounds_.hard || live_ + footprint(index) <= bounds_.max_live)) {
+      start_if_it_fits(index);
+    }
+  }
+}
+
+void Gatherer::finish_refresh() {
+  for (const auto& work : std::exchange(refreshing_, {})) work->wait();
 }
 
 }  // namespace strata::engine

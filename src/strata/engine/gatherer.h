@@ -4,8 +4,8 @@
 // kept while the bound on gathered bytes allows, so that the backward pass finds the last blocks of
 // the forward pass still there, and goes when something that is used sooner needs the room. Which
 // unit is used when is learned (plan::FetchOrder) and also drives prefetching, within its own
-// bound. Freed buffers are kept for the next gather of their size as far as the bound on gathered
-// bytes allows, so that a pass allocates nothing once its sizes have been seen. Units that are
+// bound. Freed buffers are kept for the next gather of their size, within the bound where it is
+// hard, so that a pass allocates nothing once its sizes have been seen. Units that are
 // whole are always complete, except between a change of the shards and refresh_whole().
 //
 // States of a sharded unit: released (no memory) -> gathering (memory, an operation runs) ->
@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,7 @@ class Gatherer {
   ~Gatherer();
 
   // A pass is what repeats: the forward and backward of one micro-step.
-  void start_pass() { order_.start_pass(); }
+  void start_pass();
 
   void acquire(int unit);
   void release(int unit);
@@ -59,6 +60,12 @@ class Gatherer {
   void invalidate(Changed changed);
   // Collective: completes the whole units from everybody's changed shards.
   void refresh_whole(Changed changed);
+  // Trainable sharded units that the next pass uses before anything else, in their order.
+  std::vector<int> first_needed() const;
+  // Starts to bring these units, whose shards are new on every rank by now, to where the next pass
+  // finds them. Collective as far as they stay whole; finish_refresh() ends it.
+  void fetch_first(std::span<const int> units);
+  void finish_refresh();
   // Frees what no one pins.
   void evict_all();
 
@@ -89,7 +96,8 @@ class Gatherer {
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
   void prefetch();
-  void count_live(Bytes bytes);
+  // Gathers the unit, which is released, if it fits; nothing is evicted for it.
+  bool start_if_it_fits(int unit);
   Slot& slot(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
   const Slot& slot(int unit) const { return slots_[static_cast<std::size_t>(unit)]; }
   const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
@@ -105,7 +113,7 @@ class Gatherer {
   std::vector<Slot> slots_;
   bool prefetches_;  // there are sharded units, and a bound for fetching them ahead
   Bytes live_;
-  Bytes live_most_;  // ever; buffers for so much are kept for reuse
+  std::vector<std::unique_ptr<comm::Work>> refreshing_;  // units that stay whole
 };
 
 }  // namespace strata::engine

@@ -3,6 +3,7 @@
 // user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -46,8 +47,12 @@ class ShardedOptimizer {
   virtual ~ShardedOptimizer() = default;
   // Takes the memory of the states; before the first step, when the weights have theirs.
   virtual void prepare() = 0;
-  // `groups`: by param group index.
-  virtual void step(std::span<const GroupScalars> groups, float gradient_scale) = 0;
+  // Called when the update of a unit has been queued on the compute stream.
+  using Updated = std::function<void(int unit)>;
+  // `groups`: by param group index. `first`: trainable units to update before the others, in this
+  // order, where the optimizer has a choice. `updated` is called once for every trainable unit.
+  virtual void step(std::span<const GroupScalars> groups, float gradient_scale,
+                    std::span<const int> first, const Updated& updated) = 0;
   virtual std::int64_t steps() const = 0;  // updates made
 };
 

@@ -98,7 +98,10 @@ void Reducer::open(int unit) {
   Progress& p = progress(unit);
   const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
   const DType dtype = buffer_dtype(unit);
-  p.buffer = buffers_.take(buffer_bytes(unit));
+  const Bytes wanted = buffer_bytes(unit);
+  // Here, and not where a reduction starts: until another buffer is needed it may take its time.
+  finish_reductions(std::max(options_.max_reducing - wanted, Bytes()));
+  p.buffer = buffers_.take(wanted);
   std::fill(p.written.begin(), p.written.end(), false);
   // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
   const std::span<std::byte> bytes = p.buffer->memory->local();
@@ -166,7 +169,6 @@ void Reducer::start_reduction(int unit) {
   }
   const Bytes bytes = buffer_bytes(unit);
   if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
-  finish_reductions(std::max(options_.max_reducing - bytes, Bytes()));
   const GradientShards::Target target = shards_.begin(unit);
   comm::Reduction reduction;
   reduction.source = p.buffer->memory.get();

@@ -16,6 +16,7 @@
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -31,6 +32,7 @@ namespace strata::memory {
 template <typename Buffer>
 class BufferPool {
   struct State;
+  static constexpr Bytes kUnbounded{std::numeric_limits<std::int64_t>::max()};
 
  public:
   using Allocate = std::function<std::unique_ptr<Buffer>(Bytes)>;
@@ -68,7 +70,7 @@ class BufferPool {
 
   // Keeps at most `cache_limit` bytes of buffers that nobody uses; beyond that, those given back
   // longest ago are freed. `allocate` makes buffers of exactly the bytes it is asked for.
-  BufferPool(Allocate allocate, Bytes cache_limit)
+  explicit BufferPool(Allocate allocate, Bytes cache_limit = kUnbounded)
       : allocate_(std::move(allocate)), state_(std::make_shared<State>()) {
     set_cache_limit(cache_limit);
   }
@@ -112,6 +114,16 @@ class BufferPool {
     state_->shrink_to(kUnbounded);
   }
 
+  // Frees, of each size, what was not in use at once since the last call, so that a pool without
+  // limits follows what a repeated pass needs.
+  void end_round() {
+    for (;;) {
+      const std::unique_ptr<Buffer> unused = state_->pop_unused();
+      if (unused == nullptr) break;
+    }
+    state_->start_round();
+  }
+
   // Buffers made since construction; it stays as it is once every size in use at a time was seen.
   std::int64_t allocations() const {
     const std::lock_guard lock(state_->mutex);
@@ -127,8 +139,6 @@ class BufferPool {
   }
 
  private:
-  static constexpr Bytes kUnbounded{std::numeric_limits<std::int64_t>::max()};
-
   std::unique_ptr<Buffer> allocate(Bytes size) {
     try {
       return allocate_(size);
@@ -146,6 +156,11 @@ class BufferPool {
     Bytes total_limit = kUnbounded;
     std::vector<std::unique_ptr<Buffer>> cached;  // in the order they were given back
     std::size_t leases = 0;
+    struct Use {
+      std::size_t now = 0;
+      std::size_t most = 0;  // in this round
+    };
+    std::map<std::int64_t, Use> uses;  // by size
     std::int64_t allocations = 0;
     Bytes cached_bytes;
     Bytes leased_bytes;
@@ -162,6 +177,7 @@ class BufferPool {
         cached_bytes -= size;
         leased_bytes += size;
         ++leases;
+        count_use(size);
         return buffer;
       }
       return nullptr;
@@ -174,12 +190,42 @@ class BufferPool {
       leased_bytes += size;
       ++leases;
       ++allocations;
+      count_use(size);
+    }
+
+    // The mutex is held.
+    void count_use(Bytes size) {
+      Use& use = uses[size.value];
+      use.most = std::max(use.most, ++use.now);
+    }
+
+    void start_round() {
+      const std::lock_guard lock(mutex);
+      for (auto& [size, use] : uses) use.most = use.now;
+    }
+
+    // A cached buffer of a size of which there are more than were in use at once; null: none.
+    std::unique_ptr<Buffer> pop_unused() {
+      const std::lock_guard lock(mutex);
+      for (auto at = cached.begin(); at != cached.end(); ++at) {
+        const Bytes size = size_of(**at);
+        const Use& use = uses[size.value];
+        const auto idle = static_cast<std::size_t>(std::count_if(
+            cached.begin(), cached.end(), [&](const auto& b) { return size_of(*b) == size; }));
+        if (idle + use.now <= use.most) continue;
+        std::unique_ptr<Buffer> buffer = std::move(*at);
+        cached.erase(at);
+        cached_bytes -= size;
+        return buffer;
+      }
+      return nullptr;
     }
 
     void give_back(std::unique_ptr<Buffer> buffer) noexcept {
       {
         const std::lock_guard lock(mutex);
         leased_bytes -= size_of(*buffer);
+        --uses.find(size_of(*buffer).value)->second.now;
         cached_bytes += size_of(*buffer);
         --leases;
         cached.push_back(std::move(buffer));

@@ -29,6 +29,9 @@ class FetchOrder {
   // The units expected next, nearest first (a unit may occur twice).
   std::span<const int> upcoming() const;
 
+  // What is expected of the pass that start_pass() would start now.
+  const std::vector<int>& next_pass() const { return recorded_.empty() ? expected_ : recorded_; }
+
   // How many uses lie before the next expected use of `unit`; a large number when none is expected.
   // Logarithmic in the uses of that unit.
   std::int64_t distance(int unit) const;

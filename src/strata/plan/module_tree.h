@@ -13,6 +13,9 @@ struct ModuleNode {
   int parent = -1;          // index; parents come before their children
   std::vector<int> params;  // owned directly, indices into the model's parameters
   bool callable = true;     // false for containers that are never called (ModuleList, ModuleDict)
+  // Whether its own parameters take part in the gradients of anything; those of an embedding do
+  // not: its backward needs the places that were looked up.
+  bool read_in_backward = true;
 };
 
 using ModuleTree = std::vector<ModuleNode>;

@@ -38,8 +38,9 @@ class Walk {
     if (!seen_.insert(&module).second) return;
     const int index = static_cast<int>(result_.modules.size());
     result_.modules.push_back(&module);
-    result_.input.tree.push_back(
-        {path, class_name_of(module), parent, own_parameters(module, path), !is_container(module)});
+    result_.input.tree.push_back({path, class_name_of(module), parent, own_parameters(module, path),
+                                  !is_container(module),
+                                  module.name() != "torch::nn::EmbeddingImpl"});
     for (const auto& child : module.named_children()) {
       if (child.value() != nullptr) visit(*child.value(), join(path, child.key()), index);
     }

@@ -69,6 +69,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
 
   engine::Engine* engine = nullptr;  // null once the owner is gone
   std::vector<std::vector<int>> units_of_scope;
+  std::vector<bool> read_in_backward;  // by scope
   std::vector<std::uint64_t> entered;  // autograd's sequence number at each enter(), innermost last
   std::vector<std::shared_ptr<Life>> running;
   std::vector<int> read_units;       // gathered by read() where a backward may follow
@@ -109,9 +110,11 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   }
 };
 
-Scopes::Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope)
+Scopes::Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope,
+               std::vector<bool> read_in_backward)
     : tracker_(std::make_shared<Tracker>()) {
   tracker_->engine = &engine;
+  tracker_->read_in_backward = std::move(read_in_backward);
   tracker_->units_of_scope = std::move(units_of_scope);
 }
 
@@ -139,7 +142,8 @@ void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
   tracker_->entered.pop_back();
   const auto& units = tracker_->units_of_scope[static_cast<std::size_t>(scope)];
   const auto& all = tracker_->engine->weights().units();
-  const bool sharded = std::any_of(units.begin(), units.end(),
+  const bool sharded = tracker_->read_in_backward[static_cast<std::size_t>(scope)] &&
+                       std::any_of(units.begin(), units.end(),
                                    [&](int u) { return !all[static_cast<std::size_t>(u)].whole; });
   if (sharded && at::GradMode::is_enabled()) {
     auto life = std::make_shared<Tracker::Life>();

@@ -29,7 +29,9 @@ namespace strata::torch {
 class Scopes {
  public:
   // `units_of_scope`: by scope id.
-  Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope);
+  // `read_in_backward`, by scope: false where the backward of a scope does without its units.
+  Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope,
+         std::vector<bool> read_in_backward);
   ~Scopes();
   Scopes(const Scopes&) = delete;
   Scopes& operator=(const Scopes&) = delete;

@@ -119,8 +119,13 @@ void ShardedModel::start(const ModelInput& input, engine::UpdateRule rule, std::
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
   std::vector<std::vector<int>> units;
-  for (const plan::ScopeSpec& scope : plan_.scopes) units.push_back(scope.units);
-  scopes_ = std::make_unique<Scopes>(*engine_, std::move(units));
+  std::vector<bool> read_in_backward;
+  for (const plan::ScopeSpec& scope : plan_.scopes) {
+    const plan::ModuleNode& module = input.tree[static_cast<std::size_t>(scope.module)];
+    units.push_back(scope.units);
+    read_in_backward.push_back(module.read_in_backward || !module.callable);
+  }
+  scopes_ = std::make_unique<Scopes>(*engine_, std::move(units), std::move(read_in_backward));
   control_ = std::make_unique<engine::StepControl>(*engine_, config_);
   engine_->weights_changed(complete);
   engine_->prepare();
