@@ -174,6 +174,28 @@ TYPED_TEST_P(DeviceConformance, AnEventMayOutliveItsStream) {
   EXPECT_TRUE(event->done());
 }
 
+TYPED_TEST_P(DeviceConformance, TimedEventsOrderStreamsAndTellHowFarApartTheyAre) {
+  const auto other = this->device_->create_stream();
+  const auto content = this->random_bytes(1_MiB, 23);
+  const auto memory = this->allocate(1_MiB);
+  const auto target = this->allocate(1_MiB);
+  const auto first = this->stream_->record_timed();
+  this->device_->copy(memory->bytes(), content, *this->stream_);
+  const auto written = this->stream_->record_timed();
+  other->wait_for(*written);
+  this->device_->copy(target->bytes(), memory->bytes(), *other);
+  const auto last = other->record_timed();
+  last->wait();
+  EXPECT_TRUE(first->done() && written->done() && last->done());
+  EXPECT_EQ(this->download(target->bytes()), content);
+  EXPECT_EQ(first->seconds_since(*first), 0.0);
+  EXPECT_GE(written->seconds_since(*first), 0.0);
+  EXPECT_GE(last->seconds_since(*written), 0.0);
+  EXPECT_NEAR(last->seconds_since(*first),
+              last->seconds_since(*written) + written->seconds_since(*first), 1e-5);
+  EXPECT_LE(first->seconds_since(*last), 0.0);
+}
+
 TYPED_TEST_P(DeviceConformance, GrowableMemoryGrowsInPlaceAndNewMemoryIsZero) {
   const auto memory = this->device_->reserve(64_MiB, memory::Kind::kWeights);
   EXPECT_GE(memory->reserved(), 64_MiB);
@@ -282,7 +304,7 @@ REGISTER_TYPED_TEST_SUITE_P(
     RunningOutSaysWhatWasWantedAndWhatIsHeld, FreeBytesFallWithWhatALimitedDeviceHolds,
     CopiesBetweenHostAndDeviceInEveryDirection, ACopyTouchesNothingBesideItsTarget, FillsWithZeroes,
     WorkOfAStreamRunsInOrderAndAnEventOrdersAnother, AnEventMayOutliveItsStream,
-    GrowableMemoryGrowsInPlaceAndNewMemoryIsZero, GrowableMemoryChargesWhatIsBackedAndNeverShrinks,
-    AGrowthThatFailsLeavesWhatIsBacked);
+    TimedEventsOrderStreamsAndTellHowFarApartTheyAre, GrowableMemoryGrowsInPlaceAndNewMemoryIsZero,
+    GrowableMemoryChargesWhatIsBackedAndNeverShrinks, AGrowthThatFailsLeavesWhatIsBacked);
 
 }  // namespace strata::device

@@ -71,6 +71,17 @@ TEST(Ledger, AGrownChargeGivesBackAllOfIt) {
   EXPECT_EQ(ledger->peak(Tier::kDevice), 15_B);
 }
 
+TEST(Ledger, CountsHowOftenMemoryOfATierWasTaken) {
+  const auto ledger = std::make_shared<Ledger>();
+  {
+    Charge grows(ledger, Tier::kDevice, Kind::kWeights, 5_B);
+    grows.grow(6_B);
+    const Charge elsewhere(ledger, Tier::kHost, Kind::kWeights, 1_B);
+  }
+  EXPECT_EQ(ledger->charges(Tier::kDevice), 2);
+  EXPECT_EQ(ledger->charges(Tier::kHost), 1);
+}
+
 TEST(Ledger, OutlivesItsLastOwnerWhileAChargeIsHeld) {
   auto ledger = std::make_shared<Ledger>();
   const std::weak_ptr<Ledger> watched = ledger;

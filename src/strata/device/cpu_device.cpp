@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -48,9 +49,24 @@ class CpuEvent final : public Event {
   void wait() override {}
 };
 
+class CpuTimedEvent final : public TimedEvent {
+ public:
+  bool done() override { return true; }
+  void wait() override {}
+  double seconds_since(TimedEvent& earlier) override {
+    const auto* ours = dynamic_cast<const CpuTimedEvent*>(&earlier);
+    STRATA_ASSERT(ours != nullptr);
+    return std::chrono::duration<double>(time_ - ours->time_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point time_ = std::chrono::steady_clock::now();
+};
+
 class CpuStream final : public Stream {
  public:
   std::unique_ptr<Event> record() override { return std::make_unique<CpuEvent>(); }
+  std::unique_ptr<TimedEvent> record_timed() override { return std::make_unique<CpuTimedEvent>(); }
   void wait_for(Event& event) override { event.wait(); }
   void synchronize() override {}
 };

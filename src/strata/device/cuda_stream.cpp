@@ -5,12 +5,13 @@
 namespace strata::device {
 namespace {
 
-class CudaEvent final : public Event {
+class CudaEvent final : public TimedEvent {
  public:
-  explicit CudaEvent(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
+  CudaEvent(std::shared_ptr<const CudaContext> context, unsigned int flags)
+      : context_(std::move(context)) {
     const CudaContext::Scope scope(*context_);
     const CudaDriver& cuda = context_->driver();
-    cuda.check(cuda.EventCreate(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    cuda.check(cuda.EventCreate(&event_, flags), "cuEventCreate");
   }
   ~CudaEvent() override {
     const CudaContext::Scope scope(*context_, std::nothrow);
@@ -33,6 +34,17 @@ class CudaEvent final : public Event {
     const CudaContext::Scope scope(*context_);
     const CudaDriver& cuda = context_->driver();
     cuda.check(cuda.EventSynchronize(event_), "cuEventSynchronize");
+  }
+
+  // Of events that were made with times.
+  double seconds_since(TimedEvent& earlier) override {
+    const auto* ours = dynamic_cast<const CudaEvent*>(&earlier);
+    STRATA_ASSERT(ours != nullptr);
+    const CudaContext::Scope scope(*context_);
+    const CudaDriver& cuda = context_->driver();
+    float milliseconds = 0.0F;
+    cuda.check(cuda.EventElapsedTime(&milliseconds, ours->event_, event_), "cuEventElapsedTime");
+    return static_cast<double>(milliseconds) * 1e-3;
   }
 
  private:
@@ -78,11 +90,21 @@ class ComputeStream final : public CudaStream {
 }  // namespace
 
 std::unique_ptr<Event> CudaStream::record() {
-  auto event = std::make_unique<CudaEvent>(context_);
+  auto event = std::make_unique<CudaEvent>(context_, CU_EVENT_DISABLE_TIMING);
+  mark(event->handle());
+  return event;
+}
+
+std::unique_ptr<TimedEvent> CudaStream::record_timed() {
+  auto event = std::make_unique<CudaEvent>(context_, CU_EVENT_DEFAULT);
+  mark(event->handle());
+  return event;
+}
+
+void CudaStream::mark(CUevent event) {
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();
-  cuda.check(cuda.EventRecord(event->handle(), handle()), "cuEventRecord");
-  return event;
+  cuda.check(cuda.EventRecord(event, handle()), "cuEventRecord");
 }
 
 void CudaStream::wait_for(Event& event) {

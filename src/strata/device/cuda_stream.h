@@ -16,6 +16,7 @@ class CudaStream : public Stream {
 
   virtual CUstream handle() const = 0;
   std::unique_ptr<Event> record() override;
+  std::unique_ptr<TimedEvent> record_timed() override;
   void wait_for(Event& event) override;
   void synchronize() override;
 
@@ -23,6 +24,8 @@ class CudaStream : public Stream {
   const CudaContext& context() const { return *context_; }
 
  private:
+  void mark(CUevent event);
+
   std::shared_ptr<const CudaContext> context_;
 };
 

@@ -62,10 +62,18 @@ class Event {
   virtual void wait() = 0;  // blocks the calling thread
 };
 
+// An event that knows when it came, by the device's clock.
+class TimedEvent : public Event {
+ public:
+  // Both are of one device, and done.
+  virtual double seconds_since(TimedEvent& earlier) = 0;
+};
+
 class Stream {
  public:
   virtual ~Stream() = default;
   virtual std::unique_ptr<Event> record() = 0;
+  virtual std::unique_ptr<TimedEvent> record_timed() = 0;  // dearer: for measurements
   virtual void wait_for(Event& event) = 0;  // later work of this stream runs after the event
   virtual void synchronize() = 0;
 };

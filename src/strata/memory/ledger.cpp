@@ -134,8 +134,14 @@ std::string Ledger::report() const {
   return text.empty() ? "nothing held" : text;
 }
 
+std::int64_t Ledger::charges(Tier tier) const {
+  const std::lock_guard lock(mutex_);
+  return charges_[index_of(tier)];
+}
+
 void Ledger::add(Tier tier, Kind kind, Bytes bytes) {
   const std::lock_guard lock(mutex_);
+  ++charges_[index_of(tier)];
   for (Count* count : {&by_kind_[index_of(tier)][index_of(kind)], &by_tier_[index_of(tier)]}) {
     count->held += bytes;
     count->peak = std::max(count->peak, count->held);

@@ -58,6 +58,8 @@ class Ledger {
   Bytes peak(Tier tier, Kind kind) const;  // since construction or reset_peaks()
   Bytes peak(Tier tier) const;             // of the tier's total, not the sum of the kinds' peaks
   void reset_peaks();
+  // How often memory of the tier was taken so far: charges made, and those that grew.
+  std::int64_t charges(Tier tier) const;
   // One line for messages and logs: every tier that held something, its total and peak, and its
   // kinds that hold something now: "device 1.50 MiB (peak 2.00 MiB): weights 1.50 MiB; host 0 B
   // (peak 4.00 KiB)". "nothing held" when no tier ever did.
@@ -75,6 +77,7 @@ class Ledger {
   mutable std::mutex mutex_;
   std::array<std::array<Count, kKindCount>, kTierCount> by_kind_{};  // guarded by mutex_
   std::array<Count, kTierCount> by_tier_{};                          // guarded by mutex_
+  std::array<std::int64_t, kTierCount> charges_{};                   // guarded by mutex_
 };
 
 }  // namespace strata::memory
