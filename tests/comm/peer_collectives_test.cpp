@@ -55,6 +55,37 @@ TEST(PeerCollectives, ReduceWhatIsLargerThanTheRing) {
   EXPECT_THAT(results, testing::Each(""));
 }
 
+TEST(PeerCollectives, KnowWhenBytesMovedWhereTheyAreAsked) {
+  const auto results = on_peers(3, [](Collectives& c) {
+    constexpr std::size_t kNumel = 1000;
+    auto shared = c.allocate("shared", Bytes(kNumel * 4 * 3));
+    std::vector<std::byte> flat(kNumel * 4 * 3);
+    std::vector<float> result(kNumel);
+    const SliceMap slices{shared.get(), 0_B, 0_B, Bytes(kNumel * 4)};
+    const Reduction reduction{shared.get(), 0_B, DType::kFloat32, result, 1.0F, false};
+    c.barrier();
+    const auto silent = c.all_gather(slices, flat, "silent");
+    require_or_say(silent->times().begin == nullptr, [] { return std::string("not asked"); });
+    silent->wait();
+    c.record_times(true);
+    const auto gather = c.all_gather(slices, flat, "gather");
+    gather->wait();
+    const WorkTimes gathered = gather->times();
+    require_or_say(gathered.end->seconds_since(*gathered.begin) >= 0.0,
+                   [] { return std::string("a gather ends after its begin"); });
+    const auto reduce = c.reduce_scatter(reduction, "reduce");
+    reduce->wait();
+    const WorkTimes reduced = reduce->times();
+    require_or_say(reduced.begin->seconds_since(*reduced.ready) >= 0.0 &&
+                       reduced.end->seconds_since(*reduced.begin) >= 0.0 &&
+                       reduced.complete->seconds_since(*reduced.end) >= 0.0,
+                   [] { return std::string("a reduction goes through its points in order"); });
+    c.barrier();
+    return std::string();
+  });
+  EXPECT_THAT(results, testing::Each(""));
+}
+
 TEST(PeerCollectives, GatherFromABufferThatGrowsWhileItIsMapped) {
   const auto results = on_peers(2, [](Collectives& c) {
     constexpr std::size_t kHalf = 1 << 20;

@@ -44,6 +44,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
+#include "strata/device/device.h"
 
 namespace strata::comm {
 
@@ -78,6 +79,16 @@ struct Reduction {
   bool accumulate = false;        // result += scale * sum
 };
 
+// Points of an operation by the device's clock. `begin` and `end`: when its bytes moved. Of a
+// reduction also: `ready`, when this rank's contribution was; `complete`, when no peer read it any
+// more. Null: not known.
+struct WorkTimes {
+  std::shared_ptr<device::TimedEvent> ready;
+  std::shared_ptr<device::TimedEvent> begin;
+  std::shared_ptr<device::TimedEvent> end;
+  std::shared_ptr<device::TimedEvent> complete;
+};
+
 // A started operation. wait() returns when it is complete: results are readable and every buffer
 // that was passed in may be changed again. wait() rethrows the operation's error; it may be called
 // again. The destructor waits and drops errors.
@@ -86,6 +97,8 @@ class Work {
   virtual ~Work() = default;
   virtual bool done() = 0;
   virtual void wait() = 0;
+  // Of an operation that was started with record_times(true), where it runs on streams of its own.
+  virtual WorkTimes times() const { return {}; }
 };
 
 enum class ReduceOp { kSum, kMin, kMax };
@@ -120,6 +133,9 @@ class Collectives {
   virtual bool deterministic() const = 0;
   // Whether contributions of 16 bits are widened before they are added up.
   virtual bool sums_in_fp32() const { return deterministic(); }
+
+  // Whether works that are started from now on know their times(). Not from the start.
+  virtual void record_times(bool /*on*/) {}
 
   // Small values, in place, the same bits on every rank (summed in rank order).
   virtual void all_reduce(std::span<double> values, ReduceOp op) = 0;

@@ -20,8 +20,9 @@ constexpr Bytes kBroadcastPiece = 32_MiB;
 // Complete when a stream of this rank has come to its end.
 class StreamWork final : public Work {
  public:
-  StreamWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end)
-      : link_(std::move(link)), end_(std::move(end)) {}
+  StreamWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end,
+             WorkTimes times = {})
+      : link_(std::move(link)), end_(std::move(end)), times_(std::move(times)) {}
   ~StreamWork() override {
     try {
       join();
@@ -35,6 +36,7 @@ class StreamWork final : public Work {
     link_->require_usable();
     join();
   }
+  WorkTimes times() const override { return times_; }
 
  private:
   void join() {
@@ -44,6 +46,7 @@ class StreamWork final : public Work {
 
   std::shared_ptr<PeerLink> link_;
   std::unique_ptr<device::Event> end_;  // null: the compute stream waits for it already
+  WorkTimes times_;
 };
 
 class PeerCollectives final : public Collectives {
@@ -86,8 +89,11 @@ class PeerCollectives final : public Collectives {
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     link_->require_usable();
-    return std::make_unique<StreamWork>(link_, reductions_.start(reduction, tag));
+    WorkTimes times;
+    auto end = reductions_.start(reduction, tag, records_times_ ? &times : nullptr);
+    return std::make_unique<StreamWork>(link_, std::move(end), std::move(times));
   }
+  void record_times(bool on) override { records_times_ = on; }
 
   void all_reduce(std::span<double> values, ReduceOp op) override {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
@@ -127,6 +133,7 @@ class PeerCollectives final : public Collectives {
 
   std::shared_ptr<PeerLink> link_;
   PeerReductions reductions_;
+  bool records_times_ = false;
 };
 
 std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::span<std::byte> flat,
@@ -155,10 +162,12 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
   const auto target = [&](int from) {
     return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
   };
+  WorkTimes times;
   const auto start = stream.record();
   for (int turn = 0; turn < link_->peers(); ++turn) {
     device::Stream& lane = link_->gather_lane(turn);
     if (turn < link_->lanes()) lane.wait_for(*start);
+    if (turn == 0 && records_times_) times.begin = lane.record_timed();
     device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes}, lane);
   }
   if (target(rank()).data() != gather.source.data())
@@ -166,7 +175,8 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
   for (int i = 0; i < std::min(link_->lanes(), link_->peers()); ++i) {
     stream.wait_for(*link_->gather_lane(i).record());
   }
-  return std::make_unique<StreamWork>(link_, stream.record());
+  if (records_times_) times.end = stream.record_timed();
+  return std::make_unique<StreamWork>(link_, stream.record(), std::move(times));
 }
 
 // Piece by piece through shared memory of the root.

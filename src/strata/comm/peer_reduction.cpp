@@ -12,7 +12,7 @@ namespace strata::comm {
 using Kind = PeerFlags::Kind;
 
 std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
-                                                     std::string_view tag) {
+                                                     std::string_view tag, WorkTimes* times) {
   const BulkOperation reduce = describe_reduction(reduction, link_.world_size(), tag);
   if (!link_.buffers()->number_of(*reduction.source)) {
     throw UsageError(
@@ -28,6 +28,7 @@ std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
   const auto written = device.compute_stream().record();
   link_.sums().wait_for(*written);
   link_.announcements().wait_for(*written);
+  if (times != nullptr) times->ready = link_.announcements().record_timed();
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_,
                       link_.announcements());
@@ -36,9 +37,12 @@ std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
   const std::size_t most =
       kReducePiece.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
   for (std::size_t begin = 0; begin < numel; begin += most) {
-    add_piece(reduction, sources, begin, std::min(most, numel - begin), begin == 0);
+    add_piece(reduction, sources, begin, std::min(most, numel - begin), begin == 0, times);
   }
-  return release();
+  if (times != nullptr) times->end = link_.sums().record_timed();
+  auto released = release();
+  if (times != nullptr) times->complete = link_.releases().record_timed();
+  return released;
 }
 
 PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,
@@ -71,7 +75,8 @@ void PeerReductions::make_ring() {
 }
 
 void PeerReductions::add_piece(const Reduction& reduction, const Sources& sources,
-                               std::size_t begin, std::size_t numel, bool first) {
+                               std::size_t begin, std::size_t numel, bool first,
+                               WorkTimes* times) {
   device::Device& device = link_.device();
   Place& place = places_[turn_++ % places_.size()];
   const auto item = static_cast<std::size_t>(size_of(reduction.dtype).value);
@@ -84,6 +89,7 @@ void PeerReductions::add_piece(const Reduction& reduction, const Sources& source
     const auto index = static_cast<std::size_t>(from);
     device::Stream& lane = link_.reduce_lane(turn);
     if (first) device.wait_flag(link_.flag(Kind::kWritten, from, link_.rank()), count_, lane);
+    if (first && turn == 0 && times != nullptr) times->begin = lane.record_timed();
     const std::span<std::byte> here =
         place.memory.subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
     device.copy(here, {sources[index] + begin * item, numel * item}, lane);

@@ -18,7 +18,9 @@ class PeerReductions {
   explicit PeerReductions(PeerLink& link) : link_(link) {}
 
   // Collective. The event: the result is there and nobody reads this rank's contribution any more.
-  std::unique_ptr<device::Event> start(const Reduction& reduction, std::string_view tag);
+  // `times`: null where nobody asks for them.
+  std::unique_ptr<device::Event> start(const Reduction& reduction, std::string_view tag,
+                                       WorkTimes* times);
 
  private:
   struct Place {
@@ -30,7 +32,7 @@ class PeerReductions {
   Sources sources_of(const Reduction& reduction, std::string_view what);
   void make_ring();
   void add_piece(const Reduction& reduction, const Sources& sources, std::size_t begin,
-                 std::size_t numel, bool first);
+                 std::size_t numel, bool first, WorkTimes* times);
   std::unique_ptr<device::Event> release();
 
   PeerLink& link_;

@@ -55,15 +55,19 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       states_(std::move(states)),
       init_report_(*device_),
       weights_(params, plan, options, *collectives_, *device_, *states_),
-      gatherer_(weights_.units(), *collectives_, *device_, views,
+      recorder_(*device_, *collectives_, weights_.units()),
+      trace_(options.trace, options.trace_steps),
+      gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard}),
-      reducer_(weights_.units(), *collectives_, *device_,
+      reducer_(weights_.units(), *collectives_, *device_, recorder_,
                {options.name, options.reduce_dtype, options.accumulation_dtype,
                 options.max_reducing, options.sum_gradients}),
       shards_(weights_, reducer_.shards(), collectives_->rank()),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {}
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  trace_.end(recorder_, *collectives_);
+}
 
 void Engine::prepare() {
   weights_.back_all();
@@ -100,6 +104,8 @@ void Engine::adopt_flat(std::span<const int> params) {
 }
 
 void Engine::begin_forward() {
+  trace_.begin_step(recorder_);
+  recorder_.begin_phase(Activity::kForwardPass);
   if (!pass_started_) gatherer_.start_pass();
   pass_started_ = true;
   forward_seen_ = true;
@@ -113,6 +119,7 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
         "backward() was called without a forward pass; call the engine with a batch first, then "
         "backward() on the loss it gave");
   }
+  recorder_.begin_phase(Activity::kBackwardPass);
   reducer_.begin_backward(boundary || (synchronise && !options_.reduce_at_boundary),
                           gatherer_.order().first_uses());
   in_backward_ = true;
@@ -132,6 +139,7 @@ void Engine::add_gradient(int param, const std::byte* gradient, DType dtype) {
 void Engine::end_backward() {
   STRATA_ASSERT(in_backward_);
   reducer_.end_backward();
+  recorder_.end_phase();
   in_backward_ = false;
   forward_used_ = true;
   pass_started_ = false;
@@ -143,6 +151,7 @@ void Engine::end_micro_step() {
 }
 
 void Engine::abandon_backward() {
+  recorder_.end_phase();
   in_backward_ = false;
   forward_seen_ = false;
   pass_started_ = false;
@@ -255,7 +264,7 @@ void Engine::update_weights(std::span<const GroupScalars> groups, float gradient
     update_and_fetch(groups, gradient_scale);
     return;
   }
-  optimizer_->step(groups, gradient_scale, {}, [](int /*unit*/) {});
+  run_optimizer(groups, gradient_scale, {}, [](int /*unit*/) {});
   collectives_->barrier();  // every shard is new before anybody gathers
   gatherer_.refresh_whole(Changed::kTrainable);
 }
@@ -283,7 +292,7 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
       fetch(first);
     }
   };
-  optimizer_->step(groups, gradient_scale, first, updated);
+  run_optimizer(groups, gradient_scale, first, updated);
   fetch(whole);  // every shard is new before anybody gathers
   gatherer_.finish_refresh();
 }
@@ -302,7 +311,11 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
   }
   // First, since gathers of what will change must be over when the others hear from this rank.
   gatherer_.invalidate(Changed::kTrainable);
+  recorder_.begin_phase(Activity::kUpdate);
+  const auto norm = recorder_.begin(Activity::kNorm, -1);
   const Finding finding = measure_gradients(loss_scale);
+  recorder_.end(norm);
+  recorder_.note_idle();
   if (!finding.finite && !skip_on_overflow && options_.check_finite) report_not_finite();
   StepResult result{finding.finite || !skip_on_overflow, finding.norm};
   if (result.applied) {
@@ -313,7 +326,19 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
     update_weights(groups, static_cast<float>(scale));
   }
   zero_gradients();
+  trace_.end_step(recorder_, *collectives_);
   return result;
+}
+
+// Each unit's part ends where the next one's begins.
+void Engine::run_optimizer(std::span<const GroupScalars> groups, float gradient_scale,
+                           std::span<const int> first, const ShardedOptimizer::Updated& updated) {
+  StepRecorder::Recording recording = recorder_.begin(Activity::kOptimizer, -1);
+  optimizer_->step(groups, gradient_scale, first, [&](int unit) {
+    recorder_.end(recording, unit);
+    updated(unit);
+    recording = recorder_.begin(Activity::kOptimizer, -1);
+  });
 }
 
 }  // namespace strata::engine

@@ -25,6 +25,9 @@
 #include "strata/engine/init_report.h"
 #include "strata/engine/optimizer_shards.h"
 #include "strata/engine/reducer.h"
+#include "strata/engine/step_recorder.h"
+#include "strata/engine/step_report.h"
+#include "strata/engine/step_trace.h"
 #include "strata/engine/weights.h"
 
 namespace strata::engine {
@@ -80,6 +83,17 @@ class Engine {
   // Drops the gradients of the step so far.
   void zero_gradients();
 
+  // --- what steps did ---
+  StepRecorder& recorder() { return recorder_; }
+  // Of the last step; nullopt before the first is over. `wait`: for the device to finish that step;
+  // else of the last one that it has finished.
+  std::optional<StepReport> step_report(bool wait = true) {
+    return make_step_report(recorder_, wait, collectives_->world_size());
+  }
+  const StepTrace& trace() const { return trace_; }
+  // Writes the timeline of a run that is over before its last step. Not a collective.
+  void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
+
   ShardedOptimizer* optimizer() { return optimizer_.get(); }
   OptimizerShards& shards() { return shards_; }
   comm::Collectives& collectives() { return *collectives_; }
@@ -96,6 +110,8 @@ class Engine {
   Finding measure_gradients(double loss_scale);
   [[noreturn]] void report_not_finite();
   [[noreturn]] void report_unused();
+  void run_optimizer(std::span<const GroupScalars> groups, float gradient_scale,
+                     std::span<const int> first, const ShardedOptimizer::Updated& updated);
   void update_weights(std::span<const GroupScalars> groups, float gradient_scale);
   void update_and_fetch(std::span<const GroupScalars> groups, float gradient_scale);
 
@@ -105,6 +121,8 @@ class Engine {
   std::shared_ptr<offload::StateStore> states_;
   InitReport init_report_;
   Weights weights_;
+  StepRecorder recorder_;
+  StepTrace trace_;
   Gatherer gatherer_;
   Reducer reducer_;
   OptimizerShards shards_;

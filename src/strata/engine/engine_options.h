@@ -30,6 +30,8 @@ struct EngineOptions {
   bool allow_unused =
       true;  // false: a trainable parameter without a gradient is an error at the step
   bool check_finite = true;  // fp32, bf16: a gradient that is not finite is an error
+  std::string trace;         // the file of the timeline (step_trace.h); empty: none
+  int trace_steps = 3;       // that are in it
 };
 
 }  // namespace strata::engine

@@ -8,10 +8,11 @@
 namespace strata::engine {
 
 Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-                   ParameterViews& views, GatherBounds bounds)
+                   ParameterViews& views, StepRecorder& recorder, GatherBounds bounds)
     : units_(units),
       collectives_(collectives),
       views_(views),
+      recorder_(recorder),
       bounds_(bounds),
       order_(static_cast<int>(units.size())),
       pool_([&device](Bytes bytes) { return device.allocate(bytes, memory::Kind::kGathered); }),
@@ -65,8 +66,24 @@ void Gatherer::acquire(int index) {
   }
 }
 
+void Gatherer::count_use(int index) {
+  StepCounts& counts = recorder_.counts();
+  switch (slot(index).state) {
+    case State::kReleased:
+      ++counts.late_fetches;
+      return;
+    case State::kGathering:
+      ++counts.prefetch_hits;
+      return;
+    case State::kGathered:
+      ++counts.kept;
+      return;
+  }
+}
+
 void Gatherer::gather(int index) {
   Slot& s = slot(index);
+  count_use(index);
   if (s.state == State::kReleased) {
     make_room(footprint(index), -1);  // it may exceed the bound, but only after all else is gone
     s.memory = take(index);
@@ -126,6 +143,7 @@ void Gatherer::start(int index) {
   Slot& s = slot(index);
   live_ += footprint(index);
   s.state = State::kGathering;
+  s.recording = recorder_.begin_transfer(Activity::kGather, index, u.layout.flat_bytes());
   try {
     s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(u.layout.flat_bytes().size()),
                                      u.name());
@@ -133,16 +151,20 @@ void Gatherer::start(int index) {
     drop(index);
     throw;
   }
+  recorder_.started(s.recording, *s.work);
+  ++recorder_.counts().gathers;
+  recorder_.counts().gathered += u.layout.flat_bytes();
 }
 
 void Gatherer::finish(int index) {
   Slot& s = slot(index);
   try {
-    s.work->wait();
+    recorder_.measure(Activity::kGatherWait, index, [&] { s.work->wait(); });
   } catch (...) {
     drop(index);
     throw;
   }
+  recorder_.end(std::exchange(s.recording, nullptr));
   s.work.reset();
   s.state = State::kGathered;
   views_.attach(index, flat(index));
@@ -153,6 +175,7 @@ void Gatherer::drop(int index) {
   if (s.state == State::kReleased) return;
   if (s.state == State::kGathered) views_.detach(index);
   s.work.reset();
+  s.recording.reset();
   s.memory = {};
   s.state = State::kReleased;
   live_ -= footprint(index);
@@ -258,7 +281,13 @@ void Gatherer::fetch_first(std::span<const int> units) {
   for (const int index : units) {
     const Unit& u = unit(index);
     if (u.whole) {
-      refreshing_.push_back(collectives_.all_gather(u.slices, u.resident, u.name()));
+      const Bytes bytes(u.resident.size());
+      auto recording = recorder_.begin_transfer(Activity::kRefresh, index, bytes);
+      auto work = collectives_.all_gather(u.slices, u.resident, u.name());
+      recorder_.started(recording, *work);
+      ++recorder_.counts().refreshes;
+      recorder_.counts().refreshed += bytes;
+      refreshing_.push_back({index, std::move(work), std::move(recording)});
     } else if (slot(index).state == State::kReleased &&
                (!bounds_.hard || live_ + footprint(index) <= bounds_.max_live)) {
       start_if_it_fits(index);
@@ -267,7 +296,10 @@ void Gatherer::fetch_first(std::span<const int> units) {
 }
 
 void Gatherer::finish_refresh() {
-  for (const auto& work : std::exchange(refreshing_, {})) work->wait();
+  for (const Refresh& refresh : std::exchange(refreshing_, {})) {
+    recorder_.measure(Activity::kRefreshWait, refresh.unit, [&] { refresh.work->wait(); });
+    recorder_.end(refresh.recording);
+  }
 }
 
 }  // namespace strata::engine

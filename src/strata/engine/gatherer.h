@@ -23,6 +23,7 @@
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
+#include "strata/engine/step_recorder.h"
 #include "strata/engine/unit.h"
 #include "strata/memory/buffer_pool.h"
 #include "strata/plan/fetch_order.h"
@@ -41,7 +42,7 @@ enum class Changed { kAll, kTrainable };
 class Gatherer {
  public:
   Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-           ParameterViews& views, GatherBounds bounds);
+           ParameterViews& views, StepRecorder& recorder, GatherBounds bounds);
   ~Gatherer();
 
   // A pass is what repeats: the forward and backward of one micro-step.
@@ -84,9 +85,16 @@ class Gatherer {
     int pins = 0;
     Pool::Lease memory;
     std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;  // of `work`
+  };
+  struct Refresh {
+    int unit = -1;
+    std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;
   };
 
   void gather(int unit);
+  void count_use(int unit);
   void start(int unit);
   void finish(int unit);
   // Memory for a unit in use, whatever must be evicted for it.
@@ -107,13 +115,14 @@ class Gatherer {
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
   ParameterViews& views_;
+  StepRecorder& recorder_;
   GatherBounds bounds_;
   plan::FetchOrder order_;
   Pool pool_;
   std::vector<Slot> slots_;
   bool prefetches_;  // there are sharded units, and a bound for fetching them ahead
   Bytes live_;
-  std::vector<std::unique_ptr<comm::Work>> refreshing_;  // units that stay whole
+  std::vector<Refresh> refreshing_;  // units that stay whole
 };
 
 }  // namespace strata::engine

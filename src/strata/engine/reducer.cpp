@@ -8,10 +8,11 @@
 namespace strata::engine {
 
 Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-                 ReducerOptions options)
+                 StepRecorder& recorder, ReducerOptions options)
     : units_(units),
       collectives_(collectives),
       device_(device),
+      recorder_(recorder),
       options_(options),
       buffers_(options.name, collectives, device.ledger()),
       shards_(units, device, options.accumulation_dtype),
@@ -176,16 +177,21 @@ void Reducer::start_reduction(int unit) {
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
+  auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   auto work = collectives_.reduce_scatter(reduction, u.name());
+  recorder_.started(recording, *work);
+  ++recorder_.counts().reductions;
+  recorder_.counts().reduced += bytes;
   p.reduced = true;
   pending_bytes_ += bytes;
-  pending_.push_back({unit, std::move(p.buffer), std::move(work)});
+  pending_.push_back({unit, std::move(p.buffer), std::move(work), std::move(recording)});
 }
 
 void Reducer::finish_reductions(Bytes at_most) {
   while (!pending_.empty() && pending_bytes_ > at_most) {
     Pending& oldest = pending_.front();
-    oldest.work->wait();
+    recorder_.measure(Activity::kReduceWait, oldest.unit, [&] { oldest.work->wait(); });
+    recorder_.end(oldest.recording);
     shards_.settle(oldest.unit);
     pending_bytes_ -= Bytes(oldest.buffer->memory->local().size());
     buffers_.give_back(std::move(oldest.buffer));

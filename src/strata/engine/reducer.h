@@ -27,6 +27,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/gradient_buffers.h"
 #include "strata/engine/gradient_shards.h"
+#include "strata/engine/step_recorder.h"
 #include "strata/engine/unit.h"
 
 namespace strata::engine {
@@ -42,7 +43,7 @@ struct ReducerOptions {
 class Reducer {
  public:
   Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-          ReducerOptions options);
+          StepRecorder& recorder, ReducerOptions options);
   ~Reducer();
 
   // A backward pass starts. `reduce`: its gradients are reduced now (else they wait, whole, for a
@@ -74,6 +75,7 @@ class Reducer {
     int unit = -1;
     GradientBuffers::Buffer buffer;
     std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;  // of `work`
   };
   struct Progress {
     std::vector<int> expected;  // gradients by slot in one pass, as learned
@@ -101,6 +103,7 @@ class Reducer {
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
   device::Device& device_;
+  StepRecorder& recorder_;
   ReducerOptions options_;
   GradientBuffers buffers_;
   GradientShards shards_;

@@ -31,6 +31,8 @@ EngineOptions engine_options_from(const Config& config) {
   options.max_reducing = bytes_or_unbounded(config.zero.reduce_bucket_size, options.reduce_dtype);
   options.allow_unused = config.zero.ignore_unused_parameters;
   options.gradient_clipping = config.gradient_clipping;
+  options.trace = config.strata.trace.value_or("");
+  options.trace_steps = config.strata.trace_steps;
   options.check_finite = dtype == DType::kFloat32 || config.precision.skip_on_overflow;
   return options;
 }

@@ -115,7 +115,9 @@ StrataConfig read_strata(const Settings& s) {
           .threads = threads ? std::optional(static_cast<int>(*threads)) : std::nullopt,
           .init_tier = s.text("strata.init.tier"),
           .init_report = s.maybe<std::string>("strata.init.report"),
-          .timeout_s = s.number("strata.timeout_s")};
+          .timeout_s = s.number("strata.timeout_s"),
+          .trace = s.maybe<std::string>("strata.trace"),
+          .trace_steps = static_cast<int>(s.integer("strata.trace_steps"))};
 }
 
 // Infinity, as frameworks write to silence the engine, means never.

@@ -66,6 +66,8 @@ struct StrataConfig {
   std::string init_tier = "auto";          // else the tier that was asked for
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
+  std::optional<std::string> trace;  // the file of the timeline; absent: none
+  int trace_steps = 3;
 };
 
 struct Config {

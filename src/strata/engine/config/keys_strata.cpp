@@ -46,6 +46,13 @@ constexpr std::array kKeys{
         "file to which rank 0 writes, as JSON, how start-up went; null: nowhere", ""},
     Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,
         "seconds after which a rank that waits for another reports an error", ""},
+    Key{"strata.trace", kText, "null", "", kHonoured,
+        "file to which rank 0 writes a timeline of some steps, of all ranks, for "
+        "ui.perfetto.dev: gathers, reductions, waits, computing, the optimizer, by unit; null: "
+        "nowhere",
+        ""},
+    Key{"strata.trace_steps", kInteger, "3", "1..100", kHonoured,
+        "steps that are in the timeline, after two that warm up", ""},
 };
 
 }  // namespace
