@@ -164,6 +164,11 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
   };
   WorkTimes times;
   const auto start = stream.record();
+  // The link serves reductions first: the next gradients wait for their buffers, while a gather is
+  // for what comes later.
+  for (int i = 0; i < link_->lanes(); ++i) {
+    link_->gather_lane(i).wait_for(*link_->reduce_lane(i).record());
+  }
   for (int turn = 0; turn < link_->peers(); ++turn) {
     device::Stream& lane = link_->gather_lane(turn);
     if (turn < link_->lanes()) lane.wait_for(*start);

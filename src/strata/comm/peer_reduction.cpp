@@ -25,9 +25,10 @@ std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
   if (ring_ == nullptr) make_ring();
   ++count_;
   // On a stream that waits for nothing else, so that peers learn of it at once.
-  const auto written = device.compute_stream().record();
-  link_.sums().wait_for(*written);
-  link_.announcements().wait_for(*written);
+  const auto computed = device.compute_stream().record();
+  device::Event& written = reduction.written != nullptr ? *reduction.written : *computed;
+  link_.sums().wait_for(written);
+  link_.announcements().wait_for(written);
   if (times != nullptr) times->ready = link_.announcements().record_timed();
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_,
@@ -75,8 +76,7 @@ void PeerReductions::make_ring() {
 }
 
 void PeerReductions::add_piece(const Reduction& reduction, const Sources& sources,
-                               std::size_t begin, std::size_t numel, bool first,
-                               WorkTimes* times) {
+                               std::size_t begin, std::size_t numel, bool first, WorkTimes* times) {
   device::Device& device = link_.device();
   Place& place = places_[turn_++ % places_.size()];
   const auto item = static_cast<std::size_t>(size_of(reduction.dtype).value);

@@ -16,6 +16,7 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr unsigned kBlocksPerProcessor = 32;
+constexpr unsigned kSumBlocks = 96;
 constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
 constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
 
@@ -121,9 +122,10 @@ CUfunction CudaKernels::find(const std::string& name) const {
 }
 
 void CudaKernels::launch(CUfunction function, std::int64_t threads, void** arguments,
-                         CUstream stream) const {
+                         CUstream stream, unsigned blocks_most) const {
   const auto wanted = static_cast<std::uint64_t>((threads + kThreads - 1) / kThreads);
-  const auto blocks = static_cast<unsigned>(std::min<std::uint64_t>(wanted, blocks_max_));
+  const auto blocks =
+      static_cast<unsigned>(std::min<std::uint64_t>(wanted, std::min(blocks_max_, blocks_most)));
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();
   cuda.check(
@@ -175,7 +177,9 @@ void CudaKernels::sum_in_order(std::span<float> target, std::span<const std::byt
   float* to = target.data();
   auto count = static_cast<std::int64_t>(target.size());
   void* arguments[] = {&to, &count, &arguments_of_sum};
-  launch(sum_in_order_[place_of(dtype)], count / kPack + kPack, arguments, stream);
+  // It waits for memory that comes over a link at a tenth of the device's own speed: a few blocks
+  // keep up, and leave the processors to the model.
+  launch(sum_in_order_[place_of(dtype)], count / kPack + kPack, arguments, stream, kSumBlocks);
 }
 
 void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,

@@ -115,25 +115,36 @@ __device__ float finish_sum(const SumArguments& a, float sum, float before) {
 // Slices of several ranks, in their order.
 template <typename From>
 __device__ void sum_in_order(float* target, std::int64_t numel, const SumArguments& a) {
-  bool packs = packed(target);
-  for (int s = 0; s < a.count; ++s) packs = packs && packed(static_cast<const From*>(a.sources[s]));
+  constexpr int kWide = 16 / sizeof(From);  // elements in an access of 16 bytes
+  struct alignas(16) In {
+    From at[kWide];
+  };
+  struct alignas(16) Out {
+    float at[kWide];
+  };
+  bool packs = reinterpret_cast<std::uintptr_t>(target) % 16 == 0;
+  for (int s = 0; s < a.count; ++s) {
+    packs = packs && reinterpret_cast<std::uintptr_t>(a.sources[s]) % 16 == 0;
+  }
+  const std::int64_t whole = packs ? numel / kWide : 0;
+  for (std::int64_t p = first_index(); p < whole; p += index_stride()) {
+    Out sum;
+    for (int s = 0; s < a.count; ++s) {
+      const In in = static_cast<const In*>(a.sources[s])[p];
+      for (int k = 0; k < kWide; ++k) {
+        sum.at[k] = s == 0 ? widen(in.at[k]) : __fadd_rn(sum.at[k], widen(in.at[k]));
+      }
+    }
+    Out& out = reinterpret_cast<Out*>(target)[p];
+    Out before{};
+    if (a.accumulate != 0) before = out;
+    for (int k = 0; k < kWide; ++k) sum.at[k] = finish_sum(a, sum.at[k], before.at[k]);
+    out = sum;
+  }
   for_elements(
-      numel, packs,
-      [&](std::int64_t p) {
-        Pack<float> sum;
-        for (int s = 0; s < a.count; ++s) {
-          const Pack<From> in = reinterpret_cast<const Pack<From>*>(a.sources[s])[p];
-          for (int k = 0; k < kPack; ++k) {
-            sum.at[k] = s == 0 ? widen(in.at[k]) : __fadd_rn(sum.at[k], widen(in.at[k]));
-          }
-        }
-        Pack<float>& out = reinterpret_cast<Pack<float>*>(target)[p];
-        Pack<float> before{};
-        if (a.accumulate != 0) before = out;
-        for (int k = 0; k < kPack; ++k) sum.at[k] = finish_sum(a, sum.at[k], before.at[k]);
-        out = sum;
-      },
-      [&](std::int64_t i) {
+      numel - whole * kWide, false, [](std::int64_t) {},
+      [&](std::int64_t rest) {
+        const std::int64_t i = whole * kWide + rest;
         float sum = 0.0F;
         for (int s = 0; s < a.count; ++s) {
           const float value = widen(static_cast<const From*>(a.sources[s])[i]);

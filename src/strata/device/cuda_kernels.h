@@ -42,7 +42,8 @@ class CudaKernels {
 
   CUfunction find(const std::string& name) const;
   // `threads` of work; `arguments` are pointers to the kernel's parameters.
-  void launch(CUfunction function, std::int64_t threads, void** arguments, CUstream stream) const;
+  void launch(CUfunction function, std::int64_t threads, void** arguments, CUstream stream,
+              unsigned blocks_most = 0xFFFFFFFFU) const;
 
   std::shared_ptr<const CudaContext> context_;
   CUmodule module_ = nullptr;

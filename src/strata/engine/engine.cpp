@@ -13,6 +13,16 @@
 namespace strata::engine {
 namespace {
 
+// Forward through the scopes, and backward; the units of one come in their order both times.
+std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
+  std::vector<int> uses;
+  for (const plan::ScopeSpec& scope : scopes)
+    uses.insert(uses.end(), scope.units.begin(), scope.units.end());
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
+    uses.insert(uses.end(), scope->units.begin(), scope->units.end());
+  return uses;
+}
+
 // Units that stay whole are refreshed in runs of so much: each costs a meeting of the ranks.
 constexpr Bytes kFetchedTogether = 64_MiB;
 
@@ -58,12 +68,15 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       recorder_(*device_, *collectives_, weights_.units()),
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
-                {options.max_live, options.prefetch, options.max_live_is_hard}),
+                {options.max_live, options.prefetch, options.max_live_is_hard,
+                 largest_scope(plan.scopes, weights_.units())}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                {options.name, options.reduce_dtype, options.accumulation_dtype,
                 options.max_reducing, options.sum_gradients}),
       shards_(weights_, reducer_.shards(), collectives_->rank()),
-      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {}
+      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
+  if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
+}
 
 Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
@@ -125,7 +138,8 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
   in_backward_ = true;
 }
 
-void Engine::add_gradient(int param, const std::byte* gradient, DType dtype) {
+void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
+                          std::shared_ptr<const void> keep) {
   const Unit& unit = weights_.unit_of(param);
   if (!unit.trainable()) {
     throw UsageError(fmt::format(
@@ -133,7 +147,7 @@ void Engine::add_gradient(int param, const std::byte* gradient, DType dtype) {
         "requires_grad before initialize()",
         weights_.param(param).name));
   }
-  reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype);
+  reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype, std::move(keep));
 }
 
 void Engine::end_backward() {

@@ -72,7 +72,10 @@ class Engine {
   // pass.
   void begin_backward(bool boundary, bool synchronise = true);
   bool in_backward() const { return in_backward_; }
-  void add_gradient(int param, const std::byte* gradient, DType dtype);
+  // `keep` owns the gradient, which may be read until it is let go; null: until this returns, in
+  // the order of the compute stream.
+  void add_gradient(int param, const std::byte* gradient, DType dtype,
+                    std::shared_ptr<const void> keep = nullptr);
   void end_backward();
   // A backward pass after this one needs a forward of its own. Until then a graph may be run again.
   void end_micro_step();

@@ -7,6 +7,19 @@
 
 namespace strata::engine {
 
+Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units) {
+  Bytes largest;
+  for (const plan::ScopeSpec& scope : scopes) {
+    Bytes bytes;
+    for (const int index : scope.units) {
+      const Unit& unit = units[static_cast<std::size_t>(index)];
+      if (!unit.whole) bytes += align_up(unit.layout.flat_bytes(), memory::page_size());
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
 Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                    ParameterViews& views, StepRecorder& recorder, GatherBounds bounds)
     : units_(units),
@@ -212,12 +225,24 @@ void Gatherer::prefetch() {
     if (unit(next).whole || s.pins > 0) continue;
     const Bytes bytes = footprint(next);
     ahead += bytes;
-    const bool always = std::exchange(is_next, false);
+    const bool always = std::exchange(is_next, false) || ahead <= bounds_.least_ahead;
     if (ahead > bounds_.prefetch && !always) return;
     if (s.state != State::kReleased) continue;
-    if (!make_room(bytes, distance) && (bounds_.hard || !always)) return;
+    if (!make_room(bytes, distance) && !(always && fits_ahead(bytes))) return;
     if (!start_if_it_fits(next)) return;
   }
+}
+
+// Beside what is in use, and no more than is fetched ahead anyway: where the order was not
+// foreseen, what was fetched in vain stays until it is evicted for a unit in use.
+bool Gatherer::fits_ahead(Bytes bytes) const {
+  if (bounds_.hard) return false;
+  Bytes unpinned = bytes;
+  for (const Unit& u : units_) {
+    const Slot& s = slot(u.id);
+    if (s.state != State::kReleased && s.pins == 0) unpinned += footprint(u.id);
+  }
+  return unpinned <= std::max(bounds_.least_ahead, bytes);
 }
 
 bool Gatherer::start_if_it_fits(int index) {
@@ -270,7 +295,7 @@ std::vector<int> Gatherer::first_needed() const {
     if (u.whole || std::find(result.begin(), result.end(), index) != result.end()) continue;
     // The unit that is used first, and what is fetched while it computes.
     if (!result.empty()) ahead += footprint(index);
-    if (result.size() > 1 && ahead > bounds_.prefetch) break;
+    if (ahead > std::max(bounds_.prefetch, bounds_.least_ahead)) break;
     if (u.trainable()) result.push_back(index);
   }
   return result;

@@ -19,6 +19,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "strata/comm/collectives.h"
@@ -31,10 +32,14 @@
 namespace strata::engine {
 
 struct GatherBounds {
-  Bytes max_live;    // gathered bytes and free buffers; exceeded only by what is pinned at once
-  Bytes prefetch;    // fetched ahead of use: the next unit at least, but for 0
-  bool hard = true;  // false: the next unit is fetched even where it exceeds max_live
+  Bytes max_live;       // gathered bytes and free buffers; exceeded only by what is pinned at once
+  Bytes prefetch;       // fetched ahead of use; none where 0
+  bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
+  Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
 };
+
+// The most that one scope needs of sharded units.
+Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units);
 
 // Whose shards change: everybody's, or those that an optimizer step updates.
 enum class Changed { kAll, kTrainable };
@@ -47,6 +52,8 @@ class Gatherer {
 
   // A pass is what repeats: the forward and backward of one micro-step.
   void start_pass();
+  // What the first pass uses, as far as one can tell.
+  void expect(std::vector<int> uses) { order_.expect(std::move(uses)); }
 
   void acquire(int unit);
   void release(int unit);
@@ -104,6 +111,7 @@ class Gatherer {
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
   void prefetch();
+  bool fits_ahead(Bytes bytes) const;
   // Gathers the unit, which is released, if it fits; nothing is evicted for it.
   bool start_if_it_fits(int unit);
   Slot& slot(int unit) { return slots_[static_cast<std::size_t>(unit)]; }

@@ -7,6 +7,12 @@
 
 namespace strata::engine {
 
+namespace {
+
+constexpr std::size_t kKeptMost = 2;  // gradients that are being written, while the model goes on
+
+}  // namespace
+
 Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                  StepRecorder& recorder, ReducerOptions options)
     : units_(units),
@@ -16,7 +22,8 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       options_(options),
       buffers_(options.name, collectives, device.ledger()),
       shards_(units, device, options.accumulation_dtype),
-      progress_(units.size()) {
+      progress_(units.size()),
+      writes_(device.runs_ahead() ? device.create_stream() : nullptr) {
   for (const Unit& unit : units_) {
     const std::size_t slots = unit.trainable() ? unit.layout.slots().size() : 0;
     Progress& p = progress(unit.id);
@@ -30,6 +37,26 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
 
 Reducer::~Reducer() = default;
 
+device::Stream& Reducer::writes() {
+  return writes_ ? *writes_ : device_.compute_stream();
+}
+
+void Reducer::writes_follow_compute() {
+  if (writes_) writes_->wait_for(*device_.compute_stream().record());
+}
+
+void Reducer::compute_follows_writes() {
+  let_go(0);
+  if (writes_) device_.compute_stream().wait_for(*writes_->record());
+}
+
+void Reducer::let_go(std::size_t most) {
+  while (kept_gradients_.size() > most) {
+    device_.compute_stream().wait_for(*kept_gradients_.front().written);
+    kept_gradients_.pop_front();
+  }
+}
+
 // The same on every rank: it depends on the passes alone, not on what this rank got in them.
 DType Reducer::buffer_dtype(int unit) const {
   const DType own = units_[static_cast<std::size_t>(unit)].layout.dtype();
@@ -41,6 +68,7 @@ DType Reducer::buffer_dtype(int unit) const {
 // What has come too late for its reduction is widened, as what comes from now on is.
 void Reducer::keep_for_later_passes() {
   if (kept_) return;
+  compute_follows_writes();
   for (const int unit : order_) {
     Progress& p = progress(unit);
     if (p.buffer == nullptr) continue;
@@ -103,13 +131,13 @@ void Reducer::open(int unit) {
   // Here, and not where a reduction starts: until another buffer is needed it may take its time.
   finish_reductions(std::max(options_.max_reducing - wanted, Bytes()));
   p.buffer = buffers_.take(wanted);
+  writes_follow_compute();
   std::fill(p.written.begin(), p.written.end(), false);
   // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
   const std::span<std::byte> bytes = p.buffer->memory->local();
   const auto zero = [&](Numel begin, Numel end) {
     const std::size_t from = bytes_of(begin, dtype).size();
-    device_.fill_zero(bytes.subspan(from, bytes_of(end, dtype).size() - from),
-                      device_.compute_stream());
+    device_.fill_zero(bytes.subspan(from, bytes_of(end, dtype).size() - from), writes());
   };
   Numel end;
   for (const plan::Slot& slot : layout.slots()) {
@@ -119,18 +147,26 @@ void Reducer::open(int unit) {
   if (layout.padded() > end) zero(end, layout.padded());
 }
 
-void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dtype) {
+void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dtype,
+                  std::shared_ptr<const void> keep) {
   Progress& p = progress(unit);
   const auto index = static_cast<std::size_t>(slot_index);
   const plan::Slot& slot = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
   if (p.buffer == nullptr) open(unit);
+  writes_follow_compute();
   const DType kept_as = buffer_dtype(unit);
   std::byte* target = p.buffer->memory->local().data() + bytes_of(slot.offset, kept_as).size();
   if (p.written[index]) {
-    device_.accumulate(target, kept_as, gradient, dtype, slot.numel, device_.compute_stream());
+    device_.accumulate(target, kept_as, gradient, dtype, slot.numel, writes());
   } else {
-    device_.cast(target, kept_as, gradient, dtype, slot.numel, device_.compute_stream());
+    device_.cast(target, kept_as, gradient, dtype, slot.numel, writes());
     p.written[index] = true;
+  }
+  if (writes_ && keep != nullptr) {
+    kept_gradients_.push_back({std::move(keep), writes_->record()});
+    let_go(kKeptMost);
+  } else if (writes_) {
+    device_.compute_stream().wait_for(*writes_->record());
   }
   // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for
   // ours.
@@ -166,7 +202,7 @@ void Reducer::start_reduction(int unit) {
     if (unused_param_ < 0 && slot.numel.value > 0 && !p.reduced) unused_param_ = slot.param;
     device_.fill_zero(p.buffer->memory->local().subspan(bytes_of(slot.offset, dtype).size(),
                                                         bytes_of(slot.numel, dtype).size()),
-                      device_.compute_stream());
+                      writes());
   }
   const Bytes bytes = buffer_bytes(unit);
   if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
@@ -178,6 +214,8 @@ void Reducer::start_reduction(int unit) {
   reduction.accumulate = target.accumulate;
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
+  const std::unique_ptr<device::Event> written = writes_ ? writes_->record() : nullptr;
+  reduction.written = written.get();
   auto work = collectives_.reduce_scatter(reduction, u.name());
   recorder_.started(recording, *work);
   ++recorder_.counts().reductions;
@@ -200,9 +238,13 @@ void Reducer::finish_reductions(Bytes at_most) {
 }
 
 void Reducer::end_backward() {
-  if (!reducing_) return;
+  if (!reducing_) {
+    compute_follows_writes();
+    return;
+  }
   while (next_ < order_.size()) start_reduction(order_[next_++]);
   finish_reductions(Bytes());
+  compute_follows_writes();
   buffers_.end_pass();
   kept_ = false;
   learn();
@@ -235,6 +277,7 @@ void Reducer::abandon_backward() {
 }
 
 void Reducer::drop_gradients() {
+  compute_follows_writes();
   for (Progress& p : progress_) buffers_.give_back(std::move(p.buffer));
   shards_.clear();
 }

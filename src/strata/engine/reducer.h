@@ -13,7 +13,10 @@
 // zeroes. Others do not wait for it with more than `max_reducing` bytes and a unit: then the unit
 // in front is reduced as it is.
 //
-// Threads: one thread at a time. Ownership: gradients are read during add() only.
+// On a device that runs ahead, gradients are written to their buffers beside the model's kernels,
+// on a stream of the reducer's own; a few are kept alive until that is done.
+//
+// Threads: one thread at a time. Ownership: gradients are read during add(), or kept by it.
 // Errors: CommError; after one the reducer is broken with its collectives.
 #pragma once
 
@@ -50,8 +53,10 @@ class Reducer {
   // later pass). `first_uses`: the units in the order in which forward first used them; taken as
   // the reduction order, reversed, the first time (rank 0's counts).
   void begin_backward(bool reduce, std::span<const int> first_uses);
-  // One gradient of one parameter: contiguous, the parameter's number of elements.
-  void add(int unit, int slot, const std::byte* gradient, DType dtype);
+  // One gradient of one parameter: contiguous, the parameter's number of elements. `keep`: what
+  // owns it; null: it is read in the order of the compute stream, before this returns.
+  void add(int unit, int slot, const std::byte* gradient, DType dtype,
+           std::shared_ptr<const void> keep);
   // Reduces what is left and waits for all. The shards are up to date afterwards.
   void end_backward();
   // A backward pass failed: what it left behind is dropped, so that the next one starts clean.
@@ -90,6 +95,11 @@ class Reducer {
   DType buffer_dtype(int unit) const;
   void keep_for_later_passes();
   void open(int unit);
+  device::Stream& writes();
+  // Later writes come after what the compute stream holds now; and the other way round.
+  void writes_follow_compute();
+  void compute_follows_writes();
+  void let_go(std::size_t most);
   void try_reduce();
   void start_reduction(int unit);
   void finish_reductions(Bytes at_most);
@@ -111,6 +121,12 @@ class Reducer {
   std::vector<int> order_;       // trainable units in the order of reduction, the same on all ranks
   std::vector<int> completion_;  // order of completion in this pass
   std::size_t next_ = 0;         // index into order_ of the next unit to reduce
+  std::unique_ptr<device::Stream> writes_;  // null: the compute stream
+  struct Kept {
+    std::shared_ptr<const void> gradient;
+    std::unique_ptr<device::Event> written;
+  };
+  std::deque<Kept> kept_gradients_;
   std::deque<Pending> pending_;
   Bytes pending_bytes_;
   Bytes waiting_bytes_;  // of complete units that are not reduced yet, in this pass

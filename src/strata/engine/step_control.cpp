@@ -28,7 +28,9 @@ EngineOptions engine_options_from(const Config& config) {
       config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
   options.max_live_is_hard = config.strata.max_live.has_value();
   options.prefetch = bytes_or_unbounded(config.zero.prefetch_bucket_size, dtype);
-  options.max_reducing = bytes_or_unbounded(config.zero.reduce_bucket_size, options.reduce_dtype);
+  const bool narrow = size_of(dtype) < size_of(options.reduce_dtype);
+  options.max_reducing =
+      bytes_or_unbounded(config.zero.reduce_bucket_size, narrow ? dtype : options.reduce_dtype);
   options.allow_unused = config.zero.ignore_unused_parameters;
   options.gradient_clipping = config.gradient_clipping;
   options.trace = config.strata.trace.value_or("");

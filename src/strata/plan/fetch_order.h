@@ -1,10 +1,10 @@
 // The order in which units are used, learned from the last pass and used to look ahead: which unit
 // comes next, and how far away is the next use of this one. Before the first pass it is the order
-// of registration forwards, then backwards. A use that was not foreseen costs a late fetch, nothing
-// else: the position is found again as soon as two uses in a row are known from the last pass, so
-// that passes of several kinds (evaluation between steps) do not upset each other for long.
-// Threads: one thread at a time. Memory: bounded, however long a pass is; of a very long one the
-// end is kept. Pure bookkeeping, no I/O.
+// of registration forwards, then backwards, unless somebody knows better. A use that was not
+// foreseen costs a late fetch, nothing else: the position is found again as soon as two uses in a
+// row are known from the last pass, so that passes of several kinds (evaluation between steps) do
+// not upset each other for long. Threads: one thread at a time. Memory: bounded, however long a
+// pass is; of a very long one the end is kept. Pure bookkeeping, no I/O.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,9 @@ namespace strata::plan {
 class FetchOrder {
  public:
   explicit FetchOrder(int unit_count);
+
+  // Replaces what is expected of the pass: the units in the order of their uses.
+  void expect(std::vector<int> uses);
 
   // Starts a pass: what was recorded since the last start becomes the expectation (if anything
   // was).
@@ -40,7 +43,6 @@ class FetchOrder {
   const std::vector<int>& first_uses() const { return first_uses_; }
 
  private:
-  void expect(std::vector<int> uses);
   void find_position(int previous, int unit);
   std::span<const std::size_t> places(int unit) const {
     return places_[static_cast<std::size_t>(unit)];

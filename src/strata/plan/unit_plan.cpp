@@ -44,6 +44,11 @@ class Planner {
   }
 
  private:
+  struct Open {
+    int unit = -1;
+    Bytes bytes;
+  };
+
   void choose_persistent() {
     persistent_.assign(params_.size(), false);
     Numel total;
@@ -88,22 +93,24 @@ class Planner {
   }
 
   void add_block(const std::string& path, const std::vector<int>& params) {
-    std::map<Key, int> units;
+    std::map<Key, Open> units;
     for (const int param : params) {
-      const Key key = key_of(param);
-      const auto [it, fresh] = units.try_emplace(key, -1);
-      if (fresh) it->second = new_unit(path, key);
-      put(it->second, param);
+      add_to(units, path, param, options_.block_unit_bytes);
     }
   }
 
   void add_loose(const std::string& path, int param) {
+    add_to(open_, path, param, options_.unit_bytes);
+  }
+
+  // To the unit of its kind that may still grow, or to a new one where that would exceed `most`.
+  void add_to(std::map<Key, Open>& units, const std::string& path, int param, Bytes most) {
     const Key key = key_of(param);
     const Bytes bytes =
         bytes_of(params_[static_cast<std::size_t>(param)].numel(), std::get<0>(key));
-    auto it = open_.find(key);
-    if (it == open_.end() || it->second.bytes + bytes > options_.unit_bytes) {
-      it = open_.insert_or_assign(key, Open{new_unit(path, key), Bytes()}).first;
+    auto it = units.find(key);
+    if (it == units.end() || it->second.bytes + bytes > most) {
+      it = units.insert_or_assign(key, Open{new_unit(path, key), Bytes()}).first;
     }
     put(it->second.unit, param);
     it->second.bytes += bytes;
@@ -149,11 +156,6 @@ class Planner {
       plan_.scopes.push_back({module, std::vector<int>(units.begin(), units.end())});
     }
   }
-
-  struct Open {
-    int unit = -1;
-    Bytes bytes;
-  };
 
   std::span<const ParamSpec> params_;
   const ModuleTree& tree_;

@@ -1,7 +1,8 @@
 // Cuts a model into units (parameters that are gathered, reduced and updated together) and scopes
 // (the modules whose forward needs them). A block's parameters form one unit, split by dtype,
-// trainability and persistence. Parameters outside blocks form units of neighbours up to
-// `unit_bytes`, with their owning modules as scopes. A tied parameter belongs to the first unit
+// trainability and persistence, and by size: gradients of a part can be reduced while those of the
+// next are computed, and buffers are smaller. Parameters outside blocks form units of neighbours up
+// to `unit_bytes`, with their owning modules as scopes. A tied parameter belongs to the first unit
 // that meets it; every scope that reaches it lists that unit. Pure function; the same model gives
 // the same plan on every rank.
 #pragma once
@@ -39,6 +40,7 @@ struct PlanOptions {
   std::vector<std::string> wrap;          // class names of blocks; empty: found by themselves
   std::vector<std::string> leaf_classes;  // classes that are blocks where they lie in no other
   Bytes unit_bytes = 32_MiB;              // bound for units of neighbours outside blocks
+  Bytes block_unit_bytes = 256_MiB;       // and for those of a block; a parameter is never cut
   Numel persistence_threshold;  // parameters of at most so many elements stay gathered; 0: none
   Numel persistence_total;      // at most so many elements altogether; 0: no bound
 };

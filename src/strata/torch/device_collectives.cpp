@@ -6,6 +6,7 @@
 #include "strata/base/error.h"
 #include "strata/comm/bulk_operation.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/group_clock.h"
 #include "strata/torch/group_failure.h"
 #include "strata/torch/group_work.h"
 #include "strata/torch/named_buffer.h"
@@ -68,6 +69,8 @@ class DeviceCollectives final : public comm::Collectives {
                                          std::move(actions));
   }
 
+  void record_times(bool on) override { records_times_ = on && !place_.is_cpu(); }
+
   std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
                                          std::string_view tag) override {
     const comm::BulkOperation gather =
@@ -83,8 +86,7 @@ class DeviceCollectives final : public comm::Collectives {
     at::Tensor target = bytes_at(flat);
     at::Tensor source = bytes_at(mine);
     return guarded(what, [&] {
-      return std::make_unique<GroupWork>(bulk_->_allgather_base(target, source), nullptr,
-                                         failure_of(what));
+      return started([&] { return bulk_->_allgather_base(target, source); }, nullptr, what);
     });
   }
 
@@ -95,6 +97,7 @@ class DeviceCollectives final : public comm::Collectives {
     const std::span<std::byte> whole = reduce.source;
     require_same_operation(what);
     if (whole.empty()) return std::make_unique<GroupWork>();
+    if (reduction.written != nullptr) device_->compute_stream().wait_for(*reduction.written);
     const auto numel = static_cast<std::int64_t>(reduction.result.size());
     const auto scalar = to_scalar_type(reduction.dtype);
     at::Tensor source = tensor_over(whole.data(), numel * world_size(), scalar, place_);
@@ -110,8 +113,7 @@ class DeviceCollectives final : public comm::Collectives {
       return std::make_unique<GroupWork>();
     }
     return guarded(what, [&] {
-      return std::make_unique<GroupWork>(bulk_->_reduce_scatter_base(sum, source), finish,
-                                         failure_of(what));
+      return started([&] { return bulk_->_reduce_scatter_base(sum, source); }, finish, what);
     });
   }
 
@@ -197,6 +199,20 @@ class DeviceCollectives final : public comm::Collectives {
     }
   }
 
+  // The backend's streams are its own: one beside them waits for what they wait for, and marks
+  // when that was.
+  template <typename Start>
+  std::unique_ptr<GroupWork> started(Start&& start, std::function<void()> finish,
+                                     const std::string& what) {
+    comm::WorkTimes times;
+    if (records_times_) times.begin = clock_.mark_after_compute();
+    c10::intrusive_ptr<c10d::Work> work = std::forward<Start>(start)();
+    if (records_times_) times.end = clock_.mark_after(*work);
+    auto result = std::make_unique<GroupWork>(std::move(work), std::move(finish), failure_of(what));
+    result->set_times(std::move(times));
+    return result;
+  }
+
   GroupWork::Fail failure_of(const std::string& what) {
     return [this, what](const std::string& error) {
       guarded(what, [&] { throw std::runtime_error(error); });
@@ -222,6 +238,8 @@ class DeviceCollectives final : public comm::Collectives {
   std::string name_;
   GroupFailure failure_;
   std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
+  GroupClock clock_{place_, *device_};
+  bool records_times_ = false;
   bool stopped_ = false;
 };
 

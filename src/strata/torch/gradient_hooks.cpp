@@ -40,11 +40,12 @@ class TakeGradient final : public autograd::FunctionPreHook {
           "sparse=False",
           name));
     }
-    // The engine reads it in order with the stream of this thread, on which torch may use the
-    // memory again.
-    const at::Tensor dense = gradient.to(place_).contiguous();
-    engine->add_gradient(param_, static_cast<const std::byte*>(dense.const_data_ptr()),
-                         from_scalar_type(dense.scalar_type()));
+    // Kept until it is copied; after that the engine has the stream of this thread, on which torch
+    // may use the memory again, wait for the copy.
+    auto dense = std::make_shared<const at::Tensor>(gradient.to(place_).contiguous());
+    const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
+    const DType dtype = from_scalar_type(dense->scalar_type());
+    engine->add_gradient(param_, values, dtype, std::move(dense));
     return {at::Tensor()};
   }
 
