@@ -36,6 +36,7 @@ void bind_config(py::module_& module) {
           })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
+      .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })
       .def_property_readonly("hints",
                              [](const Config& c) {
                                std::vector<std::pair<std::string, std::string>> hints;

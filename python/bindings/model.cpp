@@ -203,6 +203,7 @@ void bind_model(py::module_& module) {
             py::arg("name"), py::arg("progress") = py::none());
   bind_training(model);
   bind_values(model);
+  bind_steps(model);
 }
 
 }  // namespace strata::python

@@ -13,6 +13,7 @@ from .interception import intercept, restore
 from .model_input import describe_modules, describe_parameters
 from .ownership import give_up_ownership, take_ownership
 from .placement import move_buffers
+from .step_view import print_table
 
 
 logger = logging.getLogger("strata")
@@ -40,6 +41,7 @@ class Engine(torch.nn.Module):
         self.training_dataloader = None
         self.init_report = None
         self._config = config
+        self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = {}
         for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
@@ -109,6 +111,8 @@ class Engine(torch.nn.Module):
         result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         if result is None:
             return
+        if self._trace is not None:
+            self._tell_of_trace()
         applied, _ = result
         self.optimizer.overflow = not applied
         self.optimizer._opt_called = True  # torch's schedulers look whether the optimizer went first
@@ -117,6 +121,16 @@ class Engine(torch.nn.Module):
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+    def _tell_of_trace(self):
+        over, problem = self.core.trace_state()
+        if not over:
+            return
+        path, self._trace = self._trace, None
+        if problem:
+            logger.warning("strata.trace: '%s' could not be written: %s", path, problem)
+        elif self.global_rank == 0:
+            logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
 
     def zero_grad(self, set_to_none=True):
         """Does nothing in the middle of accumulation: the engine forgets gradients at each step."""
@@ -217,6 +231,35 @@ class Engine(torch.nn.Module):
         """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
         return self.core.memory_report()
 
+    def record_steps(self, on=True):
+        """Has the steps that begin from now on timed, by the device's clock, for ``step_report()``. The device runs
+        on; a step takes some events more."""
+        self.core.record_steps(on)
+
+    def step_report(self, wait=True):
+        """What this rank did in the last step, a dict; None before the first is over.
+
+        ``step``, its number, and ``seconds``, from its first forward to the end of its update. ``transfers``: for
+        "gather", "reduce", and "refresh" (gathers of units that stay whole) a dict of ``count``; ``bytes`` of
+        whole units; ``seconds`` in which one was under way; ``exposed_seconds``, in which the device had nothing
+        to do but wait for one; ``gb_per_s`` of this rank's link. ``exposed_seconds``: of all. ``uses`` of sharded
+        units: "kept" since the last use, "prefetched", or fetched "late". ``device_allocations`` by the engine in
+        the step. ``device_memory``: {kind: {``bytes`` now, ``peak_bytes``}}. Seconds other than ``seconds``, among
+        them ``forward_seconds``, ``backward_seconds``, ``update_seconds`` and its parts ``norm_seconds`` and
+        ``optimizer_seconds``, are None unless the step was timed (``record_steps``, ``strata.trace``).
+
+        Args:
+            wait: for the device to finish the last step; False: the report is of the last one that it has
+                finished, None if there is none.
+        """
+        return self.core.step_report(wait)
+
+    def print_step_report(self):
+        """``step_report()`` as a table, on standard error."""
+        report = self.step_report()
+        if report is not None:
+            print_table(report)
+
     def deepspeed_io(self, dataset, collate_fn=None, batch_size=None):
         """A DataLoader over ``dataset`` that gives each rank its part, in micro-batches."""
         sampler = torch.utils.data.distributed.DistributedSampler(
@@ -246,6 +289,9 @@ class Engine(torch.nn.Module):
             keep_values: leave the model with full parameters of its own (collective at stage 3); else its
                 parameters are empty.
         """
+        self.core.end_trace()
+        if self._trace is not None:
+            self._tell_of_trace()
         self.core.destroy(keep_values)
         restore(self._interception)
         give_up_ownership(self.core, self._described)
@@ -265,6 +311,7 @@ def _leave_together(core_reference):
     core = core_reference()
     if core is None or not core.alive or getattr(sys, "last_value", None) is not None:
         return
+    core.end_trace()
     try:
         core.wait_for_all()
     except _C.CommError:

@@ -108,6 +108,7 @@ def connect(config, model=None):
         parsed = parse_config(config)
         if rank_and_world_size()[0] == 0:
             require_writable(parsed.init_report)
+            require_writable(parsed.trace, "strata.trace")
         device = choose_device(parsed, model)
     return parsed, device, make_collectives(parsed.collectives, parsed.timeout_s, device)
 

@@ -131,8 +131,9 @@ def merged(accounts):
     }
 
 
-def require_writable(path):
-    """Raises ConfigError unless the report can be written to ``path``; before start-up, not after it."""
+def require_writable(path, key="strata.init.report"):
+    """Raises ConfigError unless a file can be written to ``path``, the value of ``key``; before start-up, not
+    after it."""
     if path is None:
         return
     folder = os.path.dirname(os.path.abspath(path))
@@ -144,7 +145,7 @@ def require_writable(path):
     elif not os.access(folder, os.W_OK):
         problem = f"'{folder}' is not writable"
     if problem is not None:
-        raise _C.ConfigError(f"strata.init.report: wanted a file that can be written; {problem}; found '{path}'")
+        raise _C.ConfigError(f"{key}: wanted a file that can be written; {problem}; found '{path}'")
 
 
 def _is_shown(seconds):

@@ -13,6 +13,18 @@ double epoch_now() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
+Activity wait_for(Activity transfer) {
+  switch (transfer) {
+    case Activity::kGather:
+      return Activity::kGatherWait;
+    case Activity::kReduce:
+      return Activity::kReduceWait;
+    default:
+      STRATA_ASSERT(transfer == Activity::kRefresh);
+      return Activity::kRefreshWait;
+  }
+}
+
 }  // namespace
 
 std::string_view name_of(Activity activity) {
@@ -106,6 +118,10 @@ StepRecorder::Recording StepRecorder::begin_transfer(Activity activity, int labe
 
 void StepRecorder::started(const Recording& recording, comm::Work& work) {
   if (recording == nullptr) return;
+  if (!device_.runs_ahead()) {  // the call itself was waited for
+    add(wait_for(recording->span.activity), recording->span.label, recording->begin,
+        device_.compute_stream().record_timed());
+  }
   const comm::WorkTimes times = work.times();
   if (times.begin == nullptr || times.end == nullptr) {
     if (work.done()) end(recording);  // the call did it all

@@ -62,6 +62,7 @@ class StepRecorder {
   void note_idle();
 
   // --- spans ---
+  bool timing() const { return timed_; }  // within a step that is timed
   StepCounts& counts() { return counts_; }
   // From here in the compute stream, which may be another's next call: Recordings may be moved.
   Recording begin(Activity activity, int label, Bytes bytes = {});

@@ -192,8 +192,14 @@ void StepTrace::end(StepRecorder& recorder, const comm::Collectives& collectives
     records_.clear();  // the device is lost
   }
   recorder.set_listener({});
-  if (std::exchange(done_, true) || collectives.rank() != 0 || records_.empty()) return;
+  done_ = true;
+  if (collectives.rank() != 0) return;
   try {
+    if (records_.empty()) {
+      problem_ = fmt::format("the run ended within step {}, the first of the timeline, or before",
+                             kWarmUp + 1);
+      return;
+    }
     save({trace_text_of(0, collectives.world_size(), records_, recorder.labels())});
   } catch (const std::exception& error) {
     problem_ = error.what();

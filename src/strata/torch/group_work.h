@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 
 #include "strata/comm/collectives.h"
 
@@ -27,12 +28,15 @@ class GroupWork final : public comm::Work {
 
   bool done() override;
   void wait() override;
+  void set_times(comm::WorkTimes times) { times_ = std::move(times); }
+  comm::WorkTimes times() const override { return times_; }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;
   Fail fail_;
   std::optional<std::string> failure_;
+  comm::WorkTimes times_;
 };
 
 }  // namespace strata::torch

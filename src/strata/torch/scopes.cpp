@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/torch/scope_range.h"
 
 namespace strata::torch {
 namespace {
@@ -64,19 +65,25 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   // One backward life of a scope.
   struct Life {
     int scope = 0;
+    bool holds = true;  // its units; else it is there for who looks on
+    ScopeRange range;
     enum { kWaiting, kRunning, kOver } state = kWaiting;
   };
 
   engine::Engine* engine = nullptr;  // null once the owner is gone
-  std::vector<std::vector<int>> units_of_scope;
-  std::vector<bool> read_in_backward;  // by scope
-  std::vector<std::uint64_t> entered;  // autograd's sequence number at each enter(), innermost last
+  struct Entered {
+    std::uint64_t sequence = 0;  // autograd's number at enter()
+    ScopeRange range;
+  };
+  std::vector<Scope> scopes;
+  std::vector<int> labels;       // of the recorder, by scope
+  std::vector<Entered> entered;  // innermost last
   std::vector<std::shared_ptr<Life>> running;
   std::vector<int> read_units;       // gathered by read() where a backward may follow
   std::vector<int> idle_read_units;  // gathered by read() under no_grad
 
   void acquire(int scope) {
-    const auto& units = units_of_scope[static_cast<std::size_t>(scope)];
+    const auto& units = scopes[static_cast<std::size_t>(scope)].units;
     for (std::size_t i = 0; i < units.size(); ++i) {
       try {
         engine->gatherer().acquire(units[i]);
@@ -87,12 +94,25 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     }
   }
   void release(int scope) {
-    for (const int unit : units_of_scope[static_cast<std::size_t>(scope)])
+    for (const int unit : scopes[static_cast<std::size_t>(scope)].units)
       engine->gatherer().release(unit);
+  }
+  ScopeRange range(engine::Activity activity, int scope) const {
+    return {engine->recorder(), activity, labels[static_cast<std::size_t>(scope)]};
+  }
+  // Whether the scope has units that its backward must gather.
+  bool sharded_in_backward(int scope) const {
+    const Scope& s = scopes[static_cast<std::size_t>(scope)];
+    const auto& all = engine->weights().units();
+    return s.read_in_backward && std::any_of(s.units.begin(), s.units.end(), [&](int u) {
+             return !all[static_cast<std::size_t>(u)].whole;
+           });
   }
   void begin(const std::shared_ptr<Life>& life) {
     if (engine == nullptr || life->state == Life::kRunning) return;
-    acquire(life->scope);  // again after kOver: a graph that is run twice (retain_graph)
+    // Again after kOver: a graph that is run twice (retain_graph).
+    if (life->holds) acquire(life->scope);
+    life->range = range(engine::Activity::kBackward, life->scope);
     life->state = Life::kRunning;
     running.push_back(life);
     // Inputs without a producer never end the life. The end of this run of the graph does: of the
@@ -106,16 +126,18 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     if (engine == nullptr || life->state != Life::kRunning) return;
     life->state = Life::kOver;
     std::erase(running, life);
-    release(life->scope);
+    life->range.end(engine->recorder());
+    if (life->holds) release(life->scope);
   }
 };
 
-Scopes::Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope,
-               std::vector<bool> read_in_backward)
+Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes)
     : tracker_(std::make_shared<Tracker>()) {
   tracker_->engine = &engine;
-  tracker_->read_in_backward = std::move(read_in_backward);
-  tracker_->units_of_scope = std::move(units_of_scope);
+  for (const Scope& scope : scopes) {
+    tracker_->labels.push_back(engine.recorder().add_label(scope.name));
+  }
+  tracker_->scopes = std::move(scopes);
 }
 
 Scopes::~Scopes() {
@@ -123,12 +145,15 @@ Scopes::~Scopes() {
 }
 
 bool Scopes::needed(int) const {
-  return tracker_->engine->collectives().world_size() > 1;
+  engine::Engine& engine = *tracker_->engine;
+  return engine.collectives().world_size() > 1 || !engine.trace().path().empty();
 }
 
 void Scopes::enter(int scope) {
   tracker_->acquire(scope);
-  tracker_->entered.push_back(at::sequence_number::peek());
+  const auto activity =
+      tracker_->engine->in_backward() ? engine::Activity::kRecompute : engine::Activity::kForward;
+  tracker_->entered.push_back({at::sequence_number::peek(), tracker_->range(activity, scope)});
 }
 
 void Scopes::abandon(int scope) {
@@ -138,16 +163,15 @@ void Scopes::abandon(int scope) {
 
 void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
                    std::span<const at::Tensor> outputs) {
-  const std::uint64_t entered = tracker_->entered.back();
+  const std::uint64_t entered = tracker_->entered.back().sequence;
+  tracker_->entered.back().range.end(tracker_->engine->recorder());
   tracker_->entered.pop_back();
-  const auto& units = tracker_->units_of_scope[static_cast<std::size_t>(scope)];
-  const auto& all = tracker_->engine->weights().units();
-  const bool sharded = tracker_->read_in_backward[static_cast<std::size_t>(scope)] &&
-                       std::any_of(units.begin(), units.end(),
-                                   [&](int u) { return !all[static_cast<std::size_t>(u)].whole; });
-  if (sharded && at::GradMode::is_enabled()) {
+  const bool sharded = tracker_->sharded_in_backward(scope);
+  const bool watched = ScopeRange::watched(tracker_->engine->recorder());
+  if ((sharded || watched) && at::GradMode::is_enabled()) {
     auto life = std::make_shared<Tracker::Life>();
     life->scope = scope;
+    life->holds = sharded;
     const std::weak_ptr<Tracker> tracker = tracker_;
     // An input that was changed in place has a node of the scope itself by now.
     const auto ours = [entered](const autograd::Node* n) { return n->sequence_nr() >= entered; };

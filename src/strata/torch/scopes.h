@@ -7,6 +7,9 @@
 // pass. No node is added to the graph, so inputs and outputs may be changed in place, and a scope
 // entered twice has two backward lives.
 //
+// Who looks on, the engine's recorder or torch's profiler, is told when each begins and ends; also
+// where units are always complete, as far as the scope is entered at all (needed()).
+//
 // Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
 // gathered until the backward pass ends (autograd may have saved it) or, under no_grad, until the
 // next forward or step.
@@ -20,6 +23,7 @@
 
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "strata/engine/engine.h"
@@ -28,16 +32,19 @@ namespace strata::torch {
 
 class Scopes {
  public:
-  // `units_of_scope`: by scope id.
-  // `read_in_backward`, by scope: false where the backward of a scope does without its units.
-  Scopes(engine::Engine& engine, std::vector<std::vector<int>> units_of_scope,
-         std::vector<bool> read_in_backward);
+  struct Scope {
+    std::string name;              // of its module
+    std::vector<int> units;        // that its forward needs
+    bool read_in_backward = true;  // false: its backward does without them
+  };
+  // By scope id.
+  Scopes(engine::Engine& engine, std::vector<Scope> scopes);
   ~Scopes();
   Scopes(const Scopes&) = delete;
   Scopes& operator=(const Scopes&) = delete;
 
-  // False where every unit of the scope is always complete and nothing is to be learned: the
-  // forward may run without enter() and leave().
+  // False where every unit of the scope is always complete and nothing is to be learned or told:
+  // the forward may run without enter() and leave().
   bool needed(int scope) const;
 
   void enter(int scope);

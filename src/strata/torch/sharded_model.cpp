@@ -38,7 +38,10 @@ plan::PlanOptions plan_options(const engine::Config& config) {
   plan::PlanOptions options;
   options.wrap = config.strata.wrap;
   options.leaf_classes = config.zero.leaf.classes;
-  if (config.strata.unit_size) options.unit_bytes = *config.strata.unit_size;
+  if (config.strata.unit_size) {
+    options.unit_bytes = *config.strata.unit_size;
+    options.block_unit_bytes = *config.strata.unit_size;
+  }
   if (config.zero.stage == 3) {
     options.persistence_threshold = config.zero.param_persistence_threshold;
     options.persistence_total = config.zero.model_persistence_threshold;
@@ -118,14 +121,13 @@ void ShardedModel::start(const ModelInput& input, engine::UpdateRule rule, std::
   parameters_.bind(engine_->weights());
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
-  std::vector<std::vector<int>> units;
-  std::vector<bool> read_in_backward;
+  std::vector<Scopes::Scope> scopes;
   for (const plan::ScopeSpec& scope : plan_.scopes) {
     const plan::ModuleNode& module = input.tree[static_cast<std::size_t>(scope.module)];
-    units.push_back(scope.units);
-    read_in_backward.push_back(module.read_in_backward || !module.callable);
+    scopes.push_back({module.path.empty() ? module.class_name : module.path, scope.units,
+                      module.read_in_backward || !module.callable});
   }
-  scopes_ = std::make_unique<Scopes>(*engine_, std::move(units), std::move(read_in_backward));
+  scopes_ = std::make_unique<Scopes>(*engine_, std::move(scopes));
   control_ = std::make_unique<engine::StepControl>(*engine_, config_);
   engine_->weights_changed(complete);
   engine_->prepare();

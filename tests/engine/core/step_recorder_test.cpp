@@ -166,7 +166,9 @@ TEST_F(RecorderOfOneRank, AStepIsReadWhenTheDeviceHasComeToItsEndAndNobodyWaitsB
   end->came = true;
   recorder_.resolve(false);
   ASSERT_NE(recorder_.last(), nullptr);
-  ASSERT_EQ(recorder_.last()->spans.size(), 1U);
+  // The second: the call that started it, since this device is waited for in the call.
+  ASSERT_EQ(recorder_.last()->spans.size(), 2U);
+  EXPECT_EQ(recorder_.last()->spans[1].activity, Activity::kGatherWait);
   const StepSpan& span = recorder_.last()->spans[0];
   EXPECT_EQ(span.begin, 2.0);
   EXPECT_EQ(span.end, 5.0);
@@ -183,11 +185,11 @@ TEST_F(RecorderOfOneRank, WhoeverAsksForTheLastStepWaitsForIt) {
   EXPECT_FALSE(make_step_report(recorder_, false, 1));
   EXPECT_TRUE(make_step_report(recorder_, true, 1));
   const std::vector<StepSpan>& spans = recorder_.last()->spans;
-  ASSERT_EQ(spans.size(), 3U);
-  EXPECT_EQ(spans[1].activity, Activity::kPeersReady);
-  EXPECT_EQ(spans[1].end, 2.0);
-  EXPECT_EQ(spans[2].activity, Activity::kPeersDone);
-  EXPECT_EQ(spans[2].begin, 3.0);
+  ASSERT_EQ(spans.size(), 4U);
+  EXPECT_EQ(spans[2].activity, Activity::kPeersReady);
+  EXPECT_EQ(spans[2].end, 2.0);
+  EXPECT_EQ(spans[3].activity, Activity::kPeersDone);
+  EXPECT_EQ(spans[3].begin, 3.0);
 }
 
 TEST_F(RecorderOfOneRank, ASpanThatIsLetGoIsForgottenAndOneThatLastsIsWaitedFor) {

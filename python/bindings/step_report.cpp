@@ -1,0 +1,103 @@
+// What Python shows of training steps: the engine's report of one, and its timeline.
+#include "strata/engine/step_report.h"
+
+#include "bindings.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+py::dict transfer(std::int64_t count, Bytes bytes, const engine::StepTransfers* times) {
+  py::dict result;
+  result["count"] = count;
+  result["bytes"] = bytes.value;
+  result["seconds"] = times ? py::cast(times->seconds) : py::none();
+  result["exposed_seconds"] = times ? py::cast(times->exposed) : py::none();
+  result["gb_per_s"] = times ? py::cast(times->gb_per_s) : py::none();
+  return result;
+}
+
+py::dict transfers(const engine::StepReport& report) {
+  const engine::StepCounts& c = report.counts;
+  const engine::StepTimes* times = report.times ? &*report.times : nullptr;
+  py::dict result;
+  result["gather"] = transfer(c.gathers, c.gathered, times ? &times->gather : nullptr);
+  result["reduce"] = transfer(c.reductions, c.reduced, times ? &times->reduce : nullptr);
+  result["refresh"] = transfer(c.refreshes, c.refreshed, times ? &times->refresh : nullptr);
+  return result;
+}
+
+// {kind: {bytes, peak_bytes}} of the device, and "total".
+py::dict device_memory(const memory::Ledger& ledger) {
+  constexpr auto kDevice = memory::Tier::kDevice;
+  py::dict result;
+  const auto add = [&result](const std::string& name, Bytes held, Bytes peak) {
+    if (peak.value == 0) return;
+    py::dict entry;
+    entry["bytes"] = held.value;
+    entry["peak_bytes"] = peak.value;
+    result[py::str(name)] = entry;
+  };
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<memory::Kind>(k);
+    add(std::string(name_of(kind)), ledger.held(kDevice, kind), ledger.peak(kDevice, kind));
+  }
+  add("total", ledger.held(kDevice), ledger.peak(kDevice));
+  return result;
+}
+
+py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger) {
+  const engine::StepTimes* times = report.times ? &*report.times : nullptr;
+  const auto seconds = [times](double engine::StepTimes::*part) {
+    return times ? py::cast(times->*part) : py::object(py::none());
+  };
+  py::dict result;
+  result["step"] = report.step;
+  result["seconds"] = report.seconds;
+  result["forward_seconds"] = seconds(&engine::StepTimes::forward);
+  result["backward_seconds"] = seconds(&engine::StepTimes::backward);
+  result["update_seconds"] = seconds(&engine::StepTimes::update);
+  result["norm_seconds"] = seconds(&engine::StepTimes::norm);
+  result["optimizer_seconds"] = seconds(&engine::StepTimes::optimizer);
+  result["exposed_seconds"] = times ? py::cast(times->exposed()) : py::object(py::none());
+  result["transfers"] = transfers(report);
+  py::dict uses;
+  uses["kept"] = report.counts.kept;
+  uses["prefetched"] = report.counts.prefetch_hits;
+  uses["late"] = report.counts.late_fetches;
+  result["uses"] = uses;
+  result["device_allocations"] = report.counts.device_allocations;
+  result["device_memory"] = device_memory(ledger);
+  return result;
+}
+
+// None before the first step is over.
+py::object step_report(ShardedModel& model, bool wait) {
+  std::optional<engine::StepReport> report;
+  {
+    const py::gil_scoped_release release;
+    report = model.engine().step_report(wait);
+  }
+  if (!report) return py::none();
+  return as_dict(*report, model.ledger());
+}
+
+// (it is written or given up, why it could not be written or "")
+std::pair<bool, std::string> trace_state(ShardedModel& model) {
+  const engine::StepTrace& trace = model.engine().trace();
+  return {trace.over(), trace.problem()};
+}
+
+}  // namespace
+
+void bind_steps(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
+  model.def("step_report", &step_report, py::arg("wait"))
+      .def("record_steps", [](ShardedModel& m, bool on) { m.engine().recorder().set_timed(on); })
+      .def("trace_state", &trace_state)
+      .def(
+          "end_trace", [](ShardedModel& m) { m.engine().end_trace(); },
+          py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace strata::python

@@ -1,0 +1,74 @@
+"""One step as people see it: the table of ``engine.step_report()``."""
+
+_TRANSFERS = (("gather", "gathers"), ("reduce", "reductions"), ("refresh", "refreshes"))
+
+
+def table_text(report):
+    """The table as plain text."""
+    parts = [_title(report)]
+    for lines in (_transfer_lines(report), _memory_lines(report)):
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        for line in lines:
+            cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+            parts.append("  ".join(cells).rstrip())
+    return "\n".join([*parts, _uses(report)])
+
+
+def print_table(report, console=None):
+    """The table on a terminal: ``console`` of rich, or standard error."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console(stderr=True)
+    console.print(_title(report), style="bold", highlight=False)
+    for lines in (_transfer_lines(report), _memory_lines(report)):
+        table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
+        for number, name in enumerate(lines[0]):
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for line in lines[1:]:
+            table.add_row(*line)
+        console.print(table)
+    console.print(_uses(report), highlight=False)
+
+
+def _title(report):
+    title = f"Step {report['step']}: {_ms(report['seconds'])}"
+    if report["exposed_seconds"] is None:
+        return title
+    parts = [f"{name} {report[name + '_seconds'] * 1e3:.1f}" for name in ("forward", "backward", "update")]
+    share = report["exposed_seconds"] / report["seconds"] if report["seconds"] > 0 else 0.0
+    return f"{title}: {', '.join(parts)}; {share:.1%} exposed"
+
+
+def _transfer_lines(report):
+    lines = [("", "count", "GB", "GB/s", "busy", "exposed")]
+    for kind, name in _TRANSFERS:
+        entry = report["transfers"][kind]
+        if entry["count"] == 0:
+            continue
+        rate = f"{entry['gb_per_s']:.1f}" if entry["gb_per_s"] else ""
+        times = [_ms(entry[key]) if entry[key] is not None else "" for key in ("seconds", "exposed_seconds")]
+        lines.append((name, str(entry["count"]), f"{entry['bytes'] * 1e-9:.3f}", rate, *times))
+    return lines
+
+
+def _memory_lines(report):
+    lines = [("device memory", "now", "peak")]
+    for kind, entry in report["device_memory"].items():
+        lines.append((kind, _size(entry["bytes"]), _size(entry["peak_bytes"])))
+    return lines
+
+
+def _uses(report):
+    uses = report["uses"]
+    text = f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late"
+    return f"{text}; device allocations: {report['device_allocations']}"
+
+
+def _ms(seconds):
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _size(size):
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
