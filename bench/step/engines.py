@@ -32,10 +32,11 @@ LARGE_BUCKETS = {
 @dataclass
 class Training:
     """step(ids) trains one step and gives the loss as a tensor, without waiting for the device; account() is what
-    the engine says of itself, a dict."""
+    the engine says of itself, a dict. look(on), where there is one, has it look closer at the steps that follow."""
 
     step: Callable
     account: Callable = dict
+    look: Callable = None
 
 
 def build_model(context):
@@ -94,11 +95,10 @@ def strata(context, **changes):
 
     def account():
         peaks = {f"{tier} {kind}": peak for (tier, kind), (_, peak) in engine.memory_report().items() if peak}
-        report = getattr(engine, "step_report", None)
         told = {"ledger_peaks": peaks, "init_report": engine.init_report, "collectives": engine.collectives_name}
-        return told | ({"step_report": report() if callable(report) else report} if report is not None else {})
+        return told | {"step_report": engine.step_report()}
 
-    return Training(_engine_step(engine), account)
+    return Training(_engine_step(engine), account, engine.record_steps)
 
 
 def deepspeed(context, **changes):

@@ -108,10 +108,19 @@ def measure(training, context, sampler):
         "allocations": _allocations(context) - allocations,
         "torch_peak": _torch_peak(context),
         "losses": [float(loss) for loss in losses],
-        "account": training.account() | context.told,
+        "account": _account(training, context) | context.told,
     }
     told["median_s"] = statistics.median(told["step_s"])
     return told
+
+
+def _account(training, context):
+    """What the engine says of itself, after one step more that it looks at."""
+    if training.look is not None:
+        training.look(True)
+        training.step(make_batches(context, 1, context.warmup + context.steps)[0])
+        training.look(False)
+    return training.account()
 
 
 def _mark(context):

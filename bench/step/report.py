@@ -90,6 +90,8 @@ def account_line(name, row):
     """What an engine says of its own steps, on rank 0; "" where it says nothing."""
     account = row["accounts"][0]
     said = {key: account[key] for key in ("collectives", "step_report") if account.get(key)}
+    if "step_report" in said:  # but for what is among the ledger's peaks
+        said["step_report"] = {key: value for key, value in said["step_report"].items() if key != "device_memory"}
     return f"{name} says: {flat_text(said)}" if said else ""
 
 

@@ -64,6 +64,7 @@ def test_every_engine_has_its_figures(outcome):
         assert f"\n {name} " in printed
     assert result["floor_s"] == rows["floor"]["median_s"]
     assert rows["strata-z3"]["accounts"][0]["ledger_peaks"]["device total"] > 0
+    assert rows["strata-z3"]["accounts"][0]["step_report"]["exposed_seconds"] is not None
 
 
 def test_all_engines_train_the_same(outcome):
@@ -271,7 +272,7 @@ def test_the_engines_are_those_that_the_table_of_peers_names():
 
 def test_what_an_engine_says_of_its_steps_is_one_line():
     account = {"collectives": "peer", "ledger_peaks": {"device total": 5}}
-    row = {"accounts": [account | {"step_report": {"exposed_s": 0.0123456, "units": list(range(20))}}, {}]}
+    row = {"accounts": [account | {"step_report": {"exposed_s": 0.0123456, "units": list(range(20)), "device_memory": {}}}, {}]}
     said = report.account_line("strata-z3", row)
     assert said == "strata-z3 says: collectives peer, step_report.exposed_s 0.01235, step_report.units (20 entries)"
     assert report.account_line("fsdp2", {"accounts": [{}]}) == ""

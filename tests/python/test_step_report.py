@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections import defaultdict
+from contextlib import nullcontext
 
 import pytest
 import strata
@@ -171,6 +172,30 @@ def test_a_timeline_that_is_lost_is_a_warning(tmp_path, caplog):
     (tmp_path / "trace.json.partial").mkdir()
     _trace(3, tmp_path / "trace.json", 5)
     assert "trace.json' could not be written" in caplog.text
+
+
+def _losses(stage, path, look):
+    config = config_of(stage, dtype="bf16", accumulation=2)
+    if look:
+        config["strata"] = {**config.get("strata", {}), "trace": str(path), "trace_steps": 2}
+    engine = make_engine(make_model(), config)
+    engine.record_steps(look)
+    rank, world = rank_and_world()
+    losses = []
+    for batch in make_batches(12, world):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if look else nullcontext():
+            loss = loss_of(engine, batch[rank])
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_to_look_on_changes_nothing(stage, tmp_path):
+    path = tmp_path / "trace.json"
+    assert run_ranks(2, _losses, stage, path, True) == run_ranks(2, _losses, stage, path, False)
 
 
 def _profiled():

@@ -278,7 +278,7 @@ void Engine::update_weights(std::span<const GroupScalars> groups, float gradient
     update_and_fetch(groups, gradient_scale);
     return;
   }
-  run_optimizer(groups, gradient_scale, {}, [](int /*unit*/) {});
+  run_recorded(*optimizer_, recorder_, groups, gradient_scale, {}, [](int /*unit*/) {});
   collectives_->barrier();  // every shard is new before anybody gathers
   gatherer_.refresh_whole(Changed::kTrainable);
 }
@@ -306,7 +306,7 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
       fetch(first);
     }
   };
-  run_optimizer(groups, gradient_scale, first, updated);
+  run_recorded(*optimizer_, recorder_, groups, gradient_scale, first, updated);
   fetch(whole);  // every shard is new before anybody gathers
   gatherer_.finish_refresh();
 }
@@ -342,17 +342,6 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
   zero_gradients();
   trace_.end_step(recorder_, *collectives_);
   return result;
-}
-
-// Each unit's part ends where the next one's begins.
-void Engine::run_optimizer(std::span<const GroupScalars> groups, float gradient_scale,
-                           std::span<const int> first, const ShardedOptimizer::Updated& updated) {
-  StepRecorder::Recording recording = recorder_.begin(Activity::kOptimizer, -1);
-  optimizer_->step(groups, gradient_scale, first, [&](int unit) {
-    recorder_.end(recording, unit);
-    updated(unit);
-    recording = recorder_.begin(Activity::kOptimizer, -1);
-  });
 }
 
 }  // namespace strata::engine

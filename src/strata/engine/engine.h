@@ -113,8 +113,6 @@ class Engine {
   Finding measure_gradients(double loss_scale);
   [[noreturn]] void report_not_finite();
   [[noreturn]] void report_unused();
-  void run_optimizer(std::span<const GroupScalars> groups, float gradient_scale,
-                     std::span<const int> first, const ShardedOptimizer::Updated& updated);
   void update_weights(std::span<const GroupScalars> groups, float gradient_scale);
   void update_and_fetch(std::span<const GroupScalars> groups, float gradient_scale);
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "strata/engine/gradient_shards.h"
+#include "strata/engine/step_recorder.h"
 #include "strata/engine/weights.h"
 #include "strata/plan/flat_layout.h"
 
@@ -55,5 +56,10 @@ class ShardedOptimizer {
                     std::span<const int> first, const Updated& updated) = 0;
   virtual std::int64_t steps() const = 0;  // updates made
 };
+
+// Its step(), with each unit's part recorded.
+void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
+                  std::span<const GroupScalars> groups, float gradient_scale,
+                  std::span<const int> first, const ShardedOptimizer::Updated& updated);
 
 }  // namespace strata::engine
