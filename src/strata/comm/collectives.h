@@ -77,8 +77,8 @@ struct Reduction {
   std::span<float> result;        // [slice_numel] fp32, this rank's slice
   float scale = 1.0F;             // result = scale * sum, or
   bool accumulate = false;        // result += scale * sum
-  // The contribution is complete after this; null: after what the compute stream holds.
-  device::Event* written = nullptr;
+  // The contribution is complete after what this stream holds; null: the compute stream.
+  device::Stream* writer = nullptr;
 };
 
 // Points of an operation by the device's clock. `begin` and `end`: when its bytes moved. Of a

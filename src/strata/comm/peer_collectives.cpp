@@ -49,12 +49,54 @@ class StreamWork final : public Work {
   WorkTimes times_;
 };
 
+// Complete when the result is there and the peers have read this rank's contribution.
+class ReductionWork final : public Work {
+ public:
+  ReductionWork(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
+                PeerReductions::Started started, WorkTimes times)
+      : link_(std::move(link)),
+        reductions_(std::move(reductions)),
+        started_(std::move(started)),
+        times_(std::move(times)) {}
+  ~ReductionWork() override {
+    try {
+      join();
+    } catch (const Error&) {  // as documented: who wants the error calls wait()
+    }
+  }
+
+  bool done() override {
+    return started_.added == nullptr ||
+           (started_.added->done() && reductions_->read_by_all(started_.number));
+  }
+  void wait() override {
+    if (started_.added == nullptr) return;
+    link_->require_usable();
+    join();
+    link_->require_usable();
+  }
+  WorkTimes times() const override { return times_; }
+
+ private:
+  void join() {
+    if (started_.added == nullptr) return;
+    link_->device().compute_stream().wait_for(*started_.added);
+    reductions_->wait_for_readers(started_.number);
+    started_.added.reset();
+  }
+
+  std::shared_ptr<PeerLink> link_;
+  std::shared_ptr<PeerReductions> reductions_;  // lives no longer than link_
+  PeerReductions::Started started_;             // no event: the compute stream waits already
+  WorkTimes times_;
+};
+
 class PeerCollectives final : public Collectives {
  public:
   PeerCollectives(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
                   const PeerOptions& options)
       : link_(std::make_shared<PeerLink>(std::move(device), std::move(control), options)),
-        reductions_(*link_) {
+        reductions_(std::make_shared<PeerReductions>(*link_)) {
     link_->buffers()->set_before_free([link = link_.get()] { link->wait_for_readers(); });
   }
 
@@ -90,8 +132,9 @@ class PeerCollectives final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     link_->require_usable();
     WorkTimes times;
-    auto end = reductions_.start(reduction, tag, records_times_ ? &times : nullptr);
-    return std::make_unique<StreamWork>(link_, std::move(end), std::move(times));
+    auto started = reductions_->start(reduction, tag, records_times_ ? &times : nullptr);
+    return std::make_unique<ReductionWork>(link_, reductions_, std::move(started),
+                                           std::move(times));
   }
   void record_times(bool on) override { records_times_ = on; }
 
@@ -118,7 +161,10 @@ class PeerCollectives final : public Collectives {
                              [&] { return link_->control().all_gather_text(text); });
   }
 
-  void barrier() override { link_->barrier(); }
+  void barrier() override {
+    reductions_->wait_for_readers(reductions_->count());
+    link_->barrier();
+  }
 
   // Bytes of every rank arrive at every other; throws on every rank where they do not.
   void prove();
@@ -132,7 +178,7 @@ class PeerCollectives final : public Collectives {
   void agree_that_all_can(const std::string& error);
 
   std::shared_ptr<PeerLink> link_;
-  PeerReductions reductions_;
+  std::shared_ptr<PeerReductions> reductions_;
   bool records_times_ = false;
 };
 
@@ -163,23 +209,20 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
     return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
   };
   WorkTimes times;
-  const auto start = stream.record();
+  const bool copies_own = target(rank()).data() != gather.source.data();
+  if (copies_own) {
+    link_->own_copies().wait_for(*stream.record());
+    device.copy(target(rank()), gather.source, link_->own_copies());
+  }
   // The link serves reductions first: the next gradients wait for their buffers, while a gather is
   // for what comes later.
-  for (int i = 0; i < link_->lanes(); ++i) {
-    link_->gather_lane(i).wait_for(*link_->reduce_lane(i).record());
-  }
+  stream.wait_for(*link_->reductions().record());
+  if (records_times_) times.begin = stream.record_timed();
   for (int turn = 0; turn < link_->peers(); ++turn) {
-    device::Stream& lane = link_->gather_lane(turn);
-    if (turn < link_->lanes()) lane.wait_for(*start);
-    if (turn == 0 && records_times_) times.begin = lane.record_timed();
-    device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes}, lane);
+    device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes},
+                stream);
   }
-  if (target(rank()).data() != gather.source.data())
-    device.copy(target(rank()), gather.source, stream);
-  for (int i = 0; i < std::min(link_->lanes(), link_->peers()); ++i) {
-    stream.wait_for(*link_->gather_lane(i).record());
-  }
+  if (copies_own) stream.wait_for(*link_->own_copies().record());
   if (records_times_) times.end = stream.record_timed();
   return std::make_unique<StreamWork>(link_, stream.record(), std::move(times));
 }

@@ -6,8 +6,8 @@
 // fp32 in the order of ranks: the same bits in every run, from contributions of 16 bits, too.
 // Streams of different ranks wait for each other by flags in host memory; no kernel waits. What is
 // small, texts, numbers and the agreement on each reduction, goes through `control`.
-// Memory: each rank copies through at most 2 * (world_size - 1) pieces of kReducePiece, made at the
-// first reduction, uncharged.
+// Memory: each rank copies through world_size - 1 pieces of kReducePiece, made at the first
+// reduction, uncharged.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
 // streams that wait for it go on then, with values that nobody may use: every later call throws.
@@ -21,7 +21,7 @@
 
 namespace strata::comm {
 
-inline constexpr Bytes kReducePiece = 16_MiB;
+inline constexpr Bytes kReducePiece = 32_MiB;
 
 struct PeerOptions {
   // How long a gather waits for a buffer that a peer has not allocated.

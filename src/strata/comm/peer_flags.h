@@ -15,9 +15,10 @@ namespace strata::comm {
 class PeerFlags {
  public:
   enum class Kind {
-    kWritten,  // contributions to reductions that `from` has written
-    kRead,     // contributions to reductions that `from` has read from `to`
-    kBarrier,  // barriers that `from` has passed
+    kWritten,   // contributions to reductions that `from` has written
+    kRead,      // contributions to reductions that `from` has read from `to`
+    kBarrier,   // barriers before which `from` has changed what it changes
+    kGathered,  // barriers before which `from` has gathered what it gathers
   };
 
   PeerFlags() = default;
@@ -46,7 +47,7 @@ class PeerFlags {
   static constexpr std::uint32_t kReleased = 0x7FFFFFFF;  // beyond all counts
 
  private:
-  static constexpr int kKinds = 3;
+  static constexpr int kKinds = 4;
   static constexpr std::size_t kLine = 64;  // a flag has a cache line to itself
 
   device::Flag& flag(int index) const {

@@ -30,13 +30,8 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       timeout_(options.timeout),
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       gathers_(device_->create_stream()),
-      sums_(device_->create_stream()),
-      announcements_(device_->create_stream()),
-      releases_(device_->create_stream()) {
-  for (int i = 0; i < std::clamp(peers(), 1, kLanes); ++i) {
-    gather_lanes_.push_back(device_->create_stream());
-    reduce_lanes_.push_back(device_->create_stream());
-  }
+      own_copies_(device_->create_stream()),
+      reductions_(device_->create_stream()) {
   if (rank_ == 0) flags_file_ = FileDescriptor(::memfd_create("strata-flags", MFD_CLOEXEC));
   channel_ = std::make_unique<PeerChannel>(*control_, *this);
   std::string error;
@@ -181,10 +176,12 @@ void PeerLink::barrier() {
   agree("barrier");
   ++barriers_;
   device::Stream& compute = device_->compute_stream();
-  compute.wait_for(*gathers_->record());
-  compute.wait_for(*releases_->record());
+  compute.wait_for(*reductions_->record());
+  // Gathers of before the barrier may still run: the updates that come with it do not wait for
+  // them.
   for (int turn = 0; turn < peers(); ++turn) {
     device_->write_flag(flag(PeerFlags::Kind::kBarrier, rank_, peer(turn)), barriers_, compute);
+    device_->write_flag(flag(PeerFlags::Kind::kGathered, rank_, peer(turn)), barriers_, *gathers_);
   }
   for (int turn = 0; turn < peers(); ++turn) {
     device_->wait_flag(flag(PeerFlags::Kind::kBarrier, peer(turn), rank_), barriers_, *gathers_);
@@ -193,8 +190,11 @@ void PeerLink::barrier() {
 
 void PeerLink::wait_for_readers() noexcept {
   try {
+    for (int turn = 0; turn < peers(); ++turn) {
+      device_->wait_flag(flag(PeerFlags::Kind::kGathered, peer(turn), rank_), barriers_, *gathers_);
+    }
     gathers_->synchronize();
-    releases_->synchronize();
+    reductions_->synchronize();
     device_->compute_stream().synchronize();
   } catch (const std::exception&) {
     return;  // a device that is lost runs nothing

@@ -40,15 +40,9 @@ class PeerLink final : public PeerChannel::Service {
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
 
-  device::Stream& gathers() { return *gathers_; }  // gathers end here, and wait for barriers
-  // Copies from the `turn`-th peer run here: several at a time, since one alone does not fill a
-  // link while the model's kernels use the memory, too.
-  device::Stream& gather_lane(int turn) { return *gather_lanes_[lane(turn)]; }
-  device::Stream& reduce_lane(int turn) { return *reduce_lanes_[lane(turn)]; }
-  int lanes() const { return static_cast<int>(gather_lanes_.size()); }
-  device::Stream& sums() { return *sums_; }                    // additions of reductions
-  device::Stream& announcements() { return *announcements_; }  // tell peers what is written
-  device::Stream& releases() { return *releases_; }  // wait for peers that read this rank's memory
+  device::Stream& gathers() { return *gathers_; }
+  device::Stream& own_copies() { return *own_copies_; }  // of gathers, beside those from peers
+  device::Stream& reductions() { return *reductions_; }
 
   // Bytes [offset, offset + bytes) of a peer's buffer; waits for it to be allocated. `what` says in
   // errors what for.
@@ -84,8 +78,6 @@ class PeerLink final : public PeerChannel::Service {
   void peer_failed(int rank, const std::string& reason) noexcept override;
 
  private:
-  static constexpr int kLanes = 4;
-  std::size_t lane(int turn) const { return static_cast<std::size_t>(turn) % gather_lanes_.size(); }
   void map_flags();
   void set_failure(const std::string& message) noexcept;
 
@@ -107,11 +99,8 @@ class PeerLink final : public PeerChannel::Service {
   std::string failure_;  // guarded by mutex_; the first one counts
 
   std::unique_ptr<device::Stream> gathers_;
-  std::vector<std::unique_ptr<device::Stream>> gather_lanes_;
-  std::vector<std::unique_ptr<device::Stream>> reduce_lanes_;
-  std::unique_ptr<device::Stream> sums_;
-  std::unique_ptr<device::Stream> announcements_;
-  std::unique_ptr<device::Stream> releases_;
+  std::unique_ptr<device::Stream> own_copies_;
+  std::unique_ptr<device::Stream> reductions_;
   std::unique_ptr<PeerChannel> channel_;  // last: its thread uses the others
 };
 

@@ -11,8 +11,8 @@ namespace strata::comm {
 
 using Kind = PeerFlags::Kind;
 
-std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
-                                                     std::string_view tag, WorkTimes* times) {
+PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::string_view tag,
+                                              WorkTimes* times) {
   const BulkOperation reduce = describe_reduction(reduction, link_.world_size(), tag);
   if (!link_.buffers()->number_of(*reduction.source)) {
     throw UsageError(
@@ -22,28 +22,56 @@ std::unique_ptr<device::Event> PeerReductions::start(const Reduction& reduction,
   }
   const Sources sources = sources_of(reduction, reduce.what);
   device::Device& device = link_.device();
-  if (ring_ == nullptr) make_ring();
+  if (room_ == nullptr) room_ = device.allocate_uncharged(kReducePiece * link_.peers());
   ++count_;
-  // On a stream that waits for nothing else, so that peers learn of it at once.
-  const auto computed = device.compute_stream().record();
-  device::Event& written = reduction.written != nullptr ? *reduction.written : *computed;
-  link_.sums().wait_for(written);
-  link_.announcements().wait_for(written);
-  if (times != nullptr) times->ready = link_.announcements().record_timed();
+  announce(reduction, times);
   for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_,
-                      link_.announcements());
+    device.wait_flag(link_.flag(Kind::kWritten, link_.peer(turn), link_.rank()), count_,
+                     link_.reductions());
   }
+  if (times != nullptr) times->begin = link_.reductions().record_timed();
   const std::size_t numel = reduction.result.size();
   const std::size_t most =
       kReducePiece.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
   for (std::size_t begin = 0; begin < numel; begin += most) {
-    add_piece(reduction, sources, begin, std::min(most, numel - begin), begin == 0, times);
+    add_piece(reduction, sources, begin, std::min(most, numel - begin));
   }
-  if (times != nullptr) times->end = link_.sums().record_timed();
-  auto released = release();
-  if (times != nullptr) times->complete = link_.releases().record_timed();
-  return released;
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
+                      link_.reductions());
+  }
+  if (times != nullptr) times->end = link_.reductions().record_timed();
+  return {link_.reductions().record(), count_};
+}
+
+// On the stream that wrote the contribution, which waits for nobody, so that peers learn of it at
+// once.
+void PeerReductions::announce(const Reduction& reduction, WorkTimes* times) {
+  device::Device& device = link_.device();
+  device::Stream& writer =
+      reduction.writer != nullptr ? *reduction.writer : device.compute_stream();
+  link_.reductions().wait_for(*writer.record());
+  if (times != nullptr) times->ready = writer.record_timed();
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_, writer);
+  }
+}
+
+bool PeerReductions::read_by_all(std::uint32_t number) const {
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    if (!device::reached(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()).load(), number))
+      return false;
+  }
+  return true;
+}
+
+void PeerReductions::wait_for_readers(std::uint32_t number) {
+  if (read_by_all(number)) return;
+  device::Device& device = link_.device();
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.wait_flag(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()), number,
+                     device.compute_stream());
+  }
 }
 
 PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,
@@ -67,54 +95,22 @@ PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,
   return sources;
 }
 
-void PeerReductions::make_ring() {
-  const Bytes place = kReducePiece * link_.peers();
-  ring_ = link_.device().allocate_uncharged(place * static_cast<int>(places_.size()));
-  for (std::size_t i = 0; i < places_.size(); ++i) {
-    places_[i].memory = ring_->bytes().subspan(i * place.size(), place.size());
-  }
-}
-
 void PeerReductions::add_piece(const Reduction& reduction, const Sources& sources,
-                               std::size_t begin, std::size_t numel, bool first, WorkTimes* times) {
+                               std::size_t begin, std::size_t numel) {
   device::Device& device = link_.device();
-  Place& place = places_[turn_++ % places_.size()];
   const auto item = static_cast<std::size_t>(size_of(reduction.dtype).value);
-  for (int i = 0; place.added && i < link_.lanes(); ++i) {
-    link_.reduce_lane(i).wait_for(*place.added);
-  }
   std::vector<const std::byte*> pieces(sources.size());
   for (int turn = 0; turn < link_.peers(); ++turn) {
-    const int from = link_.peer(turn);
-    const auto index = static_cast<std::size_t>(from);
-    device::Stream& lane = link_.reduce_lane(turn);
-    if (first) device.wait_flag(link_.flag(Kind::kWritten, from, link_.rank()), count_, lane);
-    if (first && turn == 0 && times != nullptr) times->begin = lane.record_timed();
+    const auto from = static_cast<std::size_t>(link_.peer(turn));
     const std::span<std::byte> here =
-        place.memory.subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
-    device.copy(here, {sources[index] + begin * item, numel * item}, lane);
-    pieces[index] = here.data();
+        room_->bytes().subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
+    device.copy(here, {sources[from] + begin * item, numel * item}, link_.reductions());
+    pieces[from] = here.data();
   }
   const auto own = static_cast<std::size_t>(link_.rank());
   pieces[own] = sources[own] + begin * item;
-  for (int i = 0; i < link_.lanes(); ++i) link_.sums().wait_for(*link_.reduce_lane(i).record());
   device.sum_in_order(reduction.result.subspan(begin, numel), pieces, reduction.dtype,
-                      reduction.scale, reduction.accumulate, link_.sums());
-  place.added = link_.sums().record();
-}
-
-std::unique_ptr<device::Event> PeerReductions::release() {
-  device::Device& device = link_.device();
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
-                      link_.reduce_lane(turn));
-  }
-  link_.releases().wait_for(*link_.sums().record());
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.wait_flag(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()), count_,
-                     link_.releases());
-  }
-  return link_.releases().record();
+                      reduction.scale, reduction.accumulate, link_.reductions());
 }
 
 }  // namespace strata::comm

@@ -1,10 +1,10 @@
 // Reductions between devices that reach each other's memory: each rank copies its slice of every
-// peer's contribution, in pieces, into a ring of two places, and adds them up on a stream of its
-// own while the next pieces come.
-// Threads, errors: collectives.h. Ownership: the ring is made at the first reduction and kept.
+// peer's contribution, piece by piece, and adds the pieces up, all on one stream: of streams that
+// wait the device's scheduler makes every kernel's launch longer, the model's, too.
+// Threads, errors: collectives.h. Ownership: the room for pieces is made at the first reduction and
+// kept.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -17,29 +17,30 @@ class PeerReductions {
  public:
   explicit PeerReductions(PeerLink& link) : link_(link) {}
 
-  // Collective. The event: the result is there and nobody reads this rank's contribution any more.
-  // `times`: null where nobody asks for them.
-  std::unique_ptr<device::Event> start(const Reduction& reduction, std::string_view tag,
-                                       WorkTimes* times);
+  struct Started {
+    std::unique_ptr<device::Event> added;  // the result is there
+    std::uint32_t number = 0;              // of the reduction, for the functions below
+  };
+  // Collective. `times`: null where nobody asks for them.
+  Started start(const Reduction& reduction, std::string_view tag, WorkTimes* times);
+
+  // Whether the peers have read this rank's contribution to the first `number` reductions; and has
+  // the compute stream wait until they have.
+  bool read_by_all(std::uint32_t number) const;
+  void wait_for_readers(std::uint32_t number);
+  std::uint32_t count() const { return count_; }
 
  private:
-  struct Place {
-    std::span<std::byte> memory;           // a piece for each peer
-    std::unique_ptr<device::Event> added;  // null: never used
-  };
   using Sources = std::vector<const std::byte*>;  // this rank's slice of each rank's contribution
 
   Sources sources_of(const Reduction& reduction, std::string_view what);
-  void make_ring();
+  void announce(const Reduction& reduction, WorkTimes* times);
   void add_piece(const Reduction& reduction, const Sources& sources, std::size_t begin,
-                 std::size_t numel, bool first, WorkTimes* times);
-  std::unique_ptr<device::Event> release();
+                 std::size_t numel);
 
   PeerLink& link_;
   std::uint32_t count_ = 0;
-  std::unique_ptr<device::Memory> ring_;
-  std::array<Place, 2> places_;
-  std::size_t turn_ = 0;
+  std::unique_ptr<device::Memory> room_;  // a piece for each peer
 };
 
 }  // namespace strata::comm

@@ -149,6 +149,7 @@ void CudaDevice::cast(std::byte* target, DType target_dtype, const std::byte* so
                       DType source_dtype, Numel numel, Stream& stream) {
   if (target_dtype == source_dtype && is_floating(target_dtype)) {
     const std::size_t bytes = bytes_of(numel, target_dtype).size();
+    if (kernels_.copy({target, bytes}, {source, bytes}, handle_of(stream))) return;
     return copy({target, bytes}, {source, bytes}, stream);
   }
   kernels_.cast(target, target_dtype, source, source_dtype, numel, handle_of(stream));

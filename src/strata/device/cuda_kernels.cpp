@@ -16,7 +16,8 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr unsigned kBlocksPerProcessor = 32;
-constexpr unsigned kSumBlocks = 96;
+constexpr unsigned kSumBlocks = 192;
+constexpr unsigned kCopyBlocks = 264;
 constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
 constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
 
@@ -104,6 +105,7 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
     if (to > 0) adam_[to] = find(fmt::format("strata_adam_{}", kSuffixes[to]));
   }
   scale_ = find("strata_scale");
+  copy_ = find("strata_copy");
   chunk_sums_ = find("strata_chunk_sums");
   total_ = find("strata_total");
   fingerprints_ = find("strata_fingerprints");
@@ -164,6 +166,23 @@ void CudaKernels::scale(std::span<float> target, std::span<const float> source, 
   launch(scale_, count / kPack + kPack, arguments, stream);
 }
 
+bool CudaKernels::copy(std::span<std::byte> target, std::span<const std::byte> source,
+                       CUstream stream) const {
+  constexpr std::size_t kBytes = 16;
+  const auto aligned = [](const void* at) {
+    return reinterpret_cast<std::uintptr_t>(at) % kBytes == 0;
+  };
+  if (!aligned(target.data()) || !aligned(source.data()) || target.size() % kBytes != 0)
+    return false;
+  auto packs = static_cast<std::int64_t>(target.size() / kBytes);
+  if (packs == 0) return true;
+  std::byte* to = target.data();
+  const std::byte* from = source.data();
+  void* arguments[] = {&to, &from, &packs};
+  launch(copy_, packs, arguments, stream, kCopyBlocks);
+  return true;
+}
+
 void CudaKernels::sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
                                DType dtype, float scale, bool accumulate, CUstream stream) const {
   require_types("A sum", 1, dtype, dtype);
@@ -177,8 +196,8 @@ void CudaKernels::sum_in_order(std::span<float> target, std::span<const std::byt
   float* to = target.data();
   auto count = static_cast<std::int64_t>(target.size());
   void* arguments[] = {&to, &count, &arguments_of_sum};
-  // It waits for memory that comes over a link at a tenth of the device's own speed: a few blocks
-  // keep up, and leave the processors to the model.
+  // Sums come from a link at a tenth of the device's own speed: few blocks keep up with it, and
+  // leave room on the processors for the model.
   launch(sum_in_order_[place_of(dtype)], count / kPack + kPack, arguments, stream, kSumBlocks);
 }
 

@@ -234,6 +234,11 @@ STRATA_ACCUMULATES_FROM(f32, float)
 STRATA_ACCUMULATES_FROM(f16, Float16)
 STRATA_ACCUMULATES_FROM(bf16, BFloat16)
 
+// Whole packs of 16 bytes.
+__global__ void strata_copy(uint4* target, const uint4* source, std::int64_t packs) {
+  for (std::int64_t p = first_index(); p < packs; p += index_stride()) target[p] = source[p];
+}
+
 #define STRATA_SUM(name, From)                                                             \
   __global__ void strata_sum_##name(float* target, std::int64_t numel, SumArguments sums) { \
     sum_in_order<From>(target, numel, sums);                                               \
@@ -273,7 +278,31 @@ __global__ void strata_chunk_sums(double* sums, const float* values, std::int64_
   for (std::int64_t chunk = first_index() / kLanes; chunk < chunks; chunk += warps) {
     const std::int64_t end = min((chunk + 1) * kChunk, numel);
     double sum = 0.0;
-    for (std::int64_t i = chunk * kChunk + lane; i < end; i += kLanes) {
+    std::int64_t i = chunk * kChunk + lane;
+    // The additions wait for each other, memory need not: the next values are on their way while
+    // these are added.
+    constexpr int kTogether = 16;
+    constexpr std::int64_t kStep = kTogether * kLanes;
+    float next[kTogether];
+    const auto load = [&](std::int64_t from) {
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) next[k] = values[from + k * kLanes];
+    };
+    const auto whole = [&](std::int64_t from) { return from + (kTogether - 1) * kLanes < end; };
+    if (whole(i)) load(i);
+    while (whole(i)) {
+      float now[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) now[k] = next[k];
+      i += kStep;
+      if (whole(i)) load(i);
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const double value = now[k];
+        sum = __fma_rn(value, value, sum);
+      }
+    }
+    for (; i < end; i += kLanes) {
       const double value = values[i];
       sum = __fma_rn(value, value, sum);
     }

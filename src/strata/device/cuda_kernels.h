@@ -26,6 +26,9 @@ class CudaKernels {
              CUstream stream) const;
   void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
             CUstream stream) const;
+  // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
+  // 16 bytes, nothing was done.
+  bool copy(std::span<std::byte> target, std::span<const std::byte> source, CUstream stream) const;
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                     float scale, bool accumulate, CUstream stream) const;
   // *total = sum of squares; `sums` has room for chunks_of(values) doubles. Device memory all.
@@ -53,6 +56,7 @@ class CudaKernels {
   std::array<CUfunction, kTypes> adam_{};
   std::array<CUfunction, kTypes> sum_in_order_{};
   CUfunction scale_ = nullptr;
+  CUfunction copy_ = nullptr;
   CUfunction chunk_sums_ = nullptr;
   CUfunction total_ = nullptr;
   CUfunction fingerprints_ = nullptr;

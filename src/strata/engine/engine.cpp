@@ -69,10 +69,11 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
-                 largest_scope(plan.scopes, weights_.units())}),
+                 largest_scope(plan.scopes, weights_.units(), ScopeUnits::kSharded)}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                {options.name, options.reduce_dtype, options.accumulation_dtype,
-                options.max_reducing, options.sum_gradients}),
+                options.max_reducing, options.sum_gradients,
+                largest_scope(plan.scopes, weights_.units(), ScopeUnits::kAll) * 3 / 2}),
       shards_(weights_, reducer_.shards(), collectives_->rank()),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
@@ -288,26 +289,24 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
   const bool one_sided = collectives_->one_sided();
   const std::vector<int> first = one_sided ? gatherer_.first_needed() : std::vector<int>();
   std::size_t missing = first.size();
-  std::vector<int> whole;
-  Bytes whole_bytes;
-  const auto fetch = [&](std::span<const int> units) {
+  std::vector<int> ready;
+  Bytes ready_bytes;
+  const auto fetch = [&] {
     if (one_sided) collectives_->barrier();
-    gatherer_.fetch_first(units);
+    gatherer_.fetch_first(std::exchange(ready, {}));
+    ready_bytes = Bytes();
   };
   const auto updated = [&](int unit) {
     const Unit& u = weights_.units()[static_cast<std::size_t>(unit)];
-    if (u.whole) {
-      whole.push_back(unit);
-      whole_bytes += u.layout.flat_bytes();
-      if (whole_bytes < kFetchedTogether) return;
-      fetch(std::exchange(whole, {}));
-      whole_bytes = Bytes();
-    } else if (missing > 0 && --missing == 0) {
-      fetch(first);
-    }
+    const bool is_first = missing > 0;  // they come before all others
+    if (is_first) --missing;
+    if (!u.whole && !is_first) return;
+    ready.push_back(unit);
+    ready_bytes += u.layout.flat_bytes();
+    if (ready_bytes >= kFetchedTogether || (is_first && missing == 0)) fetch();
   };
   run_recorded(*optimizer_, recorder_, groups, gradient_scale, first, updated);
-  fetch(whole);  // every shard is new before anybody gathers
+  fetch();  // every shard is new before anybody gathers
   gatherer_.finish_refresh();
 }
 

@@ -7,13 +7,15 @@
 
 namespace strata::engine {
 
-Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units) {
+Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
+                    ScopeUnits which) {
   Bytes largest;
   for (const plan::ScopeSpec& scope : scopes) {
     Bytes bytes;
     for (const int index : scope.units) {
       const Unit& unit = units[static_cast<std::size_t>(index)];
-      if (!unit.whole) bytes += align_up(unit.layout.flat_bytes(), memory::page_size());
+      if (which == ScopeUnits::kAll || !unit.whole)
+        bytes += align_up(unit.layout.flat_bytes(), memory::page_size());
     }
     largest = std::max(largest, bytes);
   }
@@ -289,13 +291,17 @@ void Gatherer::refresh_whole(Changed changed) {
 std::vector<int> Gatherer::first_needed() const {
   std::vector<int> result;
   if (!prefetches_) return result;
+  // As much as may be live; at least the unit that is used first, and what is fetched while it
+  // computes.
+  Bytes all;
   Bytes ahead;
   for (const int index : order_.next_pass()) {
     const Unit& u = unit(index);
     if (u.whole || std::find(result.begin(), result.end(), index) != result.end()) continue;
-    // The unit that is used first, and what is fetched while it computes.
+    all += footprint(index);
     if (!result.empty()) ahead += footprint(index);
-    if (ahead > std::max(bounds_.prefetch, bounds_.least_ahead)) break;
+    const Bytes least = std::max(bounds_.prefetch, bounds_.least_ahead);
+    if (all > bounds_.max_live && (bounds_.hard || ahead > least)) break;
     if (u.trainable()) result.push_back(index);
   }
   return result;

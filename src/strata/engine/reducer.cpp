@@ -7,12 +7,6 @@
 
 namespace strata::engine {
 
-namespace {
-
-constexpr std::size_t kKeptMost = 2;  // gradients that are being written, while the model goes on
-
-}  // namespace
-
 Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                  StepRecorder& recorder, ReducerOptions options)
     : units_(units),
@@ -46,13 +40,14 @@ void Reducer::writes_follow_compute() {
 }
 
 void Reducer::compute_follows_writes() {
-  let_go(0);
+  let_go(Bytes());
   if (writes_) device_.compute_stream().wait_for(*writes_->record());
 }
 
-void Reducer::let_go(std::size_t most) {
-  while (kept_gradients_.size() > most) {
+void Reducer::let_go(Bytes most) {
+  while (!kept_gradients_.empty() && kept_bytes_ > most) {
     device_.compute_stream().wait_for(*kept_gradients_.front().written);
+    kept_bytes_ -= kept_gradients_.front().bytes;
     kept_gradients_.pop_front();
   }
 }
@@ -163,8 +158,10 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
     p.written[index] = true;
   }
   if (writes_ && keep != nullptr) {
-    kept_gradients_.push_back({std::move(keep), writes_->record()});
-    let_go(kKeptMost);
+    const Bytes bytes = bytes_of(slot.numel, dtype);
+    let_go(std::max(options_.max_kept - bytes, Bytes()));
+    kept_gradients_.push_back({std::move(keep), bytes, writes_->record()});
+    kept_bytes_ += bytes;
   } else if (writes_) {
     device_.compute_stream().wait_for(*writes_->record());
   }
@@ -214,8 +211,7 @@ void Reducer::start_reduction(int unit) {
   reduction.accumulate = target.accumulate;
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
-  const std::unique_ptr<device::Event> written = writes_ ? writes_->record() : nullptr;
-  reduction.written = written.get();
+  reduction.writer = writes_.get();
   auto work = collectives_.reduce_scatter(reduction, u.name());
   recorder_.started(recording, *work);
   ++recorder_.counts().reductions;

@@ -41,6 +41,7 @@ struct ReducerOptions {
   DType accumulation_dtype = DType::kFloat32;
   Bytes max_reducing;  // of buffers under reduction; about as much of complete ones may wait
   bool sum = false;    // over ranks; else the mean
+  Bytes max_kept{};    // of gradients that wait to be written; the newest may exceed it
 };
 
 class Reducer {
@@ -99,7 +100,7 @@ class Reducer {
   // Later writes come after what the compute stream holds now; and the other way round.
   void writes_follow_compute();
   void compute_follows_writes();
-  void let_go(std::size_t most);
+  void let_go(Bytes most);
   void try_reduce();
   void start_reduction(int unit);
   void finish_reductions(Bytes at_most);
@@ -124,9 +125,11 @@ class Reducer {
   std::unique_ptr<device::Stream> writes_;  // null: the compute stream
   struct Kept {
     std::shared_ptr<const void> gradient;
+    Bytes bytes;
     std::unique_ptr<device::Event> written;
   };
   std::deque<Kept> kept_gradients_;
+  Bytes kept_bytes_;
   std::deque<Pending> pending_;
   Bytes pending_bytes_;
   Bytes waiting_bytes_;  // of complete units that are not reduced yet, in this pass

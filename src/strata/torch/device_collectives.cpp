@@ -97,7 +97,8 @@ class DeviceCollectives final : public comm::Collectives {
     const std::span<std::byte> whole = reduce.source;
     require_same_operation(what);
     if (whole.empty()) return std::make_unique<GroupWork>();
-    if (reduction.written != nullptr) device_->compute_stream().wait_for(*reduction.written);
+    if (reduction.writer != nullptr)
+      device_->compute_stream().wait_for(*reduction.writer->record());
     const auto numel = static_cast<std::int64_t>(reduction.result.size());
     const auto scalar = to_scalar_type(reduction.dtype);
     at::Tensor source = tensor_over(whole.data(), numel * world_size(), scalar, place_);
