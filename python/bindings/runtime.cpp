@@ -15,29 +15,7 @@ std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
 
-}  // namespace
-
-void bind_runtime(py::module_& module) {
-  py::class_<comm::Collectives, std::shared_ptr<comm::Collectives>>(module, "Collectives")
-      .def_property_readonly("name",
-                             [](const comm::Collectives& c) { return std::string(c.name()); })
-      .def_property_readonly("rank", &comm::Collectives::rank)
-      .def_property_readonly("world_size", &comm::Collectives::world_size)
-      .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
-      .def("all_gather_text", &comm::Collectives::all_gather_text,
-           py::call_guard<py::gil_scoped_release>());
-
-  module.def("single_rank", &torch::single_rank, py::arg("device"));
-  // GPUs that torch and this build can both use.
-  module.def("usable_gpus", &torch::usable_gpus);
-  // Where a model whose parameters are [(name, tensor)] shall train; none: nowhere yet.
-  module.def(
-      "choose_device",
-      [](const engine::Config& config,
-         const std::vector<std::pair<std::string, at::Tensor>>& parameters, int local_rank) {
-        return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
-      },
-      py::arg("config"), py::arg("parameters"), py::arg("local_rank"));
+void bind_collectives(py::module_& module) {
   module.def(
       "shm_collectives",
       [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s) {
@@ -96,6 +74,32 @@ void bind_runtime(py::module_& module) {
       },
       py::arg("control"), py::arg("bulk"), py::arg("store"), py::arg("device"), py::arg("id"),
       py::arg("name"));
+}
+
+}  // namespace
+
+void bind_runtime(py::module_& module) {
+  py::class_<comm::Collectives, std::shared_ptr<comm::Collectives>>(module, "Collectives")
+      .def_property_readonly("name",
+                             [](const comm::Collectives& c) { return std::string(c.name()); })
+      .def_property_readonly("rank", &comm::Collectives::rank)
+      .def_property_readonly("world_size", &comm::Collectives::world_size)
+      .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
+      .def("all_gather_text", &comm::Collectives::all_gather_text,
+           py::call_guard<py::gil_scoped_release>());
+
+  module.def("single_rank", &torch::single_rank, py::arg("device"));
+  // GPUs that torch and this build can both use.
+  module.def("usable_gpus", &torch::usable_gpus);
+  // Where a model whose parameters are [(name, tensor)] shall train; none: nowhere yet.
+  module.def(
+      "choose_device",
+      [](const engine::Config& config,
+         const std::vector<std::pair<std::string, at::Tensor>>& parameters, int local_rank) {
+        return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
+      },
+      py::arg("config"), py::arg("parameters"), py::arg("local_rank"));
+  bind_collectives(module);
 }
 
 }  // namespace strata::python

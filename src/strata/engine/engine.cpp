@@ -9,21 +9,25 @@
 #include "strata/engine/adam_optimizer.h"
 #include "strata/engine/consistency.h"
 #include "strata/engine/external_optimizer.h"
+#include "strata/engine/scope_needs.h"
 
 namespace strata::engine {
 namespace {
 
-// Forward through the scopes, and backward; the units of one come in their order both times.
-std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
-  std::vector<int> uses;
-  for (const plan::ScopeSpec& scope : scopes)
-    uses.insert(uses.end(), scope.units.begin(), scope.units.end());
-  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
-    uses.insert(uses.end(), scope->units.begin(), scope->units.end());
-  return uses;
+ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPlan& plan,
+                               const Weights& weights) {
+  // The units of a scope become complete close to each other; what is less than they take would
+  // have the model wait for reductions that have only begun.
+  const Bytes scope = largest_scope(plan.scopes, weights.units(), ScopeUnits::kAll) * 3 / 2;
+  return {options.name,
+          options.reduce_dtype,
+          options.accumulation_dtype,
+          std::max(options.max_reducing, scope),
+          options.sum_gradients,
+          scope};
 }
 
-// Units that stay whole are refreshed in runs of so much: each costs a meeting of the ranks.
+// Units are fetched in runs of so much: each costs a meeting of the ranks.
 constexpr Bytes kFetchedTogether = 64_MiB;
 
 // Must precede every allocation that assumes equal models, so it runs while members are
@@ -71,9 +75,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                 {options.max_live, options.prefetch, options.max_live_is_hard,
                  largest_scope(plan.scopes, weights_.units(), ScopeUnits::kSharded)}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
-               {options.name, options.reduce_dtype, options.accumulation_dtype,
-                options.max_reducing, options.sum_gradients,
-                largest_scope(plan.scopes, weights_.units(), ScopeUnits::kAll) * 3 / 2}),
+               reducer_options(options, plan, weights_)),
       shards_(weights_, reducer_.shards(), collectives_->rank()),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
@@ -292,22 +294,22 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
   std::vector<int> ready;
   Bytes ready_bytes;
   const auto fetch = [&] {
-    if (one_sided) collectives_->barrier();
+    collectives_->barrier();
     gatherer_.fetch_first(std::exchange(ready, {}));
     ready_bytes = Bytes();
   };
   const auto updated = [&](int unit) {
-    const Unit& u = weights_.units()[static_cast<std::size_t>(unit)];
-    const bool is_first = missing > 0;  // they come before all others
-    if (is_first) --missing;
-    if (!u.whole && !is_first) return;
+    if (missing == 0) return;  // those that are needed first come before all others
+    --missing;
     ready.push_back(unit);
-    ready_bytes += u.layout.flat_bytes();
-    if (ready_bytes >= kFetchedTogether || (is_first && missing == 0)) fetch();
+    ready_bytes += weights_.units()[static_cast<std::size_t>(unit)].layout.flat_bytes();
+    if (ready_bytes >= kFetchedTogether || missing == 0) fetch();
   };
   run_recorded(*optimizer_, recorder_, groups, gradient_scale, first, updated);
-  fetch();  // every shard is new before anybody gathers
-  gatherer_.finish_refresh();
+  // What stays whole is waited for below: beside the update, which needs the memory's whole speed,
+  // both would take longer than one after the other.
+  collectives_->barrier();
+  gatherer_.refresh_whole(Changed::kTrainable);
 }
 
 StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,

@@ -7,21 +7,6 @@
 
 namespace strata::engine {
 
-Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
-                    ScopeUnits which) {
-  Bytes largest;
-  for (const plan::ScopeSpec& scope : scopes) {
-    Bytes bytes;
-    for (const int index : scope.units) {
-      const Unit& unit = units[static_cast<std::size_t>(index)];
-      if (which == ScopeUnits::kAll || !unit.whole)
-        bytes += align_up(unit.layout.flat_bytes(), memory::page_size());
-    }
-    largest = std::max(largest, bytes);
-  }
-  return largest;
-}
-
 Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                    ParameterViews& views, StepRecorder& recorder, GatherBounds bounds)
     : units_(units),

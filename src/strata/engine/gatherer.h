@@ -38,11 +38,6 @@ struct GatherBounds {
   Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
 };
 
-// The most that the units of one scope take when they are whole.
-enum class ScopeUnits { kSharded, kAll };
-Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
-                    ScopeUnits which);
-
 // Whose shards change: everybody's, or those that an optimizer step updates.
 enum class Changed { kAll, kTrainable };
 

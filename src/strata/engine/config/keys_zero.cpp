@@ -16,7 +16,7 @@ constexpr std::array kKeys{
     Key{ZERO "stage", kInteger, "0", "0..3", kHonoured,
         "0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters", ""},
     Key{ZERO "reduce_bucket_size", kNumel, "500000000", "> 0", kHonoured,
-        "most gradient elements under reduction at a time, one unit at least", ""},
+        "most gradient elements under reduction at a time, those of a block at least", ""},
     Key{ZERO "stage3_prefetch_bucket_size", kNumel, "50000000", ">= 0", kHonoured,
         "elements gathered ahead of their use; the next unit always is, but for 0", ""},
     Key{ZERO "stage3_param_persistence_threshold", kNumel, "0", ">= 0", kHonoured,
