@@ -85,6 +85,54 @@ TEST(PeerCollectives, KnowWhenBytesMovedWhereTheyAreAsked) {
   EXPECT_THAT(results, testing::Each(""));
 }
 
+// Counts what the collectives copy.
+class CountingDevice final : public device::CpuDevice {
+ public:
+  void copy(std::span<std::byte> target, std::span<const std::byte> source,
+            device::Stream& stream) override {
+    ++copies;
+    bytes += Bytes(target.size());
+    CpuDevice::copy(target, source, stream);
+  }
+  int copies = 0;
+  Bytes bytes;
+};
+
+TEST(PeerCollectives, AGatherCopiesEachPeersSliceOnceAndNothingElse) {
+  constexpr int kWorld = 3;
+  constexpr std::size_t kSlice = 5000;
+  LocalGroup group(kWorld);
+  std::vector<std::shared_ptr<CountingDevice>> devices;
+  for (int r = 0; r < kWorld; ++r) devices.push_back(std::make_shared<CountingDevice>());
+  const auto results = run_as_threads(
+      kWorld,
+      [&](int rank) {
+        return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank));
+      },
+      [&](Collectives& c) {
+        CountingDevice& device = *devices[static_cast<std::size_t>(c.rank())];
+        auto sharded = c.allocate("sharded", Bytes(kSlice));
+        auto whole = c.allocate("whole", Bytes(kSlice * kWorld));
+        std::vector<std::byte> flat(kSlice * kWorld);
+        c.barrier();
+        const auto counted = [&](const SliceMap& slices, std::span<std::byte> target) {
+          device.copies = 0;
+          device.bytes = Bytes();
+          c.all_gather(slices, target, "unit")->wait();
+          return std::pair(device.copies, device.bytes.size());
+        };
+        require(counted({sharded.get(), 0_B, 0_B, Bytes(kSlice)}, flat) ==
+                    std::pair(kWorld, kSlice * kWorld),
+                "a sharded unit: every slice once, this rank's own, too");
+        require(counted({whole.get(), 0_B, Bytes(kSlice), Bytes(kSlice)}, whole->local()) ==
+                    std::pair(kWorld - 1, kSlice * (kWorld - 1)),
+                "a unit that stays whole: the peers' slices, in place");
+        c.barrier();
+        return std::string();
+      });
+  EXPECT_THAT(results, testing::Each(""));
+}
+
 TEST(PeerCollectives, GatherFromABufferThatGrowsWhileItIsMapped) {
   const auto results = on_peers(2, [](Collectives& c) {
     constexpr std::size_t kHalf = 1 << 20;

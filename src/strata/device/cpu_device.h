@@ -23,7 +23,7 @@ struct CpuDeviceOptions {
   std::optional<Bytes> memory_limit = std::nullopt;
 };
 
-class CpuDevice final : public Device {
+class CpuDevice : public Device {
  public:
   explicit CpuDevice(CpuDeviceOptions options = {});
 
