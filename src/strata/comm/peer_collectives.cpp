@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 #include <vector>
 
@@ -149,7 +148,7 @@ class PeerCollectives final : public Collectives {
     const std::string what = describe_broadcast(Bytes(bytes.size()), root, world_size());
     link_->agree(what);
     if (bytes.empty() || world_size() == 1) return;
-    if (link_->device().name() == "cpu" || link_->device().host_accessible(bytes.data())) {
+    if (link_->device().host_accessible(bytes.data())) {
       link_->controlled(what, [&] { link_->control().broadcast(bytes, root); });
     } else {
       broadcast_on_device(bytes, root);
