@@ -82,13 +82,11 @@ struct Reduction {
 };
 
 // Points of an operation by the device's clock. `begin` and `end`: when its bytes moved. Of a
-// reduction also: `ready`, when this rank's contribution was; `complete`, when no peer read it any
-// more. Null: not known.
+// reduction also: `ready`, when this rank's contribution was. Null: not known.
 struct WorkTimes {
   std::shared_ptr<device::TimedEvent> ready;
   std::shared_ptr<device::TimedEvent> begin;
   std::shared_ptr<device::TimedEvent> end;
-  std::shared_ptr<device::TimedEvent> complete;
 };
 
 // A started operation. wait() returns when it is complete: results are readable and every buffer

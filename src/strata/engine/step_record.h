@@ -32,11 +32,10 @@ enum class Activity : std::uint8_t {
   kGather,
   kRefresh,  // a gather of a unit that stays whole
   kReduce,
-  // Of a reduction between peers: until theirs is ready, and until they have read this rank's.
+  // Of a reduction between peers: until theirs is ready.
   kPeersReady,
-  kPeersDone,
 };
-inline constexpr int kActivityCount = 16;
+inline constexpr int kActivityCount = 15;
 
 std::string_view name_of(Activity activity);
 

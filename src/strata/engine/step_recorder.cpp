@@ -29,9 +29,9 @@ Activity wait_for(Activity transfer) {
 
 std::string_view name_of(Activity activity) {
   constexpr std::array<std::string_view, kActivityCount> kNames{
-      "forward pass", "backward pass", "update",       "forward",    "recompute", "backward",
-      "gather wait",  "reduce wait",   "refresh wait", "norm",       "optimizer", "gather",
-      "refresh",      "reduce",        "peers ready",  "peers done",
+      "forward pass", "backward pass", "update",      "forward",      "recompute",
+      "backward",     "gather wait",   "reduce wait", "refresh wait", "norm",
+      "optimizer",    "gather",        "refresh",     "reduce",       "peers ready",
   };
   return kNames.at(static_cast<std::size_t>(activity));
 }
@@ -131,8 +131,6 @@ void StepRecorder::started(const Recording& recording, comm::Work& work) {
   recording->end = times.end;
   if (times.ready != nullptr)
     add(Activity::kPeersReady, recording->span.label, times.ready, times.begin);
-  if (times.complete != nullptr)
-    add(Activity::kPeersDone, recording->span.label, times.end, times.complete);
 }
 
 void StepRecorder::add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,

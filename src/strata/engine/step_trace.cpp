@@ -46,7 +46,6 @@ Track track_of(Activity activity) {
     case kReduce:
       return kReductions;
     case kPeersReady:
-    case kPeersDone:
       return kPeers;
   }
   STRATA_ASSERT(false);
