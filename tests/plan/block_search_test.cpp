@@ -111,5 +111,20 @@ TEST(BlockSearch, ALeafClassIsABlockWhereItLiesInNoOther) {
               ElementsAre("layers.0", "layers.1", "adapter"));
 }
 
+TEST(BlockSearch, AClassMayBeNamedWithItsPythonModule) {
+  ModelBuilder b;
+  const int experts = b.module(0, "experts", "Expert");
+  b.linear(experts, "up", 8);
+  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {"package.modeling.Expert"})),
+              ElementsAre("experts"));
+}
+
+TEST(BlockSearch, NamedModulesAreTheOutermostOfTheirClasses) {
+  const ModelBuilder b = mixture();
+  EXPECT_THAT(paths(b.tree, find_named(b.tree, {"Expert", "some.Layer", "Unknown"})),
+              ElementsAre("layers.0", "layers.1"));
+  EXPECT_THAT(find_named(b.tree, {}), IsEmpty());
+}
+
 }  // namespace
 }  // namespace strata::plan

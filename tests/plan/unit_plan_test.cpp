@@ -138,6 +138,134 @@ TEST(UnitPlan, AModelThatIsOneBlockHasAName) {
   EXPECT_THAT(names(plan_of(b, options)), ElementsAre("(root)"));
 }
 
+// A layer's norm and bias of 8 elements, and weights of 100 and more.
+void add_layer(ModelBuilder& b, int layers, const std::string& name) {
+  const int layer = b.module(layers, name, "Layer");
+  b.linear(layer, "norm", 8);
+  const int up = b.linear(layer, "up", 100);
+  b.param(up, "bias", 8);
+  b.linear(layer, "down", 200);
+}
+
+PlanOptions one_by_one() {
+  PlanOptions options;
+  options.one_by_one = true;
+  options.small_bytes = 64_B;  // of 8 elements, two
+  return options;
+}
+
+// By scope, the path of its module and the names of its units.
+std::vector<std::pair<std::string, std::vector<std::string>>> scopes_of(const ModelBuilder& b,
+                                                                        const ModelPlan& plan) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> result;
+  for (const ScopeSpec& scope : plan.scopes) {
+    result.push_back({b.tree[static_cast<std::size_t>(scope.module)].path, {}});
+    for (const int unit : scope.units)
+      result.back().second.push_back(plan.units[static_cast<std::size_t>(unit)].name);
+  }
+  return result;
+}
+
+TEST(UnitPlanOneByOne, AParameterIsAUnitAndItsOwnerTheScope) {
+  ModelBuilder b;
+  b.linear(0, "embed", 300);
+  const int layers = b.list(0, "layers");
+  add_layer(b, layers, "0");
+  add_layer(b, layers, "1");
+  const ModelPlan plan = plan_of(b, one_by_one());
+  EXPECT_THAT(names(plan),
+              ElementsAre("embed.weight", "layers.0", "layers.0.up.weight", "layers.0.down.weight",
+                          "layers.1", "layers.1.up.weight", "layers.1.down.weight"));
+  using Units = std::vector<std::string>;
+  EXPECT_THAT(scopes_of(b, plan),
+              ElementsAre(std::pair("embed", Units{"embed.weight"}),
+                          std::pair("layers.0.norm", Units{"layers.0"}),
+                          std::pair("layers.0.up", Units{"layers.0", "layers.0.up.weight"}),
+                          std::pair("layers.0.down", Units{"layers.0.down.weight"}),
+                          std::pair("layers.1.norm", Units{"layers.1"}),
+                          std::pair("layers.1.up", Units{"layers.1", "layers.1.up.weight"}),
+                          std::pair("layers.1.down", Units{"layers.1.down.weight"})))
+      << "small ones share a unit within their block";
+}
+
+TEST(UnitPlanOneByOne, SmallOnesShareUpToTheirBound) {
+  ModelBuilder b;
+  for (const char* name : {"a", "b", "c"}) b.linear(0, name, 8);
+  EXPECT_THAT(plan_of(b, one_by_one()).unit_of_param, ElementsAre(0, 0, 1));
+  PlanOptions alone = one_by_one();
+  alone.small_bytes = 1_B;
+  EXPECT_THAT(names(plan_of(b, alone)), ElementsAre("a.weight", "b.weight", "c.weight"));
+}
+
+TEST(UnitPlanOneByOne, DTypesAndFrozenParametersDoNotShare) {
+  ModelBuilder b;
+  b.param(0, "a", 8);
+  b.param(0, "b", 8, DType::kBFloat16);
+  b.param(0, "c", 8, DType::kFloat32, false);
+  EXPECT_THAT(plan_of(b, one_by_one()).unit_of_param, ElementsAre(0, 1, 2));
+}
+
+TEST(UnitPlanOneByOne, WhatStaysGatheredSharesUnitsOfABlock) {
+  ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  add_layer(b, layers, "0");
+  add_layer(b, layers, "1");
+  PlanOptions options = one_by_one();
+  options.persistence_threshold = Numel(100);
+  const ModelPlan plan = plan_of(b, options);
+  EXPECT_THAT(names(plan),
+              ElementsAre("layers.0", "layers.0.down.weight", "layers.1", "layers.1.down.weight"));
+  EXPECT_TRUE(plan.units[0].persistent);
+  EXPECT_EQ(plan.units[0].params.size(), 3U);
+}
+
+TEST(UnitPlanOneByOne, ParametersOfWhatIsNeverCalledBelongToWhoContainsIt) {
+  ModelBuilder b;
+  const int mixer = b.module(0, "mixer", "Mixer");
+  const int weights = b.list(mixer, "weights");
+  b.param(weights, "0", 100);
+  b.param(weights, "1", 100);
+  const ModelPlan plan = plan_of(b, one_by_one());
+  ASSERT_EQ(plan.scopes.size(), 1U);
+  EXPECT_EQ(plan.scopes[0].module, mixer);
+  EXPECT_THAT(plan.scopes[0].units, ElementsAre(0, 1));
+}
+
+TEST(UnitPlanOneByOne, WhatWasNamedIsOneScopeOfManyUnits) {
+  ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  for (const char* name : {"0", "1"}) {
+    const int layer = b.module(layers, name, "Layer");
+    b.linear(layer, "attention", 100);
+    const int experts = b.list(b.module(layer, "mlp", "Experts"), "experts");
+    for (const char* expert : {"0", "1"}) b.linear(experts, expert, 100);
+  }
+  PlanOptions leaf = one_by_one();
+  leaf.leaf_classes = {"package.Experts"};
+  const ModelPlan plan = plan_of(b, leaf);
+  ASSERT_EQ(plan.units.size(), 6U);
+  ASSERT_EQ(plan.scopes.size(), 4U);
+  EXPECT_EQ(b.tree[static_cast<std::size_t>(plan.scopes[1].module)].path, "layers.0.mlp");
+  EXPECT_THAT(plan.scopes[1].units, ElementsAre(1, 2));
+  PlanOptions wrap = one_by_one();
+  wrap.wrap = {"Layer"};
+  const ModelPlan wrapped = plan_of(b, wrap);
+  ASSERT_EQ(wrapped.scopes.size(), 2U);
+  EXPECT_THAT(wrapped.scopes[0].units, ElementsAre(0, 1, 2));
+}
+
+TEST(UnitPlanOneByOne, ATiedParameterIsInTheScopesOfAllOwners) {
+  ModelBuilder b;
+  const int embed = b.linear(0, "embed", 300);
+  const int head = b.module(0, "head", "Linear");
+  b.tie(head, b.tree[static_cast<std::size_t>(embed)].params[0]);
+  const ModelPlan plan = plan_of(b, one_by_one());
+  ASSERT_EQ(plan.units.size(), 1U);
+  ASSERT_EQ(plan.scopes.size(), 2U);
+  EXPECT_THAT(plan.scopes[0].units, ElementsAre(0));
+  EXPECT_THAT(plan.scopes[1].units, ElementsAre(0));
+}
+
 TEST(UnitPlan, AModelWithoutParametersHasNoUnits) {
   const ModelPlan plan = plan_of(ModelBuilder());
   EXPECT_TRUE(plan.units.empty());

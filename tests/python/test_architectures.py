@@ -1,8 +1,8 @@
 """Real architectures under the engine, at tiny sizes: five steps on two ranks against plain torch.
 
 The engine and the plain loop do the same operations in the same order, so losses and weights must be equal
-in every bit: at stage 2, at stage 3, at stage 3 where nothing stays gathered, and with gradient
-checkpointing (which itself changes the order of sums of tied weights, so plain torch checkpoints too). The
+in every bit: at stage 2, at stage 3, at stage 3 where nothing stays gathered, there also one parameter at
+a time (stage3_allgather_sequential), and with gradient checkpointing (which itself changes the order of sums of tied weights, so plain torch checkpoints too). The
 norm of the gradient is summed in another order: 1e-5 of it.
 """
 
@@ -30,9 +30,13 @@ SETTINGS = {
     "stage3-released": (3, NOTHING_STAYS, None),
     "stage3-recomputed": (3, NOTHING_STAYS, False),
     "stage3-recomputed-reentrant": (3, NOTHING_STAYS, True),
+    "sequential": (3, {**NOTHING_STAYS, "unit_size": 1}, None),
+    "sequential-recomputed": (3, {**NOTHING_STAYS, "unit_size": 1}, False),
 }
+SEQUENTIAL = [setting for setting in SETTINGS if setting.startswith("sequential")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CASES = [("fp32", setting) for setting in SETTINGS] + [("bf16", "stage2"), ("bf16", "stage3-released")]
+CASES = [("fp32", setting) for setting in SETTINGS]
+CASES += [("bf16", "stage2"), ("bf16", "stage3-released"), ("bf16", "sequential")]
 
 
 def _make_model(tiny, reentrant):
@@ -96,7 +100,7 @@ def _train_sharded(tiny, rank, dtype, setting):
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": dtype is torch.bfloat16},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_allgather_sequential": setting in SEQUENTIAL},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
         "strata": {**section, "timeout_s": 30},
     }
@@ -190,3 +194,21 @@ def test_one_block_at_a_time_is_gathered(compared, name, setting):
     blocks = MODELS[name].blocks
     around = sum(size for unit, size in pages.items() if unit not in blocks)
     assert peak <= max(pages[block] for block in blocks) + around
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_by_one_a_parameter_is_a_unit(compared, name):
+    _, blocks, _ = compared[0][name, "fp32", "stage3"]
+    _, units, _ = compared[0][name, "fp32", "sequential"]
+    assert len(units) > 2 * len(blocks) and max(units.values()) <= max(blocks.values())
+
+
+# Mixtral's experts, which are gathered as one, are nearly all of a block; modules of T5 and Mamba read weights of
+# other modules, which then stay gathered until the backward pass is over.
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mixtral", "t5", "mamba")])
+@pytest.mark.parametrize("setting, by_blocks", [("sequential", "stage3-released"),
+                                                ("sequential-recomputed", "stage3-recomputed")])
+def test_one_by_one_less_is_gathered_at_a_time(compared, name, setting, by_blocks):
+    _, _, peak_by_blocks = compared[0][name, "fp32", by_blocks]
+    _, _, peak = compared[0][name, "fp32", setting]
+    assert peak < 0.8 * peak_by_blocks

@@ -97,3 +97,50 @@ def test_steps_allocate_nothing_new(live_bytes, accumulation):
     for before, after in run_ranks(2, _steady, live_bytes, accumulation):
         growing = {k: (before.get(k, 0), v) for k, v in after.items() if v > before.get(k, 0)}
         assert not growing or set(growing) <= {"gathered weights"}
+
+
+WIDE = 256  # so that a weight of a block is more than what shares a unit
+
+
+def _gathered_at_a_time(sequential, more=None):
+    """{what: bytes}, with what the last step used, of a model of which nothing stays gathered."""
+    bounds = {"stage3_allgather_sequential": sequential, "stage3_max_live_parameters": 1}
+    config = config_of(3, zero_optimization={"stage": 3, **bounds, **(more or {})})
+    engine = make_engine(make_model(width=WIDE, blocks=BLOCKS), config)
+    _steps(engine, 3)
+    units = {unit["name"]: -(-unit["flat_bytes"] // 4096) * 4096 for unit in engine.core.units()}
+    _, peak = engine.memory_report()["device", "gathered weights"]
+    return {"peak": peak, "units": units, "uses": engine.step_report()["uses"]}
+
+
+def test_one_by_one_the_parameter_in_use_and_the_next_are_gathered():
+    for told in run_ranks(2, _gathered_at_a_time, True):
+        units = told["units"]
+        assert "layers.0.up.weight" in units and "layers.0.down.weight" in units
+        small = sum(size for name, size in units.items() if not name.endswith(("up.weight", "down.weight")))
+        assert told["peak"] <= units["layers.0.up.weight"] + units["layers.0.down.weight"] + small
+    for by_blocks in run_ranks(2, _gathered_at_a_time, False):
+        assert by_blocks["peak"] >= 1.5 * told["peak"]
+
+
+def test_one_by_one_nothing_is_fetched_ahead_where_the_bucket_is_empty():
+    for told in run_ranks(2, _gathered_at_a_time, True, {"stage3_prefetch_bucket_size": 0}):
+        assert told["uses"]["prefetched"] == 0 and told["uses"]["late"] > 2 * len(told["units"])
+
+
+def _kept_by_default(sequential, more=None):
+    config = config_of(3, zero_optimization={"stage": 3, "stage3_allgather_sequential": sequential, **(more or {})})
+    engine = make_engine(make_model(width=WIDE, blocks=BLOCKS), config)
+    _steps(engine, 3)
+    _, peak = engine.memory_report()["device", "gathered weights"]
+    return peak, sum(unit["flat_bytes"] for unit in engine.core.units()), engine.step_report()["uses"]["kept"]
+
+
+def test_one_by_one_no_more_stays_than_is_fetched_ahead():
+    """By default all of such a model stays gathered from forward to backward."""
+    (by_blocks, whole, kept), _ = run_ranks(2, _kept_by_default, False)
+    assert by_blocks >= whole and kept > 0
+    (peak, whole, _), _ = run_ranks(2, _kept_by_default, True, {"stage3_prefetch_bucket_size": 2 * WIDE * WIDE})
+    assert peak < 0.5 * whole
+    (peak, whole, kept), _ = run_ranks(2, _kept_by_default, True, {"stage3_max_live_parameters": int(1e9)})
+    assert peak >= whole and kept > 0

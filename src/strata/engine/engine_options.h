@@ -24,6 +24,8 @@ struct EngineOptions {
   Bytes max_live = 2_GiB;
   // False: the unit that is used next is fetched while this one computes even where they exceed it.
   bool max_live_is_hard = true;
+  // The units of one scope may be fetched ahead together, even where they exceed `prefetch`.
+  bool fetches_scopes = true;
   Bytes prefetch = 128_MiB;        // how much is fetched ahead of its use: the next unit, or more
   Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
   double gradient_clipping = 0.0;  // global L2 norm; 0: none

@@ -27,6 +27,28 @@ Facts gather_facts(const ModuleTree& tree) {
   return facts;
 }
 
+// "package.module.Class" names the class, too.
+bool names_class_of(const std::vector<std::string>& classes, const ModuleNode& node) {
+  return std::any_of(classes.begin(), classes.end(), [&](const std::string& name) {
+    return std::string_view(name).substr(name.rfind('.') + 1) == node.class_name;
+  });
+}
+
+// Those of the candidates that own parameters and lie in no other.
+std::vector<int> outermost(const ModuleTree& tree, const Facts& facts,
+                           const std::vector<bool>& candidate) {
+  std::vector<bool> inside(tree.size());
+  std::vector<int> result;
+  for (std::size_t i = 0; i < tree.size(); ++i) {
+    const int parent = tree[i].parent;
+    inside[i] = parent >= 0 && inside[static_cast<std::size_t>(parent)];
+    if (inside[i] || !candidate[i] || !facts.has_params[i]) continue;
+    inside[i] = true;
+    result.push_back(static_cast<int>(i));
+  }
+  return result;
+}
+
 std::vector<bool> named_candidates(const ModuleTree& tree, const std::vector<std::string>& wrap) {
   std::set<std::string> known;
   for (const ModuleNode& node : tree) known.insert(node.class_name);
@@ -68,20 +90,18 @@ std::vector<bool> repeated_candidates(const ModuleTree& tree, const Facts& facts
 std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
                              const std::vector<std::string>& leaf_classes) {
   const Facts facts = gather_facts(tree);
-  const std::vector<bool> candidate =
+  std::vector<bool> candidate =
       wrap.empty() ? repeated_candidates(tree, facts) : named_candidates(tree, wrap);
-  std::vector<bool> inside(tree.size());
-  std::vector<int> blocks;
   for (std::size_t i = 0; i < tree.size(); ++i) {
-    const int parent = tree[i].parent;
-    inside[i] = parent >= 0 && inside[static_cast<std::size_t>(parent)];
-    const bool leaf = std::find(leaf_classes.begin(), leaf_classes.end(), tree[i].class_name) !=
-                      leaf_classes.end();
-    if (inside[i] || !(candidate[i] || leaf) || !facts.has_params[i]) continue;
-    inside[i] = true;
-    blocks.push_back(static_cast<int>(i));
+    if (names_class_of(leaf_classes, tree[i])) candidate[i] = true;
   }
-  return blocks;
+  return outermost(tree, facts, candidate);
+}
+
+std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes) {
+  std::vector<bool> candidate(tree.size());
+  for (std::size_t i = 0; i < tree.size(); ++i) candidate[i] = names_class_of(classes, tree[i]);
+  return outermost(tree, gather_facts(tree), candidate);
 }
 
 }  // namespace strata::plan

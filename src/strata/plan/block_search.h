@@ -4,7 +4,8 @@
 //   2. repeated blocks: at least two siblings of one class that contain modules of their own, in a
 //      container (one that is never called, or Sequential); the outermost such (so a layer, not the
 //      experts inside it).
-// Where none of these holds, modules of the classes that the user called leaves are blocks too.
+// Where none of these holds, modules of the classes that the user called leaves are blocks too. A
+// class may be named with the Python module that it comes from ("package.module.Class").
 // What is left over (embeddings, final norm, head) is planned module by module (unit_plan).
 // Pure function.
 #pragma once
@@ -21,5 +22,9 @@ namespace strata::plan {
 // are.
 std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
                              const std::vector<std::string>& leaf_classes = {});
+
+// Indices of the modules of these classes, in tree order; of nested ones the outermost. Names that
+// are no class of the model are passed over.
+std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes);
 
 }  // namespace strata::plan

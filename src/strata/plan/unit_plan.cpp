@@ -23,22 +23,12 @@ class Planner {
   }
 
   ModelPlan run() {
-    block_of_module_.assign(tree_.size(), -1);
-    for (const int block : find_blocks(tree_, options_.wrap, options_.leaf_classes)) {
-      block_of_module_[static_cast<std::size_t>(block)] = block;
+    block_of_module_ = holders(find_blocks(tree_, options_.wrap, options_.leaf_classes));
+    if (options_.one_by_one) {
+      for (std::size_t i = 0; i < tree_.size(); ++i) visit_one_by_one(i);
+    } else {
+      visit_by_blocks();
     }
-    for (std::size_t i = 0; i < tree_.size(); ++i) {
-      const int parent = tree_[i].parent;
-      if (block_of_module_[i] < 0 && parent >= 0) {
-        block_of_module_[i] = block_of_module_[static_cast<std::size_t>(parent)];
-      }
-    }
-    members_of_block_.resize(tree_.size());
-    for (std::size_t i = 0; i < tree_.size(); ++i) {
-      if (block_of_module_[i] < 0) continue;
-      members_of_block_[static_cast<std::size_t>(block_of_module_[i])].push_back(i);
-    }
-    for (std::size_t i = 0; i < tree_.size(); ++i) visit(i);
     make_scopes();
     return std::move(plan_);
   }
@@ -48,6 +38,17 @@ class Planner {
     int unit = -1;
     Bytes bytes;
   };
+
+  // For every module, which of these it lies in (or is), or -1.
+  std::vector<int> holders(const std::vector<int>& modules) const {
+    std::vector<int> result(tree_.size(), -1);
+    for (const int module : modules) result[static_cast<std::size_t>(module)] = module;
+    for (std::size_t i = 0; i < tree_.size(); ++i) {  // parents come first
+      const int parent = tree_[i].parent;
+      if (result[i] < 0 && parent >= 0) result[i] = result[static_cast<std::size_t>(parent)];
+    }
+    return result;
+  }
 
   void choose_persistent() {
     persistent_.assign(params_.size(), false);
@@ -64,6 +65,35 @@ class Planner {
   Key key_of(int param) const {
     const ParamSpec& spec = params_[static_cast<std::size_t>(param)];
     return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)]};
+  }
+
+  void visit_by_blocks() {
+    members_of_block_.resize(tree_.size());
+    for (std::size_t i = 0; i < tree_.size(); ++i) {
+      if (block_of_module_[i] < 0) continue;
+      members_of_block_[static_cast<std::size_t>(block_of_module_[i])].push_back(i);
+    }
+    for (std::size_t i = 0; i < tree_.size(); ++i) visit(i);
+  }
+
+  // What shares a unit does so within a block, or between blocks.
+  void visit_one_by_one(std::size_t module) {
+    const int block = block_of_module_[module];
+    if (block != open_in_) open_.clear();
+    open_in_ = block;
+    std::vector<int> params;
+    take(tree_[module].params, params);
+    const std::string& path = tree_[block >= 0 ? static_cast<std::size_t>(block) : module].path;
+    for (const int param : params) {
+      const Key key = key_of(param);
+      if (std::get<2>(key)) {
+        add_to(open_, path, param, options_.unit_bytes);
+      } else if (bytes_of_param(param) <= options_.small_bytes) {
+        add_to(open_, path, param, options_.small_bytes);
+      } else {
+        put(new_unit(params_[static_cast<std::size_t>(param)].name, key), param);
+      }
+    }
   }
 
   // Blocks are planned whole when their own module is reached; other modules by their own
@@ -106,14 +136,18 @@ class Planner {
   // To the unit of its kind that may still grow, or to a new one where that would exceed `most`.
   void add_to(std::map<Key, Open>& units, const std::string& path, int param, Bytes most) {
     const Key key = key_of(param);
-    const Bytes bytes =
-        bytes_of(params_[static_cast<std::size_t>(param)].numel(), std::get<0>(key));
+    const Bytes bytes = bytes_of_param(param);
     auto it = units.find(key);
     if (it == units.end() || it->second.bytes + bytes > most) {
       it = units.insert_or_assign(key, Open{new_unit(path, key), Bytes()}).first;
     }
     put(it->second.unit, param);
     it->second.bytes += bytes;
+  }
+
+  Bytes bytes_of_param(int param) const {
+    const ParamSpec& spec = params_[static_cast<std::size_t>(param)];
+    return bytes_of(spec.numel(), spec.dtype);
   }
 
   int new_unit(const std::string& path, const Key& key) {
@@ -143,11 +177,27 @@ class Planner {
   }
 
   // A block's scope covers its whole subtree; another module's scope its own parameters.
+  std::vector<int> scope_of_module() const {
+    std::vector<int> scope = block_of_module_;
+    if (options_.one_by_one) {
+      std::vector<std::string> named = options_.wrap;
+      named.insert(named.end(), options_.leaf_classes.begin(), options_.leaf_classes.end());
+      scope = holders(find_named(tree_, named));
+    }
+    for (std::size_t i = 0; i < tree_.size(); ++i) {
+      if (scope[i] >= 0) continue;
+      // What is never called has its parameters read by who contains it.
+      const bool by_parent = options_.one_by_one && !tree_[i].callable && tree_[i].parent >= 0;
+      scope[i] = by_parent ? scope[static_cast<std::size_t>(tree_[i].parent)] : static_cast<int>(i);
+    }
+    return scope;
+  }
+
   void make_scopes() {
+    const std::vector<int> scope_of = scope_of_module();
     std::map<int, std::set<int>> units_of_module;
     for (std::size_t i = 0; i < tree_.size(); ++i) {
-      const int block = block_of_module_[i];
-      const int scope = block >= 0 ? block : static_cast<int>(i);
+      const int scope = scope_of[i];
       for (const int param : tree_[i].params) {
         units_of_module[scope].insert(plan_.unit_of_param[static_cast<std::size_t>(param)]);
       }
@@ -166,6 +216,7 @@ class Planner {
   std::vector<std::vector<std::size_t>> members_of_block_;  // by the block's module
   std::vector<bool> taken_;                                 // parameters that have a unit
   std::map<Key, Open> open_;           // units of neighbours that may still grow
+  int open_in_ = -1;                   // one by one: the block that they lie in, or -1
   std::set<std::string> names_;        // of units
   std::map<std::string, int> copies_;  // by name, how many more units wanted it
 };

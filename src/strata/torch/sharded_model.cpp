@@ -43,6 +43,10 @@ plan::PlanOptions plan_options(const engine::Config& config) {
     options.block_unit_bytes = *config.strata.unit_size;
   }
   if (config.zero.stage == 3) {
+    options.one_by_one = config.zero.allgather_sequential;
+    if (config.strata.unit_size) {
+      options.small_bytes = std::min(options.small_bytes, *config.strata.unit_size);
+    }
     options.persistence_threshold = config.zero.param_persistence_threshold;
     options.persistence_total = config.zero.model_persistence_threshold;
   }

@@ -109,6 +109,19 @@ TEST(Config, CutsFractionsOfElements) {
   EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
 }
 
+TEST(Config, OneParameterAtATimeKeepsNoMoreThanIsFetchedAhead) {
+  const ZeroConfig zero =
+      parsed(R"({"zero_optimization": {"stage": 3, "stage3_allgather_sequential": true,
+                                       "stage3_prefetch_bucket_size": 1000}})")
+          .zero;
+  EXPECT_TRUE(zero.allgather_sequential);
+  EXPECT_EQ(zero.max_live_parameters, Numel(1000));
+  EXPECT_EQ(parsed(R"({"zero_optimization": {"stage3_allgather_sequential": true,
+                                             "stage3_max_live_parameters": 5000}})")
+                .zero.max_live_parameters,
+            Numel(5000));
+}
+
 TEST(Config, TakesInfinityWhereItMakesSense) {
   EXPECT_FALSE(parsed(R"({"steps_per_print": Infinity})").steps_per_print.has_value());
   EXPECT_EQ(parsed(R"({"steps_per_print": 10})").steps_per_print, 10);

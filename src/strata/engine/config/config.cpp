@@ -37,17 +37,24 @@ DType dtype_or_fp32(const Settings& s, std::string_view path) {
   return *dtype;
 }
 
+constexpr Numel kMaxLiveParameters(1'000'000'000);
+
 ZeroConfig read_zero(const Settings& s) {
   const auto numel = [&s](const char* name) {
     return Numel(s.integer(join_path("zero_optimization", name)));
   };
+  const bool sequential = s.flag("zero_optimization.stage3_allgather_sequential");
+  const auto max_live = s.maybe<std::int64_t>("zero_optimization.stage3_max_live_parameters");
   return {
       .stage = static_cast<int>(s.integer("zero_optimization.stage")),
       .reduce_bucket_size = numel("reduce_bucket_size"),
       .prefetch_bucket_size = numel("stage3_prefetch_bucket_size"),
       .param_persistence_threshold = numel("stage3_param_persistence_threshold"),
       .model_persistence_threshold = numel("stage3_model_persistence_threshold"),
-      .max_live_parameters = numel("stage3_max_live_parameters"),
+      .max_live_parameters = max_live     ? Numel(*max_live)
+                             : sequential ? numel("stage3_prefetch_bucket_size")
+                                          : kMaxLiveParameters,
+      .allgather_sequential = sequential,
       .gather_16bit_weights_on_model_save =
           s.flag("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
       .ignore_unused_parameters = s.flag("zero_optimization.ignore_unused_parameters"),
