@@ -35,8 +35,7 @@ BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat,
   return operation;
 }
 
-BulkOperation describe_reduction(const Reduction& reduction, int world_size,
-                                 std::string_view tag) {
+BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag) {
   const auto numel = static_cast<std::int64_t>(reduction.result.size());
   BulkOperation operation;
   operation.what =
@@ -57,10 +56,10 @@ std::string describe_broadcast(Bytes bytes, int root, int world_size) {
   return fmt::format("broadcast of {} bytes from rank {}", bytes.value, root);
 }
 
-std::string different_operations(const std::vector<std::string>& whats) {
+std::string different_operations(const std::vector<std::string>& whats, RankNames names) {
   std::string message = "the ranks do different things at the same time:";
   for (std::size_t r = 0; r < whats.size(); ++r)
-    message += fmt::format(" rank {}: {};", r, whats[r]);
+    message += fmt::format(" rank {}: {};", names.of(static_cast<int>(r)), whats[r]);
   return message + " every rank must use the same units in the same order";
 }
 

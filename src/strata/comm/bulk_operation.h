@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
+#include "strata/comm/comm_options.h"
 
 namespace strata::comm {
 
@@ -19,11 +20,10 @@ struct BulkOperation {
 
 BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
                               int world_size, std::string_view tag);
-BulkOperation describe_reduction(const Reduction& reduction, int world_size,
-                                 std::string_view tag);
+BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
 // The error of ranks that met in different operations; `whats` by rank.
-std::string different_operations(const std::vector<std::string>& whats);
+std::string different_operations(const std::vector<std::string>& whats, RankNames names = {});
 
 }  // namespace strata::comm

@@ -1,8 +1,8 @@
 // Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are
 // threads of one process), shm_collectives (processes of one host that pull from each other's
-// memory), peer_collectives (devices of one host that do), and, above the torch line,
-// c10d_collectives (gloo) and device_collectives (NCCL for the bulk of device memory, one of the
-// others for the rest).
+// memory), peer_collectives (devices of one host that do), grouped_collectives (made of two others:
+// inside shard groups, and across them), and, above the torch line, c10d_collectives (gloo) and
+// device_collectives (NCCL for the bulk of device memory, one of the others for the rest).
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
@@ -19,6 +19,12 @@
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
 // barrier.
+//
+// Shard groups. Things may be sharded inside groups of consecutive ranks, shard_place().count each,
+// and held alike by every group (grouped_collectives). Then slices, gathers and "my slice" are
+// those of this rank's group, and a reduction still adds up the contributions of all ranks of the
+// world; ranks that hold the same slice, its replicas, get the same bits. rank() and world_size(),
+// roots, texts and errors are those of the world, always.
 //
 // Device memory: an operation runs after what the device's compute stream held when it was started,
 // and wait() makes that stream wait, not the host; "complete" below means so. A reduction may use
@@ -59,9 +65,17 @@ class SharedBuffer {
   virtual void back(Bytes /*bytes*/) {}
 };
 
-// Where each rank keeps its slice of one thing: rank r's slice is at first_offset + r * stride of
-// r's own SharedBuffer with the name of `buffer`, and is slice_bytes long. A sharded thing has
-// stride 0; a thing that every rank holds whole has stride slice_bytes.
+// Where this rank stands among those that one thing is sharded over, its shard group.
+struct ShardPlace {
+  int index = 0;   // of this rank's slice
+  int count = 1;   // slices of a thing, ranks of a group
+  int group = 0;   // that this rank belongs to
+  int groups = 1;  // each of them holds everything
+};
+
+// Where each rank keeps its slice of one thing: rank r's slice (r counts in the shard group) is at
+// first_offset + r * stride of r's own SharedBuffer with the name of `buffer`, and is slice_bytes
+// long. A sharded thing has stride 0; a thing that every rank holds whole has stride slice_bytes.
 struct SliceMap {
   const SharedBuffer* buffer = nullptr;
   Bytes first_offset;
@@ -69,9 +83,16 @@ struct SliceMap {
   Bytes slice_bytes;
 };
 
+// What a reduction adds up where there are several shard groups. Over a single one all are equal.
+enum class Replicas {
+  kSum,     // the contributions of all ranks
+  kLater,   // those of this rank's group: the result is a part of what a later kSumAll makes whole
+  kSumAll,  // those of all ranks, and the parts that their results hold: needs `accumulate`
+};
+
 // What one rank contributes to, and takes from, a reduce_scatter.
 struct Reduction {
-  const SharedBuffer* source = nullptr;  // this rank's whole contribution: world_size slices
+  const SharedBuffer* source = nullptr;  // this rank's whole contribution: a slice a rank
   Bytes source_offset;
   DType dtype = DType::kFloat32;  // of the source
   std::span<float> result;        // [slice_numel] fp32, this rank's slice
@@ -79,6 +100,7 @@ struct Reduction {
   bool accumulate = false;        // result += scale * sum
   // The contribution is complete after what this stream holds; null: the compute stream.
   device::Stream* writer = nullptr;
+  Replicas replicas = Replicas::kSum;
 };
 
 // Points of an operation by the device's clock. `begin` and `end`: when its bytes moved. Of a
@@ -97,6 +119,10 @@ class Work {
   virtual ~Work() = default;
   virtual bool done() = 0;
   virtual void wait() = 0;
+  // Returns when what the operation reads may be changed again; its result may come later. Where
+  // there are several shard groups, ranks wait() for reductions at the same points between their
+  // other operations, since another one across groups begins there; they may come here at any time.
+  virtual void wait_for_readers() { wait(); }
   // Of an operation that was started with record_times(true), where it runs on streams of its own.
   virtual WorkTimes times() const { return {}; }
 };
@@ -110,6 +136,7 @@ class Collectives {
   virtual std::string_view name() const = 0;  // "local", "shm", "gloo", "nccl"
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
+  virtual ShardPlace shard_place() const { return {rank(), world_size(), 0, 1}; }
   virtual bool one_sided() const = 0;
 
   // Local, not a collective; peers find the buffer by its name when they first read it. `name` is
@@ -121,7 +148,7 @@ class Collectives {
     return allocate(std::move(name), bytes);
   }
 
-  // flat = slice of rank 0, slice of rank 1, ...: world_size * slice_bytes. My own slice may
+  // flat = slice of rank 0, slice of rank 1, ...: shard count * slice_bytes. My own slice may
   // already lie at its place in `flat` (gather in place). `tag` names the thing in errors.
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
@@ -146,6 +173,8 @@ class Collectives {
   virtual std::vector<std::string> all_gather_text(const std::string& text) = 0;
 
   virtual void barrier() = 0;
+  // Of this rank's shard group alone: enough before slices that have changed are gathered.
+  virtual void group_barrier() { barrier(); }
 
   // Makes this rank's failure known: peers' pending and later calls throw CommError that names this
   // rank and `reason`. Local, never blocks, may be called from a destructor.

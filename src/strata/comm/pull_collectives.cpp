@@ -179,8 +179,8 @@ void PullCollectives::pull_slice(int from, const SliceMap& slices, std::span<std
     const std::string message = fmt::format(
         "all_gather of '{}': the slice of rank {} lies outside its buffer '{}'; every rank must "
         "allocate it for the same layout (offset {}, slice of {} B, buffer of {} B)",
-        tag, from, slices.buffer->name(), offset.value, slices.slice_bytes.value,
-        view.bytes.size());
+        tag, core_->link.name_of(from), slices.buffer->name(), offset.value,
+        slices.slice_bytes.value, view.bytes.size());
     if (from == rank()) throw UsageError(message);
     core_->link.fail(message);
   }
@@ -210,7 +210,7 @@ BufferView PullCollectives::wait_for_buffer(int from, const SharedBuffer& mine,
         },
         [&] {
           return fmt::format("buffer '{}' of rank {} to be allocated (all_gather of '{}')",
-                             mine.name(), from, tag);
+                             mine.name(), core_->link.name_of(from), tag);
         });
   }
   return *std::move(view);

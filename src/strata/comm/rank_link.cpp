@@ -32,7 +32,8 @@ RankLink::RankLink(std::unique_ptr<PeerMemory> memory, const CommOptions& option
       world_size_(memory_->world_size()),
       timeout_(options.timeout),
       // With more ranks than cores, a spinning rank holds up the one it waits for.
-      spins_(world_size_ <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0) {}
+      spins_(world_size_ <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
+      names_(options.names) {}
 
 void RankLink::set_activity(std::string_view text) noexcept {
   own().activity.store(text);
@@ -85,9 +86,9 @@ void RankLink::check_agreement(std::uint64_t number) {
     const auto group =
         std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == text; });
     if (group != groups.end()) {
-      group->second.push_back(r);
+      group->second.push_back(name_of(r));
     } else {
-      groups.push_back({text, {r}});
+      groups.push_back({text, {name_of(r)}});
     }
   }
   std::vector<std::string> parts;
@@ -118,7 +119,7 @@ void RankLink::wait_until(const Missing& missing, const std::function<std::strin
       // What a rank did before its end counts, and may be all that was missing.
       if (missing() == kNobody) return;
       if (!stopped.empty()) fail_quietly(std::move(stopped));
-      fail(fmt::format("{} while rank {} waited for {}", gone, rank_, what()));
+      fail(fmt::format("{} while rank {} waited for {}", gone, name_of(rank_), what()));
     }
     if (now - start >= timeout_) fail_by_timeout(rank, what());
     bell.wait(heard, std::min(kLivenessPeriod, timeout_), spins_);
@@ -135,7 +136,7 @@ std::string RankLink::stopped_peer() {
   for (int r = 0; r < world_size_; ++r) {
     const ControlBlock& block = memory_->control(r);
     if (r == rank_ || block.stopped.load(std::memory_order_acquire) == 0) continue;
-    return fmt::format("rank {} stopped: {}", r, block.reason.data());
+    return fmt::format("rank {} stopped: {}", name_of(r), block.reason.data());
   }
   return {};
 }
@@ -144,11 +145,11 @@ std::string RankLink::gone_peer(bool ask_system) {
   for (int r = 0; r < world_size_; ++r) {
     if (r == rank_) continue;
     if (memory_->control(r).left.load(std::memory_order_acquire) != 0) {
-      return fmt::format("rank {} has left (its collectives were destroyed)", r);
+      return fmt::format("rank {} has left (its collectives were destroyed)", name_of(r));
     }
     if (!ask_system) continue;
     const std::string why = memory_->why_gone(r);
-    if (!why.empty()) return fmt::format("rank {} is gone ({})", r, why);
+    if (!why.empty()) return fmt::format("rank {} is gone ({})", name_of(r), why);
   }
   return {};
 }
@@ -162,8 +163,8 @@ void RankLink::fail_by_timeout(int missing, const std::string& what) {
       "for "
       "another order of calls, or raise the timeout (rank {} has started {} operations, its last "
       "call: {}; timeout {} s)",
-      rank_, what, missing, missing, published, activity.empty() ? "none" : activity,
-      std::chrono::duration<double>(timeout_).count()));
+      name_of(rank_), what, name_of(missing), name_of(missing), published,
+      activity.empty() ? "none" : activity, std::chrono::duration<double>(timeout_).count()));
 }
 
 void RankLink::ring_peers() noexcept {
@@ -194,7 +195,7 @@ void RankLink::fail_quietly(std::string message) {
 void RankLink::abort(std::string_view reason) noexcept {
   stop(reason);
   try {
-    if (!broken()) broken_ = fmt::format("rank {} was stopped: {}", rank_, reason);
+    if (!broken()) broken_ = fmt::format("rank {} was stopped: {}", name_of(rank_), reason);
   } catch (const std::exception&) {  // no memory for the text
     broken_ = "stopped";
   }

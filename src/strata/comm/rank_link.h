@@ -30,6 +30,8 @@ class RankLink {
   PeerMemory& memory() { return *memory_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  // What a rank is called in errors.
+  int name_of(int rank) const { return names_.of(rank); }
   // Does some of the work that was put off and returns true, or false when nothing can be done now.
   void set_progress(std::function<bool()> progress) { progress_ = std::move(progress); }
 
@@ -73,6 +75,7 @@ class RankLink {
   int world_size_;
   std::chrono::milliseconds timeout_;
   int spins_;
+  RankNames names_;
   std::uint64_t next_ = 0;
   std::function<bool()> progress_;
   std::string broken_;  // the error's message, empty while all is well

@@ -77,7 +77,8 @@ bool ReductionQueue::pull_next() {
   } catch (const CommError&) {
     throw;
   } catch (const std::exception& error) {  // peers wait for this rank's part and must not hang
-    link_.fail(fmt::format("reduce_scatter failed on rank {}: {}", link_.rank(), error.what()));
+    link_.fail(fmt::format("reduce_scatter failed on rank {}: {}", link_.name_of(link_.rank()),
+                           error.what()));
   }
   pending_.pop_front();
   link_.finish(next.number);
@@ -108,7 +109,7 @@ BufferView ReductionQueue::source_of(int rank, const Pending& pending) {
     link_.fail(
         fmt::format("rank {} freed the source buffer of an operation that is not complete: "
                     "wait() for it first (operation {}: {})",
-                    rank, pending.number, describe(entry)));
+                    link_.name_of(rank), pending.number, describe(entry)));
   }
   const Bytes end =
       Bytes(entry.buffer_offset) + slice_bytes(pending.reduction) * link_.world_size();

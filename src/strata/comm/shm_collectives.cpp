@@ -16,13 +16,13 @@ namespace {
 class ShmPeerMemory final : public PeerMemory {
  public:
   ShmPeerMemory(int rank, std::shared_ptr<SharedSegment> segment,
-                const std::vector<std::string>& addresses)
+                const std::vector<std::string>& addresses, RankNames names)
       : rank_(rank), segment_(std::move(segment)) {
     for (std::size_t r = 0; r < addresses.size(); ++r) {
       const int peer = static_cast<int>(r);
       peers_.push_back(peer == rank ? nullptr
                                     : std::make_unique<PeerProcess>(
-                                          peer, SegmentAddress::from_text(addresses[r])));
+                                          names.of(peer), SegmentAddress::from_text(addresses[r])));
     }
   }
 
@@ -55,11 +55,12 @@ class ShmPeerMemory final : public PeerMemory {
 };
 
 // A rank that fails takes part in the exchanges all the same, so that every rank gets the error.
-void agree_that_all_succeeded(Bootstrap& bootstrap, const std::string& error) {
+void agree_that_all_succeeded(Bootstrap& bootstrap, const std::string& error, RankNames names) {
   const std::vector<std::string> errors = bootstrap.exchange(error);
   for (std::size_t r = 0; r < errors.size(); ++r) {
     if (!errors[r].empty()) {
-      throw CommError(fmt::format("rank {} cannot join through shared memory: {}", r, errors[r]));
+      throw CommError(fmt::format("rank {} cannot join through shared memory: {}",
+                                  names.of(static_cast<int>(r)), errors[r]));
     }
   }
 }
@@ -81,12 +82,13 @@ std::unique_ptr<Collectives> make_shm_collectives(Bootstrap& bootstrap,
   const std::vector<std::string> addresses = bootstrap.exchange(address);
   if (error.empty()) {
     try {
-      memory = std::make_unique<ShmPeerMemory>(bootstrap.rank(), std::move(segment), addresses);
+      memory = std::make_unique<ShmPeerMemory>(bootstrap.rank(), std::move(segment), addresses,
+                                               options.names);
     } catch (const Error& caught) {
       error = caught.what();
     }
   }
-  agree_that_all_succeeded(bootstrap, error);
+  agree_that_all_succeeded(bootstrap, error, options.names);
   return make_pull_collectives(std::move(memory), options);
 }
 

@@ -78,7 +78,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                      : Bytes()}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_)),
-      shards_(weights_, reducer_.shards(), collectives_->rank()),
+      shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }
@@ -139,7 +139,7 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
   }
   recorder_.begin_phase(Activity::kBackwardPass);
   reducer_.begin_backward(boundary || (synchronise && !options_.reduce_at_boundary),
-                          gatherer_.order().first_uses());
+                          gatherer_.order().first_uses(), boundary);
   in_backward_ = true;
 }
 
@@ -222,12 +222,15 @@ Engine::Finding Engine::measure_gradients(double loss_scale) {
     }
     // The one all-reduce of a step. It also is the synchronisation before the shards change:
     // whoever takes part has finished its gathers.
+    // Every group has all shards: those of the first one count.
+    if (collectives_->shard_place().group > 0) sum = 0.0;
     std::vector<double> values{sum, not_finite,
                                with_late ? static_cast<double>(reducer_.late_units().size()) : 0.0,
                                reducer_.unused_param() >= 0 ? 1.0 : 0.0};
     collectives_->all_reduce(values, comm::ReduceOp::kSum);
     return values;
   };
+  reducer_.complete_groups();
   std::vector<double> values = measure(true);
   if (values[3] > 0.0 && !options_.allow_unused) report_unused();
   if (values[2] > 0.0) {
@@ -279,12 +282,12 @@ void Engine::report_not_finite() {
 }
 
 void Engine::update_weights(std::span<const GroupScalars> groups, float gradient_scale) {
-  if (device_->runs_ahead() && collectives_->world_size() > 1) {
+  if (device_->runs_ahead() && collectives_->shard_place().count > 1) {
     update_and_fetch(groups, gradient_scale);
     return;
   }
   run_recorded(*optimizer_, recorder_, groups, gradient_scale, {}, [](int /*unit*/) {});
-  collectives_->barrier();  // every shard is new before anybody gathers
+  collectives_->group_barrier();  // every shard is new before anybody gathers
   gatherer_.refresh_whole(Changed::kTrainable);
 }
 
@@ -296,7 +299,7 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
   std::vector<int> ready;
   Bytes ready_bytes;
   const auto fetch = [&] {
-    collectives_->barrier();
+    collectives_->group_barrier();
     gatherer_.fetch_first(std::exchange(ready, {}));
     ready_bytes = Bytes();
   };
@@ -310,7 +313,7 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
   run_recorded(*optimizer_, recorder_, groups, gradient_scale, first, updated);
   // What stays whole is waited for below: beside the update, which needs the memory's whole speed,
   // both would take longer than one after the other.
-  collectives_->barrier();
+  collectives_->group_barrier();
   gatherer_.refresh_whole(Changed::kTrainable);
 }
 

@@ -91,7 +91,7 @@ class Engine {
   // Of the last step; nullopt before the first is over. `wait`: for the device to finish that step;
   // else of the last one that it has finished.
   std::optional<StepReport> step_report(bool wait = true) {
-    return make_step_report(recorder_, wait, collectives_->world_size());
+    return make_step_report(recorder_, wait, collectives_->shard_place().count);
   }
   const StepTrace& trace() const { return trace_; }
   // Writes the timeline of a run that is over before its last step. Not a collective.

@@ -293,7 +293,7 @@ std::vector<int> Gatherer::first_needed() const {
 }
 
 void Gatherer::fetch_first(std::span<const int> units) {
-  if (collectives_.world_size() == 1) return;
+  if (collectives_.shard_place().count == 1) return;
   for (const int index : units) {
     const Unit& u = unit(index);
     if (u.whole) {

@@ -17,7 +17,10 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       buffers_(options.name, collectives, device.ledger()),
       shards_(units, device, options.accumulation_dtype),
       progress_(units.size()),
-      writes_(device.runs_ahead() ? device.create_stream() : nullptr) {
+      writes_(device.runs_ahead() ? device.create_stream() : nullptr),
+      adds_up_later_(collectives.shard_place().groups > 1 &&
+                     options.accumulation_dtype == DType::kFloat32),
+      of_group_(units.size()) {
   for (const Unit& unit : units_) {
     const std::size_t slots = unit.trainable() ? unit.layout.slots().size() : 0;
     Progress& p = progress(unit.id);
@@ -82,8 +85,9 @@ void Reducer::keep_for_later_passes() {
   kept_ = true;
 }
 
-void Reducer::begin_backward(bool reduce, std::span<const int> first_uses) {
+void Reducer::begin_backward(bool reduce, std::span<const int> first_uses, bool last) {
   reducing_ = reduce;
+  last_ = last;
   if (!reduce) keep_for_later_passes();
   next_ = 0;
   waiting_bytes_ = Bytes();
@@ -124,7 +128,7 @@ void Reducer::open(int unit) {
   const DType dtype = buffer_dtype(unit);
   const Bytes wanted = buffer_bytes(unit);
   // Here, and not where a reduction starts: until another buffer is needed it may take its time.
-  finish_reductions(std::max(options_.max_reducing - wanted, Bytes()));
+  free_buffers(std::max(options_.max_reducing - wanted, Bytes()));
   p.buffer = buffers_.take(wanted);
   writes_follow_compute();
   std::fill(p.written.begin(), p.written.end(), false);
@@ -209,6 +213,7 @@ void Reducer::start_reduction(int unit) {
   reduction.dtype = dtype;
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
+  reduction.replicas = replicas_of(unit);
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   reduction.writer = writes_.get();
@@ -221,16 +226,41 @@ void Reducer::start_reduction(int unit) {
   pending_.push_back({unit, std::move(p.buffer), std::move(work), std::move(recording)});
 }
 
-void Reducer::finish_reductions(Bytes at_most) {
-  while (!pending_.empty() && pending_bytes_ > at_most) {
-    Pending& oldest = pending_.front();
-    recorder_.measure(Activity::kReduceWait, oldest.unit, [&] { oldest.work->wait(); });
-    recorder_.end(oldest.recording);
-    shards_.settle(oldest.unit);
-    pending_bytes_ -= Bytes(oldest.buffer->memory->local().size());
-    buffers_.give_back(std::move(oldest.buffer));
+// Depends on the passes alone, so that it is the same on every rank.
+comm::Replicas Reducer::replicas_of(int unit) {
+  if (!adds_up_later_) return comm::Replicas::kSum;
+  const auto index = static_cast<std::size_t>(unit);
+  const bool of_group = of_group_[index];
+  of_group_[index] = !last_;
+  if (!last_) return comm::Replicas::kLater;
+  return of_group ? comm::Replicas::kSumAll : comm::Replicas::kSum;
+}
+
+void Reducer::free_buffers(Bytes at_most) {
+  for (Pending& pending : pending_) {
+    if (pending_bytes_ <= at_most) break;
+    if (pending.buffer == nullptr) continue;
+    recorder_.measure(Activity::kReduceWait, pending.unit,
+                      [&] { pending.work->wait_for_readers(); });
+    pending_bytes_ -= Bytes(pending.buffer->memory->local().size());
+    buffers_.give_back(std::move(pending.buffer));
+  }
+  while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done()) {
+    settle(pending_.front());
     pending_.pop_front();
   }
+}
+
+void Reducer::settle(Pending& pending) {
+  recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
+  recorder_.end(pending.recording);
+  shards_.settle(pending.unit);
+}
+
+void Reducer::finish_reductions() {
+  free_buffers(Bytes());
+  for (Pending& pending : pending_) settle(pending);
+  pending_.clear();
 }
 
 void Reducer::end_backward() {
@@ -239,7 +269,7 @@ void Reducer::end_backward() {
     return;
   }
   while (next_ < order_.size()) start_reduction(order_[next_++]);
-  finish_reductions(Bytes());
+  finish_reductions();
   compute_follows_writes();
   buffers_.end_pass();
   kept_ = false;
@@ -276,6 +306,7 @@ void Reducer::drop_gradients() {
   compute_follows_writes();
   for (Progress& p : progress_) buffers_.give_back(std::move(p.buffer));
   shards_.clear();
+  of_group_.assign(units_.size(), false);
 }
 
 std::vector<int> Reducer::late_units() const {
@@ -288,7 +319,16 @@ std::vector<int> Reducer::late_units() const {
 
 void Reducer::reduce_late(std::span<const int> units) {
   for (const int unit : units) start_reduction(unit);
-  finish_reductions(Bytes());
+  finish_reductions();
+}
+
+void Reducer::complete_groups() {
+  last_ = true;
+  std::vector<int> units;
+  for (const int unit : order_) {
+    if (of_group_[static_cast<std::size_t>(unit)]) units.push_back(unit);
+  }
+  if (!units.empty()) reduce_late(units);
 }
 
 }  // namespace strata::engine

@@ -13,6 +13,9 @@
 // zeroes. Others do not wait for it with more than `max_reducing` bytes and a unit: then the unit
 // in front is reduced as it is.
 //
+// Where there are several shard groups, micro-steps are added up inside each, and over the groups
+// in the last one of a step.
+//
 // On a device that runs ahead, gradients are written to their buffers beside the model's kernels,
 // on a stream of the reducer's own; a few are kept alive until that is done.
 //
@@ -52,8 +55,8 @@ class Reducer {
 
   // A backward pass starts. `reduce`: its gradients are reduced now (else they wait, whole, for a
   // later pass). `first_uses`: the units in the order in which forward first used them; taken as
-  // the reduction order, reversed, the first time (rank 0's counts).
-  void begin_backward(bool reduce, std::span<const int> first_uses);
+  // the reduction order, reversed, the first time (rank 0's counts). `last`: the step follows.
+  void begin_backward(bool reduce, std::span<const int> first_uses, bool last = true);
   // One gradient of one parameter: contiguous, the parameter's number of elements. `keep`: what
   // owns it; null: it is read in the order of the compute stream, before this returns.
   void add(int unit, int slot, const std::byte* gradient, DType dtype,
@@ -74,12 +77,15 @@ class Reducer {
   // Collective: reduces the given units once more; ranks without late gradients contribute zeroes.
   void reduce_late(std::span<const int> units);
 
+  // Collective, before a step: adds up over the groups what no last pass did.
+  void complete_groups();
+
   GradientShards& shards() { return shards_; }
 
  private:
   struct Pending {
     int unit = -1;
-    GradientBuffers::Buffer buffer;
+    GradientBuffers::Buffer buffer;  // null: given back, while the result is on its way
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
   };
@@ -103,7 +109,11 @@ class Reducer {
   void let_go(Bytes most);
   void try_reduce();
   void start_reduction(int unit);
-  void finish_reductions(Bytes at_most);
+  comm::Replicas replicas_of(int unit);
+  // Until buffers under reduction hold no more than this; and with what has become complete.
+  void free_buffers(Bytes at_most);
+  void settle(Pending& pending);
+  void finish_reductions();
   void agree_on_order(std::vector<int> order);
   void learn();
   Bytes buffer_bytes(int unit) const {
@@ -134,8 +144,11 @@ class Reducer {
   Bytes pending_bytes_;
   Bytes waiting_bytes_;  // of complete units that are not reduced yet, in this pass
   Bytes waiting_max_;
-  bool reducing_ = false;  // this pass reduces
-  bool kept_ = false;      // gradients of earlier passes are in the buffers, on some rank at least
+  bool reducing_ = false;       // this pass reduces
+  bool last_ = true;            // and the step follows
+  bool adds_up_later_;          // over several groups, in the last pass of a step
+  std::vector<bool> of_group_;  // by unit: its shard holds what no other group has added to
+  bool kept_ = false;  // gradients of earlier passes are in the buffers, on some rank at least
   int unused_param_ = -1;
   int passes_ = 0;  // passes that reduced
 };

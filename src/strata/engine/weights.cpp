@@ -32,10 +32,10 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
-      rank_(collectives.rank()),
+      rank_(collectives.shard_place().index),
       device_(device),
       states_(states) {
-  const int world = collectives.world_size();
+  const int world = collectives.shard_place().count;
   Bytes total;
   std::vector<Bytes> offsets;
   for (const plan::UnitSpec& spec : plan.units) {

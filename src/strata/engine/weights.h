@@ -80,7 +80,7 @@ class Weights {
   std::vector<int> unit_of_param_;
   std::vector<int> slot_of_param_;
   std::vector<Unit> units_;
-  int rank_;
+  int rank_;  // among those that the weights are sharded over
   device::Device& device_;
   offload::StateStore& states_;
   std::unique_ptr<comm::SharedBuffer> memory_;

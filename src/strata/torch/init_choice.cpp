@@ -72,6 +72,7 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
                              const plan::ModelPlan& plan, const engine::Config& config,
                              engine::UpdateRule rule, const ModelRuntime& runtime) {
   const int world = runtime.collectives->world_size();
+  const int shards = runtime.collectives->shard_place().count;
   std::vector<plan::InitFacts> by_rank;
   for (const std::string& text :
        runtime.collectives->all_gather_text(text_of(facts_of(input, runtime)))) {
@@ -82,12 +83,15 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
     return plan::init_demand(specs, plan, with_stage, ranks, states_of(rule));
   };
   std::vector<plan::InitAlternative> alternatives;
-  if (stage < 3 && world > 1) alternatives.push_back({"stage 3", demand(3, world).total()});
+  if (stage < 3 && shards > 1) alternatives.push_back({"stage 3", demand(3, shards).total()});
   for (const int more : {2, 4, 8, 16}) {
-    alternatives.push_back(
-        {fmt::format("{} ranks at stage 3", world * more), demand(3, world * more).total()});
+    const int wanted = shards * more;
+    alternatives.push_back({shards < world && wanted <= world
+                                ? fmt::format("groups of {} ranks (mics_shard_size)", wanted)
+                                : fmt::format("{} ranks at stage 3", wanted),
+                            demand(3, wanted).total()});
   }
-  return plan::choose_init(demand(stage, world), by_rank,
+  return plan::choose_init(demand(stage, shards), by_rank,
                            plan::init_tier_from(config.strata.init_tier), alternatives);
 }
 

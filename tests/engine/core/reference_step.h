@@ -1,6 +1,7 @@
-// The whole training step, plainly: every rank's gradients whole, summed in the order of ranks,
-// accumulated in fp32, one Adam over whole parameters with the reference kernels. What the engine
-// computes in shards must have the same bits. Not for several threads.
+// The whole training step, plainly: every rank's gradients whole, summed in the order of ranks (of
+// each shard group, then, at the step, of the groups), accumulated in fp32, one Adam over whole
+// parameters with the reference kernels. What the engine computes in shards must have the same
+// bits. Not for several threads.
 #pragma once
 
 #include <cmath>
@@ -21,12 +22,18 @@ struct ReferenceOptions {
   bool sum = false;
   double clipping = 0.0;
   bool decoupled = true;
+  int group_size = 0;  // ranks of a shard group; 0: all
 };
 
 class ReferenceStep {
  public:
   ReferenceStep(const FakeModel& model, int world, const ReferenceOptions& options)
-      : model_(model), world_(world), options_(options) {
+      : model_(model),
+        world_(world),
+        shards_(options.group_size > 0 ? options.group_size : world),
+        options_(options),
+        of_group_(static_cast<std::size_t>(world / shards_),
+                  std::vector<Values>(model.params.size())) {
     for (int p = 0; p < model.count(); ++p) {
       const DType dtype = spec(p).dtype;
       masters_.push_back(model.initial(p));
@@ -50,6 +57,7 @@ class ReferenceStep {
 
   // Returns the norm; updates unless it is not finite.
   double step(std::span<const GroupScalars> groups, double loss_scale) {
+    add_up_groups();
     const double norm = gradient_norm() / loss_scale;
     if (std::isfinite(norm)) {
       double scale = 1.0 / loss_scale;
@@ -59,13 +67,13 @@ class ReferenceStep {
         if (spec(p).trainable) update(p, groups, static_cast<float>(scale));
       }
     }
-    for (Values& values : accumulated_) values.clear();
+    forget_accumulated();
     return norm;
   }
 
   // Drops what was added since the last step.
   void forget() {
-    for (Values& values : accumulated_) values.clear();
+    forget_accumulated();
     forget_kept();
   }
 
@@ -80,6 +88,13 @@ class ReferenceStep {
   void forget_kept() {
     kept_.assign(static_cast<std::size_t>(world_),
                  std::vector<std::vector<std::byte>>(masters_.size()));
+  }
+
+  void forget_accumulated() {
+    for (Values& values : accumulated_) values.clear();
+    for (auto& group : of_group_) {
+      for (Values& values : group) values.clear();
+    }
   }
 
   void keep(std::vector<std::byte>& kept, const Values& gradient, DType dtype) const {
@@ -98,28 +113,44 @@ class ReferenceStep {
     const float scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(world_);
     for (std::size_t p = 0; p < masters_.size(); ++p) {
       if (!spec(p).trainable) continue;
-      std::vector<const std::byte*> sources;
-      for (auto& rank : kept_) {
-        rank[p].resize(bytes_of(spec(p).numel(), options_.reduce_dtype).size());  // zeroes if none
-        sources.push_back(rank[p].data());
+      for (std::size_t group = 0; group < of_group_.size(); ++group) {
+        std::vector<const std::byte*> sources;
+        for (int i = 0; i < shards_; ++i) {
+          auto& kept =
+              kept_[group * static_cast<std::size_t>(shards_) + static_cast<std::size_t>(i)];
+          kept[p].resize(
+              bytes_of(spec(p).numel(), options_.reduce_dtype).size());  // zeroes if none
+          sources.push_back(kept[p].data());
+        }
+        Values& sum = of_group_[group][p];
+        const bool filled = !sum.empty();
+        sum.resize(masters_[p].size());
+        kernels::sum_in_order_reference(sum, sources, options_.reduce_dtype, scale, filled);
       }
-      const bool filled = !accumulated_[p].empty();
-      accumulated_[p].resize(masters_[p].size());
-      kernels::sum_in_order_reference(accumulated_[p], sources, options_.reduce_dtype, scale,
-                                      filled);
     }
     forget_kept();
+  }
+
+  void add_up_groups() {
+    for (std::size_t p = 0; p < masters_.size(); ++p) {
+      if (!spec(p).trainable) continue;
+      accumulated_[p] = of_group_.front()[p];
+      for (std::size_t group = 1; group < of_group_.size(); ++group) {
+        for (std::size_t i = 0; i < accumulated_[p].size(); ++i)
+          accumulated_[p][i] += of_group_[group][p][i];
+      }
+    }
   }
 
   // Sums over each rank's shards, then over ranks, as the shards lie.
   double gradient_norm() const {
     double total = 0.0;
     bool finite = true;
-    for (int rank = 0; rank < world_; ++rank) {
+    for (int rank = 0; rank < shards_; ++rank) {
       double sum = 0.0;
       for (const plan::UnitSpec& unit : model_.plan.units) {
         if (!unit.trainable) continue;
-        const plan::FlatLayout layout(model_.params, unit.params, unit.dtype, world_);
+        const plan::FlatLayout layout(model_.params, unit.params, unit.dtype, shards_);
         Values flat(layout.padded().size());
         for (const plan::Slot& slot : layout.slots()) {
           const Values& values = accumulated_[static_cast<std::size_t>(slot.param)];
@@ -159,12 +190,14 @@ class ReferenceStep {
 
   const FakeModel& model_;
   int world_;
+  int shards_;
   ReferenceOptions options_;
   std::vector<Values> masters_;
   std::vector<std::vector<std::byte>> weights_;  // in their own dtype
   std::vector<Values> exp_avg_;
   std::vector<Values> exp_avg_sq_;
-  std::vector<Values> accumulated_;                        // reduced, of this step
+  std::vector<Values> accumulated_;            // reduced, of this step
+  std::vector<std::vector<Values>> of_group_;  // by shard group and parameter: what it has reduced
   std::vector<std::vector<std::vector<std::byte>>> kept_;  // by rank and parameter
   std::int64_t steps_ = 0;
 };

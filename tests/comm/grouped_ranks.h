@@ -1,0 +1,49 @@
+// Ranks as threads in shard groups: every rank's GroupedCollectives, of two LocalGroups' or of what
+// the caller makes of them.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+
+#include "strata/comm/grouped_collectives.h"
+#include "strata/comm/local_collectives.h"
+#include "strata/device/cpu_device.h"
+
+namespace strata::comm::conformance {
+
+class GroupedRanks {
+ public:
+  GroupedRanks(int world_size, int group_size, CommOptions options = {})
+      : groups_{group_size, world_size / group_size} {
+    for (int group = 0; group < groups_.count; ++group) {
+      options.names = groups_.inside_of(group * groups_.size);
+      inside_.emplace_back(groups_.size, options);
+    }
+    for (int index = 0; index < groups_.size; ++index) {
+      options.names = groups_.across_of(index);
+      across_.emplace_back(groups_.count, options);
+    }
+  }
+
+  using Change = std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>)>;
+  // What stands between a rank and its replicas.
+  void set_network(Change change) { network_ = std::move(change); }
+
+  std::unique_ptr<Collectives> rank(int rank) {
+    const int index = groups_.index_of(rank);
+    const int group = groups_.group_of(rank);
+    auto across = across_[static_cast<std::size_t>(index)].rank(group);
+    if (network_) across = network_(std::move(across));
+    return make_grouped_collectives(inside_[static_cast<std::size_t>(group)].rank(index),
+                                    std::move(across), std::make_shared<device::CpuDevice>());
+  }
+
+ private:
+  ShardGroups groups_;
+  std::deque<LocalGroup> inside_;
+  std::deque<LocalGroup> across_;
+  Change network_;
+};
+
+}  // namespace strata::comm::conformance
