@@ -73,9 +73,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
-                 options.fetches_scopes
-                     ? largest_scope(plan.scopes, weights_.units(), ScopeUnits::kSharded)
-                     : Bytes()}),
+                 fetched_together(options, plan.scopes, weights_.units())}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_)),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),

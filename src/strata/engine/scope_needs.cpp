@@ -21,6 +21,11 @@ Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Uni
   return largest;
 }
 
+Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
+                       std::span<const Unit> units) {
+  return options.fetches_scopes ? largest_scope(scopes, units, ScopeUnits::kSharded) : Bytes();
+}
+
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
   std::vector<int> uses;
   for (const plan::ScopeSpec& scope : scopes)

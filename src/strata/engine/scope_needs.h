@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "strata/engine/engine_options.h"
 #include "strata/engine/unit.h"
 
 namespace strata::engine {
@@ -13,6 +14,10 @@ namespace strata::engine {
 enum class ScopeUnits { kSharded, kAll };
 Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
                     ScopeUnits which);
+
+// What may be fetched ahead together whatever other bounds say: the units of a scope, or none.
+Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
+                       std::span<const Unit> units);
 
 // The units in the order of their uses in a pass, as far as one can tell before the first: forward
 // through the scopes, and backward; the units of one come in their order both times.
