@@ -73,7 +73,8 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
-                 fetched_together(options, plan.scopes, weights_.units())}),
+                 fetched_together(options, plan.scopes, weights_.units()),
+                 options.refresh_late.value_or(device_->runs_ahead())}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_)),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
@@ -101,7 +102,7 @@ void Engine::weights_changed(bool complete) {
   for (const Unit& unit : weights_.units()) whole += Bytes(unit.resident.size());
   InitReport::Phase phase(init_report_, "all-gather", whole);
   collectives_->barrier();  // every rank's shards are written before anybody reads them
-  gatherer_.refresh_whole(Changed::kAll);
+  gatherer_.refresh_whole(Changed::kAll, /*late=*/false);
   device_->compute_stream().synchronize();
   phase.moved(whole);
 }
@@ -286,7 +287,7 @@ void Engine::update_weights(std::span<const GroupScalars> groups, float gradient
   }
   run_recorded(*optimizer_, recorder_, groups, gradient_scale, {}, [](int /*unit*/) {});
   collectives_->group_barrier();  // every shard is new before anybody gathers
-  gatherer_.refresh_whole(Changed::kTrainable);
+  gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
 }
 
 // What the next forward needs first is updated first, and fetched while the rest is updated.
@@ -309,10 +310,8 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
     if (ready_bytes >= kFetchedTogether || missing == 0) fetch();
   };
   run_recorded(*optimizer_, recorder_, groups, gradient_scale, first, updated);
-  // What stays whole is waited for below: beside the update, which needs the memory's whole speed,
-  // both would take longer than one after the other.
   collectives_->group_barrier();
-  gatherer_.refresh_whole(Changed::kTrainable);
+  gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
 }
 
 StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,

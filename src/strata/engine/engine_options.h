@@ -3,6 +3,7 @@
 // value.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "strata/base/dtype.h"
@@ -17,6 +18,9 @@ struct EngineOptions {
   // Where gradients are reduced: after every micro-step, or once, at the accumulation boundary,
   // which keeps every unit's whole gradient in between. The first is the same bits at every stage.
   bool reduce_at_boundary = false;
+  // Whether weights that stay whole are brought up to date beside the next forward, each unit when
+  // it is used, or before the step is over. Absent: the first where the device runs ahead.
+  std::optional<bool> refresh_late;
   bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps

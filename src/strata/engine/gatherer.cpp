@@ -21,7 +21,9 @@ Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, dev
                   std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {
   if (bounds.hard) pool_.set_total_limit(bounds.max_live);
   for (Unit& u : units_) {
-    if (u.whole) views_.attach(u.id, u.resident);
+    if (!u.whole) continue;
+    slot(u.id).state = State::kGathered;
+    views_.attach(u.id, u.resident);
   }
 }
 
@@ -39,7 +41,7 @@ void Gatherer::start_pass() {
 }
 
 bool Gatherer::gathered(int index) const {
-  return units_[static_cast<std::size_t>(index)].whole || slot(index).state == State::kGathered;
+  return slot(index).state == State::kGathered;
 }
 
 bool Gatherer::pinned(int index) const {
@@ -55,7 +57,11 @@ std::span<std::byte> Gatherer::flat(int index) const {
 
 void Gatherer::acquire(int index) {
   order_.note_use(index);
-  if (!unit(index).whole) gather(index);
+  if (unit(index).whole) {
+    complete(index);
+  } else {
+    gather(index);
+  }
   ++slot(index).pins;
   if (!prefetches_) return;
   try {
@@ -90,6 +96,14 @@ void Gatherer::gather(int index) {
     start(index);
   }
   if (s.state == State::kGathering) finish(index);
+}
+
+void Gatherer::complete(int index) {
+  if (unit(index).whole && slot(index).state == State::kGathering) finish(index);
+}
+
+void Gatherer::complete_all() {
+  for (const Unit& u : units_) complete(u.id);
 }
 
 void Gatherer::release(int index) {
@@ -158,16 +172,18 @@ void Gatherer::start(int index) {
 
 void Gatherer::finish(int index) {
   Slot& s = slot(index);
+  const bool whole = unit(index).whole;
   try {
-    recorder_.measure(Activity::kGatherWait, index, [&] { s.work->wait(); });
+    recorder_.measure(whole ? Activity::kRefreshWait : Activity::kGatherWait, index,
+                      [&] { s.work->wait(); });
   } catch (...) {
-    drop(index);
+    if (!whole) drop(index);
     throw;
   }
   recorder_.end(std::exchange(s.recording, nullptr));
   s.work.reset();
   s.state = State::kGathered;
-  views_.attach(index, flat(index));
+  if (!whole || std::exchange(s.awaited, false)) views_.attach(index, flat(index));
 }
 
 void Gatherer::drop(int index) {
@@ -187,7 +203,7 @@ bool Gatherer::make_room(Bytes bytes, std::int64_t distance) {
     std::int64_t farthest_distance = distance;
     for (const Unit& u : units_) {
       const Slot& s = slot(u.id);
-      if (s.state == State::kReleased || s.pins > 0) continue;
+      if (u.whole || s.state == State::kReleased || s.pins > 0) continue;
       // A running prefetch is not thrown away for another prefetch.
       if (s.state == State::kGathering && distance >= 0) continue;
       const std::int64_t d = order_.distance(u.id);
@@ -227,7 +243,7 @@ bool Gatherer::fits_ahead(Bytes bytes) const {
   Bytes unpinned = bytes;
   for (const Unit& u : units_) {
     const Slot& s = slot(u.id);
-    if (s.state != State::kReleased && s.pins == 0) unpinned += footprint(u.id);
+    if (!u.whole && s.state != State::kReleased && s.pins == 0) unpinned += footprint(u.id);
   }
   return unpinned <= std::max(bounds_.least_ahead, bytes);
 }
@@ -253,6 +269,7 @@ void Gatherer::invalidate(Changed changed) {
                     "GatheredParameters and finish forward and backward before the step",
                     u.name()));
   }
+  complete_all();  // what still comes must not be what is written next
   for (const Unit& u : units_) {
     if (concerned(u)) drop(u.id);
   }
@@ -264,28 +281,45 @@ void Gatherer::evict_all() {
   }
 }
 
-void Gatherer::refresh_whole(Changed changed) {
-  std::vector<int> units;
-  for (const Unit& u : units_) {
-    if (u.whole && (changed == Changed::kAll || u.trainable())) units.push_back(u.id);
+// In the order of their uses where each rank may have its own, since that is learned.
+std::vector<int> Gatherer::whole_units(Changed changed) const {
+  std::vector<int> result;
+  std::vector<bool> listed(units_.size());
+  const auto add = [&](int index) {
+    const Unit& u = unit(index);
+    if (!u.whole || listed[static_cast<std::size_t>(index)]) return;
+    listed[static_cast<std::size_t>(index)] = true;
+    if (changed == Changed::kAll || u.trainable()) result.push_back(index);
+  };
+  if (collectives_.one_sided()) std::ranges::for_each(order_.next_pass(), add);
+  for (const Unit& u : units_) add(u.id);
+  return result;
+}
+
+void Gatherer::refresh_whole(Changed changed, bool late) {
+  if (collectives_.shard_place().count == 1) return;
+  for (const int index : whole_units(changed)) {
+    if (std::ranges::find(refreshing_, index) == refreshing_.end()) start_refresh(index);
   }
-  fetch_first(units);
-  finish_refresh();
+  for (const int index : std::exchange(refreshing_, {})) {
+    slot(index).awaited = late && bounds_.refresh_late && views_.await(index);
+    if (!slot(index).awaited) complete(index);
+  }
 }
 
 std::vector<int> Gatherer::first_needed() const {
   std::vector<int> result;
-  if (!prefetches_) return result;
   // As much as may be live; at least the unit that is used first, and what is fetched while it
   // computes.
+  const Bytes least = std::max(bounds_.prefetch, bounds_.least_ahead);
   Bytes all;
   Bytes ahead;
   for (const int index : order_.next_pass()) {
     const Unit& u = unit(index);
-    if (u.whole || std::find(result.begin(), result.end(), index) != result.end()) continue;
+    if (u.whole ? !bounds_.refresh_late : !prefetches_) continue;
+    if (std::ranges::find(result, index) != result.end()) continue;
     all += footprint(index);
     if (!result.empty()) ahead += footprint(index);
-    const Bytes least = std::max(bounds_.prefetch, bounds_.least_ahead);
     if (all > bounds_.max_live && (bounds_.hard || ahead > least)) break;
     if (u.trainable()) result.push_back(index);
   }
@@ -295,15 +329,8 @@ std::vector<int> Gatherer::first_needed() const {
 void Gatherer::fetch_first(std::span<const int> units) {
   if (collectives_.shard_place().count == 1) return;
   for (const int index : units) {
-    const Unit& u = unit(index);
-    if (u.whole) {
-      const Bytes bytes(u.resident.size());
-      auto recording = recorder_.begin_transfer(Activity::kRefresh, index, bytes);
-      auto work = collectives_.all_gather(u.slices, u.resident, u.name());
-      recorder_.started(recording, *work);
-      ++recorder_.counts().refreshes;
-      recorder_.counts().refreshed += bytes;
-      refreshing_.push_back({index, std::move(work), std::move(recording)});
+    if (unit(index).whole) {
+      start_refresh(index);
     } else if (slot(index).state == State::kReleased &&
                (!bounds_.hard || live_ + footprint(index) <= bounds_.max_live)) {
       start_if_it_fits(index);
@@ -311,11 +338,18 @@ void Gatherer::fetch_first(std::span<const int> units) {
   }
 }
 
-void Gatherer::finish_refresh() {
-  for (const Refresh& refresh : std::exchange(refreshing_, {})) {
-    recorder_.measure(Activity::kRefreshWait, refresh.unit, [&] { refresh.work->wait(); });
-    recorder_.end(refresh.recording);
-  }
+void Gatherer::start_refresh(int index) {
+  const Unit& u = unit(index);
+  Slot& s = slot(index);
+  STRATA_ASSERT(u.whole && s.state == State::kGathered);
+  const Bytes bytes(u.resident.size());
+  s.recording = recorder_.begin_transfer(Activity::kRefresh, index, bytes);
+  s.work = collectives_.all_gather(u.slices, u.resident, u.name());
+  recorder_.started(s.recording, *s.work);
+  s.state = State::kGathering;
+  ++recorder_.counts().refreshes;
+  recorder_.counts().refreshed += bytes;
+  refreshing_.push_back(index);
 }
 
 }  // namespace strata::engine

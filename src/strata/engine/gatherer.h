@@ -6,13 +6,15 @@
 // unit is used when is learned (plan::FetchOrder) and also drives prefetching, within its own
 // bound. Freed buffers are kept for the next gather of their size, within the bound where it is
 // hard, so that a pass allocates nothing once its sizes have been seen. Units that are
-// whole are always complete, except between a change of the shards and refresh_whole().
+// whole are complete, except between a change of the shards and refresh_whole(); where the bounds
+// say `refresh_late`, until they are first acquired after that, or somebody asks (complete()).
 //
 // States of a sharded unit: released (no memory) -> gathering (memory, an operation runs) ->
-// gathered (memory, parameters attached, pinned or evictable) -> released. Threads: one thread at a
-// time. Errors: CommError from the collectives; OutOfMemoryError, after all that no one pins has
-// been evicted, which says what is pinned. The unit is released and unpinned then, and may be
-// acquired again. A prefetch for which memory does not suffice is left out.
+// gathered (memory, parameters attached, pinned or evictable) -> released. A whole one is gathered
+// or gathering. Threads: one thread at a time. Errors: CommError from the collectives;
+// OutOfMemoryError, after all that no one pins has been evicted, which says what is pinned. The
+// unit is released and unpinned then, and may be acquired again. A prefetch for which memory does
+// not suffice is left out.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +38,7 @@ struct GatherBounds {
   Bytes prefetch;       // fetched ahead of use; none where 0
   bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
   Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
+  bool refresh_late = false;  // whole units may be gathering when a step is over
 };
 
 // Whose shards change: everybody's, or those that an optimizer step updates.
@@ -57,20 +60,25 @@ class Gatherer {
   // Unpins, and drops whatever was written to the gathered copy: where someone else pins it, it is
   // gathered anew in place.
   void discard(int unit);
+  // Makes a whole unit's values complete for what the compute stream gets from now on.
+  void complete(int unit);
+  // All of them; before their shards change, or this rank's peers go.
+  void complete_all();
   bool gathered(int unit) const;
   bool pinned(int unit) const;
 
   // Shards have changed, or are about to: drops the gathered copies of them. UsageError if one is
   // pinned; nothing is dropped then.
   void invalidate(Changed changed);
-  // Collective: completes the whole units from everybody's changed shards.
-  void refresh_whole(Changed changed);
-  // Trainable sharded units that the next pass uses before anything else, in their order.
+  // Collective: brings everybody's changed shards into the whole units, but for those that
+  // fetch_first() has begun with. They are complete when this returns, or begun with where
+  // `late` and the bounds allow it.
+  void refresh_whole(Changed changed, bool late);
+  // Trainable units that the next pass uses before anything else, in their order.
   std::vector<int> first_needed() const;
   // Starts to bring these units, whose shards are new on every rank by now, to where the next pass
-  // finds them. Collective as far as they stay whole; finish_refresh() ends it.
+  // finds them. Collective as far as they stay whole; refresh_whole() ends it.
   void fetch_first(std::span<const int> units);
-  void finish_refresh();
   // Frees what no one pins.
   void evict_all();
 
@@ -90,16 +98,14 @@ class Gatherer {
     Pool::Lease memory;
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
-  };
-  struct Refresh {
-    int unit = -1;
-    std::unique_ptr<comm::Work> work;
-    StepRecorder::Recording recording;
+    bool awaited = false;               // readers are told to ask for it
   };
 
   void gather(int unit);
   void count_use(int unit);
   void start(int unit);
+  void start_refresh(int unit);
+  std::vector<int> whole_units(Changed changed) const;
   void finish(int unit);
   // Memory for a unit in use, whatever must be evicted for it.
   Pool::Lease take(int unit);
@@ -127,7 +133,7 @@ class Gatherer {
   std::vector<Slot> slots_;
   bool prefetches_;  // there are sharded units, and a bound for fetching them ahead
   Bytes live_;
-  std::vector<Refresh> refreshing_;  // units that stay whole
+  std::vector<int> refreshing_;  // whole units, from fetch_first() to the end of refresh_whole()
 };
 
 }  // namespace strata::engine

@@ -21,6 +21,11 @@ EngineOptions engine_options_from(const Config& config) {
   EngineOptions options;
   options.stage = config.zero.stage;
   options.reduce_at_boundary = config.strata.reduce_at == ReduceAt::kBoundary;
+  if (config.strata.refresh_at != RefreshAt::kAuto) {
+    options.refresh_late = config.strata.refresh_at == RefreshAt::kForward;
+  } else if (config.zero.overlap_comm == false) {
+    options.refresh_late = false;
+  }
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;

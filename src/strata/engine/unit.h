@@ -38,6 +38,10 @@ class ParameterViews {
   virtual ~ParameterViews() = default;
   virtual void attach(int unit, std::span<std::byte> flat) = 0;
   virtual void detach(int unit) = 0;
+  // The flat buffer of a unit that stays whole is being written; attach() tells when it is
+  // complete. Until then a reader of its parameters must be made to ask for it
+  // (Gatherer::complete()). False: some reader could not be, so this must not be left open.
+  virtual bool await(int /*unit*/) { return false; }
 };
 
 }  // namespace strata::engine

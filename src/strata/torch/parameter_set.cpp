@@ -26,13 +26,19 @@ at::Tensor make_view(const c10::intrusive_ptr<c10::StorageImpl>& storage,
   return view;
 }
 
+// What set_data() does to tensors of one dtype and device. It is an operator, which would ask for
+// values that are awaited.
+void point(const at::Tensor& variable, const at::Tensor& view) {
+  variable.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+}
+
 }  // namespace
 
 void ParameterSet::bind(const engine::Weights& weights) {
   STRATA_ASSERT(views_.empty());
   views_.resize(variables_.size());
   for (const engine::Unit& unit : weights.units()) {
-    UnitStorage storage{make_storage(place_), unit.spec.params};
+    UnitStorage storage{.impl = make_storage(place_), .params = unit.spec.params};
     for (const plan::Slot& slot : unit.layout.slots()) {
       views_[static_cast<std::size_t>(slot.param)] =
           make_view(storage.impl, weights.param(slot.param), slot.offset);
@@ -62,7 +68,10 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
   for (std::size_t i = 0; i < variables_.size(); ++i) {
     variables_[i].set_data(full[i].defined() ? full[i] : empties_[i]);
   }
-  for (UnitStorage& unit : units_) give_memory(unit, {});
+  for (UnitStorage& unit : units_) {
+    give_memory(unit, {});
+    if (unit.awaited != nullptr) unit.awaited->forget();
+  }
   views_.clear();
   units_.clear();
 }
@@ -77,7 +86,7 @@ void ParameterSet::attach(int unit, std::span<std::byte> flat) {
   UnitStorage& storage = units_[index];
   give_memory(storage, flat);
   for (const int param : storage.params) {
-    variables_[static_cast<std::size_t>(param)].set_data(views_[static_cast<std::size_t>(param)]);
+    point(variables_[static_cast<std::size_t>(param)], views_[static_cast<std::size_t>(param)]);
   }
 }
 
@@ -85,9 +94,32 @@ void ParameterSet::detach(int unit) {
   if (units_.empty()) return;
   UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
   for (const int param : storage.params) {
-    variables_[static_cast<std::size_t>(param)].set_data(empties_[static_cast<std::size_t>(param)]);
+    point(variables_[static_cast<std::size_t>(param)], empties_[static_cast<std::size_t>(param)]);
   }
   give_memory(storage, {});
+}
+
+bool ParameterSet::await(int unit) {
+  if (units_.empty() || !complete_ || !AwaitedStorage::available()) return false;
+  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  if (storage.awaited == nullptr) make_awaited(unit);
+  // Ours are the storage itself, what awaits it, a view for each parameter, and the parameter.
+  if (storage.impl.use_count() > 2 + 2 * storage.params.size()) return false;
+  storage.awaited->set_nbytes(storage.impl->nbytes());  // who copies it must not find it empty
+  for (std::size_t i = 0; i < storage.params.size(); ++i) {
+    point(variables_[static_cast<std::size_t>(storage.params[i])], storage.awaited_views[i]);
+  }
+  return true;
+}
+
+void ParameterSet::make_awaited(int unit) {
+  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  storage.awaited =
+      c10::make_intrusive<AwaitedStorage>(storage.impl, [this, unit] { complete_(unit); });
+  for (const int param : storage.params) {
+    const at::Tensor& view = views_[static_cast<std::size_t>(param)];
+    storage.awaited_views.push_back(AwaitedStorage::view(storage.awaited, view));
+  }
 }
 
 void ParameterSet::give_memory(UnitStorage& storage, std::span<std::byte> memory) const {

@@ -6,6 +6,10 @@
 // empty, shape [0], as frameworks made for sharded training expect. The user's tensor object never
 // changes.
 //
+// A unit that stays whole may be refreshed beside the next forward: its parameters are awaited
+// (AwaitedStorage) until its attach(), unless somebody holds a view of its memory, who could not be
+// made to wait.
+//
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it).
 // Ownership: shares the user's tensors; the memory behind them belongs to the engine, so after the
 // engine is gone released parameters stay empty until new data is set.
@@ -14,11 +18,14 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "strata/engine/unit.h"
 #include "strata/engine/weights.h"
+#include "strata/torch/awaited_storage.h"
 
 namespace strata::torch {
 
@@ -38,8 +45,12 @@ class ParameterSet final : public engine::ParameterViews {
   // it empty where that is undefined.
   void unbind(std::span<const at::Tensor> full);
 
+  // Who is asked for the values of a unit that are awaited. Until then none are.
+  void on_wanted(std::function<void(int unit)> complete) { complete_ = std::move(complete); }
+
   void attach(int unit, std::span<std::byte> flat) override;
   void detach(int unit) override;
+  bool await(int unit) override;
 
   const at::Tensor& variable(int param) const {
     return variables_[static_cast<std::size_t>(param)];
@@ -54,12 +65,16 @@ class ParameterSet final : public engine::ParameterViews {
   struct UnitStorage {
     c10::intrusive_ptr<c10::StorageImpl> impl;
     std::vector<int> params;
+    c10::intrusive_ptr<AwaitedStorage> awaited = {};  // null: they never were
+    std::vector<at::Tensor> awaited_views = {};       // by position in `params`
   };
 
+  void make_awaited(int unit);
   void give_memory(UnitStorage& storage, std::span<std::byte> memory) const;
 
   std::vector<at::Tensor> variables_;
   c10::Device place_;
+  std::function<void(int unit)> complete_;
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> empties_;
   std::vector<UnitStorage> units_;

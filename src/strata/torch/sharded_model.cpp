@@ -123,6 +123,7 @@ void ShardedModel::start(const ModelInput& input, engine::UpdateRule rule, std::
   const bool complete =
       adopt_values(*engine_, runtime_.place, input.parameters, choice.tier, threads, originals);
   parameters_.bind(engine_->weights());
+  parameters_.on_wanted([this](int unit) { engine_->gatherer().complete(unit); });
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
   std::vector<Scopes::Scope> scopes;

@@ -116,7 +116,10 @@ class ShardedModel {
   void destroy(bool keep_values);
   // Collective: returns when every rank has come so far. For the end of a program: a rank that
   // leaves while another still gathers would look like one that died.
-  void wait_for_all() { engine().collectives().barrier(); }
+  void wait_for_all() {
+    engine().gatherer().complete_all();
+    engine().collectives().barrier();
+  }
   bool alive() const { return engine_ != nullptr; }
 
  private:

@@ -153,11 +153,11 @@ TEST(Config, MapsOldSpellings) {
 
 TEST(Config, ListsHintsWithTheirReason) {
   const Config c =
-      parsed(R"({"prescale_gradients": true, "zero_optimization": {"overlap_comm": true},
+      parsed(R"({"prescale_gradients": true, "zero_optimization": {"contiguous_gradients": true},
       "zero_optimization.reduce_bucket_size": 1048576.0, "wandb": {"enabled": true}})");
   EXPECT_EQ(reason_of(c, "prescale_gradients"), "the reduction divides in fp32");
-  EXPECT_EQ(reason_of(c, "zero_optimization.overlap_comm"),
-            "the engine orders reductions itself; see strata.reduce_at");
+  EXPECT_EQ(reason_of(c, "zero_optimization.contiguous_gradients"),
+            "gradients always land in their unit's flat buffer");
   EXPECT_EQ(reason_of(c, "zero_optimization.reduce_bucket_size").substr(0, 14), "a key with a d");
   EXPECT_EQ(reason_of(c, "wandb.enabled").substr(0, 24), "metrics are not sent any");
   EXPECT_EQ(c.hints.size(), 4U);
@@ -165,7 +165,7 @@ TEST(Config, ListsHintsWithTheirReason) {
 
 TEST(Config, DoesNotListHintsOfWhatIsSwitchedOffOrNotGiven) {
   const Config c = parsed(R"({"wandb": {"enabled": false, "project": "x"}, "log_level": null,
-      "flops_profiler": {"detailed": false}, "zero_optimization": {"overlap_comm": "auto"}})");
+      "flops_profiler": {"detailed": false}, "zero_optimization": {"reduce_scatter": "auto"}})");
   EXPECT_TRUE(c.hints.empty());
 }
 

@@ -9,8 +9,9 @@ namespace strata::engine {
 namespace {
 
 TEST(Digest, IsTheSameForOneMeaningInTwoSpellings) {
-  EXPECT_EQ(parsed(R"({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}})").digest(),
-            parsed(R"({"zero_optimization": {"overlap_comm": true, "stage": 2.0}})").digest());
+  EXPECT_EQ(
+      parsed(R"({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}})").digest(),
+      parsed(R"({"zero_optimization": {"contiguous_gradients": true, "stage": 2.0}})").digest());
 }
 
 TEST(Digest, NamesTheFirstPathThatDiffers) {

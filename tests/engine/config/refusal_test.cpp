@@ -118,8 +118,13 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
       {R"({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}})",
        "zero_optimization.zenflow: not supported (asynchronous updates of ZenFlow); remove the "
        "section; found {\"topk_ratio\":0.1}"},
-      {R"({"zero_optimization": {"mics_shard_size": 8}})",
-       "zero_optimization.mics_shard_size: not"},
+      {R"({"zero_optimization": {"stage": 2, "mics_shard_size": 8}})",
+       "zero_optimization.mics_shard_size: shard groups are those of stage 3 (DeepSpeed does not "
+       "look "
+       "at the key below it, and shards over all ranks); write \"stage\": 3, or remove the key; "
+       "found 8 at stage 2"},
+      {R"({"zero_optimization": {"stage": 3, "mics_shard_size": -2}})",
+       "zero_optimization.mics_shard_size: wanted"},
       {R"({"zero_optimization": {"zero_quantized_gradients": true}})",
        "zero_optimization.zero_quantized_gradients: not supported"},
       {R"({"amp": {"enabled": true, "opt_level": "O1"}})",
@@ -148,6 +153,24 @@ TEST(Refusals, SpareFeaturesThatAreOff) {
       "legacy_stage1": false, "offload_param": {"device": "none", "nvme_path": null},
       "offload_optimizer": null}})"),
             "accepted");
+}
+
+TEST(Refusals, NameShardGroupsThatDoNotComeOutEven) {
+  const Config config = parsed(R"({"zero_optimization": {"stage": 3, "mics_shard_size": 4}})");
+  EXPECT_EQ(config.shard_group_size(4), 4);
+  EXPECT_EQ(config.shard_group_size(12), 4);
+  for (const int world : {2, 6}) {
+    try {
+      static_cast<void>(config.shard_group_size(world));
+      FAIL() << "no error";
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr(fmt::format("found 4 for {} ranks", world)));
+      EXPECT_THAT(error.what(), StartsWith("zero_optimization.mics_shard_size: "));
+    }
+  }
+  for (const char* off : {"{}", R"({"zero_optimization": {"mics_shard_size": -1}})",
+                          R"({"zero_optimization": {"mics_shard_size": 0}})"})
+    EXPECT_EQ(parsed(off).shard_group_size(6), 6);
 }
 
 TEST(Refusals, NameContradictions) {

@@ -88,22 +88,34 @@ inline plan::ModelBuilder small_builder(DType dtype) {
 // Records where units are; a unit is attached at most once at a time.
 class Views final : public ParameterViews {
  public:
-  explicit Views(std::size_t units) : flat_(units), attached_(units) {}
+  Views(std::size_t units, bool can_await)
+      : can_await_(can_await), flat_(units), attached_(units), awaited_(units) {}
   void attach(int unit, std::span<std::byte> flat) override {
     EXPECT_FALSE(attached(unit)) << "unit " << unit;
+    awaited_[static_cast<std::size_t>(unit)] = false;
     attached_[static_cast<std::size_t>(unit)] = true;
     flat_[static_cast<std::size_t>(unit)] = flat;
   }
   void detach(int unit) override {
-    EXPECT_TRUE(attached(unit)) << "unit " << unit;
+    EXPECT_TRUE(attached(unit) || awaited(unit)) << "unit " << unit;
     attached_[static_cast<std::size_t>(unit)] = false;
   }
+  bool await(int unit) override {
+    EXPECT_TRUE(attached(unit)) << "unit " << unit;
+    if (!can_await_) return false;
+    attached_[static_cast<std::size_t>(unit)] = false;
+    awaited_[static_cast<std::size_t>(unit)] = true;
+    return true;
+  }
+  bool awaited(int unit) const { return awaited_[static_cast<std::size_t>(unit)]; }
   bool attached(int unit) const { return attached_[static_cast<std::size_t>(unit)]; }
   std::span<std::byte> flat(int unit) const { return flat_[static_cast<std::size_t>(unit)]; }
 
  private:
+  bool can_await_;
   std::vector<std::span<std::byte>> flat_;
   std::vector<bool> attached_;
+  std::vector<bool> awaited_;
 };
 
 struct RankOptions {
@@ -111,6 +123,7 @@ struct RankOptions {
   UpdateRule rule = UpdateRule::kAdamW;
   std::string settings;
   std::optional<Bytes> memory_limit = std::nullopt;
+  bool can_await = false;  // the parameters' readers
 };
 
 // One rank: model, engine and what they stand on.
@@ -122,7 +135,7 @@ class FakeRank {
         collectives_(std::move(collectives)),
         device_(std::make_shared<device::CpuDevice>(
             device::CpuDeviceOptions{.memory_limit = options.memory_limit})),
-        views_(model.plan.units.size()),
+        views_(model.plan.units.size(), options.can_await),
         engine_(std::make_unique<Engine>(
             model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
             device_, std::shared_ptr(offload::MemoryStore::on_device(*device_)), views_)) {
@@ -138,6 +151,7 @@ class FakeRank {
   ~FakeRank() {
     if (std::uncaught_exceptions() > 0) return;
     try {
+      gatherer().complete_all();
       collectives_->barrier();
     } catch (const CommError& error) {
       ADD_FAILURE() << "the ranks did not end together: " << error.what();

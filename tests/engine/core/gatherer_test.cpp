@@ -275,6 +275,69 @@ TEST(Gatherer, AnExhaustedDeviceIsReportedWithWhatIsInUseAndNothingLeaks) {
   });
 }
 
+// Stage 2, refreshed beside the next forward.
+RankOptions late_refresh(bool can_await) {
+  RankOptions options;
+  options.engine.stage = 2;
+  options.engine.refresh_late = true;
+  options.can_await = can_await;
+  return options;
+}
+
+TEST(Gatherer, AWholeUnitIsAwaitedFromTheStepToItsFirstUse) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(true), std::move(collectives));
+    for (int i = 0; i < 2; ++i) {
+      train_one_pass(rank);
+      for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
+      step(rank);
+      for (int unit = 0; unit < 9; ++unit) {
+        EXPECT_TRUE(rank.views().awaited(unit));
+        EXPECT_FALSE(rank.gatherer().gathered(unit));
+      }
+      rank.gatherer().complete(4);  // as a reader does
+      rank.gatherer().complete(4);
+      rank.gatherer().acquire(2);
+      rank.gatherer().release(2);
+      for (int unit = 0; unit < 9; ++unit) {
+        EXPECT_EQ(rank.gatherer().gathered(unit), unit == 2 || unit == 4);
+        EXPECT_EQ(rank.views().attached(unit), unit == 2 || unit == 4);
+      }
+    }
+  });
+}
+
+TEST(Gatherer, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAgain) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(true), std::move(collectives));
+    train_one_pass(rank);
+    step(rank);
+    rank.engine().begin_forward();  // nothing is used in it
+    rank.engine().begin_backward(true);
+    for (int p = 0; p < model.count(); ++p) rank.add(p, noises(1, model.numel(p)));
+    rank.engine().end_backward();
+    rank.gatherer().invalidate(Changed::kTrainable);
+    for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
+    step(rank);
+    const std::vector<std::byte> late = rank.weight(3);
+    const auto everybody = rank.collectives().all_gather_text(
+        std::string(reinterpret_cast<const char*>(late.data()), late.size()));
+    EXPECT_EQ(everybody[0], everybody[1]);
+  });
+}
+
+TEST(Gatherer, WhereReadersCannotBeToldWholeUnitsAreCompleteAfterTheStep) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(false), std::move(collectives));
+    train_one_pass(rank);
+    step(rank);
+    for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.gatherer().gathered(unit));
+  });
+}
+
 TEST(Gatherer, AtOneRankNothingIsGathered) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   expect_no_errors(run_ranks(1, [&](int, auto collectives) {

@@ -148,6 +148,21 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereWholeWeightsComeBesideTheNextForward) {
+  plan::PlanOptions persistent;
+  persistent.persistence_threshold = Numel(17);
+  const FakeModel model(small_builder(DType::kBFloat16), persistent);
+  for (const int world : {1, 2, 3}) {
+    for (const bool can_await : {true, false}) {
+      Case c{DType::kBFloat16, world, 2, {}, 1.0};
+      c.options.engine.stage = GetParam();
+      c.options.engine.refresh_late = true;
+      c.options.can_await = can_await;
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, TrainingStep, ::testing::Values(0, 1, 2, 3),
                          [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
 

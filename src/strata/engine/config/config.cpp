@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
@@ -39,6 +41,21 @@ DType dtype_or_fp32(const Settings& s, std::string_view path) {
 
 constexpr Numel kMaxLiveParameters(1'000'000'000);
 
+int read_shard_group_size(const Settings& s) {
+  constexpr std::string_view kKey = "zero_optimization.mics_shard_size";
+  const std::int64_t size = std::max<std::int64_t>(s.integer(kKey), 0);
+  if (size > std::numeric_limits<int>::max())
+    throw ConfigError(fmt::format("{}: wanted a number of ranks; found {}", kKey, size));
+  const std::int64_t stage = s.integer("zero_optimization.stage");
+  if (size > 0 && stage < 3) {
+    throw ConfigError(fmt::format(
+        "{}: shard groups are those of stage 3 (DeepSpeed does not look at the key below it, and "
+        "shards over all ranks); write \"stage\": 3, or remove the key; found {} at stage {}",
+        kKey, size, stage));
+  }
+  return static_cast<int>(size);
+}
+
 ZeroConfig read_zero(const Settings& s) {
   const auto numel = [&s](const char* name) {
     return Numel(s.integer(join_path("zero_optimization", name)));
@@ -54,6 +71,7 @@ ZeroConfig read_zero(const Settings& s) {
       .max_live_parameters = max_live     ? Numel(*max_live)
                              : sequential ? numel("stage3_prefetch_bucket_size")
                                           : kMaxLiveParameters,
+      .overlap_comm = s.maybe<bool>("zero_optimization.overlap_comm"),
       .allgather_sequential = sequential,
       .gather_16bit_weights_on_model_save =
           s.flag("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
@@ -61,6 +79,7 @@ ZeroConfig read_zero(const Settings& s) {
       .leaf = {.classes = s.texts("zero_optimization.leaf_module.classes"),
                .names = s.texts("zero_optimization.leaf_module.names"),
                .name_suffixes = s.texts("zero_optimization.leaf_module.name_suffixes")},
+      .shard_group_size = read_shard_group_size(s),
   };
 }
 
@@ -102,11 +121,15 @@ StrataConfig read_strata(const Settings& s) {
     const auto value = s.maybe<std::int64_t>(path);
     return value ? std::optional(Bytes(*value)) : std::nullopt;
   };
+  const std::string refresh = s.text("strata.refresh_at");
   const std::string how = s.text("strata.collectives");
   const std::string where = s.text("strata.device");
   const auto threads = s.maybe<std::int64_t>("strata.threads");
   return {.reduce_at =
               s.text("strata.reduce_at") == "boundary" ? ReduceAt::kBoundary : ReduceAt::kMicroStep,
+          .refresh_at = refresh == "step"      ? RefreshAt::kStep
+                        : refresh == "forward" ? RefreshAt::kForward
+                                               : RefreshAt::kAuto,
           .device = where == "cpu"    ? DeviceKind::kCpu
                     : where == "cuda" ? DeviceKind::kCuda
                                       : DeviceKind::kAuto,
@@ -170,6 +193,17 @@ void Config::complete_batch(int world_size) {
   settings_["train_batch_size"] = fmt::format("{}", *batch.train_batch_size);
   settings_["train_micro_batch_size_per_gpu"] = fmt::format("{}", *batch.micro_batch_size);
   settings_["gradient_accumulation_steps"] = fmt::format("{}", *batch.accumulation_steps);
+}
+
+int Config::shard_group_size(int world_size) const {
+  const int size = zero.shard_group_size;
+  if (size == 0) return world_size;
+  if (world_size % size == 0) return size;
+  throw ConfigError(fmt::format(
+      "zero_optimization.mics_shard_size: shard groups must be of equal size, so it must divide "
+      "the "
+      "number of ranks; write a divisor of {0}, or -1 to shard over all; found {1} for {0} ranks",
+      world_size, size));
 }
 
 std::string Config::digest() const {

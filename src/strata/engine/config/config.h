@@ -35,10 +35,12 @@ struct ZeroConfig {
   Numel param_persistence_threshold;
   Numel model_persistence_threshold;
   Numel max_live_parameters;
+  std::optional<bool> overlap_comm;
   bool allgather_sequential = false;
   bool gather_16bit_weights_on_model_save = false;
   bool ignore_unused_parameters = true;
   LeafModules leaf;
+  int shard_group_size = 0;  // ranks that things are sharded over (mics_shard_size); 0: all
 };
 
 struct PrecisionConfig {
@@ -52,12 +54,14 @@ struct PrecisionConfig {
 
 enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
+enum class RefreshAt : std::uint8_t { kAuto, kStep, kForward };
 enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
 struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
+  RefreshAt refresh_at = RefreshAt::kAuto;
   DeviceKind device = DeviceKind::kAuto;
   CollectivesKind collectives = CollectivesKind::kAuto;
   std::optional<Bytes> max_live;           // absent: from zero.max_live_parameters
@@ -77,6 +81,10 @@ struct Config {
 
   // Fills `batch` in for this many ranks. Errors: ConfigError with the equation that does not hold.
   void complete_batch(int world_size);
+
+  // Ranks of a shard group where there are this many in all. Errors: ConfigError where that does
+  // not come out even.
+  int shard_group_size(int world_size) const;
 
   // One line "path = value" a setting, sorted by path, defaults included; hints are left out. Ranks
   // that got the same configuration have the same digest.

@@ -14,6 +14,11 @@ constexpr std::array kKeys{
     Key{"strata.reduce_at", kChoice, "\"micro_step\"", "micro_step|boundary", kHonoured,
         "when gradients are reduced: after every backward, or once a step (keeps whole gradients)",
         ""},
+    Key{"strata.refresh_at", kChoice, "\"auto\"", "auto|step|forward", kHonoured,
+        "when weights that stay whole are brought up to date after an update: before step() is "
+        "over, or beside the next forward, each block when it is used; who reads a parameter "
+        "before waits for it; auto: forward on GPUs, unless overlap_comm is false",
+        ""},
     Key{"strata.device", kChoice, "\"auto\"", "auto|cpu|cuda", kHonoured,
         "where the model trains; auto: where it lies, and models on the host go to the rank's GPU",
         ""},

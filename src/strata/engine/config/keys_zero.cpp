@@ -17,6 +17,10 @@ constexpr std::array kKeys{
         "0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters", ""},
     Key{ZERO "reduce_bucket_size", kNumel, "500000000", "> 0", kHonoured,
         "most gradient elements under reduction at a time, those of a block at least", ""},
+    Key{ZERO "overlap_comm", kFlag, "null", "", kHonoured,
+        "false: new weights are complete when step() is over (see strata.refresh_at); reductions "
+        "run beside backward in any case",
+        ""},
     Key{ZERO "stage3_prefetch_bucket_size", kNumel, "50000000", ">= 0", kHonoured,
         "elements gathered ahead of their use; the next unit always is, but for 0", ""},
     Key{ZERO "stage3_param_persistence_threshold", kNumel, "0", ">= 0", kHonoured,
@@ -48,6 +52,16 @@ constexpr std::array kKeys{
     Key{ZERO "leaf_module.name_suffixes", kStrings, "[]", "", kHonoured,
         "by the end of the module name", ""},
 
+    Key{ZERO "mics_shard_size", kInteger, "-1", ">= -1", kHonoured,
+        "shard groups (MiCS), at stage 3: weights, gradients and optimizer state are sharded over "
+        "so "
+        "many consecutive ranks, and every such group holds all of them; must divide the number of "
+        "ranks; -1 or 0: over all ranks",
+        ""},
+
+    Key{ZERO "mics_hierarchical_params_gather", kFlag, "false", "", kHint,
+        "two-level gathers within sub-groups (MiCS)",
+        "a gather inside a shard group is one copy from each of its ranks"},
     Key{ZERO "contiguous_gradients", kFlag, "true", "", kHint,
         "copy gradients into a contiguous bucket",
         "gradients always land in their unit's flat buffer"},
@@ -59,8 +73,6 @@ constexpr std::array kKeys{
         "all-gather rather than broadcasts after the step", "parameters are always all-gathered"},
     Key{ZERO "allgather_bucket_size", kNumel, "500000000", ">= 0", kHint,
         "elements a gather after the step", "a gather takes one unit; strata.unit_size bounds it"},
-    Key{ZERO "overlap_comm", kFlag, "null", "", kHint, "reduce while backward runs",
-        "the engine orders reductions itself; see strata.reduce_at"},
     Key{ZERO "compute_grad_norm", kFlag, "true", "", kHint, "compute the global gradient norm",
         "norm and overflow check are one pass that always runs"},
     Key{ZERO "parameter_alignment", kFlag, "false", "", kHint,
@@ -111,10 +123,6 @@ constexpr std::array kKeys{
         "remove the key; \"communication_data_type\": \"bf16\" halves the bytes"},
     Key{ZERO "zeropp_loco_param", kSwitch, "null", "", kRefused,
         "error feedback of quantised gradients (LoCo)", "remove the section"},
-    Key{ZERO "mics_shard_size", kInteger, "-1", "", kRefused, "sharding within sub-groups (MiCS)",
-        "write -1 or remove the key"},
-    Key{ZERO "mics_hierarchical_params_gather", kFlag, "false", "", kRefused,
-        "two-level gathers within sub-groups (MiCS)", "write false or remove the key"},
 };
 
 #undef ZERO

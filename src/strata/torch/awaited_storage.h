@@ -1,0 +1,45 @@
+// The storage of parameters whose new values are still on their way to the memory behind them.
+//
+// While a unit's weights are being refreshed beside the model's next forward, its parameters lie in
+// an AwaitedStorage. Every operator of torch that gets such a tensor first asks for the values
+// (complete()) and then runs as ever, so a script that reads a parameter between a step and the
+// next forward sees what it would have seen had the step waited. That holds for p.data as well,
+// taken while it waits. Who asks for the address itself (data_ptr(), storage().cpu()) without any
+// operator gets torch's RuntimeError with a message that says what to do.
+//
+// It works by a dispatch key that torch leaves to others (DeferredInit): a fallback for it is
+// registered once a process. Threads: those of the tensors; complete() runs in the thread of the
+// operator. Ownership: tensors own their storage, which may outlive the engine: forget() then.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <functional>
+#include <utility>
+
+namespace strata::torch {
+
+class AwaitedStorage final : public c10::StorageImpl {
+ public:
+  // False where somebody else has taken the key: values cannot be awaited in this process.
+  static bool available();
+
+  // `values`: what complete() fills. `complete`: returns when the current stream's later work will
+  // find the values there.
+  AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values, std::function<void()> complete);
+
+  // What `view`, a tensor of the values, will be: of its shape and place, awaited.
+  static at::Tensor view(const c10::intrusive_ptr<AwaitedStorage>& storage, const at::Tensor& view);
+
+  void complete();
+  // Nobody fills the values any more; what still waits sees them as they are.
+  void forget() { complete_ = nullptr; }
+  const c10::intrusive_ptr<c10::StorageImpl>& values() const { return values_; }
+
+ private:
+  c10::intrusive_ptr<c10::StorageImpl> values_;
+  std::function<void()> complete_;
+};
+
+}  // namespace strata::torch
