@@ -52,6 +52,11 @@ SHAPES = {
         dict(_QWEN, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
         | dict(num_key_value_heads=8, tie_word_embeddings=True),
     ),
+    "small": (
+        "Qwen3Config",
+        dict(_QWEN, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8)
+        | dict(num_key_value_heads=4, head_dim=64, vocab_size=4096, tie_word_embeddings=False),
+    ),
     "tiny-moe": (
         "Qwen3MoeConfig",
         dict(_TINY, **(_MOE | {"num_experts_per_tok": 2}), intermediate_size=96, num_hidden_layers=2)

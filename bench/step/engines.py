@@ -32,11 +32,13 @@ LARGE_BUCKETS = {
 @dataclass
 class Training:
     """step(ids) trains one step and gives the loss as a tensor, without waiting for the device; account() is what
-    the engine says of itself, a dict. look(on), where there is one, has it look closer at the steps that follow."""
+    the engine says of itself, a dict; memory(), what it holds now. look(on), where there is one, has it look closer
+    at the steps that follow."""
 
     step: Callable
     account: Callable = dict
     look: Callable = None
+    memory: Callable = dict
 
 
 def build_model(context):
@@ -98,7 +100,11 @@ def strata(context, **changes):
         told = {"ledger_peaks": peaks, "init_report": engine.init_report, "collectives": engine.collectives_name}
         return told | {"step_report": engine.step_report()}
 
-    return Training(_engine_step(engine), account, engine.record_steps)
+    def memory():  # "made": pieces of memory, in this step
+        held = engine.memory_report()["device", "total"][0]
+        return {"held": held, "made": engine.step_report()["device_allocations"]}
+
+    return Training(_engine_step(engine), account, engine.record_steps, memory)
 
 
 def deepspeed(context, **changes):
@@ -131,7 +137,7 @@ def fsdp2(context, reduce="fp32", reshard=True):
                 parameter.data = parameter.data.float()
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    _ready_to_train(model)
+    ready_to_train(model)
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -158,7 +164,7 @@ def floor(context):
     for part in parts:
         part.grad = torch.full_like(part, 1e-3)
     optimizer = torch.optim.AdamW(parts, fused=True, **ADAMW)
-    _ready_to_train(model)
+    ready_to_train(model)
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -170,14 +176,15 @@ def floor(context):
     return Training(step)
 
 
-def _ready_to_train(model):
+def ready_to_train(model):
+    """In training mode, with gradient checkpointing."""
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _engine_step(engine):
     engine.train()
-    _ready_to_train(engine.module)
+    ready_to_train(engine.module)
 
     def step(ids):
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss

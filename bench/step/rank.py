@@ -8,8 +8,10 @@ import time
 
 from device_memory import DeviceSampler
 from engine_processes import run_rank
+from memory_use import proportional_data
 from rank_context import make_context, warm_up
 
+FIRST_SAMPLE = 2  # the step after which nothing should grow
 CALM_SAMPLE_S = 0.05  # while steps are timed: the driver answers under a lock of its own
 
 
@@ -76,11 +78,13 @@ def make_batches(context, count, first=0):
 def measure(training, context, sampler):
     """A dict: seconds of every timed step by the device's own clock, losses of all steps, and memory."""
     batches = make_batches(context, context.warmup + context.steps)
-    losses = []
+    losses, samples = [], []
 
     def run(ids):
         loss = training.step(ids)
         losses.append(loss.item() if context.read_loss else loss.clone())
+        if context.sample_every and (len(losses) == FIRST_SAMPLE or len(losses) % context.sample_every == 0):
+            samples.append(_sample(training, context, sampler, len(losses)))
 
     for ids in batches[: context.warmup]:
         run(ids)
@@ -108,6 +112,7 @@ def measure(training, context, sampler):
         "allocations": _allocations(context) - allocations,
         "torch_peak": _torch_peak(context),
         "losses": [float(loss) for loss in losses],
+        "samples": samples,
         "account": _account(training, context) | context.told,
     }
     told["median_s"] = statistics.median(told["step_s"])
@@ -121,6 +126,13 @@ def _account(training, context):
         training.step(make_batches(context, 1, context.warmup + context.steps)[0])
         training.look(False)
     return training.account()
+
+
+def _sample(training, context, sampler, step):
+    """Memory after ``step``, a dict: "used" of the GPU as its driver says, on the CPU of this process; "mallocs" of
+    torch's allocator so far; and what the engine says."""
+    used = sampler.used() if context.on_gpu else proportional_data()
+    return {"step": step, "used": used, "mallocs": _allocations(context), **training.memory()}
 
 
 def _mark(context):

@@ -33,6 +33,8 @@ def summarise(told, tokens):
         "device_growth": most("device_growth"),
         "torch_peak": most("torch_peak"),
         "allocations": most("allocations"),
+        "samples": [answer["samples"] for answer in told],
+        "rank_losses": [answer["losses"] for answer in told],
         "losses": [statistics.fmean(losses) for losses in zip(*(answer["losses"] for answer in told))],
         "accounts": [answer["account"] for answer in told],
         "timeline": next((answer["timeline"] for answer in told if answer.get("timeline")), None),
@@ -93,6 +95,30 @@ def account_line(name, row):
     if "step_report" in said:  # but for what is among the ledger's peaks
         said["step_report"] = {key: value for key, value in said["step_report"].items() if key != "device_memory"}
     return f"{name} says: {flat_text(said)}" if said else ""
+
+
+def growth(samples):
+    """What grew after the first of a rank's samples, a dict: "used" and "held" bytes by the most, "mallocs" in all,
+    "made" in the sampled steps together; those that there are."""
+    first, later = samples[0], samples[1:]
+    counted = [key for key in ("used", "held", "mallocs") if key in first]
+    grown = {key: max(sample[key] for sample in later) - first[key] for key in counted}
+    return grown | ({"made": sum(sample["made"] for sample in later)} if "made" in first else {})
+
+
+def growth_line(name, row):
+    """How memory grew, of the rank where it grew most; "" where nobody looked twice."""
+    ranks = [samples for samples in row["samples"] if len(samples) > 1]
+    if not ranks:
+        return ""
+    worst = max(ranks, key=lambda samples: growth(samples)["used"])
+    grown, first, last = growth(worst), worst[0], worst[-1]
+    parts = [f"{gib(first['used'])} GiB in use after step {first['step']}, {gib(last['used'])} after {last['step']}"]
+    parts += [f"at most {grown['used'] / MIB:+.1f} MiB in {len(worst) - 1} samples between"]
+    parts += [f"torch's allocator asked for {grown['mallocs']} pieces"]
+    if "held" in grown:
+        parts += [f"the ledger {grown['held'] / MIB:+.1f} MiB", f"{grown['made']} pieces made in sampled steps"]
+    return f"{name} growth: {'; '.join(parts)}"
 
 
 def flat_text(value, key=""):

@@ -10,8 +10,10 @@ are the median of steps, each of its slowest rank. --variant adds an engine with
     --variant 'z3-nccl={"stage": 3, "strata": {"collectives": "nccl"}}'
     --variant 'ds-3e8={"engine": "deepspeed", "stage": 3, "zero": {"reduce_bucket_size": 3e8}}'
 
-"stage" and "zero" stand for what is in "zero_optimization"; the rest is DeepSpeed's JSON. Ends with 1 when an engine
-failed or the losses do not agree; an engine that is not installed is skipped by name.
+"stage" and "zero" stand for what is in "zero_optimization"; the rest is DeepSpeed's JSON. --steps 200 --sample-every 10
+shows whether memory grows. Ends with 1 when an engine failed or the losses do not agree; an engine that is not
+installed is skipped by name. Beside it lie settings.py, Strata under its settings, and losses.py, its losses beside
+plain torch's.
 """
 
 import argparse
@@ -39,28 +41,34 @@ LAST_WORDS = 900  # of a failure, on the screen; the figures' file has it whole
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"names of {', '.join(ENGINES)}")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME=JSON", help="see above; repeatable")
+    parser.add_argument("--ds", default="{}", help='JSON that every DeepSpeed engine\'s "zero_optimization" takes in')
+    parser.add_argument("--torch-adam", action="store_true", help="DeepSpeed with torch's AdamW: compiles nothing")
+    add_common_arguments(parser)
+    return parser.parse_args()
+
+
+def add_common_arguments(parser, steps=8, loss_tolerance=2e-2):
+    """What every comparison of steps is called with: the model, its data, how long, and where the figures go."""
     parser.add_argument("--model", default="qwen3-30b-a3b", help="a shape that make_model.py knows")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--world", type=int, required=True, help="ranks; on GPUs, one each")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank in a step")
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=8, help="that are timed")
+    parser.add_argument("--steps", type=int, default=steps, help="that are timed")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"names of {', '.join(ENGINES)}")
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME=JSON", help="see above; repeatable")
     parser.add_argument("--strata", default="{}", help="JSON that every Strata engine's configuration takes in")
-    parser.add_argument("--ds", default="{}", help='JSON that every DeepSpeed engine\'s "zero_optimization" takes in')
     parser.add_argument("--clip", type=float, default=1.0, help="norm of gradients; 0: no engine clips")
     parser.add_argument("--read-loss", action="store_true", help="the host waits for the loss of every step")
-    parser.add_argument("--loss-tolerance", type=float, default=2e-2, help="relative")
+    parser.add_argument("--loss-tolerance", type=float, default=loss_tolerance, help="relative")
+    parser.add_argument("--sample-every", type=int, default=0, metavar="N", help="look at memory in every Nth step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--torch-adam", action="store_true", help="DeepSpeed with torch's AdamW: compiles nothing")
     parser.add_argument("--profile", metavar="FILE", help="trace of a step of rank 0 per engine: FILE.<engine>.json.gz")
     parser.add_argument("--json", metavar="FILE", help="where the figures go, besides the tables")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one engine's turn")
     parser.add_argument("--budget", type=float, help="seconds for all; engines that would start later are skipped")
-    return parser.parse_args()
 
 
 def chosen_engines(a):
@@ -97,12 +105,12 @@ def parse_object(text, option):
 
 def options_of(a):
     """What every rank is told."""
-    keys = ("model", "layers", "batch", "seq", "steps", "warmup", "clip", "read_loss", "seed", "device")
+    keys = ("model", "layers", "batch", "seq", "steps", "warmup", "clip", "read_loss", "sample_every", "seed", "device")
     return {key: getattr(a, key) for key in keys} | {
         "cores": len(os.sched_getaffinity(0)),
         "strata_json": parse_object(a.strata, "--strata"),
-        "deepspeed_json": parse_object(a.ds, "--ds"),
-        "torch_adam": a.torch_adam or a.device == "cpu",
+        "deepspeed_json": parse_object(getattr(a, "ds", "{}"), "--ds"),
+        "torch_adam": a.device == "cpu" or getattr(a, "torch_adam", False),
         "profile": None,
     }
 
@@ -120,21 +128,26 @@ def start_method(a, cores):
 
 def main():
     a = parse_arguments()
-    from make_model import SHAPES  # imports torch
-
-    if a.model not in SHAPES:
-        sys.exit(f"unknown model '{a.model}'; there are {', '.join(SHAPES)}")
-    engines, options = chosen_engines(a), options_of(a)
-    logs = tempfile.mkdtemp(prefix="strata-step-")
-    print(f"{a.model}, {a.world} ranks on {a.device}, {a.batch} x {a.seq} tokens each; what they print: {logs}",
-          flush=True)
-    result = compare(a, engines, options, logs)
+    result = run_all(a, chosen_engines(a))
     rows = result["engines"]
     print_summary(a, result)
     apart, name, step = result["losses_apart"]
     if rows:
         print(f"losses: at most {apart:.1e} apart ({name}, step {step}); tolerance {a.loss_tolerance:g}")
     return 1 if result["failed"] or not apart <= a.loss_tolerance else 0
+
+
+def run_all(a, engines):
+    """The result of ``compare``, of engines as called for on the command line."""
+    from make_model import SHAPES  # imports torch
+
+    if a.model not in SHAPES:
+        sys.exit(f"unknown model '{a.model}'; there are {', '.join(SHAPES)}")
+    options = options_of(a)
+    logs = tempfile.mkdtemp(prefix="strata-step-")
+    print(f"{a.model}, {a.world} ranks on {a.device}, {a.batch} x {a.seq} tokens each; what they print: {logs}",
+          flush=True)
+    return compare(a, engines, options, logs)
 
 
 def compare(a, engines, options, logs):
@@ -225,6 +238,8 @@ def print_summary(a, result):
             print(f"{name} trace: {timeline.in_words(row['timeline'])}")
         if said := report.account_line(name, row):
             print(said)
+        if grown := report.growth_line(name, row):
+            print(grown)
     print(f"\n{report.loss_lines(rows)}\n\n{LEGEND}")
 
 

@@ -21,7 +21,9 @@ pytestmark = [
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path[:0] = [str(BENCH / "step"), str(BENCH)]
 
+import losses  # noqa: E402
 import report  # noqa: E402
+import settings  # noqa: E402
 import timeline  # noqa: E402
 from engine_processes import EngineProcesses, Failed, Skipped, run_rank  # noqa: E402
 from engines import ENGINES, Engine, merged, spelled_out  # noqa: E402
@@ -31,9 +33,9 @@ STEPS, WARMUP, WORLD = 3, 1, 2
 OPTIONS = {"device": "cpu", "cores": 2}
 
 
-def run_bench(folder, *arguments):
+def run_bench(folder, *arguments, program="run.py"):
     """(exit code, what it printed, the JSON) of a run on a tiny model."""
-    command = [sys.executable, BENCH / "step" / "run.py", "--model", "tiny-moe", "--world", WORLD, "--device", "cpu"]
+    command = [sys.executable, BENCH / "step" / program, "--model", "tiny-moe", "--world", WORLD, "--device", "cpu"]
     command += ["--seq", 16, "--steps", STEPS, "--warmup", WARMUP, "--json", folder / "step.json", *arguments]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
@@ -46,9 +48,8 @@ def outcome(tmp_path_factory):
     variants = {"z3-bf16": {"stage": 3, "communication_data_type": "bf16"}, "no-such-stage": {"stage": 9}}
     variants["fsdp2-keep"] = {"engine": "fsdp2", "reshard": False}
     arguments = [f"--variant={name}={json.dumps(changes)}" for name, changes in variants.items()]
-    return run_bench(
-        folder, "--engines", "floor,strata-z2,strata-z3", *arguments, "--profile", folder / "trace.json"
-    )
+    arguments += ["--profile", folder / "trace.json", "--sample-every", 2]
+    return run_bench(folder, "--engines", "floor,strata-z2,strata-z3", *arguments)
 
 
 def test_every_engine_has_its_figures(outcome):
@@ -88,6 +89,38 @@ def test_every_engine_leaves_a_trace(outcome):
     for name, row in outcome[2]["engines"].items():
         assert Path(row["timeline"]["file"]).name == f"trace.{name}.json.gz"
         assert timeline.read_trace(row["timeline"]["file"])
+
+
+def test_memory_is_looked_at_meanwhile(outcome):
+    _, printed, result = outcome
+    for name, row in result["engines"].items():
+        assert [[sample["step"] for sample in samples] for samples in row["samples"]] == [[2, 4]] * WORLD
+        assert all(sample["used"] > 0 for samples in row["samples"] for sample in samples)
+        assert f"{name} growth: " in printed
+    for samples in result["engines"]["strata-z3"]["samples"]:
+        assert report.growth(samples) | {"used": 0} == {"used": 0, "held": 0, "mallocs": 0, "made": 0}
+
+
+def test_settings_have_a_row_each(tmp_path):
+    code, printed, result = run_bench(tmp_path, "--only", "defaults,sequential", program="settings.py")
+    assert code == 0 and list(result["engines"]) == ["defaults", "sequential"], printed
+    assert "losses: the same in all rows" in printed
+    figures = {name: settings.figures_of(row) for name, row in result["engines"].items()}
+    for name, of_row in figures.items():
+        assert of_row["gathered"] > 0 and of_row["gathers"][0] > 0 and of_row["exposed_s"] >= 0
+        assert f"\n {name} " in printed
+    assert figures["sequential"]["gathers"][0] > figures["defaults"]["gathers"][0]
+    assert figures["sequential"]["gathered"] < figures["defaults"]["gathered"]
+
+
+def test_losses_are_those_of_plain_torch(tmp_path):
+    code, printed, result = run_bench(tmp_path, "--batch", 2, program="losses.py")
+    assert code == 0 and list(result["engines"]) == list(losses.COMPARED), printed
+    assert "the same bits in every step, on every rank" in printed
+    rows = {name: row["rank_losses"] for name, row in result["engines"].items()}
+    assert rows["strata-z2"] == rows["strata-z3"] and len(rows["torch"]) == WORLD
+    assert losses.apart(rows["strata-z3"], rows["torch"])[0] < 1e-3
+    assert losses.steps_alike(rows["strata-z3"], rows["torch"]) >= 1  # before any update
 
 
 class _Idle:
@@ -227,8 +260,47 @@ def test_the_floor_is_that_of_its_fastest_turn():
     assert report.floor_of({"a": rows["a"]}, "floor") is None
 
 
+def test_what_memory_grew_by_is_of_the_rank_where_it_grew_most():
+    def sample(step, used, made=0):
+        return {"step": step, "used": used << 20, "mallocs": 7 + step, "held": 100, "made": made}
+
+    calm = [sample(2, 2048), sample(10, 2048), sample(20, 2048)]
+    grows = [sample(2, 2048, made=9), sample(10, 2060, made=1), sample(20, 2050)]
+    assert report.growth(grows) == {"used": 12 << 20, "held": 0, "mallocs": 18, "made": 1}
+    line = report.growth_line("x", {"samples": [calm, grows]})
+    assert line.startswith("x growth: 2.00 GiB in use after step 2, 2.00 after 20; at most +12.0 MiB in 2 samples")
+    assert report.growth_line("x", {"samples": [[], [sample(2, 1)]]}) == ""
+
+
+def test_losses_apart_are_told_with_their_step_and_rank():
+    torch_s = [[4.0, 3.0, 2.0], [4.0, 3.0, 2.0]]
+    ours = [[4.0, 3.0, 2.0], [4.0, 3.3, 2.0]]
+    assert losses.apart(ours, torch_s) == (pytest.approx(0.1), 1, 1)
+    assert losses.steps_alike(ours, torch_s) == 1
+    assert losses.apart([[math.nan]], [[1.0]])[0] == math.inf
+    same = {"torch": torch_s, "torch-other-order": torch_s, "strata-z2": ours, "strata-z3": ours}
+    assert losses.verdict(same, 0.2)[1] and not losses.verdict(same, 1e-3)[1]
+    assert losses.verdict(same | {"torch-other-order": ours}, 1e-3)[1]  # within the noise
+    said, good = losses.verdict(same | {"strata-z2": torch_s}, 0.2)
+    assert "DIFFERENT BITS" in said and not good
+
+
+def test_settings_follow_the_size_of_blocks():
+    large = settings.settings_of(10_000_000_000, 623_000_000)
+    assert large["defaults"] == {"stage": 3, "zero": {}}
+    assert large["sequential"]["zero"] == {"stage3_allgather_sequential": True}
+    assert large["stage 2 + overlap_comm false"] == {"stage": 2, "zero": {"overlap_comm": False}}
+    assert large["all live"]["strata"]["max_live_bytes"] > 2 * 10_000_000_000
+    assert "persistence 100000" in large and "prefetch 0" in large and "live 1" in large
+    small = settings.settings_of(1_000_000, 100_000)
+    assert list(small)[0] == "defaults" and len(small) == len(large)
+    assert small["defaults"]["zero"]["stage3_max_live_parameters"] == 160_000
+    assert "stage3_max_live_parameters" not in small["sequential"]["zero"]
+
+
 def test_a_row_has_the_slowest_rank_of_every_step():
     same = {"host_s": 0.1, "build_s": 1.0, "build_peak": 5, "device_growth": 0, "torch_peak": 3, "allocations": 0}
+    same |= {"samples": []}
     one = same | {"step_s": [1.0, 2.0, 3.0], "mean_s": 2.0, "device_peak": 7, "losses": [2.0], "account": {}}
     other = same | {"step_s": [1.5, 1.0, 9.0], "mean_s": 4.0, "device_peak": 6, "losses": [4.0], "account": {}}
     row = report.summarise([one, other], tokens=100)
