@@ -1,5 +1,6 @@
 // Collectives and devices for a process that Python drives.
 #include "bindings.h"
+#include "strata/comm/grouped_collectives.h"
 #include "strata/comm/peer_collectives.h"
 #include "strata/comm/shm_collectives.h"
 #include "strata/torch/c10d_collectives.h"
@@ -15,18 +16,36 @@ std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
 
+// What the ranks of a part of the world are called in errors: (number of the first, step).
+using RankNumbers = std::pair<int, int>;
+constexpr RankNumbers kAllRanks{0, 1};
+
+// Throws the error that ended these collectives, if one did; takes part in nothing.
+void require_usable(comm::Collectives& collectives) {
+  try {
+    static_cast<void>(collectives.allocate("require_usable", Bytes(1)));
+  } catch (const CommError&) {
+    throw;
+  } catch (const Error&) {  // no memory, say: not what was asked
+    return;
+  }
+}
+
 void bind_collectives(py::module_& module) {
   module.def(
       "shm_collectives",
-      [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s) {
+      [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s,
+         RankNumbers numbers) {
         const py::gil_scoped_release release;
         torch::StoreBootstrap bootstrap(std::move(store), rank, world_size,
                                         to_milliseconds(timeout_s));
         comm::CommOptions options;
         options.timeout = to_milliseconds(timeout_s);
+        options.names = {numbers.first, numbers.second};
         return std::shared_ptr<comm::Collectives>(comm::make_shm_collectives(bootstrap, options));
       },
-      py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_s"));
+      py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_s"),
+      py::arg("numbers") = kAllRanks);
   module.def(
       "exchange_text",
       [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s,
@@ -41,26 +60,34 @@ void bind_collectives(py::module_& module) {
   module.def(
       "c10d_collectives",
       [](c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
-         std::string id, std::string name) {
-        return std::shared_ptr<comm::Collectives>(torch::make_c10d_collectives(
-            std::move(group), std::move(store), std::move(id), std::move(name)));
+         std::string id, std::string name, RankNumbers numbers) {
+        return std::shared_ptr<comm::Collectives>(
+            torch::make_c10d_collectives(std::move(group), std::move(store), std::move(id),
+                                         std::move(name), {numbers.first, numbers.second}));
       },
-      py::arg("group"), py::arg("store"), py::arg("id"), py::arg("name"));
+      py::arg("group"), py::arg("store"), py::arg("id"), py::arg("name"),
+      py::arg("numbers") = kAllRanks);
+}
+
+// Made of other collectives.
+void bind_combined_collectives(py::module_& module) {
   module.def(
       "peer_collectives",
-      [](std::shared_ptr<comm::Collectives> control, c10::Device device, double timeout_s) {
+      [](std::shared_ptr<comm::Collectives> control, c10::Device device, double timeout_s,
+         RankNumbers numbers) {
         const py::gil_scoped_release release;
         comm::PeerOptions options;
         options.timeout = to_milliseconds(timeout_s);
+        options.names = {numbers.first, numbers.second};
         return std::shared_ptr<comm::Collectives>(comm::make_peer_collectives(
             torch::make_device(device, 1), std::move(control), options));
       },
-      py::arg("control"), py::arg("device"), py::arg("timeout_s"));
+      py::arg("control"), py::arg("device"), py::arg("timeout_s"), py::arg("numbers") = kAllRanks);
   module.def(
       "device_collectives",
       [](std::shared_ptr<comm::Collectives> control, c10::intrusive_ptr<c10d::Backend> bulk,
          c10::intrusive_ptr<c10d::Store> store, c10::Device device, std::string id,
-         std::string name) {
+         std::string name, RankNumbers numbers) {
         const py::gil_scoped_release release;
         torch::DeviceGroup group;
         group.place = device;
@@ -70,10 +97,19 @@ void bind_collectives(py::module_& module) {
         group.store = std::move(store);
         group.id = std::move(id);
         group.name = std::move(name);
+        group.names = {numbers.first, numbers.second};
         return std::shared_ptr<comm::Collectives>(torch::make_device_collectives(std::move(group)));
       },
       py::arg("control"), py::arg("bulk"), py::arg("store"), py::arg("device"), py::arg("id"),
-      py::arg("name"));
+      py::arg("name"), py::arg("numbers") = kAllRanks);
+  module.def(
+      "grouped_collectives",
+      [](std::shared_ptr<comm::Collectives> inside, std::shared_ptr<comm::Collectives> across,
+         c10::Device device) {
+        return std::shared_ptr<comm::Collectives>(comm::make_grouped_collectives(
+            std::move(inside), std::move(across), torch::make_device(device, 1)));
+      },
+      py::arg("inside"), py::arg("across"), py::arg("device"));
 }
 
 }  // namespace
@@ -84,6 +120,14 @@ void bind_runtime(py::module_& module) {
                              [](const comm::Collectives& c) { return std::string(c.name()); })
       .def_property_readonly("rank", &comm::Collectives::rank)
       .def_property_readonly("world_size", &comm::Collectives::world_size)
+      // (index of this rank's slice, slices, shard group, shard groups)
+      .def_property_readonly("shard_place",
+                             [](const comm::Collectives& c) {
+                               const comm::ShardPlace place = c.shard_place();
+                               return std::make_tuple(place.index, place.count, place.group,
+                                                      place.groups);
+                             })
+      .def("require_usable", &require_usable)
       .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
       .def("all_gather_text", &comm::Collectives::all_gather_text,
            py::call_guard<py::gil_scoped_release>());
@@ -100,6 +144,7 @@ void bind_runtime(py::module_& module) {
       },
       py::arg("config"), py::arg("parameters"), py::arg("local_rank"));
   bind_collectives(module);
+  bind_combined_collectives(module);
 }
 
 }  // namespace strata::python

@@ -90,7 +90,7 @@ class Init:
         if self._collectives is None:
             with telling_the_others():
                 self._device = choose_device(self._config, holder)
-            self._collectives = make_collectives(self._config.collectives, self._config.timeout_s, self._device)
+            self._collectives = make_collectives(self._config, self._device)
         parameters = describe_parameters(holder, {})
         modules, _ = describe_modules(holder, parameters)
         core = _C.ShardedModel(

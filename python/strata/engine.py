@@ -90,14 +90,17 @@ class Engine(torch.nn.Module):
 
         Raises:
             UsageError: without a forward before; for a loss that depends on no parameter.
+            CommError: another rank ended, or does something else.
         """
         self.core.begin_backward()
         try:
             factor = self.core.loss_factor(scale_wrt_gas)
             (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
             self.core.end_backward()
-        except BaseException:
+        except BaseException as error:
             self.core.abandon_backward()
+            if type(error) is RuntimeError:  # what hooks throw loses its class on its way through autograd
+                self._collectives.require_usable()
             raise
         return loss
 

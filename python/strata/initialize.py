@@ -110,7 +110,7 @@ def connect(config, model=None):
             require_writable(parsed.init_report)
             require_writable(parsed.trace, "strata.trace")
         device = choose_device(parsed, model)
-    return parsed, device, make_collectives(parsed.collectives, parsed.timeout_s, device)
+    return parsed, device, make_collectives(parsed, device)
 
 
 def assemble(

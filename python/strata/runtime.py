@@ -39,57 +39,104 @@ def rank_and_world_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def make_collectives(kind, timeout_s, device):
+def make_collectives(config, device):
     """How the ranks exchange bytes.
 
     Between GPUs of one host weights and gradients go from memory to memory by copy engines (peer) where all of them
     reach each other, else through NCCL.
 
+    In shard groups of several ranks each, the ranks of a group and the replicas of a slice are joined apart, by what
+    fits them: past one host memory inside, the network across.
+
     Args:
-        kind: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's process group, gloo),
-            "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or "local" (one rank).
-            "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or nccl beside it.
-            Ranks may share a GPU under "peer" alone.
-        timeout_s: seconds a rank waits for another that lives but does not come.
+        config: a _C.Config. Its ``collectives``: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's
+            process group, gloo), "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or
+            "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or
+            nccl beside it. Ranks may share a GPU under "peer" alone. Of shard groups, "shm" and "peer" are for the
+            ranks inside, and across where these are on one host, too. Its ``timeout_s``: seconds a rank waits for
+            another that lives but does not come.
         device: torch.device of this rank's model.
 
     Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that
     does not fit the ranks or the device, and for ranks that share a GPU.
     """
+    kind, timeout_s = config.collectives, config.timeout_s
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         _require_possible(kind, world_size, device)
+        group_size = config.shard_group_size(world_size)
     if world_size == 1:
         return _C.single_rank(device)
-    store = dist.distributed_c10d._get_default_store()
-    answers = _exchange(timeout_s, f"{_host_identity()}\n{_device_identity(device)}")
+    answers = _exchange(timeout_s, f"{_host_identity()}\n{_device_identity(device)}\n{group_size}")
     for other, text in enumerate(answers):
         if text.startswith(_FAILED):
             raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
-    hosts, devices = zip(*(text.split("\n") for text in answers))
+    hosts, devices, group_sizes = zip(*(text.split("\n") for text in answers))
+    _require_same_groups(group_sizes)
     if kind != "peer":
         _require_own_devices(hosts, devices)
-    one_host = len(set(hosts)) == 1
-    if kind == "peer" and not one_host:
+    first = rank - rank % group_size
+    inside = _Part(range(first, first + group_size), hosts)
+    if kind == "peer" and not inside.one_host:
         raise _C.ConfigError("strata.collectives: 'peer' joins ranks of one host, and these are on several; write 'auto'")
-    if kind == "shm" or (kind != "c10d" and one_host):
-        control = _C.shm_collectives(store, rank, world_size, timeout_s)
+    joined = _join(inside, kind, timeout_s, device)
+    if group_size == world_size:
+        return joined
+    across = _Part(range(rank % group_size, world_size, group_size), hosts)
+    if kind in ("shm", "peer") and not across.one_host:
+        kind = "auto"
+    return _C.grouped_collectives(joined, _join(across, kind, timeout_s, device), device)
+
+
+class _Part:
+    """Ranks that exchange bytes with each other.
+
+    Args:
+        ranks: range of their numbers in the world; this rank is one of them.
+        hosts: by rank of the world, what tells hosts apart.
+    """
+
+    def __init__(self, ranks, hosts):
+        self.ranks, self.one_host = ranks, len({hosts[rank] for rank in ranks}) == 1
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.numbers = (ranks.start, ranks.step)  # what they are called in errors
+        self.store = dist.PrefixStore(
+            f"ranks-{ranks.start}-{ranks.stop}-{ranks.step}", dist.distributed_c10d._get_default_store()
+        )
+
+    def new_group(self, backend, timeout_s):
+        """A process group of theirs; of all ranks where these are all."""
+        timeout = timedelta(seconds=timeout_s)
+        if self.size == dist.get_world_size():
+            return dist.new_group(backend=backend, timeout=timeout)
+        return dist.new_group(list(self.ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+
+
+def _join(part, kind, timeout_s, device):
+    """The collectives of a part of the ranks."""
+    if part.size == 1:
+        return _C.single_rank(device)
+    if kind == "shm" or (kind != "c10d" and part.one_host):
+        control = _C.shm_collectives(part.store, part.rank, part.size, timeout_s, part.numbers)
     else:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        control = _C.c10d_collectives(group._get_backend(torch.device("cpu")), store, group.group_name, "gloo")
-    if kind == "peer" or (kind == "auto" and one_host and device.type == "cuda"):
+        group = part.new_group("gloo", timeout_s)
+        control = _C.c10d_collectives(
+            group._get_backend(torch.device("cpu")), part.store, group.group_name, "gloo", part.numbers
+        )
+    if kind == "peer" or (kind == "auto" and part.one_host and device.type == "cuda"):
         try:
-            return _C.peer_collectives(control, device, timeout_s)
+            return _C.peer_collectives(control, device, timeout_s, part.numbers)
         except _C.CommError as error:
             if kind == "peer":
                 raise
-            if rank == 0:
+            if part.rank == 0:
                 log.warning("strata: weights and gradients go through NCCL, since the GPUs do not reach each other's "
                             "memory: %s", error)
     if device.type == "cpu":
         return control
-    bulk = _nccl_backend(device, timeout_s)
-    return _C.device_collectives(control, bulk, store, device, f"nccl/{next(_bulk_groups)}", "nccl")
+    bulk = _nccl_backend(part, device, timeout_s)
+    name = f"nccl/{next(_bulk_groups)}"
+    return _C.device_collectives(control, bulk, part.store, device, name, "nccl", part.numbers)
 
 
 def _require_possible(kind, world_size, device):
@@ -106,6 +153,16 @@ def _require_possible(kind, world_size, device):
         raise _C.ConfigError(
             f"strata.device: {world_size} ranks on GPUs need NCCL, and this build of torch has none; write 'cpu'"
         )
+
+
+def _require_same_groups(sizes):
+    """``sizes``: of shard groups, by rank."""
+    for rank, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise _C.ConfigError(
+                "zero_optimization.mics_shard_size: every rank must use the same shard groups; found groups of "
+                f"{sizes[0]} on rank 0 and of {size} on rank {rank}"
+            )
 
 
 def _require_own_devices(hosts, devices):
@@ -126,15 +183,15 @@ def _require_own_devices(hosts, devices):
             )
 
 
-def _nccl_backend(device, timeout_s):
-    """The NCCL backend of the default process group where it has one, since each takes memory of the GPU; else
-    that of a new group. It has carried something when this returns."""
+def _nccl_backend(part, device, timeout_s):
+    """Of all ranks the NCCL backend of the default process group where it has one, since each takes memory of the
+    GPU; else that of a new group. It has carried something when this returns."""
     backend = None
-    with suppress(RuntimeError):
-        backend = dist.group.WORLD._get_backend(device)
+    if part.size == dist.get_world_size():
+        with suppress(RuntimeError):
+            backend = dist.group.WORLD._get_backend(device)
     if backend is None or backend.name() != "nccl":
-        group = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout_s))
-        backend = group._get_backend(device)
+        backend = part.new_group("nccl", timeout_s)._get_backend(device)
     try:
         backend.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.synchronize(device)

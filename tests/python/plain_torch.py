@@ -9,6 +9,7 @@ arithmetic they have everywhere; other optimizers run where the model is, on bot
 """
 
 import copy
+import functools
 import math
 from contextlib import contextmanager
 
@@ -24,19 +25,22 @@ class PlainTrainer:
         make_optimizer: from fp32 parameters, in the order of ``model.parameters()``, to an optimizer.
         reduce_dtype: what gradients are rounded to before they are summed.
         grad_accum_dtype: what the sum over micro-steps is kept in.
+        group_size: ranks of a shard group. Each group adds up its own, and over the groups once: at the step, or
+            each time where they are kept in less than fp32.
     """
 
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
-                 reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0):
+                 reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0,
+                 group_size=None):
         self.model = copy.deepcopy(model).to(test_device(), dtype)
         self.world, self.clipping, self.accumulation = world, clipping, accumulation
         self.reduce_dtype, self.grad_accum_dtype = reduce_dtype, grad_accum_dtype
-        self.loss_scale = loss_scale
+        self.loss_scale, self.group_size = loss_scale, group_size or world
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._make_optimizer(model, make_optimizer, torch.device("cpu"))
         if ON_GPU and not _has_own_kernel(self.optimizer):
             self._make_optimizer(model, make_optimizer, test_device())
-        self.sums = [None] * len(self.masters)
+        self.drop_gradients()
         self.norm = None
 
     def _make_optimizer(self, model, make_optimizer, device):
@@ -46,8 +50,8 @@ class PlainTrainer:
 
     def micro_step(self, batches, loss_of):
         """Adds the gradients of one batch a rank; returns the losses."""
-        losses, total = [], None
-        for batch in batches:
+        losses, totals = [], []
+        for rank, batch in enumerate(batches):
             loss = loss_of(self.model, batch)
             factor = self.loss_scale / self.accumulation
             self.model.zero_grad()
@@ -56,13 +60,20 @@ class PlainTrainer:
                 (torch.zeros_like(p) if p.grad is None else p.grad).to(self.reduce_dtype).float()
                 for p in self.parameters
             ]
-            total = rounded if total is None else [a + b for a, b in zip(total, rounded)]
+            if rank % self.group_size == 0:
+                totals.append(rounded)
+            else:
+                totals[-1] = _added(totals[-1], rounded)
             losses.append(loss.item())
-        mean = [g * (1.0 / self.world) for g in total]
-        for i, g in enumerate(mean):
-            if self.sums[i] is not None:
-                g = self.sums[i].float() + g
-            self.sums[i] = g.to(self.grad_accum_dtype)
+        means = [[g * (1.0 / self.world) for g in total] for total in totals]
+        if self.grad_accum_dtype != torch.float32:
+            means = [_over_groups(means)]
+        if self.sums_of_groups is None:
+            sums = means
+        else:
+            sums = [_added([g.float() for g in old], new) for old, new in zip(self.sums_of_groups, means)]
+        self.sums_of_groups = [[g.to(self.grad_accum_dtype) for g in of_group] for of_group in sums]
+        self.sums = _over_groups(self.sums_of_groups)
         return losses
 
     def gradient_norm(self):
@@ -84,14 +95,22 @@ class PlainTrainer:
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters):
                 parameter.copy_(master)
-        self.sums = [None] * len(self.masters)
+        self.drop_gradients()
 
     def drop_gradients(self):
         """A step that is skipped."""
-        self.sums = [None] * len(self.masters)
+        self.sums, self.sums_of_groups = [None] * len(self.masters), None
 
     def values(self):
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def _added(first, second):
+    return [a + b for a, b in zip(first, second)]
+
+
+def _over_groups(of_groups):
+    return functools.reduce(_added, of_groups)
 
 
 def _has_own_kernel(optimizer):

@@ -53,8 +53,8 @@ SharedParts parts_from(SocketMessage message) {
 
 }  // namespace
 
-PeerChannel::PeerChannel(Collectives& control, Service& service)
-    : service_(service), rank_(control.rank()), wake_(::eventfd(0, EFD_CLOEXEC)) {
+PeerChannel::PeerChannel(Collectives& control, Service& service, RankNames names)
+    : service_(service), rank_(control.rank()), names_(names), wake_(::eventfd(0, EFD_CLOEXEC)) {
   std::string address;
   std::string error;
   try {
@@ -66,7 +66,8 @@ PeerChannel::PeerChannel(Collectives& control, Service& service)
       control.all_gather_text(error.empty() ? "+" + address : "-" + error);
   for (std::size_t r = 0; r < addresses.size(); ++r) {
     if (addresses[r][0] == '+') continue;
-    throw CommError(fmt::format("rank {} cannot be reached: {}", r, addresses[r].substr(1)));
+    throw CommError(fmt::format("rank {} cannot be reached: {}", names_.of(static_cast<int>(r)),
+                                addresses[r].substr(1)));
   }
   try {
     connect_to_peers(addresses);
@@ -76,7 +77,8 @@ PeerChannel::PeerChannel(Collectives& control, Service& service)
   const std::vector<std::string> errors = control.all_gather_text(error);
   for (std::size_t r = 0; r < errors.size(); ++r) {
     if (!errors[r].empty())
-      throw CommError(fmt::format("rank {} cannot reach the others: {}", r, errors[r]));
+      throw CommError(fmt::format("rank {} cannot reach the others: {}",
+                                  names_.of(static_cast<int>(r)), errors[r]));
   }
   thread_ = std::thread([this] { serve(); });
 }
@@ -108,7 +110,7 @@ std::optional<SharedParts> PeerChannel::ask(int rank, const std::string& key, st
     if (!message.text.empty() && message.text[0] == kNone) return std::nullopt;
     if (!message.text.empty()) return parts_from(std::move(message));
   }
-  throw CommError(fmt::format("rank {} has ended: it does not answer", rank));
+  throw CommError(fmt::format("rank {} has ended: it does not answer", names_.of(rank)));
 }
 
 void PeerChannel::fail(std::string_view reason) noexcept {

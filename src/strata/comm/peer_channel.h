@@ -18,6 +18,7 @@
 
 #include "strata/base/file_descriptor.h"
 #include "strata/comm/collectives.h"
+#include "strata/comm/comm_options.h"
 #include "strata/device/shared_memory.h"
 
 namespace strata::comm {
@@ -43,7 +44,7 @@ class PeerChannel {
   };
 
   // Collective: meets the other ranks by way of `control`.
-  PeerChannel(Collectives& control, Service& service);
+  PeerChannel(Collectives& control, Service& service, RankNames names);
   ~PeerChannel();
   PeerChannel(const PeerChannel&) = delete;
   PeerChannel& operator=(const PeerChannel&) = delete;
@@ -68,6 +69,7 @@ class PeerChannel {
 
   Service& service_;
   int rank_;
+  RankNames names_;
   FileDescriptor listener_;
   FileDescriptor wake_;                  // an event that ends the thread
   std::vector<FileDescriptor> outward_;  // by rank; mine is empty

@@ -169,7 +169,7 @@ class PeerCollectives final : public Collectives {
   void prove();
 
   void abort(std::string_view reason) noexcept override {
-    link_->stop(fmt::format("rank {} gave up: {}", rank(), reason));
+    link_->stop(fmt::format("rank {} gave up: {}", link_->names().of(rank()), reason));
   }
 
  private:
@@ -251,7 +251,8 @@ void PeerCollectives::agree_that_all_can(const std::string& error) {
   const std::vector<std::string> errors = all_gather_text(error);
   for (std::size_t r = 0; r < errors.size(); ++r) {
     if (!errors[r].empty())
-      throw CommError(fmt::format("rank {} cannot read its peers' memory: {}", r, errors[r]));
+      throw CommError(fmt::format("rank {} cannot read its peers' memory: {}",
+                                  link_->names().of(static_cast<int>(r)), errors[r]));
   }
 }
 
@@ -286,7 +287,8 @@ void PeerCollectives::prove() {
     device.compute_stream().synchronize();
     for (std::size_t i = 0; i < all.size(); ++i) {
       if (all[i] == byte_of(i / kBytes)) continue;
-      throw CommError(fmt::format("what rank {} wrote does not arrive", i / kBytes));
+      throw CommError(fmt::format("what rank {} wrote does not arrive",
+                                  link_->names().of(static_cast<int>(i / kBytes))));
     }
   });
   barrier();

@@ -17,6 +17,7 @@
 #include <memory>
 
 #include "strata/comm/collectives.h"
+#include "strata/comm/comm_options.h"
 #include "strata/device/device.h"
 
 namespace strata::comm {
@@ -26,6 +27,7 @@ inline constexpr Bytes kReducePiece = 32_MiB;
 struct PeerOptions {
   // How long a gather waits for a buffer that a peer has not allocated.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  RankNames names = {};
 };
 
 // Collective. `device`: where this rank's model computes, an object of its own. `control`: of host

@@ -28,12 +28,13 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       rank_(control_->rank()),
       world_size_(control_->world_size()),
       timeout_(options.timeout),
+      names_(options.names),
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       gathers_(device_->create_stream()),
       own_copies_(device_->create_stream()),
       reductions_(device_->create_stream()) {
   if (rank_ == 0) flags_file_ = FileDescriptor(::memfd_create("strata-flags", MFD_CLOEXEC));
-  channel_ = std::make_unique<PeerChannel>(*control_, *this);
+  channel_ = std::make_unique<PeerChannel>(*control_, *this, names_);
   std::string error;
   try {
     map_flags();
@@ -43,7 +44,8 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
   const std::vector<std::string> errors = control_->all_gather_text(error);
   for (std::size_t r = 0; r < errors.size(); ++r) {
     if (!errors[r].empty()) {
-      throw CommError(fmt::format("rank {} cannot share memory with the others: {}", r, errors[r]));
+      throw CommError(fmt::format("rank {} cannot share memory with the others: {}",
+                                  names_.of(static_cast<int>(r)), errors[r]));
     }
   }
 }
@@ -61,7 +63,8 @@ void PeerLink::map_flags() {
           fmt::format("no shared memory of {}: {}", to_string(bytes), std::strerror(errno)));
   } else {
     std::optional<SharedParts> parts = channel_->ask(0, std::string(kFlagsKey), 0);
-    if (!parts || parts->pieces.empty()) throw CommError("rank 0 has no shared memory to give");
+    if (!parts || parts->pieces.empty())
+      throw CommError("the first rank has no shared memory to give");
     theirs = std::move(parts->pieces.front().descriptor);
   }
   const int file = rank_ == 0 ? flags_file_.get() : theirs.get();
@@ -84,7 +87,7 @@ std::optional<SharedParts> PeerLink::share(const std::string& key, std::size_t f
 
 void PeerLink::peer_failed(int rank, const std::string& reason) noexcept {
   try {
-    set_failure(fmt::format("rank {} failed: {}", rank, reason));
+    set_failure(fmt::format("rank {} failed: {}", names_.of(rank), reason));
   } catch (const std::exception&) {
     failed_.store(true);
   }
@@ -125,8 +128,8 @@ const std::byte* PeerLink::reach(int rank, const std::string& key, std::string_v
     try {
       view = buffers_->find(*channel_, rank, key, offset + bytes);
     } catch (const Error& error) {
-      fail(fmt::format("{}: buffer '{}' of rank {} cannot be reached: {}", what, name, rank,
-                       error.what()));
+      fail(fmt::format("{}: buffer '{}' of rank {} cannot be reached: {}", what, name,
+                       names_.of(rank), error.what()));
     }
     if (view && view->mapped >= offset + bytes && view->bytes >= offset + bytes)
       return view->base + offset.size();
@@ -134,13 +137,13 @@ const std::byte* PeerLink::reach(int rank, const std::string& key, std::string_v
       fail(fmt::format(
           "{}: the slice of rank {} lies outside its buffer '{}'; every rank must allocate it for "
           "the same layout (offset {}, slice of {} B, buffer of {} B)",
-          what, rank, name, offset.value, bytes.value, view->bytes.value));
+          what, names_.of(rank), name, offset.value, bytes.value, view->bytes.value));
     }
     if (std::chrono::steady_clock::now() > give_up) {
       fail(
           fmt::format("{}: rank {} lives but has no buffer '{}' after {} ms; every rank must use "
                       "the same units",
-                      what, rank, name, timeout_.count()));
+                      what, names_.of(rank), name, timeout_.count()));
     }
     std::this_thread::sleep_for(kAskAgainAfter);
   }
@@ -150,7 +153,7 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
   for (int turn = 0; turn < peers(); ++turn) {
     const auto view = buffers_->find(*channel_, peer(turn), PeerBuffers::key_of_name(name), bytes);
     if (!view || view->mapped < bytes)
-      throw CommError(fmt::format("rank {} does not share '{}'", peer(turn), name));
+      throw CommError(fmt::format("rank {} does not share '{}'", names_.of(peer(turn)), name));
   }
 }
 
@@ -164,7 +167,8 @@ std::vector<std::uint64_t> PeerLink::agree(const std::string& what, std::uint64_
     end[-1] = -hash;
     // Numbers are not negative, so that each rank's own is the largest at its place.
     control_->all_reduce(values, ReduceOp::kMax);
-    if (end[-2] != -end[-1]) throw CommError(different_operations(control_->all_gather_text(what)));
+    if (end[-2] != -end[-1])
+      throw CommError(different_operations(control_->all_gather_text(what), names_));
     std::vector<std::uint64_t> numbers;
     for (auto value = values.begin(); value != end - 2; ++value)
       numbers.push_back(static_cast<std::uint64_t>(*value));

@@ -31,6 +31,7 @@ class PeerLink final : public PeerChannel::Service {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  const RankNames& names() const { return names_; }
   Collectives& control() { return *control_; }
   device::Device& device() { return *device_; }
   const std::shared_ptr<PeerBuffers>& buffers() { return buffers_; }
@@ -86,6 +87,7 @@ class PeerLink final : public PeerChannel::Service {
   int rank_;
   int world_size_;
   std::chrono::milliseconds timeout_;
+  RankNames names_;
   FileDescriptor flags_file_;  // rank 0's
   MappedMemory flags_memory_;
   std::unique_ptr<device::HostRegistration> flags_pinned_;

@@ -29,12 +29,13 @@ at::Tensor byte_tensor(std::span<const std::byte> bytes) {
 class C10dCollectives final : public comm::Collectives {
  public:
   C10dCollectives(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
-                  const std::string& id, std::string name)
+                  const std::string& id, std::string name, comm::RankNames names)
       : group_(std::move(group)),
         rank_(group_->getRank()),
         world_size_(group_->getSize()),
         name_(std::move(name)),
-        failure_(std::move(store), id, rank_, world_size_) {}
+        names_of_ranks_(names),
+        failure_(std::move(store), id, rank_, world_size_, names) {}
 
   std::string_view name() const override { return name_; }
   int rank() const override { return rank_; }
@@ -167,13 +168,14 @@ class C10dCollectives final : public comm::Collectives {
       same = same && std::memcmp(bytes, bytes + static_cast<std::size_t>(r) * sizeof(hash),
                                  sizeof(hash)) == 0;
     }
-    if (!same) failure_.fail_with(comm::different_operations(gather_text(what)));
+    if (!same) failure_.fail_with(comm::different_operations(gather_text(what), names_of_ranks_));
   }
 
   c10::intrusive_ptr<c10d::Backend> group_;
   int rank_;
   int world_size_;
   std::string name_;
+  comm::RankNames names_of_ranks_;
   GroupFailure failure_;
   std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
 };
@@ -182,8 +184,10 @@ class C10dCollectives final : public comm::Collectives {
 
 std::unique_ptr<comm::Collectives> make_c10d_collectives(c10::intrusive_ptr<c10d::Backend> group,
                                                          c10::intrusive_ptr<c10d::Store> store,
-                                                         std::string id, std::string name) {
-  return std::make_unique<C10dCollectives>(std::move(group), std::move(store), id, std::move(name));
+                                                         std::string id, std::string name,
+                                                         comm::RankNames names) {
+  return std::make_unique<C10dCollectives>(std::move(group), std::move(store), id, std::move(name),
+                                           names);
 }
 
 }  // namespace strata::torch

@@ -12,13 +12,15 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "strata/comm/collectives.h"
+#include "strata/comm/comm_options.h"
 
 namespace strata::torch {
 
 // `name`: of the backend, "gloo" or "nccl". `store` carries the reasons of failures; `id` tells
-// groups that share a store apart, the same on every rank.
+// groups that share a store apart, the same on every rank. `names`: of its ranks, in errors.
 std::unique_ptr<comm::Collectives> make_c10d_collectives(c10::intrusive_ptr<c10d::Backend> group,
                                                          c10::intrusive_ptr<c10d::Store> store,
-                                                         std::string id, std::string name);
+                                                         std::string id, std::string name,
+                                                         comm::RankNames names = {});
 
 }  // namespace strata::torch

@@ -34,7 +34,8 @@ class DeviceCollectives final : public comm::Collectives {
         bulk_(std::move(group.bulk)),
         name_(std::move(group.name)),
         failure_(std::move(group.store), std::move(group.id), control_->rank(),
-                 control_->world_size()) {}
+                 control_->world_size(), group.names),
+        names_of_ranks_(group.names) {}
 
   std::string_view name() const override { return name_; }
   int rank() const override { return control_->rank(); }
@@ -173,7 +174,7 @@ class DeviceCollectives final : public comm::Collectives {
       double range[] = {hash, -hash};
       control_->all_reduce(range, comm::ReduceOp::kMax);
       if (range[0] == -range[1]) return;
-      throw CommError(comm::different_operations(control_->all_gather_text(what)));
+      throw CommError(comm::different_operations(control_->all_gather_text(what), names_of_ranks_));
     });
   }
 
@@ -238,6 +239,7 @@ class DeviceCollectives final : public comm::Collectives {
   c10::intrusive_ptr<c10d::Backend> bulk_;
   std::string name_;
   GroupFailure failure_;
+  comm::RankNames names_of_ranks_;
   std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
   GroupClock clock_{place_, *device_};
   bool records_times_ = false;

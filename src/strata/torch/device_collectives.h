@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "strata/comm/collectives.h"
+#include "strata/comm/comm_options.h"
 #include "strata/device/device.h"
 
 namespace strata::torch {
@@ -30,6 +31,7 @@ struct DeviceGroup {
   c10::intrusive_ptr<c10d::Store> store;       // carries the reasons of failures; null: one rank
   std::string id;    // tells groups that share a store apart; the same on every rank, not reused
   std::string name;  // of the backend: "nccl"
+  comm::RankNames names = {};  // of the ranks, in errors
 };
 
 std::unique_ptr<comm::Collectives> make_device_collectives(DeviceGroup group);

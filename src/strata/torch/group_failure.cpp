@@ -14,8 +14,8 @@ constexpr std::chrono::milliseconds kNoteWait{1000};
 }  // namespace
 
 GroupFailure::GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank,
-                           int world_size)
-    : rank_(rank), notes_(std::move(store), std::move(id), rank, world_size) {}
+                           int world_size, comm::RankNames names)
+    : rank_(rank), names_(names), notes_(std::move(store), std::move(id), rank, world_size) {}
 
 GroupFailure::~GroupFailure() {
   if (error_.empty()) notes_.post(PeerNote::Kind::kLeft, "");
@@ -39,7 +39,7 @@ void GroupFailure::fail(std::string_view what, std::string_view error) {
   rethrow();
   notes_.post(PeerNote::Kind::kAt, std::string(what));
   const std::string cause = most_telling(notes_.wait_for_all(kNoteWait));
-  fail_with(fmt::format("rank {}: {} failed: {} ({})", rank_, what, cause, error));
+  fail_with(fmt::format("rank {}: {} failed: {} ({})", names_.of(rank_), what, cause, error));
 }
 
 void GroupFailure::fail_with(std::string message) {
@@ -50,7 +50,7 @@ void GroupFailure::fail_with(std::string message) {
 
 void GroupFailure::give_up(std::string_view reason) noexcept {
   if (!error_.empty()) return;
-  error_ = fmt::format("rank {} gave up: {}", rank_, reason);
+  error_ = fmt::format("rank {} gave up: {}", names_.of(rank_), reason);
   notes_.post(PeerNote::Kind::kGaveUp, error_);
 }
 
@@ -62,11 +62,11 @@ std::string GroupFailure::most_telling(const std::vector<std::optional<PeerNote>
     const auto& note = notes[r];
     if (r == static_cast<std::size_t>(rank_)) continue;
     if (!note.has_value()) {
-      absent = fmt::format("rank {} did not come or is gone", r);
+      absent = fmt::format("rank {} did not come or is gone", names_.of(static_cast<int>(r)));
     } else if (note->kind == PeerNote::Kind::kGaveUp) {
       return note->text;
     } else if (note->kind == PeerNote::Kind::kLeft) {
-      absent = fmt::format("rank {} has left", r);
+      absent = fmt::format("rank {} has left", names_.of(static_cast<int>(r)));
     } else if (note->kind == PeerNote::Kind::kFailed) {
       failed = note->text;
     }

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "strata/comm/comm_options.h"
 #include "strata/torch/peer_notes.h"
 
 namespace strata::torch {
@@ -15,7 +16,8 @@ namespace strata::torch {
 class GroupFailure {
  public:
   // `id` tells the groups that share a store apart; the same on every rank, and never used again.
-  GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size);
+  GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
+               comm::RankNames names = {});
   // Tells the others that this rank has left, if all was well.
   ~GroupFailure();
   GroupFailure(const GroupFailure&) = delete;
@@ -49,6 +51,7 @@ class GroupFailure {
   std::string most_telling(const std::vector<std::optional<PeerNote>>& notes) const;
 
   int rank_;
+  comm::RankNames names_;
   PeerNotes notes_;
   std::string error_;  // empty while all is well
 };

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "strata/base/error.h"
+#include "strata/comm/grouped_collectives.h"
 #include "strata/comm/local_collectives.h"
 #include "strata/comm/peer_collectives.h"
 #include "strata/comm/shm_collectives.h"
@@ -65,6 +66,44 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
   }
 }
 
+// Ranks of the world that meet in a store of their own.
+struct Meeting {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int world_size = 1;
+  comm::RankNames names;
+};
+
+std::shared_ptr<comm::Collectives> meet(const Meeting& meeting, c10::Device place, bool peers,
+                                        std::chrono::milliseconds timeout) {
+  if (meeting.world_size == 1) return single_rank(place);
+  StoreBootstrap bootstrap(meeting.store, meeting.rank, meeting.world_size, timeout);
+  comm::CommOptions options;
+  options.timeout = timeout;
+  options.names = meeting.names;
+  std::shared_ptr<comm::Collectives> host = comm::make_shm_collectives(bootstrap, options);
+  if (!peers) return host;
+  comm::PeerOptions peer_options;
+  peer_options.timeout = timeout;
+  peer_options.names = meeting.names;
+  return comm::make_peer_collectives(make_device(place, 1), std::move(host), peer_options);
+}
+
+void require_same_group_size(const c10::intrusive_ptr<c10d::Store>& store,
+                             const RankEnvironment& environment, int size,
+                             std::chrono::milliseconds timeout) {
+  StoreBootstrap bootstrap(store, environment.rank, environment.world_size, timeout);
+  const std::vector<std::string> sizes = bootstrap.exchange(std::to_string(size));
+  for (std::size_t r = 1; r < sizes.size(); ++r) {
+    if (sizes[r] == sizes[0]) continue;
+    throw ConfigError(
+        fmt::format("zero_optimization.mics_shard_size: every rank must use the same shard groups; "
+                    "found groups "
+                    "of {} on rank 0 and of {} on rank {}",
+                    sizes[0], sizes[r], r));
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<comm::Collectives> single_rank(c10::Device place) {
@@ -97,7 +136,7 @@ RankEnvironment RankEnvironment::read() {
 
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
                                                     const engine::StrataConfig& config,
-                                                    c10::Device place) {
+                                                    c10::Device place, int group_size) {
   using engine::CollectivesKind;
   if (environment.world_size == 1) return single_rank(place);
   const CollectivesKind kind = config.collectives;
@@ -115,15 +154,26 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
   }
   const std::chrono::milliseconds timeout(static_cast<std::int64_t>(config.timeout_s * 1000.0));
   const c10::intrusive_ptr<c10d::Store> store = open_store(environment, timeout);
-  StoreBootstrap bootstrap(store, environment.rank, environment.world_size, timeout);
-  comm::CommOptions options;
-  options.timeout = timeout;
-  std::shared_ptr<comm::Collectives> collectives = comm::make_shm_collectives(bootstrap, options);
+  const int size = group_size == 0 ? environment.world_size : group_size;
+  require_same_group_size(store, environment, size, timeout);
+  const comm::ShardGroups groups{size, environment.world_size / size};
+  const int index = groups.index_of(environment.rank);
+  const int group = groups.group_of(environment.rank);
+  const auto part = [&](const char* what, int number) {
+    return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}-{}", what, number), store);
+  };
+  std::shared_ptr<comm::Collectives> collectives =
+      meet({part("inside", group), index, size, groups.inside_of(environment.rank)}, place, peers,
+           timeout);
+  if (groups.count > 1) {
+    collectives = comm::make_grouped_collectives(
+        std::move(collectives),
+        meet({part("across", index), group, groups.count, groups.across_of(environment.rank)},
+             place, peers, timeout),
+        make_device(place, 1));
+  }
   collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
-  if (!peers) return collectives;
-  comm::PeerOptions peer_options;
-  peer_options.timeout = timeout;
-  return comm::make_peer_collectives(make_device(place, 1), std::move(collectives), peer_options);
+  return collectives;
 }
 
 }  // namespace strata::torch
