@@ -77,30 +77,32 @@ def make_batches(context, count, first=0):
 
 def measure(training, context, sampler):
     """A dict: seconds of every timed step by the device's own clock, losses of all steps, and memory."""
+    import torch
+
     batches = make_batches(context, context.warmup + context.steps)
-    losses, samples = [], []
+    # In one piece: a small one a step, between large ones that come and go, would scatter the heap.
+    losses, samples = torch.zeros(len(batches), device=context.device), []
 
-    def run(ids):
-        loss = training.step(ids)
-        losses.append(loss.item() if context.read_loss else loss.clone())
-        if context.sample_every and (len(losses) == FIRST_SAMPLE or len(losses) % context.sample_every == 0):
-            samples.append(_sample(training, context, sampler, len(losses)))
+    def run(number):
+        loss = training.step(batches[number])
+        losses[number] = loss.item() if context.read_loss else loss
+        step = number + 1
+        if context.sample_every and (step == FIRST_SAMPLE or step % context.sample_every == 0):
+            samples.append(_sample(training, context, sampler, step))
 
-    for ids in batches[: context.warmup]:
-        run(ids)
+    for number in range(context.warmup):
+        run(number)
     context.meet()
     warm_peak, allocations = sampler.take(), _allocations(context)
     used = sampler.used()
     sampler.interval_s = CALM_SAMPLE_S
     started = time.perf_counter()
     marks = [_mark(context)]
-    for ids in batches[context.warmup :]:
-        run(ids)
+    for number in range(context.warmup, len(batches)):
+        run(number)
         marks.append(_mark(context))
     handed_over = time.perf_counter() - started  # by the host; the device may be behind
     if context.on_gpu:
-        import torch
-
         torch.cuda.synchronize(context.device)
     seconds = time.perf_counter() - started
     told = {
@@ -111,7 +113,7 @@ def measure(training, context, sampler):
         "device_growth": sampler.used() - used,
         "allocations": _allocations(context) - allocations,
         "torch_peak": _torch_peak(context),
-        "losses": [float(loss) for loss in losses],
+        "losses": losses.tolist(),
         "samples": samples,
         "account": _account(training, context) | context.told,
     }
