@@ -153,3 +153,26 @@ def _over_peers():
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_peers(world):
     run_ranks(world, _over_peers)
+
+
+def _one_parameter_at_a_time(collectives):
+    _, world = rank_and_world()
+    for dtype, accumulation, clipping in (("fp32", 1, 0.05), ("bf16", 2, 0.0)):
+        for live in ({}, {"max_live_bytes": 1}):
+            reference = PlainTrainer(make_model(), world, adamw, DTYPES[dtype], clipping, accumulation)
+            config = config_of(
+                3, dtype, accumulation, clipping, strata={"collectives": collectives, "unit_size": 1, **live},
+                zero_optimization={"stage3_allgather_sequential": True},
+            )
+            compare(config, reference)
+
+
+@pytest.mark.parametrize(
+    "world, collectives",
+    [
+        (1, "auto"), (2, "auto"), (3, "auto"), (2, "peer"),
+        pytest.param(2, "c10d", marks=pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")),
+    ],
+)
+def test_one_parameter_at_a_time(world, collectives):
+    run_ranks(world, _one_parameter_at_a_time, collectives)
