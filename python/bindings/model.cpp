@@ -52,7 +52,7 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                         std::move(name));
 }
 
-// None at a micro-step that is no boundary, else (applied, gradient norm).
+// None at a micro-step that is no boundary, else whether the weights were updated.
 py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
   for (const auto& [lr, beta1, beta2, eps, decay] : groups)
@@ -63,7 +63,7 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
     result = model.step(scalars);
   }
   if (!result) return py::none();
-  return py::make_tuple(result->applied, result->grad_norm);
+  return py::bool_(result->applied);
 }
 
 engine::ExternalOptimizer& external(ShardedModel& model) {
@@ -150,7 +150,11 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
                              [](ShardedModel& m) { return m.control().global_steps(); })
       .def_property_readonly("skipped_steps",
                              [](ShardedModel& m) { return m.control().skipped_steps(); })
-      .def_property_readonly("grad_norm", [](ShardedModel& m) { return m.control().grad_norm(); })
+      .def_property_readonly("grad_norm",
+                             [](ShardedModel& m) {
+                               const py::gil_scoped_release release;
+                               return m.control().grad_norm();
+                             })
       .def_property_readonly("loss_scale",
                              [](ShardedModel& m) { return m.control().loss_scaler().scale(); });
 }

@@ -109,14 +109,14 @@ class Engine(torch.nn.Module):
 
         Raises:
             UsageError: without a backward pass since the last step.
-            NumericsError: in fp32 and bf16, when gradients are not finite. The weights are unchanged.
+            NumericsError: in fp32 and bf16, when gradients are not finite. The weights are unchanged. On a GPU
+                the next ``step()`` raises it, or saving: this one does not wait to know.
         """
-        result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
-        if result is None:
+        applied = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        if applied is None:
             return
         if self._trace is not None:
             self._tell_of_trace()
-        applied, _ = result
         self.optimizer.overflow = not applied
         self.optimizer._opt_called = True  # torch's schedulers look whether the optimizer went first
         if applied and self.lr_scheduler is not None:
@@ -159,7 +159,8 @@ class Engine(torch.nn.Module):
     # --- what scripts read ---
 
     def get_global_grad_norm(self):
-        """float: L2 norm over all ranks at the last boundary, before clipping; None before the first."""
+        """float: L2 norm over all ranks at the last boundary, before clipping; None before the first. Waits
+        for the device."""
         return self.core.grad_norm
 
     @property

@@ -1,6 +1,7 @@
 // A network as NCCL and gloo are, made of ranks that are threads: a gather needs every rank's call.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -25,8 +26,13 @@ class CollectiveNetwork final : public Collectives {
   }
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
+    // It carries any memory, not only what it has allocated.
+    const Bytes begin = slices.first_offset + slices.stride * rank();
+    const auto sent = ranks_->allocate("sent", slices.slice_bytes);
+    const auto own = const_cast<SharedBuffer*>(slices.buffer)->local().subspan(begin.size());
+    std::ranges::copy(own.first(slices.slice_bytes.size()), sent->local().begin());
     ranks_->barrier();
-    auto work = ranks_->all_gather(slices, flat, tag);
+    auto work = ranks_->all_gather({sent.get(), Bytes(), Bytes(), slices.slice_bytes}, flat, tag);
     ranks_->barrier();
     return work;
   }

@@ -209,6 +209,24 @@ TEST_P(CollectivesMoveData, ReducesDoublesToTheSameBitsOnEveryRank) {
   });
 }
 
+TEST_P(CollectivesMoveData, ExchangesValuesOnTheDeviceWhereItSaysSo) {
+  on_worlds([](Collectives& c) {
+    if (!c.gathers_on_device()) return;
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      for (const std::size_t bytes : {8UL, Collectives::kOnDeviceMost}) {
+        std::vector<std::byte> mine(bytes);
+        std::vector<std::byte> all(bytes * static_cast<std::size_t>(c.world_size()));
+        fill(mine, c.rank() + repeat);
+        c.all_gather_on_device(all, mine);
+        for (int r = 0; r < c.world_size(); ++r) {
+          require_pattern(std::span(all).subspan(static_cast<std::size_t>(r) * bytes, bytes),
+                          r + repeat, "exchange");
+        }
+      }
+    }
+  });
+}
+
 TEST_P(CollectivesMoveData, BroadcastsFromEveryRoot) {
   on_worlds([](Collectives& c) {
     for (int root = 0; root < c.world_size(); ++root) {

@@ -148,6 +148,11 @@ TEST_P(CollectivesReportErrors, RefusesWrongArgumentsAndStaysUsable) {
     require(refused([&] { reduce(DType::kInt32); }), "integers");
     require(refused([&] { static_cast<void>(c.allocate("small", 8_B)); }), "name in use");
     require(refused([&] { c.broadcast(flat, 2); }), "no such root");
+    if (c.gathers_on_device()) {
+      std::vector<std::byte> much(Collectives::kOnDeviceMost + 1);
+      std::vector<std::byte> all(2 * much.size());
+      require(refused([&] { c.all_gather_on_device(all, much); }), "an exchange of much");
+    }
     c.barrier();
     c.all_gather({buffer.get(), 0_B, 0_B, 10_B}, flat, "x")->wait();
     c.barrier();

@@ -28,12 +28,11 @@ INSTANTIATE_TEST_SUITE_P(OneGroup, OneSidedGathers, testing::Values(one_group())
 // What joins replicas: memory that they read, or a network.
 class ShardGroupsTest : public testing::TestWithParam<const char*> {
  protected:
-  static std::vector<std::string> run(
-      int world_size, int group_size, const RankBody& body,
-      std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  static std::vector<std::string> run(int world_size, int group_size, const RankBody& body,
+                                      Slices slices = Slices::kReplicated) {
     CommOptions options;
-    options.timeout = timeout;
-    GroupedRanks ranks(world_size, group_size, options);
+    options.timeout = std::chrono::seconds(60);
+    GroupedRanks ranks(world_size, group_size, options, slices);
     if (GetParam() == std::string("network")) {
       ranks.set_network(
           [](auto across) { return std::make_unique<CollectiveNetwork>(std::move(across)); });
@@ -198,6 +197,49 @@ TEST_P(ShardGroupsTest, AddUpOverGroupsOnceWhereThatIsPutOff) {
       require_or_say(x == wanted, [&] { return fmt::format("{} not {}", x, wanted); });
     require_same_on_replicas(c, result);
   });
+}
+
+// Each rank writes the slice that it owns, all see the whole.
+void check_secondary_weights(Collectives& c) {
+  constexpr std::size_t kBytes = 100;
+  const ShardPlace place = c.shard_place();
+  const std::size_t held = kBytes * static_cast<std::size_t>(place.parts);
+  auto weights = c.allocate("weights", Bytes(7 + held));
+  const auto own = static_cast<std::size_t>(place.index % place.parts) * kBytes;
+  fill(weights->local().subspan(7 + own, kBytes), place.index);
+  const SliceMap slices[] = {{weights.get(), 7_B, 0_B, Bytes(held)}};
+  c.complete_slices(slices);
+  c.group_barrier();
+  std::vector<std::byte> flat(kBytes * static_cast<std::size_t>(place.count));
+  c.all_gather(slices[0], flat, "weights")->wait();
+  for (int i = 0; i < place.count; ++i) {
+    require_pattern(std::span(flat).subspan(static_cast<std::size_t>(i) * kBytes, kBytes), i,
+                    "part");
+  }
+  c.barrier();
+}
+
+TEST_P(ShardGroupsTest, OwnAPartOfWhatTheyHoldWhereSlicesAreSecondary) {
+  constexpr std::size_t kNumel = 30;  // of an owned slice
+  const RankBody body = [](Collectives& c) {
+    const ShardPlace place = c.shard_place();
+    require(place.count == c.world_size() && place.groups == 1, "every rank owns a slice");
+    auto source = c.allocate("source", Bytes(kNumel * 4 * static_cast<std::size_t>(place.count)));
+    std::vector<float> result(kNumel, 1.0F);
+    fill_contribution(c, *source);
+    c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, true}, "g")->wait();
+    const ShardPlace sums{0, place.held_count(), 0, place.parts, 1};
+    const auto at = static_cast<std::size_t>(place.index) * kNumel;
+    for (std::size_t i = 0; i < kNumel; ++i) {
+      require_or_say(result[i] == 1.0F + grouped_sum(sums, at + i),
+                     [&] { return fmt::format("element {}", i); });
+    }
+    check_secondary_weights(c);
+    return std::string();
+  };
+  for (const auto& [world, group] :
+       std::vector<std::pair<int, int>>{{4, 2}, {6, 2}, {6, 3}, {2, 1}})
+    EXPECT_THAT(run(world, group, body, Slices::kSecondary), testing::Each("")) << world;
 }
 
 TEST_P(ShardGroupsTest, SpeakForTheWholeWorldInEverythingSmall) {

@@ -14,8 +14,9 @@ namespace strata::comm::conformance {
 
 class GroupedRanks {
  public:
-  GroupedRanks(int world_size, int group_size, CommOptions options = {})
-      : groups_{group_size, world_size / group_size} {
+  GroupedRanks(int world_size, int group_size, CommOptions options = {},
+               Slices slices = Slices::kReplicated)
+      : groups_{group_size, world_size / group_size}, slices_(slices) {
     for (int group = 0; group < groups_.count; ++group) {
       options.names = groups_.inside_of(group * groups_.size);
       inside_.emplace_back(groups_.size, options);
@@ -36,11 +37,13 @@ class GroupedRanks {
     auto across = across_[static_cast<std::size_t>(index)].rank(group);
     if (network_) across = network_(std::move(across));
     return make_grouped_collectives(inside_[static_cast<std::size_t>(group)].rank(index),
-                                    std::move(across), std::make_shared<device::CpuDevice>());
+                                    std::move(across), std::make_shared<device::CpuDevice>(),
+                                    slices_);
   }
 
  private:
   ShardGroups groups_;
+  Slices slices_;
   std::deque<LocalGroup> inside_;
   std::deque<LocalGroup> across_;
   Change network_;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <vector>
@@ -190,11 +191,68 @@ TYPED_TEST_P(DeviceKernelsConformance, FingerprintsOfPiecesAreThoseOfTheHost) {
   EXPECT_TRUE(this->device_->fingerprints({}, 8_B, *this->stream_).empty());
 }
 
+TYPED_TEST_P(DeviceKernelsConformance, TheFactorOfManyGradientsIsThatOfTheHost) {
+  // More arrays than one kernel takes, of sizes around those of a chunk.
+  std::vector<std::vector<float>> gradients;
+  for (std::size_t i = 0; i < 300; ++i)
+    gradients.push_back(this->random_floats(i % 50 == 7 ? 65536 + i : i % 3 * 1000,
+                                            static_cast<std::uint32_t>(60 + i)));
+  std::vector<std::unique_ptr<Memory>> there;
+  std::vector<std::span<const float>> all;
+  std::vector<double> expected;
+  for (const auto& gradient : gradients) {
+    there.push_back(this->upload(this->raw(gradient)));
+    all.push_back(this->floats(*there.back()));
+    expected.push_back(kernels::grad_stats_reference(gradient).sum_of_squares);
+  }
+  const auto memory = this->device_->allocate(Bytes(4096), memory::Kind::kStaging);
+  auto* const result = reinterpret_cast<kernels::GradientFactor*>(memory->bytes().data());
+  const std::span<double> sums(reinterpret_cast<double*>(memory->bytes().data() + 64), all.size());
+  for (const double clipping : {0.0, 1e-3, 1e9}) {
+    this->device_->sums_of_squares(sums, all, *this->stream_);
+    this->device_->gradient_factor(*result, sums, 8.0, clipping, *this->stream_);
+    std::vector<std::byte> bytes = this->download(memory->bytes());
+    kernels::GradientFactor got;
+    std::memcpy(&got, bytes.data(), sizeof(got));
+    const auto wanted = kernels::gradient_factor(expected, 8.0, clipping);
+    EXPECT_NEAR(got.sum_of_squares, wanted.sum_of_squares, 1e-12 * wanted.sum_of_squares);
+    EXPECT_FLOAT_EQ(got.factor, wanted.factor);
+  }
+  const auto nothing = this->upload(this->raw(std::vector<float>{1.0F, NAN}));
+  all[5] = this->floats(*nothing);
+  this->device_->sums_of_squares(sums, all, *this->stream_);
+  this->device_->gradient_factor(*result, sums, 8.0, 1.0, *this->stream_);
+  kernels::GradientFactor got;
+  std::memcpy(&got, this->download(memory->bytes()).data(), sizeof(got));
+  EXPECT_TRUE(std::isnan(got.factor));
+}
+
+TYPED_TEST_P(DeviceKernelsConformance, AdamReadsALateScaleAndNaNChangesNothing) {
+  const auto weight = this->random_floats(1003, 8);
+  const auto gradient = this->upload(this->raw(this->random_floats(1003, 11)));
+  const auto run = [&](const kernels::AdamScalars& scalars) {
+    const auto there = this->upload(this->raw(weight));
+    const auto exp_avg = this->upload(this->raw(std::vector<float>(1003)));
+    const auto exp_avg_sq = this->upload(this->raw(std::vector<float>(1003)));
+    this->device_->adam_step({this->floats(*there), this->floats(*exp_avg),
+                              this->floats(*exp_avg_sq), this->floats(*gradient)},
+                             scalars, *this->stream_);
+    return this->download_floats(*there);
+  };
+  const auto half = this->upload(this->raw(std::vector<float>{0.5F}));
+  const auto nan = this->upload(this->raw(std::vector<float>{NAN}));
+  EXPECT_EQ(run({.gradient_scale = 7.0F, .late_scale = this->floats(*half).data()}),
+            run({.gradient_scale = 0.5F}));
+  EXPECT_EQ(run({.late_scale = this->floats(*nan).data()}), weight);
+}
+
 REGISTER_TYPED_TEST_SUITE_P(DeviceKernelsConformance, CastsEveryPairOfTypesAsTheHostKernelsDo,
                             AccumulatesEveryPairOfTypesAsTheHostKernelsDo,
                             ScalesEachElementWithOneRounding, AdamIsWithinOneUlpOfTheReference,
                             SumsInTheOrderOfTheSources,
                             GradStatsMatchTheReferenceAndSeeWhatIsNotFinite,
+                            TheFactorOfManyGradientsIsThatOfTheHost,
+                            AdamReadsALateScaleAndNaNChangesNothing,
                             FingerprintsOfPiecesAreThoseOfTheHost);
 
 }  // namespace strata::device

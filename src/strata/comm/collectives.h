@@ -49,6 +49,7 @@
 #include <vector>
 
 #include "strata/base/dtype.h"
+#include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/device/device.h"
 
@@ -71,9 +72,15 @@ struct ShardPlace {
   int count = 1;   // slices of a thing, ranks of a group
   int group = 0;   // that this rank belongs to
   int groups = 1;  // each of them holds everything
+  // So many slices, neighbours, are held by each of as many ranks, of which one owns each: that one
+  // gets its sum, and complete_slices() brings it to the others. Gathers are of held slices.
+  int parts = 1;
+
+  int held_index() const { return index / parts; }
+  int held_count() const { return count / parts; }
 };
 
-// Where each rank keeps its slice of one thing: rank r's slice (r counts in the shard group) is at
+// Where each rank keeps the slice of one thing that it holds: rank r's (r counts held slices) is at
 // first_offset + r * stride of r's own SharedBuffer with the name of `buffer`, and is slice_bytes
 // long. A sharded thing has stride 0; a thing that every rank holds whole has stride slice_bytes.
 struct SliceMap {
@@ -148,10 +155,14 @@ class Collectives {
     return allocate(std::move(name), bytes);
   }
 
-  // flat = slice of rank 0, slice of rank 1, ...: shard count * slice_bytes. My own slice may
+  // flat = slice of rank 0, slice of rank 1, ...: held_count * slice_bytes. My own slice may
   // already lie at its place in `flat` (gather in place). `tag` names the thing in errors.
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
+
+  // Where ShardPlace::parts is more than 1: in each of these slices of mine, the parts of others.
+  // They are complete when it returns, as far as works are; group_barrier() has yet to come.
+  virtual void complete_slices(std::span<const SliceMap> /*slices*/) {}
 
   // Sums in fp32 in the order of ranks, so that the bits are the same in every run (gloo and NCCL
   // keep their own order: deterministic() is false).
@@ -166,6 +177,17 @@ class Collectives {
 
   // Small values, in place, the same bits on every rank (summed in rank order).
   virtual void all_reduce(std::span<double> values, ReduceOp op) = 0;
+
+  // Every rank's `mine`, at most kOnDeviceMost bytes of device memory, in the order of ranks, into
+  // `all`; in the compute stream: no host waits for a device. What the compute stream gets
+  // afterwards comes after what those of all ranks held before, and after the gathers that these
+  // started. Only where gathers_on_device().
+  virtual void all_gather_on_device(std::span<std::byte> /*all*/,
+                                    std::span<const std::byte> /*mine*/) {
+    STRATA_ASSERT(false);
+  }
+  virtual bool gathers_on_device() const { return false; }
+  static constexpr std::size_t kOnDeviceMost = 64;
 
   virtual void broadcast(std::span<std::byte> bytes, int root) = 0;
 

@@ -36,14 +36,15 @@ void unpack(const std::string& pack, std::vector<std::string>& texts) {
 class Core {
  public:
   Core(std::shared_ptr<Collectives> inside, std::shared_ptr<Collectives> across,
-       std::shared_ptr<device::Device> device)
+       std::shared_ptr<device::Device> device, Slices slices)
       : inside_(std::move(inside)),
         across_(std::move(across)),
         device_(std::move(device)),
-        sums_(*inside_, *across_, *device_) {}
+        sums_(*inside_, *across_, *device_, slices == Slices::kSecondary) {}
 
   Collectives& inside() { return *inside_; }
   Collectives& across() { return *across_; }
+  device::Device& device() { return *device_; }
   ReplicaSums& sums() { return sums_; }
   bool broken() const { return !failure_.empty(); }
 
@@ -116,19 +117,29 @@ class GroupWork final : public Work {
   std::unique_ptr<Work> work_;
 };
 
+ShardPlace place_of(const Collectives& inside, const Collectives& across, Slices slices) {
+  const int replicas = across.world_size();
+  if (slices == Slices::kReplicated)
+    return {inside.rank(), inside.world_size(), across.rank(), replicas, 1};
+  return {inside.rank() * replicas + across.rank(), inside.world_size() * replicas, 0, 1, replicas};
+}
+
 class GroupedCollectives final : public Collectives {
  public:
   GroupedCollectives(std::shared_ptr<Collectives> inside, std::shared_ptr<Collectives> across,
-                     std::shared_ptr<device::Device> device)
+                     std::shared_ptr<device::Device> device, Slices slices)
       : name_(inside->name() == across->name()
                   ? std::string(inside->name())
                   : fmt::format("{}+{}", inside->name(), across->name())),
-        place_{inside->rank(), inside->world_size(), across->rank(), across->world_size()},
-        core_(std::make_shared<Core>(std::move(inside), std::move(across), std::move(device))) {}
+        groups_{inside->world_size(), across->world_size()},
+        rank_(across->rank() * groups_.size + inside->rank()),
+        place_(place_of(*inside, *across, slices)),
+        core_(std::make_shared<Core>(std::move(inside), std::move(across), std::move(device),
+                                     slices)) {}
 
   std::string_view name() const override { return name_; }
-  int rank() const override { return place_.group * place_.count + place_.index; }
-  int world_size() const override { return place_.groups * place_.count; }
+  int rank() const override { return rank_; }
+  int world_size() const override { return groups_.count * groups_.size; }
   ShardPlace shard_place() const override { return place_; }
   bool one_sided() const override { return core_->inside().one_sided(); }
   bool deterministic() const override {
@@ -151,9 +162,11 @@ class GroupedCollectives final : public Collectives {
     });
   }
 
+  void complete_slices(std::span<const SliceMap> slices) override;
+
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return core_->guarded([&]() -> std::unique_ptr<Work> {
-      if (place_.groups == 1)
+      if (groups_.count == 1)
         return std::make_unique<GroupWork>(core_, core_->inside().reduce_scatter(reduction, tag));
       return std::make_unique<GroupedReduction>(core_, core_->sums().start(reduction, tag));
     });
@@ -176,9 +189,9 @@ class GroupedCollectives final : public Collectives {
     }
     core_->guarded([&] {
       core_->sums().finish_all();
-      if (root % place_.count == place_.index)
-        core_->across().broadcast(bytes, root / place_.count);
-      core_->inside().broadcast(bytes, root % place_.count);
+      if (groups_.index_of(root) == groups_.index_of(rank_))
+        core_->across().broadcast(bytes, groups_.group_of(root));
+      core_->inside().broadcast(bytes, groups_.index_of(root));
     });
   }
 
@@ -186,7 +199,7 @@ class GroupedCollectives final : public Collectives {
     return core_->guarded([&] {
       core_->sums().finish_all();
       std::vector<std::string> mine = core_->inside().all_gather_text(text);
-      if (place_.groups == 1) return mine;
+      if (groups_.count == 1) return mine;
       std::vector<std::string> all;
       for (const std::string& pack : core_->across().all_gather_text(packed(mine)))
         unpack(pack, all);
@@ -212,18 +225,82 @@ class GroupedCollectives final : public Collectives {
   }
 
  private:
+  void complete_from_memory(std::span<const SliceMap> slices);
+
   std::string name_;
+  ShardGroups groups_;
+  int rank_;
   ShardPlace place_;
   std::shared_ptr<Core> core_;
+  std::unique_ptr<SharedBuffer> parts_;  // own ones, for replicas that read them; null: none yet
 };
+
+std::span<std::byte> memory_of(const SliceMap& slice, int index) {
+  const Bytes begin = slice.first_offset + slice.stride * index;
+  return const_cast<SharedBuffer*>(slice.buffer)
+      ->local()
+      .subspan(begin.size(), slice.slice_bytes.size());
+}
+
+void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
+  if (place_.parts == 1) return;
+  core_->guarded([&] {
+    core_->sums().finish_all();
+    if (core_->across().one_sided()) {
+      complete_from_memory(slices);
+      return;
+    }
+    std::vector<std::unique_ptr<Work>> works;
+    for (const SliceMap& slice : slices) {
+      const Bytes part(slice.slice_bytes.value / place_.parts);
+      const Bytes begin = slice.first_offset + slice.stride * place_.held_index();
+      works.push_back(core_->across().all_gather({slice.buffer, begin, part, part},
+                                                 memory_of(slice, place_.held_index()),
+                                                 "complete slices"));
+    }
+    for (const auto& work : works) work->wait();
+  });
+}
+
+// Replicas read no memory but what `across` has allocated.
+void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) {
+  Bytes total;
+  for (const SliceMap& slice : slices) total += Bytes(slice.slice_bytes.value / place_.parts);
+  Collectives& across = core_->across();
+  if (parts_ == nullptr || Bytes(parts_->local().size()) < total) {
+    parts_.reset();
+    parts_ = across.allocate("replicas.parts", total);
+  }
+  device::Device& device = core_->device();
+  Bytes at;
+  for (const SliceMap& slice : slices) {
+    const Bytes part(slice.slice_bytes.value / place_.parts);
+    const auto own = memory_of(slice, place_.held_index())
+                         .subspan((part * (place_.index % place_.parts)).size(), part.size());
+    device.copy(parts_->local().subspan(at.size(), part.size()), own, device.compute_stream());
+    at += part;
+  }
+  across.barrier();
+  std::vector<std::unique_ptr<Work>> works;
+  at = Bytes();
+  for (const SliceMap& slice : slices) {
+    const Bytes part(slice.slice_bytes.value / place_.parts);
+    works.push_back(across.all_gather({parts_.get(), at, Bytes(), part},
+                                      memory_of(slice, place_.held_index()), "complete slices"));
+    at += part;
+  }
+  for (const auto& work : works) work->wait();
+  across.barrier();
+}
 
 }  // namespace
 
 std::unique_ptr<Collectives> make_grouped_collectives(std::shared_ptr<Collectives> inside,
                                                       std::shared_ptr<Collectives> across,
-                                                      std::shared_ptr<device::Device> device) {
+                                                      std::shared_ptr<device::Device> device,
+                                                      Slices slices) {
   return std::make_unique<GroupedCollectives>(std::move(inside), std::move(across),
-                                              std::move(device));
+                                              std::move(device), slices);
 }
 
 }  // namespace strata::comm

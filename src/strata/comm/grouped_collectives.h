@@ -11,6 +11,11 @@
 // contributions are made, in one order on all ranks. Everything else goes through both, first
 // inside: a sum of doubles is one of the groups' sums, texts come by rank.
 //
+// With secondary slices ranks hold the same, and own less: the replicas of a held slice own an
+// equal part of it each. A reduction's sum over them is a second reduce-scatter, and
+// complete_slices() gathers what the owners have made of their parts. Owned slices are numbered as
+// they lie: those of a held slice, in the order of groups.
+//
 // Memory: fp32 copies of the slices that are on their way, twice one, or one for every group where
 // replicas read each other's; allocated by `across`, uncharged, kept.
 // Threads, ownership: collectives.h. Errors: collectives.h; a failure of either part ends both.
@@ -36,10 +41,13 @@ struct ShardGroups {
   RankNames across_of(int rank) const { return {index_of(rank), size}; }
 };
 
+enum class Slices { kReplicated, kSecondary };
+
 // `inside.rank()` is the rank's place in its group, `across.rank()` the group; neither is used
 // otherwise afterwards. `device`: where slices lie.
 std::unique_ptr<Collectives> make_grouped_collectives(std::shared_ptr<Collectives> inside,
                                                       std::shared_ptr<Collectives> across,
-                                                      std::shared_ptr<device::Device> device);
+                                                      std::shared_ptr<device::Device> device,
+                                                      Slices slices = Slices::kReplicated);
 
 }  // namespace strata::comm

@@ -144,6 +144,11 @@ class PeerCollectives final : public Collectives {
     link_->controlled(what, [&] { link_->control().all_reduce(values, op); });
   }
 
+  bool gathers_on_device() const override { return true; }
+  void all_gather_on_device(std::span<std::byte> all, std::span<const std::byte> mine) override {
+    link_->exchange(all, mine);
+  }
+
   void broadcast(std::span<std::byte> bytes, int root) override {
     const std::string what = describe_broadcast(Bytes(bytes.size()), root, world_size());
     link_->agree(what);

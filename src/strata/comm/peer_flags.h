@@ -19,6 +19,7 @@ class PeerFlags {
     kRead,      // contributions to reductions that `from` has read from `to`
     kBarrier,   // barriers before which `from` has changed what it changes
     kGathered,  // barriers before which `from` has gathered what it gathers
+    kGiven,     // exchanges of values to which `from` has given its own
   };
 
   PeerFlags() = default;
@@ -26,7 +27,7 @@ class PeerFlags {
       : first_(memory.data()), world_size_(world_size) {}
 
   static Bytes bytes_for(int world_size) {
-    return Bytes(static_cast<std::int64_t>(kKinds * world_size + 1) * world_size *
+    return Bytes(static_cast<std::int64_t>(kKinds * world_size + 1 + kTurns) * world_size *
                  static_cast<std::int64_t>(kLine));
   }
 
@@ -35,6 +36,16 @@ class PeerFlags {
   }
   // How often `rank` has freed a buffer, so that its peers drop their mappings.
   device::Flag& freed(int rank) const { return flag(kKinds * world_size_ * world_size_ + rank); }
+
+  // Where each rank puts what it gives to exchange `number`, one after another, each kLine apart.
+  // Two exchanges have room: nobody gives to the next but one before all have taken from this.
+  std::span<std::byte> values(std::uint32_t number) const {
+    const auto turn = static_cast<int>(number % static_cast<std::uint32_t>(kTurns));
+    const int first = kKinds * world_size_ * world_size_ + world_size_ * (1 + turn);
+    return {first_ + static_cast<std::size_t>(first) * kLine,
+            static_cast<std::size_t>(world_size_) * kLine};
+  }
+  static constexpr std::size_t kLine = 64;  // a flag has a cache line to itself
 
   // Lets every stream of `rank` run, whatever it waits for: a peer will never write the flag.
   void release(int rank) const noexcept {
@@ -47,8 +58,8 @@ class PeerFlags {
   static constexpr std::uint32_t kReleased = 0x7FFFFFFF;  // beyond all counts
 
  private:
-  static constexpr int kKinds = 4;
-  static constexpr std::size_t kLine = 64;  // a flag has a cache line to itself
+  static constexpr int kKinds = 5;
+  static constexpr int kTurns = 2;
 
   device::Flag& flag(int index) const {
     return *reinterpret_cast<device::Flag*>(first_ + static_cast<std::size_t>(index) * kLine);

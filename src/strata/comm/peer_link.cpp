@@ -192,6 +192,34 @@ void PeerLink::barrier() {
   }
 }
 
+void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> mine) {
+  if (mine.size() > Collectives::kOnDeviceMost ||
+      all.size() != mine.size() * static_cast<std::size_t>(world_size_)) {
+    throw UsageError(fmt::format(
+        "an exchange on devices takes at most {} B of each rank, and gives all of them; found {} B "
+        "given and {} B wanted on {} ranks",
+        Collectives::kOnDeviceMost, mine.size(), all.size(), world_size_));
+  }
+  agree(fmt::format("exchange of {} B", mine.size()));
+  ++exchanges_;
+  device::Stream& compute = device_->compute_stream();
+  compute.wait_for(*gathers_->record());
+  compute.wait_for(*reductions_->record());
+  const std::span<std::byte> values = flags_.values(exchanges_);
+  const auto line_of = [&](int rank) {
+    return values.subspan(static_cast<std::size_t>(rank) * PeerFlags::kLine, mine.size());
+  };
+  device_->copy(line_of(rank_), mine, compute);
+  for (int turn = 0; turn < peers(); ++turn)
+    device_->write_flag(flag(PeerFlags::Kind::kGiven, rank_, peer(turn)), exchanges_, compute);
+  for (int turn = 0; turn < peers(); ++turn)
+    device_->wait_flag(flag(PeerFlags::Kind::kGiven, peer(turn), rank_), exchanges_, compute);
+  for (int r = 0; r < world_size_; ++r) {
+    device_->copy(all.subspan(static_cast<std::size_t>(r) * mine.size(), mine.size()), line_of(r),
+                  compute);
+  }
+}
+
 void PeerLink::wait_for_readers() noexcept {
   try {
     for (int turn = 0; turn < peers(); ++turn) {

@@ -72,6 +72,8 @@ class PeerLink final : public PeerChannel::Service {
   std::vector<std::uint64_t> agree(const std::string& what, std::uint64_t number = 0);
   // After it, in each rank's streams, what any rank did before it is done.
   void barrier();
+  // Of device memory, in the compute stream, which comes to a barrier by it.
+  void exchange(std::span<std::byte> all, std::span<const std::byte> mine);
   // Until peers have passed the last barrier in their streams, too.
   void wait_for_readers() noexcept;
 
@@ -94,6 +96,7 @@ class PeerLink final : public PeerChannel::Service {
   PeerFlags flags_;
   std::shared_ptr<PeerBuffers> buffers_;
   std::uint32_t barriers_ = 0;
+  std::uint32_t exchanges_ = 0;
 
   std::atomic<bool> failed_ = false;
   std::atomic<bool> flags_mapped_ = false;

@@ -15,10 +15,12 @@ std::span<float> floats(SharedBuffer& buffer, Numel begin, Numel numel) {
 
 }  // namespace
 
-ReplicaSums::ReplicaSums(Collectives& inside, Collectives& across, device::Device& device)
+ReplicaSums::ReplicaSums(Collectives& inside, Collectives& across, device::Device& device,
+                         bool owns_part)
     : inside_(inside),
       across_(across),
       device_(device),
+      owns_part_(owns_part),
       replicas_read_each_other_(across.one_sided() && across.deterministic()),
       replicas_(across.world_size()) {}
 
@@ -41,13 +43,14 @@ std::unique_ptr<ReplicaSums::Scratch> ReplicaSums::take(Numel numel) {
   };
   // What pads the last part is zero and stays so.
   const Numel parts = part_of(numel) * replicas_;
-  scratch->terms = allocate("terms", replicas_read_each_other_ ? numel * replicas_ : parts);
-  if (!replicas_read_each_other_) scratch->sums = allocate("sums", parts);
+  scratch->terms = allocate("terms", gathers() ? parts : numel * replicas_);
+  if (gathers()) scratch->sums = allocate("sums", parts);
   return scratch;
 }
 
 ReplicaSums::Started ReplicaSums::start(const Reduction& reduction, std::string_view tag) {
   STRATA_ASSERT(reduction.replicas != Replicas::kSumAll || reduction.accumulate);
+  STRATA_ASSERT(reduction.replicas == Replicas::kSum || !owns_part_);
   for (Pending& pending : pending_) advance(pending);
   drop_complete();
   Pending next;
@@ -58,7 +61,7 @@ ReplicaSums::Started ReplicaSums::start(const Reduction& reduction, std::string_
   if (reduction.replicas == Replicas::kSum) {
     const Numel numel(reduction.result.size());
     next.scratch = take(numel);
-    own.result = floats(*next.scratch->terms, Numel(), numel);
+    own.result = floats(*next.scratch->terms, Numel(), inside_of(numel));
     own.accumulate = false;
   }
   next.work = inside_.reduce_scatter(own, tag);
@@ -79,10 +82,10 @@ void ReplicaSums::advance(Pending& pending) {
       }
       return;
     case Step::kSumming:
-      if (replicas_read_each_other_) {
-        pending.step = Step::kComplete;
-      } else {
+      if (gathers()) {
         begin_gather(pending);
+      } else {
+        pending.step = Step::kComplete;
       }
       return;
     case Step::kGathering:
@@ -105,7 +108,10 @@ void ReplicaSums::begin_sum(Pending& pending) {
     device_.copy(slice, std::as_bytes(reduction.result), stream);
   Reduction sum;
   sum.source = &terms;
-  if (replicas_read_each_other_) {
+  if (owns_part_) {
+    sum.result = reduction.result;
+    sum.accumulate = reduction.accumulate;
+  } else if (replicas_read_each_other_) {
     // Every replica's slice of the contribution is all of it: each of them adds up the same.
     for (int replica = 1; replica < replicas_; ++replica) {
       device_.copy(std::as_writable_bytes(floats(terms, numel * replica, numel)), slice, stream);

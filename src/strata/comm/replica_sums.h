@@ -2,7 +2,7 @@
 // over the replicas. Steps of one, each started when the one before is complete:
 //   inside     adds up the group's contributions
 //   summing    adds up the replicas' slices, or a part of them
-//   gathering  the parts, where replicas do not read each other's memory
+//   gathering  the parts, where replicas do not read each other's memory and want them all
 // start() brings every earlier reduction one step further, oldest first; finish() brings them to
 // their end. So operations across follow each other in the order of reductions on every rank, and
 // between the others in the same way wherever ranks make the same calls.
@@ -24,7 +24,8 @@ namespace strata::comm {
 
 class ReplicaSums {
  public:
-  ReplicaSums(Collectives& inside, Collectives& across, device::Device& device);
+  // `owns_part`: this rank wants no more of the sum than its part.
+  ReplicaSums(Collectives& inside, Collectives& across, device::Device& device, bool owns_part);
 
   struct Started {
     std::uint64_t number = 0;
@@ -45,7 +46,7 @@ class ReplicaSums {
   // A slice in fp32 that replicas may read, and where the sums of parts meet.
   struct Scratch {
     std::unique_ptr<SharedBuffer> terms;
-    std::unique_ptr<SharedBuffer> sums;  // null where replicas read each other's memory
+    std::unique_ptr<SharedBuffer> sums;  // null where no parts are gathered
   };
   struct Pending {
     std::uint64_t number = 0;
@@ -58,6 +59,9 @@ class ReplicaSums {
 
   std::unique_ptr<Scratch> take(Numel numel);
   Numel part_of(Numel numel) const;
+  // What the group's reduction gives this rank, for a result of so many elements.
+  Numel inside_of(Numel numel) const { return owns_part_ ? numel * replicas_ : numel; }
+  bool gathers() const { return !owns_part_ && !replicas_read_each_other_; }
   // The next step begins when the work of the present one is complete.
   void advance(Pending& pending);
   void begin_sum(Pending& pending);
@@ -69,6 +73,7 @@ class ReplicaSums {
   Collectives& inside_;
   Collectives& across_;
   device::Device& device_;
+  bool owns_part_;
   bool replicas_read_each_other_;
   int replicas_;
   std::uint64_t next_ = 0;

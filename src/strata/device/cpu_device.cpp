@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -200,7 +201,12 @@ void CpuDevice::sum_in_order(std::span<float> target, std::span<const std::byte*
 void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                           Stream&) {
   const std::lock_guard lock(pool_mutex_);
-  kernels::adam_step(spans, scalars, &pool_);
+  kernels::AdamScalars known = scalars;
+  if (scalars.late_scale != nullptr) {
+    if (std::isnan(*scalars.late_scale)) return;
+    known.gradient_scale = *scalars.late_scale;
+  }
+  kernels::adam_step(spans, known, &pool_);
 }
 
 std::vector<kernels::Fingerprint> CpuDevice::fingerprints(
@@ -224,6 +230,19 @@ std::vector<kernels::GradStats> CpuDevice::grad_stats(
     result.push_back(kernels::grad_stats(values, &pool_));
   }
   return result;
+}
+
+void CpuDevice::sums_of_squares(std::span<double> sums,
+                                std::span<const std::span<const float>> gradients, Stream&) {
+  STRATA_ASSERT(sums.size() == gradients.size());
+  const std::lock_guard lock(pool_mutex_);
+  for (std::size_t i = 0; i < sums.size(); ++i)
+    sums[i] = kernels::grad_stats(gradients[i], &pool_).sum_of_squares;
+}
+
+void CpuDevice::gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                                double loss_scale, double clipping, Stream&) {
+  result = kernels::gradient_factor(sums, loss_scale, clipping);
 }
 
 void CpuDevice::write_flag(Flag& flag, std::uint32_t value, Stream&) {

@@ -61,6 +61,10 @@ class CpuDevice : public Device {
                                                  Bytes piece, Stream& stream) override;
   std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
                                              Stream& stream) override;
+  void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
+                       Stream& stream) override;
+  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                       double loss_scale, double clipping, Stream& stream) override;
   void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
   void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
 

@@ -90,6 +90,12 @@ class CudaDevice final : public Device {
                                                  Bytes piece, Stream& stream) override;
   std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
                                              Stream& stream) override;
+  void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
+                       Stream& stream) override;
+  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                       double loss_scale, double clipping, Stream& stream) override {
+    kernels_.gradient_factor(result, sums, loss_scale, clipping, handle_of(stream));
+  }
   void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
   void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
 
@@ -106,8 +112,9 @@ class CudaDevice final : public Device {
   // At least so large; the mutex is held.
   std::byte* scratch(Bytes bytes);
 
-  std::mutex scratch_mutex_;             // one call that gives numbers at a time
-  std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; null: none yet
+  std::mutex scratch_mutex_;                // one call that gives numbers at a time
+  std::unique_ptr<CudaMemory> scratch_;     // guarded by scratch_mutex_; null: none yet
+  std::unique_ptr<CudaMemory> chunk_sums_;  // of the compute stream; null: none yet
 };
 
 unsigned CudaDevice::kind_of(const std::byte* pointer) const {
@@ -190,22 +197,29 @@ std::vector<kernels::GradStats> CudaDevice::grad_stats(
     std::span<const std::span<const float>> gradients, Stream& stream) {
   const std::lock_guard lock(scratch_mutex_);
   std::vector<double> totals(gradients.size());
-  std::int64_t chunks_max = 0;
-  for (const auto values : gradients)
-    chunks_max = std::max(chunks_max, CudaKernels::chunks_of(values));
-  const auto needed = static_cast<std::int64_t>(totals.size()) + chunks_max;
-  auto* const sums = reinterpret_cast<double*>(scratch(bytes_of(Numel(needed), DType::kFloat64)));
-  double* const chunks = sums + totals.size();
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    kernels_.sum_of_squares(sums + i, chunks, gradients[i], handle_of(stream));
-  }
   const std::span<std::byte> host = std::as_writable_bytes(std::span(totals));
-  copy(host, scratch_->bytes().first(host.size()), stream);
+  std::byte* const there = scratch(Bytes(host.size()));
+  sums_of_squares({reinterpret_cast<double*>(there), totals.size()}, gradients, stream);
+  copy(host, {there, host.size()}, stream);
   stream.synchronize();
   std::vector<kernels::GradStats> result;
   // Squares of fp32 cannot overflow fp64 and cannot cancel.
   for (const double sum : totals) result.push_back({sum, std::isfinite(sum)});
   return result;
+}
+
+void CudaDevice::sums_of_squares(std::span<double> sums,
+                                 std::span<const std::span<const float>> gradients,
+                                 Stream& stream) {
+  STRATA_ASSERT(sums.size() == gradients.size());
+  const Bytes needed = bytes_of(Numel(CudaKernels::chunks_of(gradients)), DType::kFloat64);
+  if (chunk_sums_ == nullptr || Bytes(chunk_sums_->bytes().size()) < needed) {
+    stream.synchronize();  // what was queued before uses it
+    chunk_sums_.reset();
+    chunk_sums_ = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kStaging);
+  }
+  kernels_.sums_of_squares(sums.data(), reinterpret_cast<double*>(chunk_sums_->bytes().data()),
+                           gradients, handle_of(stream));
 }
 
 CUdeviceptr CudaDevice::address_of_flag(const Flag& flag) const {

@@ -20,6 +20,7 @@ constexpr unsigned kSumBlocks = 192;
 constexpr unsigned kCopyBlocks = 264;
 constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
 constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
+constexpr unsigned kWarp = 32;
 
 constexpr std::array<const char*, 4> kSuffixes = {"f64", "f32", "f16", "bf16"};
 
@@ -55,6 +56,20 @@ struct AdamArguments {
   float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
       negative_step_size;
   int lerp_from_gradient;
+  const float* late_scale;
+};
+
+// Arrays whose chunks one kernel takes, in their order.
+struct SquareArguments {
+  static constexpr int kMost = 128;
+  struct Array {
+    const float* values;
+    std::int64_t numel;
+    std::int64_t first_chunk;
+  };
+  Array at[kMost];
+  std::int64_t chunks;
+  int count;
 };
 
 struct SumArguments {
@@ -75,7 +90,8 @@ AdamArguments arguments_from(const kernels::AdamScalars& scalars) {
           c.correction2_root,
           c.eps,
           c.negative_step_size,
-          c.lerp_from_gradient ? 1 : 0};
+          c.lerp_from_gradient ? 1 : 0,
+          scalars.late_scale};
 }
 
 }  // namespace
@@ -107,7 +123,8 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
   scale_ = find("strata_scale");
   copy_ = find("strata_copy");
   chunk_sums_ = find("strata_chunk_sums");
-  total_ = find("strata_total");
+  totals_ = find("strata_totals");
+  gradient_factor_ = find("strata_gradient_factor");
   fingerprints_ = find("strata_fingerprints");
 }
 
@@ -237,23 +254,50 @@ void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes
              "cuLaunchKernel");
 }
 
-std::int64_t CudaKernels::chunks_of(std::span<const float> values) {
-  return (static_cast<std::int64_t>(values.size()) + kChunk - 1) / kChunk;
+std::int64_t CudaKernels::chunks_of(std::span<const std::span<const float>> arrays) {
+  std::int64_t chunks = 0;
+  for (const auto values : arrays)
+    chunks += (static_cast<std::int64_t>(values.size()) + kChunk - 1) / kChunk;
+  return chunks;
 }
 
-void CudaKernels::sum_of_squares(double* total, double* sums, std::span<const float> values,
-                                 CUstream stream) const {
-  constexpr std::int64_t kWarp = 32;
-  const float* from = values.data();
-  auto count = static_cast<std::int64_t>(values.size());
-  std::int64_t chunks = chunks_of(values);
-  void* chunk_arguments[] = {&sums, &from, &count};
-  if (chunks > 0) launch(chunk_sums_, chunks * kWarp, chunk_arguments, stream);
-  void* total_arguments[] = {&total, &sums, &chunks};
+// All arrays in one kernel: one of a few megabytes would not fill the device.
+void CudaKernels::sums_of_squares(double* sums, double* chunks,
+                                  std::span<const std::span<const float>> arrays,
+                                  CUstream stream) const {
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();
-  cuda.check(cuda.LaunchKernel(total_, 1, 1, 1, kWarp, 1, 1, 0, stream, total_arguments, nullptr),
-             "cuLaunchKernel");
+  while (!arrays.empty()) {
+    const auto here = arrays.first(std::min<std::size_t>(arrays.size(), SquareArguments::kMost));
+    SquareArguments taken{};
+    for (const auto values : here) {
+      taken.at[taken.count++] = {values.data(), static_cast<std::int64_t>(values.size()),
+                                 taken.chunks};
+      taken.chunks += chunks_of({&values, 1});
+    }
+    void* arguments[] = {&chunks, &taken};
+    if (taken.chunks > 0) launch(chunk_sums_, taken.chunks * kWarp, arguments, stream);
+    void* total_arguments[] = {&sums, &chunks, &taken};
+    cuda.check(cuda.LaunchKernel(totals_, static_cast<unsigned>(taken.count), 1, 1, kWarp, 1, 1, 0,
+                                 stream, total_arguments, nullptr),
+               "cuLaunchKernel");
+    sums += taken.count;
+    chunks += taken.chunks;
+    arrays = arrays.subspan(here.size());
+  }
+}
+
+void CudaKernels::gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                                  double loss_scale, double clipping, CUstream stream) const {
+  kernels::GradientFactor* target = &result;
+  const double* from = sums.data();
+  auto count = static_cast<std::int64_t>(sums.size());
+  void* arguments[] = {&target, &from, &count, &loss_scale, &clipping};
+  const CudaContext::Scope scope(*context_);
+  const CudaDriver& cuda = context_->driver();
+  cuda.check(
+      cuda.LaunchKernel(gradient_factor_, 1, 1, 1, kWarp, 1, 1, 0, stream, arguments, nullptr),
+      "cuLaunchKernel");
 }
 
 }  // namespace strata::device

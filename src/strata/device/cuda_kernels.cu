@@ -38,6 +38,24 @@ __device__ void accumulate(To* target, const From* source, std::int64_t numel) {
 
 constexpr int kSourcesMax = 64;
 
+// As cuda_kernels.cpp declares them.
+struct SquareArguments {
+  struct Array {
+    const float* values;
+    std::int64_t numel;
+    std::int64_t first_chunk;
+  };
+  Array at[128];
+  std::int64_t chunks;
+  int count;
+};
+
+// kernels/grad_stats.h.
+struct GradientFactor {
+  double sum_of_squares;
+  float factor;
+};
+
 struct SumArguments {
   const void* sources[kSourcesMax];
   int count;
@@ -96,6 +114,7 @@ struct AdamConstants {
   float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
       negative_step_size;
   int lerp_from_gradient;
+  const float* late_scale;  // null: gradient_scale is known
 };
 
 // One element: kernels/adam_reference.cpp, operation by operation.
@@ -112,7 +131,11 @@ __device__ void adam_element(const AdamConstants& c, float& weight, float& m, fl
 
 template <typename Copy, bool kCopies>
 __device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const float* gradients,
-                     Copy* copies, std::int64_t numel, const AdamConstants& c) {
+                     Copy* copies, std::int64_t numel, AdamConstants c) {
+  if (c.late_scale != nullptr) {
+    c.gradient_scale = *c.late_scale;
+    if (isnan(c.gradient_scale)) return;
+  }
   const bool packs = packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) &&
                      packed(gradients) && (!kCopies || packed(copies));
   for_elements(
@@ -208,15 +231,32 @@ STRATA_ADAM(f32, float, false)
 STRATA_ADAM(f16, Float16, true)
 STRATA_ADAM(bf16, BFloat16, true)
 
+// Which array a chunk belongs to: the last that begins at or before it.
+__device__ int array_of(const SquareArguments& arrays, std::int64_t chunk) {
+  int low = 0;
+  int high = arrays.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (arrays.at[middle].first_chunk <= chunk) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
 // One warp a chunk of kChunk elements: lane i adds up the squares of elements i, i + 32, ...
-__global__ void strata_chunk_sums(double* sums, const float* values, std::int64_t numel) {
-  const std::int64_t chunks = (numel + kChunk - 1) / kChunk;
+__global__ void strata_chunk_sums(double* sums, SquareArguments arrays) {
   const int lane = threadIdx.x % kLanes;
   const std::int64_t warps = index_stride() / kLanes;
-  for (std::int64_t chunk = first_index() / kLanes; chunk < chunks; chunk += warps) {
-    const std::int64_t end = min((chunk + 1) * kChunk, numel);
+  for (std::int64_t chunk = first_index() / kLanes; chunk < arrays.chunks; chunk += warps) {
+    const SquareArguments::Array& array = arrays.at[array_of(arrays, chunk)];
+    const float* const values = array.values;
+    const std::int64_t begin = (chunk - array.first_chunk) * kChunk;
+    const std::int64_t end = min(begin + kChunk, array.numel);
     double sum = 0.0;
-    std::int64_t i = chunk * kChunk + lane;
+    std::int64_t i = begin + lane;
     // The additions wait for each other, memory need not: the next values are on their way while
     // these are added.
     constexpr int kTogether = 16;
@@ -251,16 +291,41 @@ __global__ void strata_chunk_sums(double* sums, const float* values, std::int64_
   }
 }
 
-// One warp: the chunks' sums in their order.
-__global__ void strata_total(double* total, const double* sums, std::int64_t chunks) {
+// A warp adds up doubles in their order.
+__device__ double sum_of(const double* values, std::int64_t count) {
   double sum = 0.0;
-  for (std::int64_t base = 0; base < chunks; base += kLanes) {
+  for (std::int64_t base = 0; base < count; base += kLanes) {
     const std::int64_t mine = base + threadIdx.x;
-    const double value = mine < chunks ? sums[mine] : 0.0;
-    const int count = static_cast<int>(min(static_cast<std::int64_t>(kLanes), chunks - base));
-    for (int k = 0; k < count; ++k) sum += __shfl_sync(0xFFFFFFFFU, value, k);
+    const double value = mine < count ? values[mine] : 0.0;
+    const int here = static_cast<int>(min(static_cast<std::int64_t>(kLanes), count - base));
+    for (int k = 0; k < here; ++k) sum += __shfl_sync(0xFFFFFFFFU, value, k);
   }
-  if (threadIdx.x == 0) *total = sum;
+  return sum;
+}
+
+// One warp, a block, an array: its chunks' sums.
+__global__ void strata_totals(double* totals, const double* sums, SquareArguments arrays) {
+  const int array = static_cast<int>(blockIdx.x);
+  const std::int64_t first = arrays.at[array].first_chunk;
+  const std::int64_t end = array + 1 < arrays.count ? arrays.at[array + 1].first_chunk
+                                                    : arrays.chunks;
+  const double sum = sum_of(sums + first, end - first);
+  if (threadIdx.x == 0) totals[array] = sum;
+}
+
+// One warp: kernels/grad_stats.cpp, operation by operation.
+__global__ void strata_gradient_factor(GradientFactor* result, const double* sums,
+                                       std::int64_t count, double loss_scale, double clipping) {
+  const double sum = sum_of(sums, count);
+  if (threadIdx.x != 0) return;
+  double scale = __ddiv_rn(1.0, loss_scale);
+  if (clipping > 0.0) {
+    const double norm = __ddiv_rn(__dsqrt_rn(sum), loss_scale);
+    const double most = __ddiv_rn(clipping, __dadd_rn(norm, 1e-6));
+    scale = __dmul_rn(scale, most < 1.0 ? most : 1.0);
+  }
+  result->sum_of_squares = sum;
+  result->factor = isfinite(sum) ? __double2float_rn(scale) : __uint_as_float(0x7FC00000U);
 }
 
 // Block (p, y) takes its share of piece p: kernels/fingerprint.h. Sums of integers come to the same

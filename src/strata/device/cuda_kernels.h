@@ -8,6 +8,7 @@
 
 #include "strata/device/cuda_driver.h"
 #include "strata/kernels/adam.h"
+#include "strata/kernels/grad_stats.h"
 
 namespace strata::device {
 
@@ -31,13 +32,16 @@ class CudaKernels {
   bool copy(std::span<std::byte> target, std::span<const std::byte> source, CUstream stream) const;
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                     float scale, bool accumulate, CUstream stream) const;
-  // *total = sum of squares; `sums` has room for chunks_of(values) doubles. Device memory all.
-  void sum_of_squares(double* total, double* sums, std::span<const float> values,
-                      CUstream stream) const;
+  // sums[i] = sum of squares of arrays[i]; `chunks` has room for chunks_of(arrays) doubles. Device
+  // memory all.
+  void sums_of_squares(double* sums, double* chunks, std::span<const std::span<const float>> arrays,
+                       CUstream stream) const;
+  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                       double loss_scale, double clipping, CUstream stream) const;
   // Adds each piece's fingerprint to `sums`, which holds zeroes.
   void fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
                     CUstream stream) const;
-  static std::int64_t chunks_of(std::span<const float> values);
+  static std::int64_t chunks_of(std::span<const std::span<const float>> arrays);
 
  private:
   static constexpr std::size_t kTypes = 4;  // fp64, fp32, fp16, bf16
@@ -58,7 +62,8 @@ class CudaKernels {
   CUfunction scale_ = nullptr;
   CUfunction copy_ = nullptr;
   CUfunction chunk_sums_ = nullptr;
-  CUfunction total_ = nullptr;
+  CUfunction totals_ = nullptr;
+  CUfunction gradient_factor_ = nullptr;
   CUfunction fingerprints_ = nullptr;
 };
 

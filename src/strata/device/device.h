@@ -140,6 +140,15 @@ class Device {
   virtual std::vector<kernels::GradStats> grad_stats(
       std::span<const std::span<const float>> gradients, Stream& stream) = 0;
 
+  // sums[i], in memory of the device: the sum of squares of gradients[i]; not finite where one of
+  // them is not.
+  virtual void sums_of_squares(std::span<double> sums,
+                               std::span<const std::span<const float>> gradients,
+                               Stream& stream) = 0;
+  // kernels::gradient_factor(); all in memory of the device.
+  virtual void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                               double loss_scale, double clipping, Stream& stream) = 0;
+
   // Signals between ranks, in pinned host memory that all of them map: no processor of the device
   // waits. `*flag = value`, seen after everything that the stream did before.
   virtual void write_flag(Flag& flag, std::uint32_t value, Stream& stream) = 0;

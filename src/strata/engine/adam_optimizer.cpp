@@ -30,14 +30,14 @@ void AdamOptimizer::prepare() {
   }
 }
 
-void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_scale,
+void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
                          std::span<const int> first, const Updated& updated) {
   prepare();
   ++steps_;
   store_.read_ahead(fetch_list_);
   const auto visit = [&](std::size_t i) {
     const OptimizerShards::UnitShard& shard = shards_.units()[i];
-    if (shards_.gradients().filled(shard.unit)) update(shard, states_[i], groups, gradient_scale);
+    if (shards_.gradients().filled(shard.unit)) update(shard, states_[i], groups, scale);
     updated(shard.unit);
   };
   const std::vector<OptimizerShards::UnitShard>& all = shards_.units();
@@ -56,7 +56,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, float gradient_sc
 }
 
 void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
-                           std::span<const GroupScalars> groups, float gradient_scale) {
+                           std::span<const GroupScalars> groups, const GradientScale& scale) {
   Weights& weights = shards_.weights();
   const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
   const auto master = weights.lease_master(shard.unit);
@@ -86,7 +86,8 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = decoupled_;
     scalars.step = steps_;
-    scalars.gradient_scale = gradient_scale;
+    scalars.gradient_scale = scale.value;
+    scalars.late_scale = scale.late;
     device_.adam_step(spans, scalars, device_.compute_stream());
   }
 }

@@ -19,8 +19,10 @@ class AdamOptimizer final : public ShardedOptimizer {
                 bool decoupled);
 
   void prepare() override;
-  void step(std::span<const GroupScalars> groups, float gradient_scale, std::span<const int> first,
-            const Updated& updated) override;
+  void step(std::span<const GroupScalars> groups, const GradientScale& scale,
+            std::span<const int> first, const Updated& updated) override;
+  bool takes_late_scale() const override { return true; }
+  void forget_step() override { --steps_; }
   std::int64_t steps() const override { return steps_; }
 
  private:
@@ -29,7 +31,7 @@ class AdamOptimizer final : public ShardedOptimizer {
     offload::BlockId exp_avg_sq = -1;
   };
   void update(const OptimizerShards::UnitShard& shard, const States& states,
-              std::span<const GroupScalars> groups, float gradient_scale);
+              std::span<const GroupScalars> groups, const GradientScale& scale);
 
   OptimizerShards& shards_;
   device::Device& device_;

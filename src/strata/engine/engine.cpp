@@ -77,6 +77,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                  options.refresh_late.value_or(device_->runs_ahead())}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_)),
+      norm_(*collectives_, *device_, reducer_.shards()),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
@@ -94,6 +95,7 @@ void Engine::prepare() {
 void Engine::weights_changed(bool complete) {
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
+  complete_slices(all_units(Changed::kAll));
   if (complete) {
     collectives_->barrier();
     return;
@@ -108,8 +110,10 @@ void Engine::weights_changed(bool complete) {
 }
 
 void Engine::adopt_flat(std::span<const int> params) {
+  std::vector<int> units;
   for (const int param : params) {
     const Unit& unit = weights_.unit_of(param);
+    if (std::ranges::find(units, unit.id) == units.end()) units.push_back(unit.id);
     const plan::Slot& slot = weights_.slot_of(param);
     const DType dtype = unit.layout.dtype();
     const auto [begin, end] = weights_.owned_range(param);
@@ -118,6 +122,23 @@ void Engine::adopt_flat(std::span<const int> params) {
         gatherer_.flat(unit.id).data() + bytes_of(slot.offset + begin, dtype).size();
     weights_.store(param, begin, end - begin, source, dtype);
   }
+  complete_slices(units);
+}
+
+void Engine::complete_slices(std::span<const int> units) {
+  if (collectives_->shard_place().parts == 1) return;
+  std::vector<comm::SliceMap> slices;
+  for (const int unit : units)
+    slices.push_back(weights_.units()[static_cast<std::size_t>(unit)].slices);
+  collectives_->complete_slices(slices);
+}
+
+std::vector<int> Engine::all_units(Changed changed) const {
+  std::vector<int> units;
+  for (const Unit& unit : weights_.units()) {
+    if (changed == Changed::kAll || unit.trainable()) units.push_back(unit.id);
+  }
+  return units;
 }
 
 void Engine::begin_forward() {
@@ -238,7 +259,7 @@ Engine::Finding Engine::measure_gradients(double loss_scale) {
   }
   const bool finite = values[1] == 0.0;
   const double norm =
-      finite ? std::sqrt(values[0]) / loss_scale : std::numeric_limits<double>::infinity();
+      finite ? kernels::norm_of(values[0], loss_scale) : std::numeric_limits<double>::infinity();
   return {norm, finite};
 }
 
@@ -258,40 +279,47 @@ void Engine::report_unused() {
                   where));
 }
 
-void Engine::report_not_finite() {
-  std::string mine;
+int Engine::first_not_finite() {
   const std::vector<int> filled = filled_units();
   const std::vector<kernels::GradStats> stats = reducer_.shards().statistics(filled);
-  for (std::size_t i = 0; i < stats.size() && mine.empty(); ++i) {
-    if (!stats[i].finite) mine = weights_.units()[static_cast<std::size_t>(filled[i])].name();
+  for (std::size_t i = 0; i < stats.size(); ++i) {
+    if (!stats[i].finite) return filled[i];
   }
+  return -1;
+}
+
+// `mine`: a unit in which this rank found one; -1: none.
+void Engine::report_not_finite(int mine, std::string_view which) {
   std::string where;
-  const std::vector<std::string> texts = collectives_->all_gather_text(mine);
+  const std::vector<std::string> texts = collectives_->all_gather_text(
+      mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
   for (std::size_t r = 0; r < texts.size() && where.empty(); ++r) {
     if (!texts[r].empty()) where = fmt::format("unit '{}' in the shard of rank {}", texts[r], r);
   }
   zero_gradients();
   throw NumericsError(
-      fmt::format("the gradients of this step are not finite (NaN or infinity; usually the loss "
+      fmt::format("the gradients of {} are not finite (NaN or infinity; usually the loss "
                   "was). The weights are "
                   "unchanged and the step's gradients are dropped, so training may go on with "
                   "other data or a lower "
                   "learning rate. First found in: {}",
-                  where));
+                  which, where));
 }
 
-void Engine::update_weights(std::span<const GroupScalars> groups, float gradient_scale) {
-  if (device_->runs_ahead() && collectives_->shard_place().count > 1) {
-    update_and_fetch(groups, gradient_scale);
+void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
+  const comm::ShardPlace place = collectives_->shard_place();
+  if (device_->runs_ahead() && place.held_count() > 1 && place.parts == 1) {
+    update_and_fetch(groups, scale);
     return;
   }
-  run_recorded(*optimizer_, recorder_, groups, gradient_scale, {}, [](int /*unit*/) {});
+  run_recorded(*optimizer_, recorder_, groups, scale, {}, [](int /*unit*/) {});
+  complete_slices(all_units(Changed::kTrainable));
   collectives_->group_barrier();  // every shard is new before anybody gathers
   gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
 }
 
 // What the next forward needs first is updated first, and fetched while the rest is updated.
-void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradient_scale) {
+void Engine::update_and_fetch(std::span<const GroupScalars> groups, const GradientScale& scale) {
   const bool one_sided = collectives_->one_sided();
   const std::vector<int> first = one_sided ? gatherer_.first_needed() : std::vector<int>();
   std::size_t missing = first.size();
@@ -309,7 +337,7 @@ void Engine::update_and_fetch(std::span<const GroupScalars> groups, float gradie
     ready_bytes += weights_.units()[static_cast<std::size_t>(unit)].layout.flat_bytes();
     if (ready_bytes >= kFetchedTogether || missing == 0) fetch();
   };
-  run_recorded(*optimizer_, recorder_, groups, gradient_scale, first, updated);
+  run_recorded(*optimizer_, recorder_, groups, scale, first, updated);
   collectives_->group_barrier();
   gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
 }
@@ -326,25 +354,71 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
     throw UsageError(
         "step() was called without a backward pass since the last step; call backward() first");
   }
+  settle_step();
   // First, since gathers of what will change must be over when the others hear from this rank.
   gatherer_.invalidate(Changed::kTrainable);
   recorder_.begin_phase(Activity::kUpdate);
+  StepResult result;
   const auto norm = recorder_.begin(Activity::kNorm, -1);
-  const Finding finding = measure_gradients(loss_scale);
-  recorder_.end(norm);
-  recorder_.note_idle();
-  if (!finding.finite && !skip_on_overflow && options_.check_finite) report_not_finite();
-  StepResult result{finding.finite || !skip_on_overflow, finding.norm};
-  if (result.applied) {
-    double scale = 1.0 / loss_scale;
-    if (options_.gradient_clipping > 0.0) {
-      scale *= std::min(1.0, options_.gradient_clipping / (finding.norm + 1e-6));
-    }
-    update_weights(groups, static_cast<float>(scale));
+  if (norm_may_be_late(skip_on_overflow) && nothing_to_agree_on()) {
+    norm_.begin(filled_units(), loss_scale, options_.gradient_clipping);
+    recorder_.end(norm);
+    result = {true, std::nullopt};
+    update_weights(groups, {1.0F, norm_.factor()});
+  } else {
+    last_ = measure_gradients(loss_scale);
+    recorder_.end(norm);
+    recorder_.note_idle();
+    if (!last_.finite && !skip_on_overflow && options_.check_finite)
+      report_not_finite(first_not_finite(), "this step");
+    result = {last_.finite || !skip_on_overflow, last_.norm};
+    if (result.applied) update_weights(groups, {scale_of(last_.norm, loss_scale), nullptr});
   }
   zero_gradients();
   trace_.end_step(recorder_, *collectives_);
   return result;
+}
+
+float Engine::scale_of(double norm, double loss_scale) const {
+  double scale = 1.0 / loss_scale;
+  if (options_.gradient_clipping > 0.0)
+    scale *= std::min(1.0, options_.gradient_clipping / (norm + 1e-6));
+  return static_cast<float>(scale);
+}
+
+// What is not finite must be noticed by the update itself: where it is to be skipped the loss scale
+// depends on that, and where it is to be applied there is nothing to notice.
+bool Engine::norm_may_be_late(bool skip_on_overflow) const {
+  return options_.late_norm.value_or(device_->runs_ahead()) && !skip_on_overflow &&
+         options_.check_finite && optimizer_->takes_late_scale() && norm_.available();
+}
+
+// No rank has late gradients to reduce, or unused parameters to complain of.
+bool Engine::nothing_to_agree_on() {
+  const bool something =
+      !reducer_.late_units().empty() || (reducer_.unused_param() >= 0 && !options_.allow_unused);
+  const std::vector<std::string> texts = collectives_->all_gather_text(something ? "!" : "");
+  return std::ranges::all_of(texts, [](const std::string& text) { return text.empty(); });
+}
+
+void Engine::look_at_norm() {
+  if (!norm_.begun()) return;
+  last_ = norm_.finish();
+  if (last_.finite) return;
+  last_.norm = std::numeric_limits<double>::infinity();
+  failed_late_ = true;
+}
+
+double Engine::grad_norm() {
+  look_at_norm();
+  return last_.norm;
+}
+
+void Engine::settle_step() {
+  look_at_norm();
+  if (!std::exchange(failed_late_, false)) return;
+  optimizer_->forget_step();
+  report_not_finite(norm_.first_not_finite(), "the last step");
 }
 
 }  // namespace strata::engine

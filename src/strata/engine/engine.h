@@ -10,18 +10,21 @@
 // one waits for the other. Every method marked collective must be called by all ranks, in the same
 // order. Errors: UsageError for calls out of order; CommError from peers; NumericsError for
 // gradients that are not finite. After an error in step() the weights are unchanged and the step's
-// gradients are dropped.
+// gradients are dropped. On a device that runs ahead step() does not wait for the norm: gradients
+// that are not finite leave the weights unchanged there, too, and the next step() throws.
 #pragma once
 
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/engine_options.h"
 #include "strata/engine/gatherer.h"
+#include "strata/engine/gradient_norm.h"
 #include "strata/engine/init_report.h"
 #include "strata/engine/optimizer_shards.h"
 #include "strata/engine/reducer.h"
@@ -37,8 +40,9 @@ enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
 
 struct StepResult {
   bool applied = false;  // false: skipped, because 16-bit gradients overflowed
-  double grad_norm =
-      0.0;  // global L2 norm before clipping, without loss scale; infinite on overflow
+  // Global L2 norm before clipping, without loss scale; infinite on overflow. Absent: not computed
+  // yet (Engine::grad_norm()).
+  std::optional<double> grad_norm = 0.0;
 };
 
 class Engine {
@@ -83,6 +87,10 @@ class Engine {
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
+  // Of the last step; waits for the device where it has not computed it yet.
+  double grad_norm();
+  // Throws what the last step has left to say.
+  void settle_step();
   // Drops the gradients of the step so far.
   void zero_gradients();
 
@@ -91,7 +99,7 @@ class Engine {
   // Of the last step; nullopt before the first is over. `wait`: for the device to finish that step;
   // else of the last one that it has finished.
   std::optional<StepReport> step_report(bool wait = true) {
-    return make_step_report(recorder_, wait, collectives_->shard_place().count);
+    return make_step_report(recorder_, wait, collectives_->shard_place().held_count());
   }
   const StepTrace& trace() const { return trace_; }
   // Writes the timeline of a run that is over before its last step. Not a collective.
@@ -104,17 +112,22 @@ class Engine {
   const EngineOptions& options() const { return options_; }
 
  private:
-  struct Finding {
-    double norm = 0.0;
-    bool finite = true;
-  };
+  using Finding = GradientNorm::Finding;
+  bool norm_may_be_late(bool skip_on_overflow) const;
+  bool nothing_to_agree_on();
+  void look_at_norm();
+  float scale_of(double norm, double loss_scale) const;
   void reduce_late();
   std::vector<int> filled_units();
   Finding measure_gradients(double loss_scale);
-  [[noreturn]] void report_not_finite();
+  int first_not_finite();
+  [[noreturn]] void report_not_finite(int mine, std::string_view which);
   [[noreturn]] void report_unused();
-  void update_weights(std::span<const GroupScalars> groups, float gradient_scale);
-  void update_and_fetch(std::span<const GroupScalars> groups, float gradient_scale);
+  // Collective: brings what other ranks own to where this one holds it for them.
+  void complete_slices(std::span<const int> units);
+  std::vector<int> all_units(Changed changed) const;
+  void update_weights(std::span<const GroupScalars> groups, const GradientScale& scale);
+  void update_and_fetch(std::span<const GroupScalars> groups, const GradientScale& scale);
 
   EngineOptions options_;
   std::shared_ptr<comm::Collectives> collectives_;
@@ -126,6 +139,9 @@ class Engine {
   StepTrace trace_;
   Gatherer gatherer_;
   Reducer reducer_;
+  GradientNorm norm_;
+  Finding last_;              // of the last step whose norm is known
+  bool failed_late_ = false;  // its gradients were not finite, which nobody was told yet
   OptimizerShards shards_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
   bool forward_seen_ = false;  // since the last micro-step

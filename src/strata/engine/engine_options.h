@@ -35,6 +35,9 @@ struct EngineOptions {
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
   bool allow_unused =
       true;  // false: a trainable parameter without a gradient is an error at the step
+  // Whether the norm of the gradients is computed where they are, and no host waits for it. Absent:
+  // where the device runs ahead.
+  std::optional<bool> late_norm;
   bool check_finite = true;  // fp32, bf16: a gradient that is not finite is an error
   std::string trace;         // the file of the timeline (step_trace.h); empty: none
   int trace_steps = 3;       // that are in it

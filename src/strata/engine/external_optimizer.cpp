@@ -24,7 +24,7 @@ void ExternalOptimizer::prepare() {
   }
 }
 
-void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gradient_scale,
+void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const GradientScale& scale,
                              std::span<const int> /*first*/, const Updated& updated) {
   STRATA_ASSERT(update_ != nullptr);
   prepare();
@@ -37,7 +37,7 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, float gra
       continue;
     }
     const std::span<const float> values = shards_.gradients().values(unit);
-    device_.scale({reinterpret_cast<float*>(target.data()), values.size()}, values, gradient_scale,
+    device_.scale({reinterpret_cast<float*>(target.data()), values.size()}, values, scale.value,
                   device_.compute_stream());
   }
   update_();

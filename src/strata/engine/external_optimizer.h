@@ -32,8 +32,8 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void set_update(std::function<void()> update) { update_ = std::move(update); }
 
   void prepare() override;
-  void step(std::span<const GroupScalars> groups, float gradient_scale, std::span<const int> first,
-            const Updated& updated) override;
+  void step(std::span<const GroupScalars> groups, const GradientScale& scale,
+            std::span<const int> first, const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }
 
  private:

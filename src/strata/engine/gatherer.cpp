@@ -297,7 +297,7 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
 }
 
 void Gatherer::refresh_whole(Changed changed, bool late) {
-  if (collectives_.shard_place().count == 1) return;
+  if (collectives_.shard_place().held_count() == 1) return;
   for (const int index : whole_units(changed)) {
     if (std::ranges::find(refreshing_, index) == refreshing_.end()) start_refresh(index);
   }
@@ -327,7 +327,7 @@ std::vector<int> Gatherer::first_needed() const {
 }
 
 void Gatherer::fetch_first(std::span<const int> units) {
-  if (collectives_.shard_place().count == 1) return;
+  if (collectives_.shard_place().held_count() == 1) return;
   for (const int index : units) {
     if (unit(index).whole) {
       start_refresh(index);

@@ -77,6 +77,13 @@ std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> 
   return result;
 }
 
+void GradientShards::sums_of_squares(std::span<double> sums, std::span<const int> units) {
+  STRATA_ASSERT(dtype_ == DType::kFloat32);
+  std::vector<std::span<const float>> all;
+  for (const int unit : units) all.push_back(values(unit));
+  device_.sums_of_squares(sums, all, device_.compute_stream());
+}
+
 void GradientShards::clear() {
   for (Shard& shard : shards_) shard.filled = false;
 }

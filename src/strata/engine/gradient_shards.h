@@ -32,6 +32,10 @@ class GradientShards {
   std::span<float> values(int unit);
   // Of each of these filled shards.
   std::vector<kernels::GradStats> statistics(std::span<const int> units);
+  // Of fp32 shards: sums[i], in memory of the device, is that of units[i].
+  void sums_of_squares(std::span<double> sums, std::span<const int> units);
+  DType dtype() const { return dtype_; }
+  std::size_t count() const { return shards_.size(); }  // units
   // Forgets all values; the memory stays.
   void clear();
 

@@ -12,10 +12,10 @@ OptimizerShards::OptimizerShards(Weights& weights, GradientShards& gradients, in
 
 // A unit's part ends where the next one's begins.
 void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
-                  std::span<const GroupScalars> groups, float gradient_scale,
+                  std::span<const GroupScalars> groups, const GradientScale& scale,
                   std::span<const int> first, const ShardedOptimizer::Updated& updated) {
   StepRecorder::Recording recording = recorder.begin(Activity::kOptimizer, -1);
-  optimizer.step(groups, gradient_scale, first, [&](int unit) {
+  optimizer.step(groups, scale, first, [&](int unit) {
     recorder.end(recording, unit);
     updated(unit);
     recording = recorder.begin(Activity::kOptimizer, -1);

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "strata/base/error.h"
 #include "strata/engine/gradient_shards.h"
 #include "strata/engine/step_recorder.h"
 #include "strata/engine/weights.h"
@@ -41,8 +42,15 @@ struct GroupScalars {
   double weight_decay = 0.0;
 };
 
-// Updates the shards once. `gradient_scale` multiplies every gradient first (clipping and loss
-// scale).
+// What multiplies every gradient first: clipping and loss scale.
+struct GradientScale {
+  float value = 1.0F;
+  // Where not null, in memory of the device, it counts instead, as it is when the update runs; NaN
+  // leaves the shards as they are. Only where takes_late_scale().
+  const float* late = nullptr;
+};
+
+// Updates the shards once.
 class ShardedOptimizer {
  public:
   virtual ~ShardedOptimizer() = default;
@@ -52,14 +60,17 @@ class ShardedOptimizer {
   using Updated = std::function<void(int unit)>;
   // `groups`: by param group index. `first`: trainable units to update before the others, in this
   // order, where the optimizer has a choice. `updated` is called once for every trainable unit.
-  virtual void step(std::span<const GroupScalars> groups, float gradient_scale,
+  virtual void step(std::span<const GroupScalars> groups, const GradientScale& scale,
                     std::span<const int> first, const Updated& updated) = 0;
+  virtual bool takes_late_scale() const { return false; }
+  // The late scale of the last step() was NaN, so it was none.
+  virtual void forget_step() { STRATA_ASSERT(false); }
   virtual std::int64_t steps() const = 0;  // updates made
 };
 
 // Its step(), with each unit's part recorded.
 void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
-                  std::span<const GroupScalars> groups, float gradient_scale,
+                  std::span<const GroupScalars> groups, const GradientScale& scale,
                   std::span<const int> first, const ShardedOptimizer::Updated& updated);
 
 }  // namespace strata::engine

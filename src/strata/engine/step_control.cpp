@@ -92,7 +92,6 @@ std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups
   ++micro_steps_;
   if (!boundary) return std::nullopt;
   const StepResult result = engine_.step(groups, scaler_.scale(), half_precision_);
-  grad_norm_ = result.grad_norm;
   ++global_steps_;
   if (!result.applied) ++skipped_steps_;
   scaler_.update(!result.applied);

@@ -50,7 +50,10 @@ class StepControl {
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
-  std::optional<double> grad_norm() const { return grad_norm_; }  // of the last boundary
+  // Of the last boundary; waits for the device where it has not computed it yet.
+  std::optional<double> grad_norm() const {
+    return global_steps_ > 0 ? std::optional(engine_.grad_norm()) : std::nullopt;
+  }
 
  private:
   Engine& engine_;
@@ -63,7 +66,6 @@ class StepControl {
   std::int64_t micro_steps_ = 0;
   std::int64_t global_steps_ = 0;
   std::int64_t skipped_steps_ = 0;
-  std::optional<double> grad_norm_;
 };
 
 }  // namespace strata::engine

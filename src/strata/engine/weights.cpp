@@ -20,8 +20,9 @@ class ShardLease final : public offload::Lease {
   std::span<std::byte> bytes_;
 };
 
-Bytes local_bytes(const plan::FlatLayout& layout, bool whole) {
-  return whole ? layout.flat_bytes() : layout.shard_bytes();
+// `parts`: shards that a rank holds of a unit that is not whole, its own among them.
+Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
+  return whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
 }
 
 }  // namespace
@@ -32,17 +33,16 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
-      rank_(collectives.shard_place().index),
+      place_(collectives.shard_place()),
       device_(device),
       states_(states) {
-  const int world = collectives.shard_place().count;
   Bytes total;
   std::vector<Bytes> offsets;
   for (const plan::UnitSpec& spec : plan.units) {
-    plan::FlatLayout layout(params_, spec.params, spec.dtype, world);
-    const bool whole = options.stage < 3 || world == 1 || spec.persistent;
+    plan::FlatLayout layout(params_, spec.params, spec.dtype, place_.count);
+    const bool whole = options.stage < 3 || place_.held_count() == 1 || spec.persistent;
     offsets.push_back(total);
-    total += align_up(local_bytes(layout, whole), kPage);
+    total += align_up(local_bytes(layout, whole, place_.parts), kPage);
     for (std::size_t i = 0; i < spec.params.size(); ++i) {
       slot_of_param_[static_cast<std::size_t>(spec.params[i])] = static_cast<int>(i);
     }
@@ -52,12 +52,14 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
   memory_ = collectives.allocate_growing(options.name + ".weights", total);
   for (Unit& unit : units_) {
     const Bytes offset = offsets[static_cast<std::size_t>(unit.id)];
-    const Bytes slice = unit.layout.shard_bytes();
-    const auto local =
-        memory_->local().subspan(offset.size(), local_bytes(unit.layout, unit.whole).size());
+    const Bytes own = unit.layout.shard_bytes();
+    const Bytes held = own * place_.parts;
+    const auto local = memory_->local().subspan(
+        offset.size(), local_bytes(unit.layout, unit.whole, place_.parts).size());
     if (unit.whole) unit.resident = local;
-    unit.shard = unit.whole ? local.subspan((slice * rank_).size(), slice.size()) : local;
-    unit.slices = {memory_.get(), offset, unit.whole ? slice : Bytes(), slice};
+    const int before = unit.whole ? place_.index : place_.index % place_.parts;
+    unit.shard = local.subspan((own * before).size(), own.size());
+    unit.slices = {memory_.get(), offset, unit.whole ? held : Bytes(), held};
   }
   held_masters_.resize(units_.size());
 }
@@ -65,7 +67,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
 void Weights::back(int unit) {
   for (auto next = master_blocks_.size(); next <= static_cast<std::size_t>(unit); ++next) {
     const Unit& u = units_[next];
-    const Bytes bytes = align_up(local_bytes(u.layout, u.whole), kPage);
+    const Bytes bytes = align_up(local_bytes(u.layout, u.whole, place_.parts), kPage);
     memory_->back(u.slices.first_offset + bytes);
     charge_.grow(bytes);
     master_blocks_.push_back(has_separate_master(u.id)
@@ -92,7 +94,7 @@ std::pair<Numel, Numel> Weights::owned_range(int param) const {
   const Unit& unit =
       units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
   const plan::Slot& slot = slot_of(param);
-  const Numel shard_begin = unit.layout.shard() * rank_;
+  const Numel shard_begin = unit.layout.shard() * place_.index;
   const Numel low = std::max(shard_begin, slot.offset);
   const Numel high = std::min(shard_begin + unit.layout.shard(), slot.end());
   if (low >= high) return {Numel(), Numel()};
@@ -119,7 +121,7 @@ void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte
   if (low >= high) return;
   const Unit& unit = unit_of(param);
   back(unit.id);
-  const Numel shard_offset = slot.offset + low - unit.layout.shard() * rank_;
+  const Numel shard_offset = slot.offset + low - unit.layout.shard() * place_.index;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   if (source_dtype == unit.layout.dtype() || device_.device_accessible(first)) {
     store_piece(unit, shard_offset, high - low, first, source_dtype);

@@ -1,6 +1,7 @@
-// The weights of a model as this rank holds them: one SharedBuffer with every unit's shard, or, for
-// units that stay whole, the unit's whole flat buffer; and the fp32 master weights of the trainable
-// shards. Where weights are fp32 the shard is its own master.
+// The weights of a model as this rank holds them: one SharedBuffer with every unit's shard (and its
+// neighbours that this rank holds for others, ShardPlace::parts), or, for units that stay whole,
+// the unit's whole flat buffer; and the fp32 master weights of the trainable shards. Where weights
+// are fp32 the shard is its own master.
 //
 // Values enter by store(), a piece of one parameter at a time, in any dtype: a rank keeps what
 // falls into its own shard, rounded once to the weight's dtype, with the master taken from the
@@ -80,7 +81,7 @@ class Weights {
   std::vector<int> unit_of_param_;
   std::vector<int> slot_of_param_;
   std::vector<Unit> units_;
-  int rank_;  // among those that the weights are sharded over
+  comm::ShardPlace place_;
   device::Device& device_;
   offload::StateStore& states_;
   std::unique_ptr<comm::SharedBuffer> memory_;

@@ -49,6 +49,9 @@ struct AdamScalars {
   bool decoupled = true;        // true: AdamW; false: Adam with L2 added to the gradient
   std::int64_t step = 1;        // of this update, counted from 1 (bias correction)
   float gradient_scale = 1.0F;  // multiplies the gradient first: clipping and loss scale together
+  // Where not null it is read for gradient_scale when the step runs, by whoever runs it (a device's
+  // own memory there); NaN: nothing is changed. For Device::adam_step().
+  const float* late_scale = nullptr;
 };
 
 void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* pool);

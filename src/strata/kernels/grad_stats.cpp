@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "strata/base/thread_pool.h"
@@ -113,6 +114,22 @@ GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool) {
                      });
   for (const double value : partial) sum += value;
   return stats_of(sum);
+}
+
+double norm_of(double sum_of_squares, double loss_scale) {
+  return std::sqrt(sum_of_squares) / loss_scale;
+}
+
+GradientFactor gradient_factor(std::span<const double> sums, double loss_scale, double clipping) {
+  GradientFactor result;
+  for (const double sum : sums) result.sum_of_squares += sum;
+  double scale = 1.0 / loss_scale;
+  if (clipping > 0.0) {
+    scale *= std::min(1.0, clipping / (norm_of(result.sum_of_squares, loss_scale) + 1e-6));
+  }
+  result.factor = std::isfinite(result.sum_of_squares) ? static_cast<float>(scale)
+                                                       : std::numeric_limits<float>::quiet_NaN();
+  return result;
 }
 
 GradStats grad_stats_reference(std::span<const float> gradients) {

@@ -1,5 +1,6 @@
 // What a step must know about gradients before it may use them: the sum of squares for the global
 // norm, and whether all are finite. One pass.
+// And what follows from them: the factor that clipping and the loss scale make.
 // Threads: pure functions of their span; grad_stats splits the work over `pool` when one is given.
 #pragma once
 
@@ -17,6 +18,17 @@ struct GradStats {
 };
 
 GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool);
+
+// What an update multiplies its gradients by.
+struct GradientFactor {
+  double sum_of_squares = 0.0;  // over all gradients; not finite where one of them is not
+  float factor = 1.0F;          // NaN: no update
+};
+
+// `sums`: of squares, added up in their order. The gradients were made of a loss times `loss_scale`
+// and their global norm is clipped to `clipping`; 0: it is not.
+GradientFactor gradient_factor(std::span<const double> sums, double loss_scale, double clipping);
+double norm_of(double sum_of_squares, double loss_scale);
 
 // The readable reference: a plain loop with the same bits.
 GradStats grad_stats_reference(std::span<const float> gradients);

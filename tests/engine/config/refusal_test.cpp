@@ -123,6 +123,10 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
        "look "
        "at the key below it, and shards over all ranks); write \"stage\": 3, or remove the key; "
        "found 8 at stage 2"},
+      {R"({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 4}})",
+       "zero_optimization.zero_hpz_partition_size: shard groups are those of stage 3"},
+      {R"({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}})",
+       "zero_optimization.mics_shard_size: contradicts zero_optimization.zero_hpz_partition_size"},
       {R"({"zero_optimization": {"stage": 3, "mics_shard_size": -2}})",
        "zero_optimization.mics_shard_size: wanted"},
       {R"({"zero_optimization": {"zero_quantized_gradients": true}})",
@@ -169,8 +173,14 @@ TEST(Refusals, NameShardGroupsThatDoNotComeOutEven) {
     }
   }
   for (const char* off : {"{}", R"({"zero_optimization": {"mics_shard_size": -1}})",
-                          R"({"zero_optimization": {"mics_shard_size": 0}})"})
+                          R"({"zero_optimization": {"mics_shard_size": 0}})",
+                          R"({"zero_optimization": {"zero_hpz_partition_size": 1}})"})
     EXPECT_EQ(parsed(off).shard_group_size(6), 6);
+  const Config secondary =
+      parsed(R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}})");
+  EXPECT_EQ(secondary.shard_group_size(6), 3);
+  EXPECT_TRUE(secondary.zero.secondary_shards);
+  EXPECT_FALSE(config.zero.secondary_shards);
 }
 
 TEST(Refusals, NameContradictions) {

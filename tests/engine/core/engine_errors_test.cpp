@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "engine/core/fake_model.h"
+#include "strata/comm/peer_collectives.h"
 
 namespace strata::engine::fake {
 namespace {
@@ -165,6 +166,41 @@ TEST(EngineErrors, GradientsThatAreNotFiniteLeaveTheWeightsAndNameTheUnitAndTheR
   }
 }
 
+TEST(EngineErrors, WhereNobodyWaitsForTheNormTheNextStepTellsOfGradientsThatAreNotFinite) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  expect_no_errors(on_ranks(3, [&](int r, auto collectives) {
+    RankOptions options;
+    options.engine.late_norm = true;
+    options.engine.gradient_clipping = 1.0;
+    FakeRank rank(
+        model, options,
+        comm::make_peer_collectives(std::make_shared<device::CpuDevice>(), std::move(collectives)));
+    std::vector<std::vector<std::byte>> before;
+    for (int p = 0; p < model.count(); ++p) before.push_back(rank.weight(p));
+    rank.forward();
+    rank.backward(true, [&](int p) {
+      Values gradient = gradient_of(rank, p);
+      if (r == 1 && p == 5) gradient.back() = std::numeric_limits<float>::infinity();
+      rank.add(p, gradient);
+    });
+    EXPECT_FALSE(rank.engine().step(kGroups, 1.0, false).grad_norm.has_value());
+    EXPECT_TRUE(std::isinf(rank.engine().grad_norm()));
+    for (int p = 0; p < model.count(); ++p)
+      EXPECT_EQ(rank.weight(p), before[static_cast<std::size_t>(p)]);
+    train(rank);
+    EXPECT_THAT(message_of<NumericsError>([&] { rank.engine().step(kGroups, 1.0, false); }),
+                AllOf(HasSubstr("the last step"),
+                      HasSubstr("unit 'layers.0:bfloat16' in the shard of rank 2")));
+    EXPECT_EQ(rank.engine().optimizer()->steps(), 0);
+    rank.engine().settle_step();  // it is said once
+    train(rank);
+    EXPECT_TRUE(rank.engine().step(kGroups, 1.0, false).applied);
+    EXPECT_TRUE(std::isfinite(rank.engine().grad_norm()));
+    EXPECT_NE(rank.weight(0), before[0]);
+    EXPECT_EQ(rank.engine().optimizer()->steps(), 1);
+  }));
+}
+
 TEST(EngineErrors, AnOverflowOfHalfPrecisionSkipsTheStepOnEveryRank) {
   const FakeModel model(small_builder(DType::kFloat16));
   expect_no_errors(on_ranks(2, [&](int r, auto collectives) {
@@ -178,7 +214,7 @@ TEST(EngineErrors, AnOverflowOfHalfPrecisionSkipsTheStepOnEveryRank) {
     });
     const StepResult result = rank.engine().step(kGroups, 65536.0, true);
     EXPECT_FALSE(result.applied);
-    EXPECT_TRUE(std::isinf(result.grad_norm));
+    EXPECT_TRUE(std::isinf(*result.grad_norm));
     EXPECT_EQ(rank.weight(0), before);
     EXPECT_EQ(rank.engine().optimizer()->steps(), 0);
     train(rank);

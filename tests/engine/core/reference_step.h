@@ -22,7 +22,8 @@ struct ReferenceOptions {
   bool sum = false;
   double clipping = 0.0;
   bool decoupled = true;
-  int group_size = 0;  // ranks of a shard group; 0: all
+  int group_size = 0;           // ranks of a shard group; 0: all
+  bool groups_at_once = false;  // added up after every micro-step
 };
 
 class ReferenceStep {
@@ -129,9 +130,25 @@ class ReferenceStep {
       }
     }
     forget_kept();
+    if (options_.groups_at_once) add_up_groups_at_once();
+  }
+
+  void add_up_groups_at_once() {
+    for (std::size_t p = 0; p < masters_.size(); ++p) {
+      if (!spec(p).trainable) continue;
+      accumulated_[p].resize(masters_[p].size());
+      for (std::size_t i = 0; i < accumulated_[p].size(); ++i) {
+        float sum = of_group_.front()[p][i];
+        for (std::size_t group = 1; group < of_group_.size(); ++group)
+          sum += of_group_[group][p][i];
+        accumulated_[p][i] += sum;
+      }
+      for (auto& group : of_group_) group[p].clear();
+    }
   }
 
   void add_up_groups() {
+    if (options_.groups_at_once) return;
     for (std::size_t p = 0; p < masters_.size(); ++p) {
       if (!spec(p).trainable) continue;
       accumulated_[p] = of_group_.front()[p];

@@ -6,6 +6,7 @@
 
 #include "engine/core/fake_model.h"
 #include "engine/core/reference_step.h"
+#include "strata/comm/peer_collectives.h"
 #include "strata/engine/external_optimizer.h"
 
 namespace strata::engine::fake {
@@ -37,6 +38,7 @@ struct Case {
   int accumulation = 1;
   RankOptions options;
   double loss_scale = 1.0;
+  bool peers = false;  // the ranks' collectives; else local ones
   std::string name() const {
     return fmt::format("{} stage {} world {} accumulation {} boundary {} clipping {}",
                        name_of(dtype), options.engine.stage, world, accumulation,
@@ -86,6 +88,10 @@ void expect_bits_of_reference(const FakeModel& model, const Case& c, const Scrip
   plain.decoupled = c.options.rule == UpdateRule::kAdamW;
   expect_no_errors(run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     ReferenceStep reference(model, c.world, plain);
+    if (c.peers && c.world > 1) {
+      collectives = comm::make_peer_collectives(std::make_shared<device::CpuDevice>(),
+                                                std::move(collectives), {});
+    }
     FakeRank rank(model, c.options, std::move(collectives));
     expect_same_weights(rank, reference);
     for (int step = 0; step < kSteps; ++step) {
@@ -101,7 +107,10 @@ void expect_bits_of_reference(const FakeModel& model, const Case& c, const Scrip
       const double norm = reference.step(groups_of(step), c.loss_scale);
       const StepResult result = rank.engine().step(groups_of(step), c.loss_scale, false);
       ASSERT_TRUE(result.applied);
-      ASSERT_EQ(result.grad_norm, norm) << "step " << step;
+      if (!c.options.engine.late_norm) {
+        ASSERT_EQ(result.grad_norm, norm) << "step " << step;
+      }
+      ASSERT_EQ(rank.engine().grad_norm(), norm) << "step " << step;
       expect_same_weights(rank, reference);
     }
   }));
@@ -158,6 +167,19 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereWholeWeightsComeBesideTheNextF
       c.options.engine.stage = GetParam();
       c.options.engine.refresh_late = true;
       c.options.can_await = can_await;
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
+}
+
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereNobodyWaitsForTheNorm) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  for (const int world : {1, 2, 3}) {
+    for (const double clipping : {0.0, 0.25}) {
+      Case c{DType::kBFloat16, world, 2, {}, 1.0, true};
+      c.options.engine.stage = GetParam();
+      c.options.engine.gradient_clipping = clipping;
+      c.options.engine.late_norm = true;
       expect_bits_of_reference(model, c, plain_script(model));
     }
   }
@@ -327,7 +349,7 @@ TEST(TrainingStepExternal, AUsersOptimizerSeesScaledGradientsAndItsMastersAreRou
       });
       rank.forward();
       add_all(rank, all_gradients(model, 0, 0, r), {}, true);
-      const double norm = rank.engine().step({}, 2.0, false).grad_norm;
+      const double norm = rank.engine().step({}, 2.0, false).grad_norm.value();
       const auto scale = static_cast<float>(0.5 * std::min(1.0, 0.5 / (norm + 1e-6)));
       for (int p = 0; p < model.count(); ++p) {
         Values wanted = model.initial(p);

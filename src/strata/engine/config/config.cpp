@@ -41,19 +41,31 @@ DType dtype_or_fp32(const Settings& s, std::string_view path) {
 
 constexpr Numel kMaxLiveParameters(1'000'000'000);
 
-int read_shard_group_size(const Settings& s) {
-  constexpr std::string_view kKey = "zero_optimization.mics_shard_size";
-  const std::int64_t size = std::max<std::int64_t>(s.integer(kKey), 0);
+constexpr std::string_view kMicsKey = "zero_optimization.mics_shard_size";
+constexpr std::string_view kHpzKey = "zero_optimization.zero_hpz_partition_size";
+
+void read_shard_groups(const Settings& s, ZeroConfig& zero) {
+  const std::int64_t mics = s.integer(kMicsKey);
+  const std::int64_t hpz = s.integer(kHpzKey);
+  if (mics <= 0 && hpz <= 1) return;
+  if (mics > 0 && hpz > 1) {
+    throw ConfigError(fmt::format(
+        "{}: contradicts {}, which shards gradients and optimizer state over all ranks; remove one "
+        "of the two; found {} and {}",
+        kMicsKey, kHpzKey, mics, hpz));
+  }
+  const std::string_view key = mics > 0 ? kMicsKey : kHpzKey;
+  const std::int64_t size = std::max(mics, hpz);
   if (size > std::numeric_limits<int>::max())
-    throw ConfigError(fmt::format("{}: wanted a number of ranks; found {}", kKey, size));
-  const std::int64_t stage = s.integer("zero_optimization.stage");
-  if (size > 0 && stage < 3) {
+    throw ConfigError(fmt::format("{}: wanted a number of ranks; found {}", key, size));
+  if (zero.stage < 3) {
     throw ConfigError(fmt::format(
         "{}: shard groups are those of stage 3 (DeepSpeed does not look at the key below it, and "
         "shards over all ranks); write \"stage\": 3, or remove the key; found {} at stage {}",
-        kKey, size, stage));
+        key, size, zero.stage));
   }
-  return static_cast<int>(size);
+  zero.shard_group_size = static_cast<int>(size);
+  zero.secondary_shards = hpz > 1;
 }
 
 ZeroConfig read_zero(const Settings& s) {
@@ -62,7 +74,7 @@ ZeroConfig read_zero(const Settings& s) {
   };
   const bool sequential = s.flag("zero_optimization.stage3_allgather_sequential");
   const auto max_live = s.maybe<std::int64_t>("zero_optimization.stage3_max_live_parameters");
-  return {
+  ZeroConfig zero{
       .stage = static_cast<int>(s.integer("zero_optimization.stage")),
       .reduce_bucket_size = numel("reduce_bucket_size"),
       .prefetch_bucket_size = numel("stage3_prefetch_bucket_size"),
@@ -79,8 +91,9 @@ ZeroConfig read_zero(const Settings& s) {
       .leaf = {.classes = s.texts("zero_optimization.leaf_module.classes"),
                .names = s.texts("zero_optimization.leaf_module.names"),
                .name_suffixes = s.texts("zero_optimization.leaf_module.name_suffixes")},
-      .shard_group_size = read_shard_group_size(s),
   };
+  read_shard_groups(s, zero);
+  return zero;
 }
 
 // 2 to initial_scale_power: the power is checked to be small.

@@ -40,7 +40,10 @@ struct ZeroConfig {
   bool gather_16bit_weights_on_model_save = false;
   bool ignore_unused_parameters = true;
   LeafModules leaf;
-  int shard_group_size = 0;  // ranks that things are sharded over (mics_shard_size); 0: all
+  // Ranks of a shard group (mics_shard_size, zero_hpz_partition_size); 0: one group of all.
+  int shard_group_size = 0;
+  // Each group holds the weights, and no more: the rest is sharded over all ranks (ZeRO++).
+  bool secondary_shards = false;
 };
 
 struct PrecisionConfig {

@@ -58,6 +58,12 @@ constexpr std::array kKeys{
         "many consecutive ranks, and every such group holds all of them; must divide the number of "
         "ranks; -1 or 0: over all ranks",
         ""},
+    Key{ZERO "zero_hpz_partition_size", kInteger, "1", ">= 0", kHonoured,
+        "secondary shards (ZeRO++), at stage 3: every group of so many consecutive ranks holds all "
+        "weights, so that gathers stay inside it, and gradients and optimizer state are sharded "
+        "over "
+        "all ranks; must divide the number of ranks; 0 or 1: no groups",
+        ""},
 
     Key{ZERO "mics_hierarchical_params_gather", kFlag, "false", "", kHint,
         "two-level gathers within sub-groups (MiCS)",
@@ -112,8 +118,6 @@ constexpr std::array kKeys{
         "write \"stage\": 1 alone"},
     Key{ZERO "zenflow", kSwitch, "null", "", kRefused, "asynchronous updates of ZenFlow",
         "remove the section"},
-    Key{ZERO "zero_hpz_partition_size", kInteger, "1", ">= 0", kRefused,
-        "a second shard of the parameters within a node (ZeRO++)", "write 1 or remove the key"},
     Key{ZERO "zero_quantized_weights", kFlag, "false", "", kRefused,
         "gathers of quantised weights (ZeRO++)", "write false or remove the key"},
     Key{ZERO "zero_quantized_nontrainable_weights", kFlag, "false", "", kRefused,
