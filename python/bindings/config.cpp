@@ -13,6 +13,8 @@ void bind_config(py::module_& module) {
       .def("digest", &Config::digest)
       // Of a world of so many ranks.
       .def("shard_group_size", &Config::shard_group_size, py::arg("world_size"))
+      .def_property_readonly("secondary_shards",
+                             [](const Config& c) { return c.zero.secondary_shards; })
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
       .def_property_readonly(
           "dtype", [](const Config& c) { return std::string(name_of(c.precision.param_dtype)); })

@@ -105,11 +105,12 @@ void bind_combined_collectives(py::module_& module) {
   module.def(
       "grouped_collectives",
       [](std::shared_ptr<comm::Collectives> inside, std::shared_ptr<comm::Collectives> across,
-         c10::Device device) {
+         c10::Device device, bool secondary) {
         return std::shared_ptr<comm::Collectives>(comm::make_grouped_collectives(
-            std::move(inside), std::move(across), torch::make_device(device, 1)));
+            std::move(inside), std::move(across), torch::make_device(device, 1),
+            secondary ? comm::Slices::kSecondary : comm::Slices::kReplicated));
       },
-      py::arg("inside"), py::arg("across"), py::arg("device"));
+      py::arg("inside"), py::arg("across"), py::arg("device"), py::arg("secondary"));
 }
 
 }  // namespace
@@ -120,12 +121,12 @@ void bind_runtime(py::module_& module) {
                              [](const comm::Collectives& c) { return std::string(c.name()); })
       .def_property_readonly("rank", &comm::Collectives::rank)
       .def_property_readonly("world_size", &comm::Collectives::world_size)
-      // (index of this rank's slice, slices, shard group, shard groups)
+      // (index of this rank's slice, slices, shard group, shard groups, slices that it holds)
       .def_property_readonly("shard_place",
                              [](const comm::Collectives& c) {
                                const comm::ShardPlace place = c.shard_place();
                                return std::make_tuple(place.index, place.count, place.group,
-                                                      place.groups);
+                                                      place.groups, place.parts);
                              })
       .def("require_usable", &require_usable)
       .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())

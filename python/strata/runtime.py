@@ -67,12 +67,12 @@ def make_collectives(config, device):
         group_size = config.shard_group_size(world_size)
     if world_size == 1:
         return _C.single_rank(device)
-    answers = _exchange(timeout_s, f"{_host_identity()}\n{_device_identity(device)}\n{group_size}")
+    answers = _exchange(timeout_s, f"{_host_identity()}\n{_device_identity(device)}\n{_describe_groups(config, group_size)}")
     for other, text in enumerate(answers):
         if text.startswith(_FAILED):
             raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
-    hosts, devices, group_sizes = zip(*(text.split("\n") for text in answers))
-    _require_same_groups(group_sizes)
+    hosts, devices, groups = zip(*(text.split("\n") for text in answers))
+    _require_same_groups(groups)
     if kind != "peer":
         _require_own_devices(hosts, devices)
     first = rank - rank % group_size
@@ -85,7 +85,7 @@ def make_collectives(config, device):
     across = _Part(range(rank % group_size, world_size, group_size), hosts)
     if kind in ("shm", "peer") and not across.one_host:
         kind = "auto"
-    return _C.grouped_collectives(joined, _join(across, kind, timeout_s, device), device)
+    return _C.grouped_collectives(joined, _join(across, kind, timeout_s, device), device, config.secondary_shards)
 
 
 class _Part:
@@ -155,13 +155,17 @@ def _require_possible(kind, world_size, device):
         )
 
 
-def _require_same_groups(sizes):
-    """``sizes``: of shard groups, by rank."""
-    for rank, size in enumerate(sizes):
-        if size != sizes[0]:
+def _describe_groups(config, size):
+    return f"secondary groups of {size}" if config.secondary_shards else f"groups of {size}"
+
+
+def _require_same_groups(groups):
+    """``groups``: what shard groups are made, by rank."""
+    for rank, found in enumerate(groups):
+        if found != groups[0]:
             raise _C.ConfigError(
-                "zero_optimization.mics_shard_size: every rank must use the same shard groups; found groups of "
-                f"{sizes[0]} on rank 0 and of {size} on rank {rank}"
+                "zero_optimization.mics_shard_size, zero_hpz_partition_size: every rank must use the same shard "
+                f"groups; found {groups[0]} on rank 0 and {found} on rank {rank}"
             )
 
 

@@ -25,17 +25,18 @@ class PlainTrainer:
         make_optimizer: from fp32 parameters, in the order of ``model.parameters()``, to an optimizer.
         reduce_dtype: what gradients are rounded to before they are summed.
         grad_accum_dtype: what the sum over micro-steps is kept in.
-        group_size: ranks of a shard group. Each group adds up its own, and over the groups once: at the step, or
-            each time where they are kept in less than fp32.
+        group_size: ranks of a shard group. Each group adds up its own, and over the groups once: at the step.
+        groups_at_once: over the groups after every micro-step, as also where sums are kept in less than fp32.
     """
 
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
                  reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0,
-                 group_size=None):
+                 group_size=None, groups_at_once=False):
         self.model = copy.deepcopy(model).to(test_device(), dtype)
         self.world, self.clipping, self.accumulation = world, clipping, accumulation
         self.reduce_dtype, self.grad_accum_dtype = reduce_dtype, grad_accum_dtype
         self.loss_scale, self.group_size = loss_scale, group_size or world
+        self.groups_at_once = groups_at_once or grad_accum_dtype != torch.float32
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._make_optimizer(model, make_optimizer, torch.device("cpu"))
         if ON_GPU and not _has_own_kernel(self.optimizer):
@@ -66,7 +67,7 @@ class PlainTrainer:
                 totals[-1] = _added(totals[-1], rounded)
             losses.append(loss.item())
         means = [[g * (1.0 / self.world) for g in total] for total in totals]
-        if self.grad_accum_dtype != torch.float32:
+        if self.groups_at_once:
             means = [_over_groups(means)]
         if self.sums_of_groups is None:
             sums = means

@@ -1,4 +1,5 @@
-"""Shard groups (zero_optimization.mics_shard_size): sharded inside a group of ranks, the same in every group.
+"""Shard groups: sharded inside a group of ranks, the same in every group (zero_optimization.mics_shard_size), or the
+weights alone in every group and the rest over all ranks (zero_hpz_partition_size).
 
 The numbers are those of plain torch that adds up inside the groups first, as equal bits on every rank.
 """
@@ -32,24 +33,25 @@ from tiny_models import (
 import strata
 
 GROUPS = [(2, 1), (4, 2), (4, 1), (4, 4)]  # ranks, and those of a group
+MICS, HPZ = "mics_shard_size", "zero_hpz_partition_size"
 
 
-def _config(group, dtype="fp32", collectives="auto", zero=None, **more):
+def _config(group, dtype="fp32", collectives="auto", zero=None, key=MICS, **more):
     more.setdefault("strata", {})["collectives"] = collectives
-    return config_of(3, dtype, zero_optimization={"mics_shard_size": group, **(zero or {})}, **more)
+    return config_of(3, dtype, zero_optimization={key: group, **(zero or {})}, **more)
 
 
 # --- numbers ---
 
 
-def _matrix(group, dtype, collectives):
+def _matrix(group, dtype, collectives, key=MICS):
     _, world = rank_and_world()
     for accumulation, clipping in ((1, 0.05), (4, 0.0), (4, 0.05)):
         reference = PlainTrainer(
             make_model(), world, adamw, DTYPES[dtype], clipping, accumulation,
-            loss_scale=2.0**8 if dtype == "fp16" else 1.0, group_size=group,
+            loss_scale=2.0**8 if dtype == "fp16" else 1.0, group_size=group, groups_at_once=key == HPZ,
         )
-        compare(_config(group, dtype, collectives, accumulation=accumulation, clipping=clipping), reference)
+        compare(_config(group, dtype, collectives, key=key, accumulation=accumulation, clipping=clipping), reference)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -68,6 +70,13 @@ def test_groups_over_the_process_group(world, group):
 @pytest.mark.parametrize("world, group", [(2, 1), (4, 2), (6, 3)])
 def test_groups_of_peers(world, group):
     run_ranks(world, _matrix, group, "bf16", "peer")
+
+
+@pytest.mark.parametrize("collectives", ["auto", "c10d", "peer"])
+def test_groups_of_secondary_shards(collectives):
+    if collectives == "c10d" and shares_a_gpu():
+        pytest.skip("NCCL wants a GPU for each rank")
+    run_ranks(4, _matrix, 2, "bf16", collectives, HPZ)
 
 
 def _narrow_accumulation(group):
@@ -111,8 +120,8 @@ def test_parameters_that_stay_gathered():
 # --- where things lie ---
 
 
-def _held(group):
-    engine = make_engine(make_model(), _config(group, "bf16"))
+def _held(group, key=MICS):
+    engine = make_engine(make_model(), _config(group, "bf16", key=key))
     train_step(engine, make_batches(1, 1)[0, 0])
     report, place = engine.memory_report(), engine._collectives.shard_place
     engine.destroy()
@@ -123,21 +132,31 @@ def _held(group):
 def test_a_rank_holds_a_slice_of_its_group():
     of_two = run_ranks(2, _held, -1)
     for rank, (held, place) in enumerate(run_ranks(4, _held, 2)):
-        assert place == (rank % 2, 2, rank // 2, 2)
+        assert place == (rank % 2, 2, rank // 2, 2, 1)
         assert held and held == of_two[rank % 2][0]
+
+
+def test_a_rank_holds_weights_of_its_group_and_states_of_the_world():
+    of_two, of_four = run_ranks(2, _held, -1), run_ranks(4, _held, -1)
+    for held, place in run_ranks(4, _held, 2, HPZ):
+        assert place[1:] == (4, 0, 1, 2)
+        for kind, size in of_four[0][0].items():
+            assert held[kind] == size or kind == "weights"
+        assert of_four[0][0]["weights"] <= held["weights"] <= 1.5 * of_two[0][0]["weights"]
 
 
 # --- values in and out ---
 
 
-def _adopted(kind, tier, collectives):
+def _adopted(kind, tier, collectives, key=MICS):
     rank, _ = rank_and_world()
     model = Odd()
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     if rank > 0:
         with torch.no_grad():
             DIFFERENCES[kind](model)
-    engine = make_engine(model, _config(2, collectives=collectives, live_bytes=1, strata={"init": {"tier": tier}}))
+    config = _config(2, collectives=collectives, key=key, live_bytes=1, strata={"init": {"tier": tier}})
+    engine = make_engine(model, config)
     assert tier in ("auto", engine.init_report["tier"])
     expected["narrow"] = expected["narrow"].float()
     assert differences(full_parameters(model), expected) == []
@@ -158,13 +177,20 @@ def test_rank_0s_values_arrive_in_every_group(kind, tier):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ways are those of a model on the host")
+@pytest.mark.parametrize("collectives", ["auto", "c10d"])
+@pytest.mark.parametrize("tier", ["auto", "distributed"])
+def test_rank_0s_values_arrive_in_secondary_shards(tier, collectives):
+    run_ranks(4, _adopted, "everything", tier, collectives, HPZ)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the ways are those of a model on the host")
 def test_rank_0s_values_arrive_over_the_process_group():
     run_ranks(4, _adopted, "everything", "auto", "c10d")
 
 
-def _loaded_and_saved(root, names, folder, collectives):
+def _loaded_and_saved(root, names, folder, collectives, key):
     for name in names:
-        engine, *_ = strata.load_pretrained(root / name, _config(2, collectives=collectives))
+        engine, *_ = strata.load_pretrained(root / name, _config(2, collectives=collectives, key=key))
         plain = _plain(root / name, "float32")
         with strata.zero.GatheredParameters(list(engine.module.parameters())):
             _assert_same_model(engine.module, plain, name)
@@ -175,13 +201,14 @@ def _loaded_and_saved(root, names, folder, collectives):
     return True
 
 
+@pytest.mark.parametrize("key", [MICS, HPZ])
 @pytest.mark.parametrize("collectives", ["auto", "c10d"])
-def test_checkpoints_are_read_and_written_by_groups(tmp_path, collectives):
+def test_checkpoints_are_read_and_written_by_groups(tmp_path, collectives, key):
     names = list(MODELS)[:3]
     for number, name in enumerate(names):
         torch.manual_seed(number)
         MODELS[name].build().save_pretrained(tmp_path / "given" / name)
-    assert all(run_ranks(4, _loaded_and_saved, tmp_path / "given", names, tmp_path / "saved", collectives))
+    assert all(run_ranks(4, _loaded_and_saved, tmp_path / "given", names, tmp_path / "saved", collectives, key))
 
 
 def _built_inside_init():
@@ -208,6 +235,9 @@ def _wrong():
         "below stage 3": error_of(make_engine, make_model(), config_of(2, zero_optimization={"stage": 2, "mics_shard_size": 2})),
         "different": error_of(make_engine, make_model(), _config(2 if rank == 3 else 1)),
         "off on one": error_of(make_engine, make_model(), _config(-1 if rank == 1 else 2)),
+        "another kind": error_of(make_engine, make_model(), _config(2, key=HPZ if rank == 2 else MICS)),
+        "both": error_of(make_engine, make_model(), _config(2, zero={HPZ: 2})),
+        "secondary does not divide": error_of(make_engine, make_model(), _config(3, key=HPZ)),
     }
 
 
@@ -215,8 +245,11 @@ WRONG = {
     "does not divide": ["ConfigError", "mics_shard_size", "must divide the number of ranks", "found 3 for 4 ranks"],
     "too large": ["ConfigError", "mics_shard_size", "found 8 for 4 ranks"],
     "below stage 3": ["ConfigError", "mics_shard_size", "DeepSpeed does not look", "found 2 at stage 2"],
-    "different": ["ConfigError", "mics_shard_size", "groups of 1 on rank 0 and of 2 on rank 3"],
-    "off on one": ["ConfigError", "mics_shard_size", "groups of 2 on rank 0 and of 4 on rank 1"],
+    "different": ["ConfigError", "mics_shard_size", "groups of 1 on rank 0 and groups of 2 on rank 3"],
+    "off on one": ["ConfigError", "mics_shard_size", "groups of 2 on rank 0 and groups of 4 on rank 1"],
+    "another kind": ["ConfigError", "groups of 2 on rank 0 and secondary groups of 2 on rank 2"],
+    "both": ["ConfigError", "mics_shard_size: contradicts zero_optimization.zero_hpz_partition_size"],
+    "secondary does not divide": ["ConfigError", "zero_hpz_partition_size", "found 3 for 4 ranks"],
 }
 
 

@@ -129,12 +129,12 @@ std::optional<InitTier> init_tier_from(std::string_view name) {
 }
 
 InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
-                       int world_size, int states_per_master) {
+                       int world_size, int states_per_master, int parts) {
   InitDemand demand;
   for (const UnitSpec& unit : plan.units) {
     const FlatLayout layout(params, unit.params, unit.dtype, world_size);
     const bool whole = stage < 3 || unit.persistent;
-    demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes();
+    demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
     demand.largest_unit = std::max(demand.largest_unit, layout.flat_bytes());
     if (!unit.trainable) continue;
     const Bytes fp32 = bytes_of(layout.shard(), DType::kFloat32);

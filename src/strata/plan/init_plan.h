@@ -39,9 +39,10 @@ struct InitDemand {
   Bytes total() const { return weights + masters + optimizer; }
 };
 
+// `parts`: shards of the weights that a rank holds, of which it owns one.
 // `states_per_master`: fp32 values that the optimizer keeps for each trainable weight: 2 for Adam.
 InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
-                       int world_size, int states_per_master);
+                       int world_size, int states_per_master, int parts = 1);
 
 // What one rank has.
 struct InitFacts {

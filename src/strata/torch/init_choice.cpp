@@ -72,7 +72,8 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
                              const plan::ModelPlan& plan, const engine::Config& config,
                              engine::UpdateRule rule, const ModelRuntime& runtime) {
   const int world = runtime.collectives->world_size();
-  const int shards = runtime.collectives->shard_place().count;
+  const comm::ShardPlace place = runtime.collectives->shard_place();
+  const int shards = place.count;
   std::vector<plan::InitFacts> by_rank;
   for (const std::string& text :
        runtime.collectives->all_gather_text(text_of(facts_of(input, runtime)))) {
@@ -91,8 +92,9 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
                                 : fmt::format("{} ranks at stage 3", wanted),
                             demand(3, wanted).total()});
   }
-  return plan::choose_init(demand(stage, shards), by_rank,
-                           plan::init_tier_from(config.strata.init_tier), alternatives);
+  return plan::choose_init(
+      plan::init_demand(specs, plan, stage, shards, states_of(rule), place.parts), by_rank,
+      plan::init_tier_from(config.strata.init_tier), alternatives);
 }
 
 }  // namespace strata::torch

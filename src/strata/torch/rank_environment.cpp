@@ -89,18 +89,17 @@ std::shared_ptr<comm::Collectives> meet(const Meeting& meeting, c10::Device plac
   return comm::make_peer_collectives(make_device(place, 1), std::move(host), peer_options);
 }
 
-void require_same_group_size(const c10::intrusive_ptr<c10d::Store>& store,
-                             const RankEnvironment& environment, int size,
-                             std::chrono::milliseconds timeout) {
+void require_same_groups(const c10::intrusive_ptr<c10d::Store>& store,
+                         const RankEnvironment& environment, const std::string& mine,
+                         std::chrono::milliseconds timeout) {
   StoreBootstrap bootstrap(store, environment.rank, environment.world_size, timeout);
-  const std::vector<std::string> sizes = bootstrap.exchange(std::to_string(size));
-  for (std::size_t r = 1; r < sizes.size(); ++r) {
-    if (sizes[r] == sizes[0]) continue;
-    throw ConfigError(
-        fmt::format("zero_optimization.mics_shard_size: every rank must use the same shard groups; "
-                    "found groups "
-                    "of {} on rank 0 and of {} on rank {}",
-                    sizes[0], sizes[r], r));
+  const std::vector<std::string> groups = bootstrap.exchange(mine);
+  for (std::size_t r = 1; r < groups.size(); ++r) {
+    if (groups[r] == groups[0]) continue;
+    throw ConfigError(fmt::format(
+        "zero_optimization.mics_shard_size, zero_hpz_partition_size: every rank must use the same "
+        "shard groups; found {} on rank 0 and {} on rank {}",
+        groups[0], groups[r], r));
   }
 }
 
@@ -135,11 +134,11 @@ RankEnvironment RankEnvironment::read() {
 }
 
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
-                                                    const engine::StrataConfig& config,
-                                                    c10::Device place, int group_size) {
+                                                    const engine::Config& config,
+                                                    c10::Device place) {
   using engine::CollectivesKind;
   if (environment.world_size == 1) return single_rank(place);
-  const CollectivesKind kind = config.collectives;
+  const CollectivesKind kind = config.strata.collectives;
   const bool peers =
       kind == CollectivesKind::kPeer || (kind == CollectivesKind::kAuto && place.is_cuda());
   const bool shared =
@@ -152,10 +151,14 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
         "{}",
         environment.world_size, place.str()));
   }
-  const std::chrono::milliseconds timeout(static_cast<std::int64_t>(config.timeout_s * 1000.0));
+  const std::chrono::milliseconds timeout(
+      static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
+  const int size = config.shard_group_size(environment.world_size);
   const c10::intrusive_ptr<c10d::Store> store = open_store(environment, timeout);
-  const int size = group_size == 0 ? environment.world_size : group_size;
-  require_same_group_size(store, environment, size, timeout);
+  require_same_groups(
+      store, environment,
+      fmt::format("{}groups of {}", config.zero.secondary_shards ? "secondary " : "", size),
+      timeout);
   const comm::ShardGroups groups{size, environment.world_size / size};
   const int index = groups.index_of(environment.rank);
   const int group = groups.group_of(environment.rank);
@@ -170,7 +173,8 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
         std::move(collectives),
         meet({part("across", index), group, groups.count, groups.across_of(environment.rank)},
              place, peers, timeout),
-        make_device(place, 1));
+        make_device(place, 1),
+        config.zero.secondary_shards ? comm::Slices::kSecondary : comm::Slices::kReplicated);
   }
   collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
   return collectives;

@@ -85,11 +85,8 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
   const GroupOfParameter group_of = index_groups(options.groups);
   const ModuleDescription description = describe_module(*module_, group_of);
   const c10::Device place = place_of(description.input, config.strata.device);
-  if (collectives_ == nullptr) {
-    const RankEnvironment environment = RankEnvironment::read();
-    collectives_ = make_collectives(environment, config.strata, place,
-                                    config.shard_group_size(environment.world_size));
-  }
+  if (collectives_ == nullptr)
+    collectives_ = make_collectives(RankEnvironment::read(), config, place);
   config.complete_batch(collectives_->world_size());
   if (!options.groups.empty()) require_grouped(description.input, group_of);
   for (const ParamGroup& group : options.groups) groups_.push_back(group.scalars);

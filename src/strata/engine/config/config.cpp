@@ -213,10 +213,10 @@ int Config::shard_group_size(int world_size) const {
   if (size == 0) return world_size;
   if (world_size % size == 0) return size;
   throw ConfigError(fmt::format(
-      "zero_optimization.mics_shard_size: shard groups must be of equal size, so it must divide "
-      "the "
-      "number of ranks; write a divisor of {0}, or -1 to shard over all; found {1} for {0} ranks",
-      world_size, size));
+      "{}: shard groups must be of equal size, so it must divide the number of ranks; write a "
+      "divisor of {}, or {} for no groups; found {} for {} ranks",
+      zero.secondary_shards ? kHpzKey : kMicsKey, world_size, zero.secondary_shards ? 1 : -1, size,
+      world_size));
 }
 
 std::string Config::digest() const {
