@@ -63,11 +63,15 @@ class Links:
         on_wire = size * (hosts - 1) / hosts / self.host / self.nic  # a host's GPUs receive it once together
         return max(on_bus, on_wire) + self.latency(hosts), on_bus
 
-    def all_reduce_between(self, size, hosts):
-        """Seconds of an all-reduce of ``size`` bytes among as many ranks, one in each host."""
+    def one_between(self, size, hosts):
+        """Seconds of an all-gather or reduce-scatter of ``size`` bytes among as many ranks, one in each host."""
         if hosts == 1:
             return 0.0
-        return 2 * (size * (hosts - 1) / hosts / self.nic + self.hops(hosts) * self.hop_between)
+        return size * (hosts - 1) / hosts / self.nic + self.hops(hosts) * self.hop_between
+
+    def all_reduce_between(self, size, hosts):
+        """Of an all-reduce."""
+        return 2 * self.one_between(size, hosts)
 
     def latency(self, hosts):
         """Seconds until the last rank of all hosts has heard of the first; a ring passes every GPU of a host."""
@@ -136,40 +140,42 @@ def cost(work, links, ranks, scheme):
     """The cost of ``work`` on ``ranks``.
 
     Args:
-        scheme: "full": shards over all ranks. "secondary": as full, and forward leaves the weights sharded inside
-            the host, where backward gathers them (zero_hpz_partition_size). "grouped": all is sharded inside the
-            host and replicated across hosts (MiCS).
+        scheme: "full": shards over all ranks. "secondary": each host holds the weights, of which every rank owns a
+            part, with gradients and states, and completes its slice after the update (zero_hpz_partition_size).
+            "grouped": all is sharded inside the host and replicated across hosts (mics_shard_size).
     """
     inside = min(ranks, links.host)
-    far, near = (inside if scheme == "grouped" else ranks), (ranks if scheme == "full" else inside)
-    gradient = GRADIENT[work.reduce]
-    forward = [links.one(links.gather, WEIGHT * unit, far) for unit in work.units()]
-    backward = [links.one(links.gather, WEIGHT * unit, near) for unit in work.units()]
-    reduction = [links.one(links.reduce, gradient * unit, far) for unit in work.units()]
-    hosts = -(-ranks // links.host) if scheme == "grouped" else 1
-    between = [links.all_reduce_between(gradient * unit / inside, hosts) for unit in work.units()]
+    near = ranks if scheme == "full" else inside
+    gathers = [links.one(links.gather, WEIGHT * unit, near) for unit in work.units()]
+    reduction = [links.one(links.reduce, GRADIENT[work.reduce] * unit, near) for unit in work.units()]
+    hosts = 1 if scheme == "full" else -(-ranks // links.host)
+    # Between hosts sums are in fp32, whatever the element type inside.
+    sums = links.all_reduce_between if scheme == "grouped" else links.one_between
+    between = [sums(GRADIENT["fp32"] * unit / inside, hosts) for unit in work.units()]
+    completion = sum(links.one_between(WEIGHT * unit / inside, hosts) for unit in work.units())
+    completion = completion if scheme == "secondary" else 0.0
 
     times, compute = work.accumulation, work.compute(links)
-    exposed = lost = 0.0
+    exposed = lost = wires = 0.0
     for micro_step in range(times):
-        slowed = links.interference * _on_bus(forward)
-        exposed += _exposed(_all(forward), forward[0][0], FORWARD * compute + slowed)
+        slowed = links.interference * _on_bus(gathers)
+        exposed += _exposed(_all(gathers), gathers[0][0], FORWARD * compute + slowed)
         lost += slowed
-        slowed = links.interference * _on_bus(backward + reduction)
-        wire = between if micro_step == times - 1 else [0.0]
+        slowed = links.interference * _on_bus(gathers + reduction)
+        wire = between if scheme == "secondary" or micro_step == times - 1 else [0.0]
+        wires += sum(wire)
         edge = reduction[0][0] + wire[0]  # of what is reduced last
         # NICs and NVLink work side by side: the wire begins when a first unit is reduced inside the host.
-        longest = max(_all(backward + reduction) + wire[0], reduction[0][0] + sum(wire))
+        longest = max(_all(gathers + reduction) + wire[0], reduction[0][0] + sum(wire))
         exposed += _exposed(longest, edge, (1 - FORWARD) * compute + slowed)
         lost += slowed
     shards = inside if scheme == "grouped" else ranks
-    kept = work.parameters() * ((WEIGHT + STATES) / shards + (WEIGHT / inside if scheme == "secondary" else 0))
     return Cost(
-        step=times * compute + lost + exposed + work.adam(links, shards),
-        gather=times * (_all(forward) + _all(backward)),
-        reduce=times * _all(reduction) + sum(between),
-        exposed=exposed,
-        kept=kept,
+        step=times * compute + lost + exposed + completion + work.adam(links, shards),
+        gather=times * 2 * _all(gathers) + completion,
+        reduce=times * _all(reduction) + wires,
+        exposed=exposed + completion,
+        kept=work.parameters() * (WEIGHT / near + STATES / shards),
     )
 
 

@@ -94,6 +94,16 @@ def test_two_ranks_train_as_one_does_and_save_what_they_trained(program, tmp_pat
     assert {"positions", "embedding.weight", "norm.weight", "blocks.2.down.bias"} <= names
 
 
+@pytest.mark.parametrize("key", ["mics_shard_size", "zero_hpz_partition_size"])
+def test_shard_groups_train_as_one_rank_does(program, tmp_path, key):
+    config = json.loads((SOURCE / "ds_config.json").read_text())
+    config["zero_optimization"][key] = 2
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    four = losses_of(run_ranks(program, 4, path, STEPS, tmp_path / "saved"))
+    assert four == pytest.approx(losses_of(run_ranks(program, 1, SOURCE / "ds_config.json", STEPS)), rel=1e-3)
+
+
 def test_a_rank_without_its_number_is_told_what_to_set(program):
     rank = start(program, {"WORLD_SIZE": "2"}, SOURCE / "ds_config.json")
     output = rank.communicate(timeout=60)[0]

@@ -73,6 +73,17 @@ def test_a_grouped_step_sums_shards_between_hosts_behind_backward():
     assert found.kept == cost(WORK, SILENT, 4096, "grouped").kept
 
 
+def test_secondary_shards_are_summed_once_and_completed_after_the_update():
+    for accumulation in (1, 4):
+        found = cost(replace(WORK, accumulation=accumulation), SILENT, 16, "secondary")
+        part = 1.6e9 / 8 / 2 / (10 * GB)  # half a shard on one NIC, in fp32
+        gather, reduction = 0.8e9 * 7 / 8 / (100 * GB), 1.6e9 * 7 / 8 / (100 * GB)
+        assert found.reduce == pytest.approx(accumulation * 10 * (reduction + part))
+        exposed = accumulation * (gather + reduction + part) + 10 * part / 2
+        assert found.exposed == pytest.approx(exposed)
+    assert found.kept == pytest.approx(4e9 * (12 / 16 + 2 / 8))
+
+
 def test_hidden_communication_costs_what_it_takes_from_compute():
     silent, loud = (cost(WORK, replace(SILENT, interference=i), 8, "full") for i in (0.0, 0.5))
     assert loud.step - silent.step == pytest.approx(0.5 * (silent.gather + silent.reduce))
