@@ -172,6 +172,10 @@ class Collectives {
   // Whether contributions of 16 bits are widened before they are added up.
   virtual bool sums_in_fp32() const { return deterministic(); }
 
+  // A stream of the device in which contributions are best written (Reduction::writer): reductions
+  // run in it, too. Null: any other.
+  virtual device::Stream* contribution_stream() { return nullptr; }
+
   // Whether works that are started from now on know their times(). Not from the start.
   virtual void record_times(bool /*on*/) {}
 

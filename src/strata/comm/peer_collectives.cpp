@@ -135,12 +135,13 @@ class PeerCollectives final : public Collectives {
     return std::make_unique<ReductionWork>(link_, reductions_, std::move(started),
                                            std::move(times));
   }
+  device::Stream* contribution_stream() override { return &link_->transfers(); }
   void record_times(bool on) override { records_times_ = on; }
 
   void all_reduce(std::span<double> values, ReduceOp op) override {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
     link_->agree(what);
-    link_->gathers().synchronize();  // shards may change when all ranks have come here
+    link_->transfers().synchronize();  // shards may change when all ranks have come here
     link_->controlled(what, [&] { link_->control().all_reduce(values, op); });
   }
 
@@ -207,26 +208,19 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
                                    gather.what));
   }
   device::Device& device = link_->device();
-  device::Stream& stream = link_->gathers();
+  device::Stream& stream = link_->transfers();
   stream.wait_for(*device.compute_stream().record());
   const auto target = [&](int from) {
     return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
   };
   WorkTimes times;
-  const bool copies_own = target(rank()).data() != gather.source.data();
-  if (copies_own) {
-    link_->own_copies().wait_for(*stream.record());
-    device.copy(target(rank()), gather.source, link_->own_copies());
-  }
-  // The link serves reductions first: the next gradients wait for their buffers, while a gather is
-  // for what comes later.
-  stream.wait_for(*link_->reductions().record());
   if (records_times_) times.begin = stream.record_timed();
   for (int turn = 0; turn < link_->peers(); ++turn) {
     device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes},
                 stream);
   }
-  if (copies_own) stream.wait_for(*link_->own_copies().record());
+  if (target(rank()).data() != gather.source.data())
+    device.copy(target(rank()), gather.source, stream);
   if (records_times_) times.end = stream.record_timed();
   return std::make_unique<StreamWork>(link_, stream.record(), std::move(times));
 }
@@ -244,10 +238,10 @@ void PeerCollectives::broadcast_on_device(std::span<std::byte> bytes, int root) 
     if (rank() != root) {
       const std::byte* source = link_->reach(root, PeerBuffers::key_of_name("broadcast"),
                                              "broadcast", Bytes(), Bytes(part.size()), "broadcast");
-      device.copy(part, {source, part.size()}, link_->gathers());
+      device.copy(part, {source, part.size()}, link_->transfers());
     }
     barrier();
-    compute.wait_for(*link_->gathers().record());
+    compute.wait_for(*link_->transfers().record());
   }
   barrier();
 }

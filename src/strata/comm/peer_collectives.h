@@ -22,7 +22,8 @@
 
 namespace strata::comm {
 
-inline constexpr Bytes kReducePiece = 32_MiB;
+// Small: what has come from peers is added up while the device's cache still holds it.
+inline constexpr Bytes kReducePiece = 8_MiB;
 
 struct PeerOptions {
   // How long a gather waits for a buffer that a peer has not allocated.

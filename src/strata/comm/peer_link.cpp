@@ -30,9 +30,7 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       timeout_(options.timeout),
       names_(options.names),
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
-      gathers_(device_->create_stream()),
-      own_copies_(device_->create_stream()),
-      reductions_(device_->create_stream()) {
+      transfers_(device_->create_stream()) {
   if (rank_ == 0) flags_file_ = FileDescriptor(::memfd_create("strata-flags", MFD_CLOEXEC));
   channel_ = std::make_unique<PeerChannel>(*control_, *this, names_);
   std::string error;
@@ -180,15 +178,16 @@ void PeerLink::barrier() {
   agree("barrier");
   ++barriers_;
   device::Stream& compute = device_->compute_stream();
-  compute.wait_for(*reductions_->record());
+  if (reduced_ != nullptr) compute.wait_for(*reduced_);
   // Gathers of before the barrier may still run: the updates that come with it do not wait for
   // them.
   for (int turn = 0; turn < peers(); ++turn) {
     device_->write_flag(flag(PeerFlags::Kind::kBarrier, rank_, peer(turn)), barriers_, compute);
-    device_->write_flag(flag(PeerFlags::Kind::kGathered, rank_, peer(turn)), barriers_, *gathers_);
+    device_->write_flag(flag(PeerFlags::Kind::kGathered, rank_, peer(turn)), barriers_,
+                        *transfers_);
   }
   for (int turn = 0; turn < peers(); ++turn) {
-    device_->wait_flag(flag(PeerFlags::Kind::kBarrier, peer(turn), rank_), barriers_, *gathers_);
+    device_->wait_flag(flag(PeerFlags::Kind::kBarrier, peer(turn), rank_), barriers_, *transfers_);
   }
 }
 
@@ -203,8 +202,7 @@ void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> min
   agree(fmt::format("exchange of {} B", mine.size()));
   ++exchanges_;
   device::Stream& compute = device_->compute_stream();
-  compute.wait_for(*gathers_->record());
-  compute.wait_for(*reductions_->record());
+  compute.wait_for(*transfers_->record());
   const std::span<std::byte> values = flags_.values(exchanges_);
   const auto line_of = [&](int rank) {
     return values.subspan(static_cast<std::size_t>(rank) * PeerFlags::kLine, mine.size());
@@ -223,10 +221,10 @@ void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> min
 void PeerLink::wait_for_readers() noexcept {
   try {
     for (int turn = 0; turn < peers(); ++turn) {
-      device_->wait_flag(flag(PeerFlags::Kind::kGathered, peer(turn), rank_), barriers_, *gathers_);
+      device_->wait_flag(flag(PeerFlags::Kind::kGathered, peer(turn), rank_), barriers_,
+                         *transfers_);
     }
-    gathers_->synchronize();
-    reductions_->synchronize();
+    transfers_->synchronize();
     device_->compute_stream().synchronize();
   } catch (const std::exception&) {
     return;  // a device that is lost runs nothing

@@ -41,9 +41,11 @@ class PeerLink final : public PeerChannel::Service {
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
 
-  device::Stream& gathers() { return *gathers_; }
-  device::Stream& own_copies() { return *own_copies_; }  // of gathers, beside those from peers
-  device::Stream& reductions() { return *reductions_; }
+  // Of all that waits for peers or for the model: gathers, contributions, reductions. A second such
+  // stream makes every launch of a kernel on this device longer by half, the model's too.
+  device::Stream& transfers() { return *transfers_; }
+  // Barriers have the compute stream wait for it.
+  void note_reduction(std::unique_ptr<device::Event> added) { reduced_ = std::move(added); }
 
   // Bytes [offset, offset + bytes) of a peer's buffer; waits for it to be allocated. `what` says in
   // errors what for.
@@ -103,10 +105,9 @@ class PeerLink final : public PeerChannel::Service {
   std::mutex mutex_;
   std::string failure_;  // guarded by mutex_; the first one counts
 
-  std::unique_ptr<device::Stream> gathers_;
-  std::unique_ptr<device::Stream> own_copies_;
-  std::unique_ptr<device::Stream> reductions_;
-  std::unique_ptr<PeerChannel> channel_;  // last: its thread uses the others
+  std::unique_ptr<device::Stream> transfers_;
+  std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
+  std::unique_ptr<PeerChannel> channel_;    // last: its thread uses the others
 };
 
 }  // namespace strata::comm

@@ -27,9 +27,9 @@ PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::s
   announce(reduction, times);
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.wait_flag(link_.flag(Kind::kWritten, link_.peer(turn), link_.rank()), count_,
-                     link_.reductions());
+                     link_.transfers());
   }
-  if (times != nullptr) times->begin = link_.reductions().record_timed();
+  if (times != nullptr) times->begin = link_.transfers().record_timed();
   const std::size_t numel = reduction.result.size();
   const std::size_t most =
       kReducePiece.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
@@ -38,10 +38,11 @@ PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::s
   }
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
-                      link_.reductions());
+                      link_.transfers());
   }
-  if (times != nullptr) times->end = link_.reductions().record_timed();
-  return {link_.reductions().record(), count_};
+  if (times != nullptr) times->end = link_.transfers().record_timed();
+  link_.note_reduction(link_.transfers().record());
+  return {link_.transfers().record(), count_};
 }
 
 // On the stream that wrote the contribution, which waits for nobody, so that peers learn of it at
@@ -50,7 +51,7 @@ void PeerReductions::announce(const Reduction& reduction, WorkTimes* times) {
   device::Device& device = link_.device();
   device::Stream& writer =
       reduction.writer != nullptr ? *reduction.writer : device.compute_stream();
-  link_.reductions().wait_for(*writer.record());
+  if (&writer != &link_.transfers()) link_.transfers().wait_for(*writer.record());
   if (times != nullptr) times->ready = writer.record_timed();
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_, writer);
@@ -104,13 +105,13 @@ void PeerReductions::add_piece(const Reduction& reduction, const Sources& source
     const auto from = static_cast<std::size_t>(link_.peer(turn));
     const std::span<std::byte> here =
         room_->bytes().subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
-    device.copy(here, {sources[from] + begin * item, numel * item}, link_.reductions());
+    device.copy(here, {sources[from] + begin * item, numel * item}, link_.transfers());
     pieces[from] = here.data();
   }
   const auto own = static_cast<std::size_t>(link_.rank());
   pieces[own] = sources[own] + begin * item;
   device.sum_in_order(reduction.result.subspan(begin, numel), pieces, reduction.dtype,
-                      reduction.scale, reduction.accumulate, link_.reductions());
+                      reduction.scale, reduction.accumulate, link_.transfers());
 }
 
 }  // namespace strata::comm

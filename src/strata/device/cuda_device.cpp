@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <map>
 #include <mutex>
 
 #include "strata/base/error.h"
@@ -112,9 +113,10 @@ class CudaDevice final : public Device {
   // At least so large; the mutex is held.
   std::byte* scratch(Bytes bytes);
 
-  std::mutex scratch_mutex_;                // one call that gives numbers at a time
-  std::unique_ptr<CudaMemory> scratch_;     // guarded by scratch_mutex_; null: none yet
-  std::unique_ptr<CudaMemory> chunk_sums_;  // of the compute stream; null: none yet
+  std::mutex scratch_mutex_;             // one call that gives numbers at a time
+  std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; null: none yet
+  std::mutex chunk_sums_mutex_;
+  std::map<CUstream, std::unique_ptr<CudaMemory>> chunk_sums_;  // scratch; guarded
 };
 
 unsigned CudaDevice::kind_of(const std::byte* pointer) const {
@@ -213,12 +215,14 @@ void CudaDevice::sums_of_squares(std::span<double> sums,
                                  Stream& stream) {
   STRATA_ASSERT(sums.size() == gradients.size());
   const Bytes needed = bytes_of(Numel(CudaKernels::chunks_of(gradients)), DType::kFloat64);
-  if (chunk_sums_ == nullptr || Bytes(chunk_sums_->bytes().size()) < needed) {
+  const std::lock_guard lock(chunk_sums_mutex_);
+  std::unique_ptr<CudaMemory>& chunks = chunk_sums_[handle_of(stream)];
+  if (chunks == nullptr || Bytes(chunks->bytes().size()) < needed) {
     stream.synchronize();  // what was queued before uses it
-    chunk_sums_.reset();
-    chunk_sums_ = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kStaging);
+    chunks.reset();
+    chunks = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kStaging);
   }
-  kernels_.sums_of_squares(sums.data(), reinterpret_cast<double*>(chunk_sums_->bytes().data()),
+  kernels_.sums_of_squares(sums.data(), reinterpret_cast<double*>(chunks->bytes().data()),
                            gradients, handle_of(stream));
 }
 

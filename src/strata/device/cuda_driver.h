@@ -25,7 +25,8 @@ struct CudaDriver {
   X(CtxPushCurrent)                                                                              \
   X(CtxPopCurrent)                                                                               \
   X(MemGetInfo)                                                                                  \
-  X(MemAlloc) X(MemFree) X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister) \
+  X(MemAlloc)                                                                                    \
+  X(MemFree) X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister)             \
       X(MemAddressReserve) X(MemAddressFree) X(MemCreate) X(MemRelease) X(MemMap) X(MemUnmap)    \
           X(MemSetAccess) X(MemGetAllocationGranularity) X(PointerGetAttribute) X(StreamDestroy) \
               X(StreamSynchronize) X(StreamWaitEvent) X(EventCreate) X(EventDestroy)             \
@@ -33,8 +34,7 @@ struct CudaDriver {
                       X(ModuleLoadData) X(ModuleUnload) X(ModuleGetFunction) X(LaunchKernel)     \
                           X(GetErrorName) X(GetErrorString) X(MemExportToShareableHandle)        \
                               X(MemImportFromShareableHandle) X(StreamWriteValue32)              \
-                                  X(StreamWaitValue32) X(MemHostGetDevicePointer)                \
-                                      X(StreamCreateWithPriority) X(CtxGetStreamPriorityRange)
+                                  X(StreamWaitValue32) X(MemHostGetDevicePointer) X(StreamCreate)
 #define STRATA_CUDA_DECLARE(name) decltype(&::cu##name) name = nullptr;
   STRATA_CUDA_CALLS(STRATA_CUDA_DECLARE)
 #undef STRATA_CUDA_DECLARE

@@ -57,11 +57,7 @@ class OwnStream final : public CudaStream {
   explicit OwnStream(std::shared_ptr<const CudaContext> shared) : CudaStream(std::move(shared)) {
     const CudaContext::Scope scope(context());
     const CudaDriver& cuda = context().driver();
-    int lowest = 0;
-    int highest = 0;
-    cuda.check(cuda.CtxGetStreamPriorityRange(&lowest, &highest), "cuCtxGetStreamPriorityRange");
-    cuda.check(cuda.StreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, highest),
-               "cuStreamCreateWithPriority");
+    cuda.check(cuda.StreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
   }
   ~OwnStream() override {
     const CudaContext::Scope scope(context(), std::nothrow);

@@ -108,7 +108,7 @@ class Device {
   // lives. Throws DeviceError where the system refuses.
   virtual std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) = 0;
 
-  // Runs before the model's kernels where both wait for a processor.
+  // Of the model's priority: one of a higher that waits makes every launch of a kernel longer.
   virtual std::unique_ptr<Stream> create_stream() = 0;
   // The stream on which the model computes in the calling thread now; the object is the device's.
   virtual Stream& compute_stream() = 0;

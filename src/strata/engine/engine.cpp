@@ -14,8 +14,13 @@
 namespace strata::engine {
 namespace {
 
+bool wants_late_norm(const EngineOptions& options, const device::Device& device) {
+  return options.late_norm.value_or(device.runs_ahead()) && options.check_finite;
+}
+
 ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPlan& plan,
-                               const Weights& weights) {
+                               const Weights& weights, const comm::Collectives& collectives,
+                               const device::Device& device) {
   // The units of a scope become complete close to each other; what is less than they take would
   // have the model wait for reductions that have only begun.
   const Bytes scope = largest_scope(plan.scopes, weights.units(), ScopeUnits::kAll) * 3 / 2;
@@ -24,6 +29,8 @@ ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPl
           options.accumulation_dtype,
           std::max(options.max_reducing, scope),
           options.sum_gradients,
+          wants_late_norm(options, device) && collectives.gathers_on_device() &&
+              options.accumulation_dtype == DType::kFloat32,
           scope};
 }
 
@@ -76,7 +83,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                  fetched_together(options, plan.scopes, weights_.units()),
                  options.refresh_late.value_or(device_->runs_ahead())}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
-               reducer_options(options, plan, weights_)),
+               reducer_options(options, plan, weights_, *collectives_, *device_)),
       norm_(*collectives_, *device_, reducer_.shards()),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
       optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
@@ -361,7 +368,7 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
   StepResult result;
   const auto norm = recorder_.begin(Activity::kNorm, -1);
   if (norm_may_be_late(skip_on_overflow) && nothing_to_agree_on()) {
-    norm_.begin(filled_units(), loss_scale, options_.gradient_clipping);
+    norm_.begin(loss_scale, options_.gradient_clipping);
     recorder_.end(norm);
     result = {true, std::nullopt};
     update_weights(groups, {1.0F, norm_.factor()});
@@ -389,8 +396,8 @@ float Engine::scale_of(double norm, double loss_scale) const {
 // What is not finite must be noticed by the update itself: where it is to be skipped the loss scale
 // depends on that, and where it is to be applied there is nothing to notice.
 bool Engine::norm_may_be_late(bool skip_on_overflow) const {
-  return options_.late_norm.value_or(device_->runs_ahead()) && !skip_on_overflow &&
-         options_.check_finite && optimizer_->takes_late_scale() && norm_.available();
+  return wants_late_norm(options_, *device_) && !skip_on_overflow &&
+         optimizer_->takes_late_scale() && norm_.available();
 }
 
 // No rank has late gradients to reduce, or unused parameters to complain of.

@@ -20,13 +20,11 @@ GradientNorm::Values GradientNorm::values() const {
   const auto ranks = static_cast<std::size_t>(collectives_.world_size());
   auto* const factors = reinterpret_cast<GradientFactor*>(bytes.data());
   auto* const doubles = reinterpret_cast<double*>(factors + 2);
-  const std::size_t room = (bytes.size() - 2 * sizeof(GradientFactor)) / sizeof(double) - ranks;
-  return {{doubles + ranks, room}, {doubles, ranks}, factors, factors + 1};
+  return {{doubles + ranks, shards_.count()}, {doubles, ranks}, factors, factors + 1};
 }
 
-void GradientNorm::begin(std::vector<int> units, double loss_scale, double clipping) {
+void GradientNorm::begin(double loss_scale, double clipping) {
   STRATA_ASSERT(available() && !begun());
-  units_ = std::move(units);
   loss_scale_ = loss_scale;
   if (memory_ == nullptr) {
     const std::size_t doubles =
@@ -37,12 +35,12 @@ void GradientNorm::begin(std::vector<int> units, double loss_scale, double clipp
   }
   device::Stream& stream = device_.compute_stream();
   const Values v = values();
-  const std::span<double> by_unit = v.by_unit.first(units_.size());
-  shards_.sums_of_squares(by_unit, units_);
+  // Kept, since the next backward pass writes where the shards have theirs.
+  device_.copy(std::as_writable_bytes(v.by_unit), std::as_bytes(shards_.squares()), stream);
   if (collectives_.world_size() == 1) {
-    device_.gradient_factor(*v.result, by_unit, loss_scale, clipping, stream);
+    device_.gradient_factor(*v.result, v.by_unit, loss_scale, clipping, stream);
   } else {
-    device_.gradient_factor(*v.mine, by_unit, loss_scale, clipping, stream);
+    device_.gradient_factor(*v.mine, v.by_unit, loss_scale, clipping, stream);
     collectives_.all_gather_on_device(std::as_writable_bytes(v.by_rank),
                                       std::as_bytes(std::span(&v.mine->sum_of_squares, 1)));
     device_.gradient_factor(*v.result, v.by_rank, loss_scale, clipping, stream);
@@ -61,13 +59,12 @@ GradientNorm::Finding GradientNorm::finish() {
 }
 
 int GradientNorm::first_not_finite() {
-  std::vector<double> sums(units_.size());
+  std::vector<double> sums(shards_.count());
   device::Stream& stream = device_.compute_stream();
-  device_.copy(std::as_writable_bytes(std::span(sums)),
-               std::as_bytes(values().by_unit.first(sums.size())), stream);
+  device_.copy(std::as_writable_bytes(std::span(sums)), std::as_bytes(values().by_unit), stream);
   stream.synchronize();
   for (std::size_t i = 0; i < sums.size(); ++i) {
-    if (!std::isfinite(sums[i])) return units_[i];
+    if (!std::isfinite(sums[i])) return static_cast<int>(i);
   }
   return -1;
 }

@@ -24,9 +24,9 @@ class GradientNorm {
 
   // Whether begin() can be used at all; the same on every rank.
   bool available() const;
-  // Collective: queues the computation for the filled shards of `units`, on the compute stream; the
-  // shards of any rank may change in that stream afterwards. finish() before the next one.
-  void begin(std::vector<int> units, double loss_scale, double clipping);
+  // Collective: queues the computation for the filled shards, on the compute stream; the shards of
+  // any rank may change in that stream afterwards. finish() before the next one.
+  void begin(double loss_scale, double clipping);
   // In memory of the device; of the last begin().
   const float* factor() const { return &values().result->factor; }
   bool begun() const { return computed_ != nullptr; }
@@ -55,7 +55,6 @@ class GradientNorm {
   GradientShards& shards_;
   std::unique_ptr<device::Memory> memory_;    // null: none yet
   std::unique_ptr<device::HostMemory> host_;  // the result; null: none yet
-  std::vector<int> units_;                    // of the last begin()
   double loss_scale_ = 1.0;
   std::unique_ptr<device::Event> computed_;  // null: nothing is begun
 };

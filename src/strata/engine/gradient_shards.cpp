@@ -1,6 +1,7 @@
 #include "strata/engine/gradient_shards.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "strata/base/error.h"
 
@@ -27,6 +28,7 @@ std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory
 
 GradientShards::Target GradientShards::begin(int unit) {
   Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  shard.measured = false;
   const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
   if (shard.memory == nullptr) {
     shard.memory = device_.allocate(bytes_of(numel, dtype_), memory::Kind::kGradientShards);
@@ -77,15 +79,53 @@ std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> 
   return result;
 }
 
-void GradientShards::sums_of_squares(std::span<double> sums, std::span<const int> units) {
+std::span<double> GradientShards::squares_memory() {
+  if (squares_ == nullptr) {
+    const Bytes bytes = bytes_of(Numel(shards_.size()), DType::kFloat64);
+    squares_ = device_.allocate(bytes, memory::Kind::kStaging);
+    device_.fill_zero(squares_->bytes(), device_.compute_stream());
+    device_.compute_stream().synchronize();  // once; measure() has a stream of its own
+  }
+  return {reinterpret_cast<double*>(squares_->bytes().data()), shards_.size()};
+}
+
+void GradientShards::measure(int unit, device::Stream& stream) {
+  const auto first = static_cast<std::size_t>(unit);
+  measure_run(first, first + 1, stream);
+}
+
+void GradientShards::measure_run(std::size_t first, std::size_t end, device::Stream& stream) {
   STRATA_ASSERT(dtype_ == DType::kFloat32);
   std::vector<std::span<const float>> all;
-  for (const int unit : units) all.push_back(values(unit));
-  device_.sums_of_squares(sums, all, device_.compute_stream());
+  for (std::size_t i = first; i < end; ++i) {
+    all.push_back(as_floats(*shards_[i].memory, units_[i].layout.shard()));
+    shards_[i].measured = true;
+    shards_[i].stale = true;
+  }
+  device_.sums_of_squares(squares_memory().subspan(first, end - first), all, stream);
+}
+
+std::span<const double> GradientShards::squares() {
+  const std::span<double> all = squares_memory();
+  device::Stream& stream = device_.compute_stream();
+  const auto wanting = [this](std::size_t i) {
+    return i < shards_.size() && shards_[i].filled && !shards_[i].measured;
+  };
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    if (!shards_[i].filled && std::exchange(shards_[i].stale, false))
+      device_.fill_zero(std::as_writable_bytes(all.subspan(i, 1)), stream);
+    std::size_t end = i;
+    while (wanting(end)) ++end;
+    if (end > i) measure_run(i, end, stream);
+  }
+  return all;
 }
 
 void GradientShards::clear() {
-  for (Shard& shard : shards_) shard.filled = false;
+  for (Shard& shard : shards_) {
+    shard.filled = false;
+    shard.measured = false;
+  }
 }
 
 }  // namespace strata::engine

@@ -32,8 +32,11 @@ class GradientShards {
   std::span<float> values(int unit);
   // Of each of these filled shards.
   std::vector<kernels::GradStats> statistics(std::span<const int> units);
-  // Of fp32 shards: sums[i], in memory of the device, is that of units[i].
-  void sums_of_squares(std::span<double> sums, std::span<const int> units);
+  // Of an fp32 shard: queues the sum of its squares, for squares(), behind the reduction that fills
+  // it, in that one's stream.
+  void measure(int unit, device::Stream& stream);
+  // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
+  std::span<const double> squares();
   DType dtype() const { return dtype_; }
   std::size_t count() const { return shards_.size(); }  // units
   // Forgets all values; the memory stays.
@@ -45,14 +48,19 @@ class GradientShards {
     std::unique_ptr<device::Memory>
         arriving;  // fp32, only between begin() and settle() of a narrow dtype
     bool filled = false;
+    bool measured = false;  // its place in squares_ is of these values
+    bool stale = false;     // its place in squares_ is not 0
   };
 
+  std::span<double> squares_memory();
+  void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
   std::span<float> scratch(std::unique_ptr<device::Memory>& memory, Numel numel);
 
   std::vector<Unit>& units_;
   device::Device& device_;
   DType dtype_;
   std::vector<Shard> shards_;
+  std::unique_ptr<device::Memory> squares_;  // a double by unit; null: nobody asked yet
   std::unique_ptr<device::Memory>
       widened_;  // fp32 copy that values() hands out where the dtype is narrow
 };

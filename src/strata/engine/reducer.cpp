@@ -17,10 +17,14 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       buffers_(options.name, collectives, device.ledger()),
       shards_(units, device, options.accumulation_dtype),
       progress_(units.size()),
-      writes_(device.runs_ahead() ? device.create_stream() : nullptr),
+      writes_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
       adds_up_later_(collectives.shard_place().groups > 1 &&
                      options.accumulation_dtype == DType::kFloat32),
       of_group_(units.size()) {
+  if (device.runs_ahead() && writes_ == nullptr) {
+    own_writes_ = device.create_stream();
+    writes_ = own_writes_.get();
+  }
   for (const Unit& unit : units_) {
     const std::size_t slots = unit.trainable() ? unit.layout.slots().size() : 0;
     Progress& p = progress(unit.id);
@@ -35,16 +39,19 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
 Reducer::~Reducer() = default;
 
 device::Stream& Reducer::writes() {
-  return writes_ ? *writes_ : device_.compute_stream();
+  written_ = true;
+  return writes_ != nullptr ? *writes_ : device_.compute_stream();
 }
 
 void Reducer::writes_follow_compute() {
-  if (writes_) writes_->wait_for(*device_.compute_stream().record());
+  if (writes_ != nullptr) writes_->wait_for(*device_.compute_stream().record());
 }
 
 void Reducer::compute_follows_writes() {
   let_go(Bytes());
-  if (writes_) device_.compute_stream().wait_for(*writes_->record());
+  // What the stream holds of others' is not waited for in vain.
+  if (std::exchange(written_, false) && writes_ != nullptr)
+    device_.compute_stream().wait_for(*writes_->record());
 }
 
 void Reducer::let_go(Bytes most) {
@@ -161,12 +168,12 @@ void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dty
     device_.cast(target, kept_as, gradient, dtype, slot.numel, writes());
     p.written[index] = true;
   }
-  if (writes_ && keep != nullptr) {
+  if (writes_ != nullptr && keep != nullptr) {
     const Bytes bytes = bytes_of(slot.numel, dtype);
     let_go(std::max(options_.max_kept - bytes, Bytes()));
     kept_gradients_.push_back({std::move(keep), bytes, writes_->record()});
     kept_bytes_ += bytes;
-  } else if (writes_) {
+  } else if (writes_ != nullptr) {
     device_.compute_stream().wait_for(*writes_->record());
   }
   // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for
@@ -216,8 +223,10 @@ void Reducer::start_reduction(int unit) {
   reduction.replicas = replicas_of(unit);
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
-  reduction.writer = writes_.get();
+  reduction.writer = writes_;
   auto work = collectives_.reduce_scatter(reduction, u.name());
+  device::Stream* const stream = collectives_.contribution_stream();
+  if (options_.measures && last_ && stream != nullptr) shards_.measure(unit, *stream);
   recorder_.started(recording, *work);
   ++recorder_.counts().reductions;
   recorder_.counts().reduced += bytes;

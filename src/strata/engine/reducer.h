@@ -17,7 +17,8 @@
 // in the last one of a step.
 //
 // On a device that runs ahead, gradients are written to their buffers beside the model's kernels,
-// on a stream of the reducer's own; a few are kept alive until that is done.
+// on the stream of the collectives, or one of the reducer's own; a few are kept alive until that is
+// done.
 //
 // Threads: one thread at a time. Ownership: gradients are read during add(), or kept by it.
 // Errors: CommError; after one the reducer is broken with its collectives.
@@ -42,9 +43,10 @@ struct ReducerOptions {
   std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;
   DType accumulation_dtype = DType::kFloat32;
-  Bytes max_reducing;  // of buffers under reduction; about as much of complete ones may wait
-  bool sum = false;    // over ranks; else the mean
-  Bytes max_kept{};    // of gradients that wait to be written; the newest may exceed it
+  Bytes max_reducing;     // of buffers under reduction; about as much of complete ones may wait
+  bool sum = false;       // over ranks; else the mean
+  bool measures = false;  // the squares of reduced gradients, in the last pass of a step
+  Bytes max_kept{};       // of gradients that wait to be written; the newest may exceed it
 };
 
 class Reducer {
@@ -132,7 +134,9 @@ class Reducer {
   std::vector<int> order_;       // trainable units in the order of reduction, the same on all ranks
   std::vector<int> completion_;  // order of completion in this pass
   std::size_t next_ = 0;         // index into order_ of the next unit to reduce
-  std::unique_ptr<device::Stream> writes_;  // null: the compute stream
+  std::unique_ptr<device::Stream> own_writes_;  // null: the collectives have one, or none is needed
+  device::Stream* writes_ = nullptr;            // null: the compute stream
+  bool written_ = false;  // something the compute stream was not told to wait for
   struct Kept {
     std::shared_ptr<const void> gradient;
     Bytes bytes;
