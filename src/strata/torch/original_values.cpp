@@ -38,12 +38,17 @@ void OriginalValues::give_up(int param) {
   ++given_up_;
 }
 
-void OriginalValues::release(ThreadPool& threads) {
-  threads.parallel_for(static_cast<std::int64_t>(values_.size()), 1,
-                       [&](std::int64_t begin, std::int64_t end) {
-                         for (std::int64_t i = begin; i < end; ++i)
-                           values_[static_cast<std::size_t>(i)].reset();
-                       });
+std::vector<at::Tensor> OriginalValues::release() {
+  std::vector<at::Tensor> handed_over;
+  for (at::Tensor& values : values_) {
+    if (values.defined() && values.is_cpu() && values.use_count() == 1) {
+      c10::StorageImpl* storage = values.storage().unsafeGetStorageImpl();
+      if (values.storage().use_count() == 1 && storage->pyobj_slot()->load_pyobj() == nullptr)
+        handed_over.push_back(std::move(values));
+    }
+    values.reset();
+  }
+  return handed_over;
 }
 
 void OriginalValues::restore() noexcept {

@@ -7,7 +7,6 @@
 
 #include <vector>
 
-#include "strata/base/thread_pool.h"
 #include "strata/torch/sharded_model.h"
 
 namespace strata::torch {
@@ -25,9 +24,10 @@ class OriginalValues {
   void give_up(int param);
   // How many were.
   int given_up() const { return given_up_; }
-  // Frees all, when nothing can fail any more; the parameters have other memory by now. Memory of
-  // the host goes back to the system page by page, which takes the threads a while.
-  void release(ThreadPool& threads);
+  // Lets all go, when nothing can fail any more; the parameters have other memory by now. What is on
+  // the host and has no other owner is handed over: such memory goes back to the system page by
+  // page, for which nobody needs to wait, and frees without Python's lock.
+  std::vector<at::Tensor> release();
   // Every parameter has its values again, where they were if there is still room for them; those
   // that were given up are empty.
   void restore() noexcept;

@@ -96,7 +96,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
     give_back(originals);
     throw;
   }
-  originals.release(threads);
+  freeing_ = std::jthread([values = originals.release()]() mutable { values.clear(); });
   release_cached_memory(runtime_.place);
 }
 

@@ -18,6 +18,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -141,6 +142,7 @@ class ShardedModel {
   std::unique_ptr<engine::StepControl> control_;
   std::unique_ptr<Scopes> scopes_;
   std::unique_ptr<GradientHooks> hooks_;
+  std::jthread freeing_;  // of the values that the parameters had
 };
 
 }  // namespace strata::torch
