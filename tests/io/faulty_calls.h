@@ -1,12 +1,16 @@
 // SystemCalls that misbehave as kernels may. Benign faults (short transfers, EINTR) come at random
 // from a seed, which the conformance tests print; hard faults come at a chosen offset of the file.
+// Direct reads are short by whole sectors, as devices' are, and may be refused altogether.
 // Threads: as SystemCalls asks.
 #pragma once
+
+#include <fcntl.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 
 #include "strata/io/system_calls.h"
@@ -28,10 +32,33 @@ class FaultyCalls final : public io::SystemCalls {
     benign_ = benign;
   }
 
+  // From now on, every direct read returns `result`.
+  void fail_direct(std::int64_t result) {
+    const std::lock_guard lock(mutex_);
+    direct_result_ = result;
+  }
+  int direct_calls() {
+    const std::lock_guard lock(mutex_);
+    return direct_calls_;
+  }
+  // What direct reads have moved.
+  Bytes direct_bytes() {
+    const std::lock_guard lock(mutex_);
+    return direct_bytes_;
+  }
+
   std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) override {
-    const Verdict verdict = judge(target.size(), offset);
+    const bool direct = (::fcntl(fd, F_GETFL) & O_DIRECT) != 0;
+    Verdict verdict = judge(target.size(), offset);
+    if (direct && verdict.let_through && verdict.value > kSector) verdict.value &= ~(kSector - 1);
+    if (direct && verdict.let_through && verdict.value < kSector) verdict.value = kSector;
+    if (direct) verdict = count_direct(verdict);
     if (!verdict.let_through) return verdict.value;
-    return kernel_.read_at(fd, target.first(static_cast<std::size_t>(verdict.value)), offset);
+    const std::int64_t moved =
+        kernel_.read_at(fd, target.first(static_cast<std::size_t>(verdict.value)), offset);
+    const std::lock_guard lock(mutex_);
+    if (direct && moved > 0) direct_bytes_ += Bytes(moved);
+    return moved;
   }
   std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset) override {
     const Verdict verdict = judge(source.size(), offset);
@@ -40,10 +67,17 @@ class FaultyCalls final : public io::SystemCalls {
   }
 
  private:
+  static constexpr std::int64_t kSector = 512;
   struct Verdict {
     bool let_through;
     std::int64_t value;  // bytes to move, or what to return instead
   };
+
+  Verdict count_direct(Verdict verdict) {
+    const std::lock_guard lock(mutex_);
+    ++direct_calls_;
+    return direct_result_ ? Verdict{false, *direct_result_} : verdict;
+  }
 
   Verdict judge(std::size_t bytes, Bytes offset) {
     const std::lock_guard lock(mutex_);
@@ -66,6 +100,9 @@ class FaultyCalls final : public io::SystemCalls {
   std::mt19937 random_;
   bool benign_ = true;
   std::map<std::int64_t, std::int64_t> hard_;
+  std::optional<std::int64_t> direct_result_;
+  int direct_calls_ = 0;
+  Bytes direct_bytes_;
 };
 
 }  // namespace strata::testing

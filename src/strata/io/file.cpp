@@ -29,6 +29,33 @@ const char* verb_of(File::Mode mode) {
   return mode == File::Mode::kCreate ? "create" : "open";
 }
 
+// Whether the file system says itself that kDirectBlock will not do. Most say nothing.
+bool refuses_direct([[maybe_unused]] int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx status {};
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return false;
+  if ((status.stx_mask & STATX_DIOALIGN) == 0) return false;
+  const auto fits = [](std::uint32_t unit) {
+    return unit != 0 && File::kDirectBlock.value % static_cast<std::int64_t>(unit) == 0;
+  };
+  return !fits(status.stx_dio_offset_align) || !fits(status.stx_dio_mem_align);
+#else
+  return false;
+#endif
+}
+
+// A second way into an open file, or -1. Through /proc it is the same file even where another has
+// taken its name.
+int open_direct(int fd) {
+  if (refuses_direct(fd)) return -1;
+  const std::string itself = fmt::format("/proc/self/fd/{}", fd);
+  int direct = -1;
+  do {
+    direct = ::open(itself.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+  } while (direct < 0 && errno == EINTR);
+  return direct;
+}
+
 }  // namespace
 
 File::File(std::string path, Mode mode) : path_(std::move(path)) {
@@ -55,20 +82,40 @@ File::File(std::string path, Mode mode) : path_(std::move(path)) {
   ::fcntl(fd_, F_SETFL, ::fcntl(fd_, F_GETFL) & ~O_NONBLOCK);
 }
 
+File::File(std::string path, int fd, int direct_fd)
+    : path_(std::move(path)), fd_(fd), direct_fd_(direct_fd) {}
+
 File::File(File&& other) noexcept
-    : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
+    : path_(std::move(other.path_)),
+      fd_(std::exchange(other.fd_, -1)),
+      direct_fd_(std::exchange(other.direct_fd_, -1)) {}
 
 File& File::operator=(File&& other) noexcept {
   if (this != &other) {
-    if (fd_ >= 0) ::close(fd_);
+    close();
     path_ = std::move(other.path_);
     fd_ = std::exchange(other.fd_, -1);
+    direct_fd_ = std::exchange(other.direct_fd_, -1);
   }
   return *this;
 }
 
 File::~File() {
+  close();
+}
+
+void File::close() noexcept {
   if (fd_ >= 0) ::close(fd_);
+  if (direct_fd_ >= 0) ::close(direct_fd_);
+}
+
+File File::direct() const {
+  const int again = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  if (again < 0) {
+    const int code = errno;
+    throw IoError(fmt::format("cannot open a file again: path={} {}", path_, errno_text(code)));
+  }
+  return File(path_, again, open_direct(fd_));
 }
 
 Bytes File::size() const {

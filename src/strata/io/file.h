@@ -1,6 +1,8 @@
-// An open file: a descriptor with its path, so that every error can name the file.
-// Threads: size() and the descriptor may be used by several threads at once; opening, moving and
-// destroying belong to one. Ownership: closes its descriptor. Errors: IoError with the path and
+// An open file: a descriptor with its path, so that every error can name the file. A file that is
+// only read may have a second descriptor, for reads past the page cache (O_DIRECT); whoever reads
+// through the layer's engines need not know, since what cannot go that way goes through the cache.
+// Threads: size() and the descriptors may be used by several threads at once; opening, moving and
+// destroying belong to one. Ownership: closes its descriptors. Errors: IoError with the path and
 // errno's text.
 #pragma once
 
@@ -24,7 +26,17 @@ class File {
   File& operator=(File&& other) noexcept;
   ~File();
 
+  // What reads past the page cache go by: offsets, lengths and addresses are multiples of it.
+  static constexpr Bytes kDirectBlock = 4_KiB;
+
+  // The same file, whatever its path names by now, to be read past the page cache as far as ranges
+  // and memory lie at blocks. Where the file system does not offer that, or wants larger blocks,
+  // all its reads go through the cache: see direct_fd().
+  File direct() const;
+
   int fd() const { return fd_; }
+  // The descriptor for reads of whole blocks past the page cache; -1: none.
+  int direct_fd() const { return direct_fd_; }
   const std::string& path() const { return path_; }
   Bytes size() const;
   // Takes the space now and grows the file to at least `bytes`, so that a full disk is an error
@@ -33,8 +45,12 @@ class File {
   void sync();  // fsync
 
  private:
+  File(std::string path, int fd, int direct_fd);
+  void close() noexcept;
+
   std::string path_;
   int fd_ = -1;
+  int direct_fd_ = -1;
 };
 
 }  // namespace strata::io

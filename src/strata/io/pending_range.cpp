@@ -1,6 +1,8 @@
 #include "strata/io/pending_range.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <limits>
 
 #include "strata/base/error.h"
@@ -10,7 +12,13 @@ namespace strata::io {
 
 PendingRange::PendingRange(const File& file, Bytes offset, std::byte* target,
                            const std::byte* source, Bytes bytes)
-    : file_(&file), target_(target), source_(source), offset_(offset), bytes_(bytes), end_(bytes) {
+    : file_(&file),
+      target_(target),
+      source_(source),
+      offset_(offset),
+      bytes_(bytes),
+      end_(bytes),
+      direct_(source == nullptr && file.direct_fd() >= 0) {
   const std::int64_t room = std::numeric_limits<std::int64_t>::max() - bytes.value;
   if (bytes.value < 0 || offset.value < 0 || offset.value > room) {
     throw UsageError(fmt::format("no file has the range asked for: path={} offset={} bytes={}",
@@ -36,8 +44,31 @@ PendingRange PendingRange::piece(Bytes begin, Bytes bytes) const {
   return part;
 }
 
-void PendingRange::accept(std::int64_t result) {
+PendingRange::Call PendingRange::next_call() const {
+  const Bytes at = offset_ + next_;
+  const Bytes rest = end_ - next_;
+  const Call buffered{file_->fd(), at, rest.size(), false};
+  if (!direct_) return buffered;
+  const Bytes past_block = at % File::kDirectBlock;
+  const Bytes address(
+      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(target_ + next_.value)));
+  if (address % File::kDirectBlock != past_block) return buffered;  // they never meet
+  if (past_block > Bytes()) {
+    return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};
+  }
+  const Bytes whole = rest - rest % File::kDirectBlock;
+  if (whole == Bytes()) return buffered;
+  return {file_->direct_fd(), at, whole.size(), true};
+}
+
+void PendingRange::accept(const Call& call, std::int64_t result) {
   if (result == -EINTR) return;
+  // Not this file, not these sizes, or perhaps an end of the file that lies within a block: what
+  // the page cache says of the same bytes counts.
+  if (call.direct && (result == -EINVAL || result == -EOPNOTSUPP || result == 0)) {
+    direct_ = false;
+    return;
+  }
   const bool reading = source_ == nullptr;
   if (result < 0) {
     fail(reading ? "read failed" : "write failed", static_cast<int>(-result));
@@ -47,18 +78,17 @@ void PendingRange::accept(std::int64_t result) {
          0);
   }
   if (result == 0) fail("write failed: the system takes no more bytes and gives no reason", 0);
-  STRATA_ASSERT(result <= (end_ - next_).value);
+  STRATA_ASSERT(Bytes(result).size() <= call.bytes);
   next_ += Bytes(result);
 }
 
 void PendingRange::run(SystemCalls& calls) {
   while (!complete()) {
-    const Bytes at = offset_ + next_;
-    const std::size_t rest = (end_ - next_).size();
+    const Call call = next_call();
     if (source_ == nullptr) {
-      accept(calls.read_at(file_->fd(), {target_ + next_.value, rest}, at));
+      accept(call, calls.read_at(call.fd, {target_ + next_.value, call.bytes}, call.offset));
     } else {
-      accept(calls.write_at(file_->fd(), {source_ + next_.value, rest}, at));
+      accept(call, calls.write_at(call.fd, {source_ + next_.value, call.bytes}, call.offset));
     }
   }
 }

@@ -1,7 +1,9 @@
 // What is left of a positional transfer, or of one piece of it, and the one place that reads the
 // result of a system call: accept() continues after a short transfer, retries EINTR, and turns
 // everything else into an IoError with path, offset, wanted and got. Every engine drives its
-// transfers through it. Threads: one thread. Ownership: borrows the File and the memory.
+// transfers through it. Of a file with a descriptor for direct reads, whole blocks that lie at
+// blocks in memory, too, are read through that, and the rest, or all where the system refuses,
+// through the page cache. Threads: one thread. Ownership: borrows the File and the memory.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +28,16 @@ class PendingRange {
 
   Bytes wanted() const { return end_ - begin_; }
   bool complete() const { return next_ == end_; }
-  // Takes what a system call on the rest returned (bytes moved, or -errno). Throws IoError.
-  void accept(std::int64_t result);
+  // The call that comes next, of one that is not complete.
+  struct Call {
+    int fd;
+    Bytes offset;  // in the file
+    std::size_t bytes;
+    bool direct;
+  };
+  Call next_call() const;
+  // Takes what that call returned (bytes moved, or -errno). Throws IoError.
+  void accept(const Call& call, std::int64_t result);
   // Calls until complete.
   void run(SystemCalls& calls);
 
@@ -42,6 +52,7 @@ class PendingRange {
   Bytes offset_;              // of the transfer in the file
   Bytes bytes_;               // of the transfer
   Bytes begin_, next_, end_;  // of this range, relative to the transfer
+  bool direct_ = false;       // whether direct reads have not been refused
 };
 
 // One complete transfer on the calling thread.

@@ -1,0 +1,17 @@
+// Whether bytes of a file are in the system's page cache, which is what decides how fast a buffered
+// read of them is. Threads: safe everywhere. Errors: none; systems and file systems that do not
+// tell are no error.
+#pragma once
+
+#include <optional>
+
+#include "strata/base/units.h"
+#include "strata/io/file.h"
+
+namespace strata::io {
+
+// Whether the page at `offset` is in the cache; absent: nobody can say. mincore(2) is not asked: it
+// calls all pages of files that belong to others resident.
+std::optional<bool> in_page_cache(const File& file, Bytes offset);
+
+}  // namespace strata::io

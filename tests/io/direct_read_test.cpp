@@ -1,0 +1,131 @@
+// Reads past the page cache: which bytes go that way, and what happens where they cannot.
+#include <filesystem>
+
+#include "io/direct_reads.h"
+#include "io/faulty_calls.h"
+#include "io/io_engine_conformance.h"
+#include "strata/io/thread_engine.h"
+
+namespace strata::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using Mode = io::File::Mode;
+
+constexpr Bytes kBlock = io::File::kDirectBlock;
+
+struct DirectThreadEngine {
+  static constexpr Bytes kPiece = kBlock * 2;
+  static std::unique_ptr<io::IoEngine> make() {
+    return std::make_unique<DirectReads>(std::make_unique<io::ThreadEngine>(
+        io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4}));
+  }
+};
+
+// Pieces that are no blocks, reads that are short by sectors, and EINTR.
+struct FaultyDirectEngine {
+  static constexpr Bytes kPiece = 5000_B;
+  static std::unique_ptr<io::IoEngine> make() {
+    return std::make_unique<DirectReads>(std::make_unique<io::ThreadEngine>(
+        io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4},
+        std::make_shared<FaultyCalls>(20261121U)));
+  }
+};
+
+struct RefusedDirectEngine {
+  static constexpr Bytes kPiece = kBlock;
+  static std::unique_ptr<io::IoEngine> make() {
+    auto calls = std::make_shared<FaultyCalls>(5U);
+    calls->fail_direct(-EINVAL);
+    return std::make_unique<DirectReads>(std::make_unique<io::ThreadEngine>(
+        io::ThreadEngineOptions{.threads = 2, .piece = kPiece, .queue_max = 4}, calls));
+  }
+};
+
+using Engines = ::testing::Types<DirectThreadEngine, FaultyDirectEngine, RefusedDirectEngine>;
+INSTANTIATE_TYPED_TEST_SUITE_P(DirectReads, IoEngineConformance, Engines);
+
+// A file of ten blocks and 100 bytes, read by one thread whose calls are counted.
+class DirectRead : public ::testing::Test {
+ protected:
+  DirectRead() : content_(patterned_bytes(kBlock.size() * 10 + 100, 8)) {
+    calls_->set_benign(false);
+    io::File file(folder_ / "data", Mode::kCreate);
+    engine_.write(file, 0_B, content_)->wait();
+  }
+
+  // Into memory `past` bytes beyond a block; fails unless the bytes are the file's.
+  void read(const io::File& file, std::size_t offset, std::size_t bytes, std::size_t past) {
+    BlockMemory memory(bytes, past);
+    engine_.read(file, Bytes(offset), memory.bytes())->wait();
+    EXPECT_TRUE(std::ranges::equal(memory.bytes(), std::span(content_).subspan(offset, bytes)))
+        << "offset " << offset << " bytes " << bytes;
+  }
+  // Where the folder's file system has no direct reads, no byte comes that way.
+  Bytes if_offered(const io::File& file, Bytes bytes) const {
+    return file.direct_fd() >= 0 ? bytes : Bytes();
+  }
+
+  TemporaryFolder folder_;
+  std::shared_ptr<FaultyCalls> calls_ = std::make_shared<FaultyCalls>(3U);
+  io::ThreadEngine engine_{{.threads = 1, .piece = 1_MiB, .queue_max = 8}, calls_};
+  std::vector<std::byte> content_;
+};
+
+TEST_F(DirectRead, WholeBlocksGoPastTheCacheAndTheFilesTailThroughIt) {
+  const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
+  read(file, 0, content_.size(), 0);
+  EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 10));
+}
+
+TEST_F(DirectRead, OnlyTheBlocksInsideOfARangeGoPastTheCache) {
+  const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
+  read(file, 100, kBlock.size() * 3, 100);
+  EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 2));
+  read(file, 7, 50, 7);
+  EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 2));
+}
+
+TEST_F(DirectRead, MemoryThatDoesNotLieAsTheFileDoesIsReadThroughTheCache) {
+  const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
+  read(file, 0, kBlock.size() * 4, 8);
+  EXPECT_EQ(calls_->direct_calls(), 0);
+}
+
+TEST_F(DirectRead, WhatTheSystemRefusesIsReadThroughTheCache) {
+  const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
+  for (const int code : {EINVAL, EOPNOTSUPP}) {
+    calls_->fail_direct(-code);
+    read(file, kBlock.size(), content_.size() - kBlock.size(), 0);
+  }
+  EXPECT_EQ(calls_->direct_calls(), file.direct_fd() >= 0 ? 2 : 0) << "once a transfer";
+  EXPECT_EQ(calls_->direct_bytes(), 0_B);
+}
+
+TEST_F(DirectRead, AFailingDriveIsAnErrorThisWayToo) {
+  const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
+  calls_->fail_at(kBlock * 2, -EIO);
+  BlockMemory memory(kBlock.size() * 4, 0);
+  const auto transfer = engine_.read(file, 0_B, memory.bytes());
+  EXPECT_THAT(message_of<IoError>([&] { transfer->wait(); }),
+              HasSubstr("offset=0 wanted=16384 got=8192 errno=5"));
+}
+
+TEST_F(DirectRead, ReadsTheFileThatWasOpenedWhateverHasItsNameNow) {
+  const io::File opened(folder_ / "data", Mode::kRead);
+  folder_.write("other", "something else");
+  std::filesystem::rename(folder_ / "other", folder_ / "data");
+  const io::File file = opened.direct();
+  read(file, 0, content_.size(), 0);
+  EXPECT_EQ(file.path(), opened.path());
+}
+
+TEST_F(DirectRead, AFileSystemWithoutDirectReadsIsReadThroughTheCacheSilently) {
+  const io::File file = io::File("/proc/self/maps", Mode::kRead).direct();
+  EXPECT_EQ(file.direct_fd(), -1);
+  BlockMemory memory(64, 0);
+  EXPECT_NO_THROW(engine_.read(file, 0_B, memory.bytes())->wait());
+}
+
+}  // namespace
+}  // namespace strata::testing
