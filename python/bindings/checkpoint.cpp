@@ -148,7 +148,8 @@ void bind_checkpoint(py::module_& module) {
       [](ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
          const std::vector<int>& params) {
         return engine::load_weights(model.engine(), checkpoint.index(), map, params,
-                                    checkpoint.io())
+                                    checkpoint.io(), {},
+                                    io::read_way_from(model.config().strata.init_read).value())
             .read.value;
       },
       py::arg("model"), py::arg("checkpoint"), py::arg("map"), py::arg("params"), unlocked);

@@ -25,7 +25,21 @@ engine::InitReport::Progress progress_from(const py::object& function) {
   };
 }
 
-// {tier, reason, phases: [{name, seconds, bytes}], device_growth_bytes, pinned_bytes}
+// {way, reason, cached, buffered_gb_per_s, direct_gb_per_s}, None for what is not known; None where
+// no files were read.
+py::object reading_of(const engine::InitReport& report) {
+  if (!report.reading()) return py::none();
+  const io::ReadChoice& choice = *report.reading();
+  py::dict entry;
+  entry["way"] = choice.direct ? "direct" : "buffered";
+  entry["reason"] = choice.reason;
+  entry["cached"] = choice.figures.cached;
+  entry["buffered_gb_per_s"] = choice.figures.buffered_gb_per_s;
+  entry["direct_gb_per_s"] = choice.figures.direct_gb_per_s;
+  return entry;
+}
+
+// {tier, reason, reading, phases: [{name, seconds, bytes}], device_growth_bytes, pinned_bytes}
 py::dict init_report(ShardedModel& model) {
   const engine::InitReport& report = model.engine().init_report();
   py::list phases;
@@ -41,6 +55,7 @@ py::dict init_report(ShardedModel& model) {
   py::dict result;
   result["tier"] = report.tier();
   result["reason"] = report.reason();
+  result["reading"] = reading_of(report);
   result["phases"] = phases;
   result["device_growth_bytes"] = report.device_growth().value;
   result["pinned_bytes"] = model.place().is_cpu() ? 0 : staging.value;

@@ -103,7 +103,8 @@ def merged(accounts):
 
     Of seconds, bytes and peaks the most that one rank had, phase by phase: ranks that are unlike add up to more
     than the total. ``gb_per_s`` is that of one rank. ``of_link``: the part of the measured speed of the link,
-    for phases that cross it. Either is None where it has no meaning.
+    for phases that cross it. Either is None where it has no meaning. ``reading``: how the files were read, None
+    where none were; ranks decide for themselves, so its way may be "mixed", and its figures are the least of a rank.
     """
     first = accounts[0]
     phases = {}
@@ -124,11 +125,22 @@ def merged(accounts):
     return {
         "tier": first["tier"],
         "reason": first["reason"],
+        "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
         "world_size": len(accounts),
         "phases": listed,
         **{what: max(account[what] for account in accounts) for what in peaks},
         "link_gb_per_s": link,
     }
+
+
+def _merged_reading(readings):
+    if not readings:
+        return None
+    ways = {reading["way"] for reading in readings}
+    merged_reading = {"way": ways.pop() if len(ways) == 1 else "mixed", "reason": readings[0]["reason"]}
+    for figure in ("cached", "buffered_gb_per_s", "direct_gb_per_s"):
+        merged_reading[figure] = min((r[figure] for r in readings if r[figure] is not None), default=None)
+    return merged_reading
 
 
 def require_writable(path, key="strata.init.report"):
@@ -154,6 +166,8 @@ def _is_shown(seconds):
 
 def _show(report):
     logger.info("start-up: tier %s: %s", report["tier"], report["reason"])
+    if report["reading"]:
+        logger.info("start-up: files read %s: %s", report["reading"]["way"], report["reading"]["reason"])
     if report["seconds"] > SHOWN_FROM_S and sys.stderr.isatty():
         print_table(report)
     elif logger.isEnabledFor(logging.INFO):

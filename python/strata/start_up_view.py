@@ -90,7 +90,7 @@ def table_text(report):
     for line in lines:
         cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
         text.append("  ".join(cells).rstrip())
-    return "\n".join([_title(report), *text, _memory(report)])
+    return "\n".join([_title(report), *text, *_reading(report), _memory(report)])
 
 
 def print_table(report, console=None):
@@ -108,7 +108,8 @@ def print_table(report, console=None):
         table.add_row(*row)
     console.print(_title(report), style="bold", highlight=False)
     console.print(table)
-    console.print(_memory(report), highlight=False)
+    for line in (*_reading(report), _memory(report)):
+        console.print(line, highlight=False)
 
 
 def _lines(report):
@@ -134,6 +135,11 @@ def _title(report):
     world = report["world_size"]
     ranks = f" on {world} ranks; each number is of the rank that had most" if world > 1 else ""
     return f"Start-up: {report['tier']}{ranks}"
+
+
+def _reading(report):
+    reading = report["reading"]
+    return [f"files read {reading['way']}: {reading['reason']}"] if reading else []
 
 
 def _memory(report):

@@ -18,8 +18,8 @@ from strata.start_up_view import ProgressBar, print_table, table_text
 from tiny_models import config_of, make_engine, make_model
 
 KEYS = {
-    "tier", "reason", "world_size", "seconds", "phases", "link_gb_per_s", "device_growth_bytes", "host_peak_bytes",
-    "pinned_bytes",
+    "tier", "reason", "reading", "world_size", "seconds", "phases", "link_gb_per_s", "device_growth_bytes",
+    "host_peak_bytes", "pinned_bytes",
 }
 PHASE_KEYS = {"name", "seconds", "bytes", "gb_per_s", "of_link"}
 TIERS = {"device_copy", "device_grow", "distributed", "host"}
@@ -81,6 +81,7 @@ def _assert_account(answers):
 def test_a_live_model_gives_an_account_of_its_start(tmp_path, world):
     report, phases = _assert_account(run_ranks(world, _live, tmp_path, 3))
     assert report["tier"] in TIERS and report["reason"]
+    assert report["reading"] is None
     assert {"make optimizer", "make engine"} <= phases.keys()
 
 
@@ -94,6 +95,22 @@ def test_a_checkpoint_gives_an_account_of_its_start(tmp_path, world):
     size = os.path.getsize(tmp_path / "model" / "model.safetensors")
     assert size / world / 2 < phases["read"]["bytes"] <= size  # each rank reads what it is responsible for
     assert phases["read"]["gb_per_s"] > 0
+    reading = report["reading"]  # the files are small: nothing is timed
+    assert reading["way"] == "buffered" and reading["reason"] and reading["direct_gb_per_s"] is None
+
+
+@pytest.mark.parametrize("read", ["auto", "buffered", "direct"])
+def test_every_way_of_reading_gives_the_same_weights(tmp_path, read):
+    model = MODELS["qwen3"].build()
+    model.save_pretrained(tmp_path / "model")
+    engine, *_ = strata.load_pretrained(tmp_path / "model", _config(2, read=read))
+    expected = model.state_dict()
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(parameter.detach().cpu(), expected[name].to(parameter.dtype)), name
+    reading = engine.init_report["reading"]
+    assert reading["way"] == "buffered" or read == "direct"
+    assert read == "auto" or reading["reason"] in ("as configured", "no direct reads to be had here")
+    engine.destroy()
 
 
 def test_progress_ends_at_the_whole_of_a_phase(tmp_path, monkeypatch):
@@ -140,7 +157,7 @@ def test_a_report_that_is_lost_at_the_end_is_a_warning(tmp_path, caplog):
 def _account(**seconds):
     phases = [{"name": n, "seconds": s, "bytes": b} for n, (s, b) in seconds.items()]
     return {
-        "tier": "device_grow", "reason": "r", "seconds": sum(s for s, _ in seconds.values()), "phases": phases,
+        "tier": "device_grow", "reason": "r", "reading": None, "seconds": sum(s for s, _ in seconds.values()), "phases": phases,
         "device_growth_bytes": 3 << 30, "host_peak_bytes": 1 << 30, "pinned_bytes": 64 << 20, "link_gb_per_s": None,
     }
 
@@ -156,14 +173,29 @@ def test_of_each_phase_the_slowest_rank_counts():
     assert report["seconds"] == 3.0
 
 
+def test_ranks_that_read_in_different_ways_are_told():
+    buffered = {"way": "buffered", "reason": "b", "cached": 1.0, "buffered_gb_per_s": None, "direct_gb_per_s": None}
+    direct = {"way": "direct", "reason": "d", "cached": 0.0, "buffered_gb_per_s": 1.0, "direct_gb_per_s": 3.0}
+    account = _account(read=(1.0, 10**9))
+    both = merged([{**account, "reading": buffered}, {**account, "reading": direct}])["reading"]
+    assert both == {**direct, "way": "mixed", "reason": "b"}
+    assert merged([{**account, "reading": direct}] * 2)["reading"] == direct
+    assert merged([account, {**account, "reading": direct}])["reading"] == direct
+    assert merged([account])["reading"] is None
+
+
 def test_the_table_fits_a_narrow_terminal():
+    reason = "100% cached; probe: 12.34 GB/s buffered, 10.05 direct"
+    figures = dict.fromkeys(("cached", "buffered_gb_per_s", "direct_gb_per_s"))
     account = _account(**{"open checkpoint": (0.02, 0), "read": (12345.678, 61 * 10**12), "plan": (0.0, 0)})
+    account["reading"] = {"way": "buffered", "reason": reason, **figures}
     report = merged([{**account, "link_gb_per_s": 55.3}] * 8)
     out = io.StringIO()
     print_table(report, Console(file=out, width=80, force_terminal=True, color_system=None))
     for text in (out.getvalue(), table_text(report)):
         assert "61000.000" in text and "12345.678" in text and "55.3 GB/s" in text
         assert "device +3.00 GiB, host peak 1.00 GiB, pinned 64 MiB" in text
+        assert f"files read buffered: {reason}" in text
         assert "plan" not in text  # it took no time
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
 

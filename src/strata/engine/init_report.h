@@ -5,11 +5,13 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "strata/base/units.h"
 #include "strata/device/device.h"
+#include "strata/io/read_choice.h"
 
 namespace strata::engine {
 
@@ -53,9 +55,12 @@ class InitReport {
     tier_ = std::move(tier);
     reason_ = std::move(reason);
   }
+  void set_reading(io::ReadChoice choice) { reading_ = std::move(choice); }
 
   const std::string& tier() const { return tier_; }
   const std::string& reason() const { return reason_; }
+  // How the files were read; absent: none were.
+  const std::optional<io::ReadChoice>& reading() const { return reading_; }
   // In the order of their ends; phases of one name are one entry.
   const std::vector<InitPhase>& phases() const { return phases_; }
   // The most of the device's memory that was in use beyond what was when the report began, by the
@@ -69,6 +74,7 @@ class InitReport {
   Progress progress_;
   std::string tier_;
   std::string reason_;
+  std::optional<io::ReadChoice> reading_;
   std::vector<InitPhase> phases_;
   std::chrono::steady_clock::time_point last_look_;
   Bytes free_at_start_;

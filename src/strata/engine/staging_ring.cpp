@@ -13,9 +13,11 @@ StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
         fmt::format("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
                     options.buffers, options.buffer_bytes.value));
   }
-  const Bytes room = align_up(buffer_bytes_, memory::Arena::kDefaultGranule) * options.buffers;
+  const Bytes granule = buffer_bytes_ < io::File::kDirectBlock ? memory::Arena::kDefaultGranule
+                                                               : io::File::kDirectBlock;
+  const Bytes room = align_up(buffer_bytes_, granule) * options.buffers;
   memory_ = device.allocate_host(room, memory::Kind::kStaging);
-  memory::Arena arena(memory_->bytes());
+  memory::Arena arena(memory_->bytes(), granule);
   for (int i = 0; i < options.buffers; ++i) {
     auto extent = arena.try_allocate(buffer_bytes_);
     STRATA_ASSERT(extent.has_value());

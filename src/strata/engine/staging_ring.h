@@ -1,10 +1,11 @@
 // A few buffers, extents of one piece of pinned host memory, through which files and shards
 // exchange bytes, so that reading or writing the next piece runs while the present one is cast or
-// copied. All the host memory that loading and saving take, whatever the model's size. Threads: one
-// thread. Ownership: owns the buffers, charged to the ledger as staging, and the transfers that use
-// them: a buffer is not given again, nor freed, before its transfer, and what a stream still reads
-// of it, has ended. Errors: OutOfMemoryError; IoError of a transfer, from the call that waits for
-// it.
+// copied. Each begins at a block of direct reads (io::File::kDirectBlock), unless it is smaller
+// than one. All the host memory that loading and saving take, whatever the model's size. Threads:
+// one thread. Ownership: owns the buffers, charged to the ledger as staging, and the transfers that
+// use them: a buffer is not given again, nor freed, before its transfer, and what a stream still
+// reads of it, has ended. Errors: OutOfMemoryError; IoError of a transfer, from the call that waits
+// for it.
 #pragma once
 
 #include <memory>

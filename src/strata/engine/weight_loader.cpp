@@ -1,8 +1,11 @@
 #include "strata/engine/weight_loader.h"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 
 #include "strata/base/error.h"
+#include "strata/io/read_probe.h"
 
 namespace strata::engine {
 namespace {
@@ -14,7 +17,13 @@ Bytes bytes_of_copy(const format::RangeCopy& copy) {
   return bytes_of(copy.numel, copy.source_dtype);
 }
 
-void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_bytes) {
+// How far into its block a read begins that must not.
+Bytes past_block(const format::RangeCopy& copy, Bytes block) {
+  const bool aligned = copy.offset % size_of(copy.source_dtype) == Bytes();
+  return aligned ? copy.offset % block : Bytes();
+}
+
+void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_bytes, Bytes block) {
   const Bytes end = piece.offset + bytes_of_copy(piece);
   if (!plan.batches.empty()) {
     ReadBatch& last = plan.batches.back();
@@ -28,7 +37,8 @@ void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_byte
       return;
     }
   }
-  plan.batches.push_back({piece.file, piece.offset, bytes_of_copy(piece), plan.pieces.size(), 1});
+  const Bytes begin = piece.offset - past_block(piece, block);
+  plan.batches.push_back({piece.file, begin, end - begin, plan.pieces.size(), 1});
   plan.pieces.push_back(piece);
 }
 
@@ -45,18 +55,60 @@ std::vector<format::ParamRange> owned_ranges(const Weights& weights, std::span<c
   return ranges;
 }
 
+// The files that some copies come from, for both ways of reading them.
+class Sources {
+ public:
+  Sources(const format::CheckpointIndex& checkpoint, std::span<const format::RangeCopy> copies,
+          io::ReadWay way)
+      : direct_(checkpoint.files().size()), ways_(direct_.size()) {
+    for (const format::RangeCopy& copy : copies) {
+      ranges_.push_back({copy.file, copy.offset, bytes_of_copy(copy)});
+      io::ReadableFile& ways = ways_[copy.file];
+      if (ways.buffered != nullptr) continue;
+      ways.buffered = ways.direct = &checkpoint.files()[copy.file].file();
+      if (way == io::ReadWay::kBuffered) continue;
+      ways.direct = &direct_[copy.file].emplace(ways.buffered->direct());
+    }
+  }
+
+  io::ReadChoice choose(io::ReadWay way, io::IoEngine& io, StagingRing& ring) const {
+    // Into smaller buffers nothing could be read that begins within a block.
+    const bool fits = ring.buffer_bytes() >= io::File::kDirectBlock * 2 &&
+                      ring.buffer_bytes() % io::File::kDirectBlock == Bytes();
+    if (!fits) return io::choose_read(way, {});
+    std::vector<std::span<std::byte>> buffers;
+    for (std::size_t turn = 0; turn < ring.size(); ++turn) buffers.push_back(ring.buffer(turn));
+    return io::ReadProbe(ways_, ranges_).choose(way, io, buffers);
+  }
+
+  // A direct read goes on to the end of a block, or of the file.
+  std::unique_ptr<io::Transfer> read(const ReadBatch& batch, bool direct, io::IoEngine& io,
+                                     std::span<std::byte> buffer) const {
+    const io::ReadableFile& file = ways_[batch.file];
+    if (!direct) return io.read(*file.buffered, batch.offset, buffer.first(batch.bytes.size()));
+    const Bytes whole = std::min({align_up(batch.bytes, io::File::kDirectBlock),
+                                  Bytes(buffer.size()), file.direct->size() - batch.offset});
+    return io.read(*file.direct, batch.offset, buffer.first(std::max(batch.bytes, whole).size()));
+  }
+
+ private:
+  std::vector<std::optional<io::File>> direct_;
+  std::vector<io::ReadableFile> ways_;
+  std::vector<io::FileRange> ranges_;
+};
+
 }  // namespace
 
-ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes) {
+ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes, Bytes block) {
   ReadPlan plan;
   for (const format::RangeCopy& copy : copies) {
-    const Numel largest(buffer_bytes / size_of(copy.source_dtype));
-    for (Numel done; done < copy.numel; done += largest) {
-      format::RangeCopy piece = copy;
-      piece.numel = std::min(largest, copy.numel - done);
-      piece.offset += bytes_of(done, copy.source_dtype);
-      piece.param_begin += done;
-      add_piece(plan, piece, buffer_bytes);
+    format::RangeCopy piece = copy;
+    for (Numel done; done < copy.numel; done += piece.numel) {
+      piece.offset = copy.offset + bytes_of(done, copy.source_dtype);
+      piece.param_begin = copy.param_begin + done;
+      const Bytes room = buffer_bytes - past_block(piece, block);
+      piece.numel = std::min(Numel(room / size_of(copy.source_dtype)), copy.numel - done);
+      add_piece(plan, piece, buffer_bytes, block);
     }
   }
   return plan;
@@ -64,17 +116,23 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
 
 LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoint,
                          const format::WeightMap& map, std::span<const int> params,
-                         io::IoEngine& io, const StagingOptions& staging) {
+                         io::IoEngine& io, const StagingOptions& staging, io::ReadWay way) {
   Weights& weights = engine.weights();
-  const ReadPlan plan =
-      plan_reads(map.intersect(owned_ranges(weights, params)), staging.buffer_bytes);
+  const std::vector<format::RangeCopy> copies = map.intersect(owned_ranges(weights, params));
+  const Sources sources(checkpoint, copies, way);
   device::Stream& stream = engine.device().compute_stream();
   StagingRing ring(staging, engine.device());
+  const io::ReadChoice choice = [&] {
+    const InitReport::Phase phase(engine.init_report(), "probe", {});
+    return sources.choose(way, io, ring);
+  }();
+  if (!copies.empty()) engine.init_report().set_reading(choice);
+  const ReadPlan plan =
+      plan_reads(copies, staging.buffer_bytes, choice.direct ? io::File::kDirectBlock : 1_B);
   const auto start = [&](std::size_t turn) {
     if (turn >= plan.batches.size()) return;
-    const ReadBatch& batch = plan.batches[turn];
-    const auto target = ring.buffer(turn).first(batch.bytes.size());
-    ring.started(turn, io.read(checkpoint.files()[batch.file].file(), batch.offset, target));
+    const std::span<std::byte> buffer = ring.buffer(turn);
+    ring.started(turn, sources.read(plan.batches[turn], choice.direct, io, buffer));
   };
   for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
   // A buffer is read into again some turns after its bytes were queued, when the device has taken

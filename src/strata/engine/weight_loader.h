@@ -1,6 +1,7 @@
 // Loads weights from a checkpoint: each rank reads the ranges of the files that its own shards
-// hold, in the order of the files, and casts them where the dtypes differ. Not a collective: wrap
-// it in together(), and call Engine::weights_changed() when every rank is done. Threads: the
+// hold, in the order of the files, and casts them where the dtypes differ; through the page cache
+// or past it, whichever is faster here (io/read_probe.h). Not a collective, that choice included:
+// wrap it in together(), and call Engine::weights_changed() when every rank is done. Threads: the
 // engine's. Memory: a StagingRing, whatever the model's size, and a few words a range. Errors:
 // IoError (the shards hold a mixture then: load again or give the engine up), UsageError for a map
 // of other parameters.
@@ -14,6 +15,7 @@
 #include "strata/format/checkpoint_index.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/io_engine.h"
+#include "strata/io/read_choice.h"
 
 namespace strata::engine {
 
@@ -22,7 +24,7 @@ namespace strata::engine {
 struct ReadBatch {
   std::size_t file = 0;
   Bytes offset;
-  Bytes bytes;
+  Bytes bytes;  // up to the end of its last piece
   std::size_t first_piece = 0;
   std::size_t piece_count = 0;
 };
@@ -33,17 +35,21 @@ struct ReadPlan {
 };
 
 // Cuts what is larger than a buffer, and reads neighbours together. `copies` by file and offset.
-// Every piece lies in its buffer at a multiple of its element's size. Pure.
-ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes);
+// Every piece lies in its buffer at a multiple of its element's size. Reads begin at multiples of
+// `block`, which divides a buffer of at least two of them, except those of elements that do not lie
+// at multiples of their size in the file. Pure.
+ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes,
+                    Bytes block = 1_B);
 
 struct LoadedBytes {
   Bytes read;  // of the files
 };
 
-// `params`: by the map's parameters, their indices in the engine. Told to the engine's init report
-// as phase "read".
+// `params`: by the map's parameters, their indices in the engine. Told to the engine's init report:
+// the choice, and the phases "probe" and "read".
 LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoint,
                          const format::WeightMap& map, std::span<const int> params,
-                         io::IoEngine& io, const StagingOptions& staging = {});
+                         io::IoEngine& io, const StagingOptions& staging = {},
+                         io::ReadWay way = io::ReadWay::kAuto);
 
 }  // namespace strata::engine

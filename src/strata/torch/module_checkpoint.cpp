@@ -112,7 +112,8 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   std::iota(params.begin(), params.end(), 0);
   engine::together(collectives, fmt::format("loading '{}'", path), [&] {
     io::ThreadEngine io;
-    engine::load_weights(engine, plan->index, *plan->map, params, io);
+    engine::load_weights(engine, plan->index, *plan->map, params, io, {},
+                         io::read_way_from(model.config().strata.init_read).value());
     for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
   });
   engine.weights_changed();

@@ -20,6 +20,16 @@ TEST(StagingRing, ChargesItsBuffersAndGivesThemBack) {
   EXPECT_EQ(ledger->held(memory::Tier::kHost), 0_B);
 }
 
+TEST(StagingRing, BuffersBeginAtBlocksOfDirectReads) {
+  device::CpuDevice device;
+  StagingRing ring({3, 5000_B}, device);
+  for (std::size_t turn = 0; turn < ring.size(); ++turn) {
+    const auto address = reinterpret_cast<std::uintptr_t>(ring.buffer(turn).data());
+    EXPECT_EQ(address % io::File::kDirectBlock.size(), 0U);
+    EXPECT_EQ(ring.buffer(turn).size(), 5000U);
+  }
+}
+
 TEST(StagingRing, ReportsAFailedTransferToTheNextUserOfItsBuffer) {
   const testing::TemporaryFolder folder;
   const io::File file(folder.write("short", "abc"), io::File::Mode::kRead);

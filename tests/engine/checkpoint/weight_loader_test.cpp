@@ -2,11 +2,14 @@
 
 #include <gmock/gmock.h>
 
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <tuple>
 
 #include "engine/checkpoint/checkpoint_model.h"
+#include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
 #include "strata/engine/agreement.h"
@@ -20,6 +23,8 @@ using ::testing::HasSubstr;
 using testing::RankModel;
 
 constexpr StagingOptions kSmallRing{2, 4_KiB};
+// Buffers of two blocks of direct reads, so that some batches begin and end within blocks.
+constexpr StagingOptions kBlockRing{3, 8_KiB};
 
 std::vector<int> all_params(const RankModel& rank) {
   std::vector<int> params;
@@ -38,13 +43,14 @@ std::vector<format::ParamSources> sources_of(const RankModel& rank) {
   return sources;
 }
 
-Bytes load(RankModel& rank, const std::string& path) {
+Bytes load(RankModel& rank, const std::string& path, const StagingOptions& staging = kSmallRing,
+           io::ReadWay way = io::ReadWay::kAuto) {
   Bytes read;
   together(*rank.collectives, "reading the weights", [&] {
     const format::CheckpointIndex checkpoint(path);
     const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
     io::ThreadEngine io;
-    read = load_weights(*rank.model, checkpoint, map, all_params(rank), io, kSmallRing).read;
+    read = load_weights(*rank.model, checkpoint, map, all_params(rank), io, staging, way).read;
   });
   rank.model->weights_changed();
   return read;
@@ -78,6 +84,82 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Values(2, 3),
                        ::testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
                        ::testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16)));
+
+// The checkpoint with `bytes` more in its header: the data lie that much further on.
+void shift_data(const std::string& path, std::size_t bytes) {
+  std::string content = testing::content_of(path);
+  std::uint64_t header = 0;
+  std::memcpy(&header, content.data(), sizeof(header));
+  content.insert(sizeof(header) + header, bytes, ' ');
+  header += bytes;
+  std::memcpy(content.data(), &header, sizeof(header));
+  std::ofstream(path, std::ios::binary) << content;
+}
+
+// world, dtype of the weights, bytes by which the tensors lie beside where writers put them
+class WeightLoaderWays : public ::testing::TestWithParam<std::tuple<int, DType, std::size_t>> {};
+
+TEST_P(WeightLoaderWays, GiveTheSameBits) {
+  const auto [world, dtype, shift] = GetParam();
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  shift_data(path, shift);
+  const auto outcomes = testing::on_ranks(world, [&](const auto& ranks) {
+    for (const io::ReadWay way : {io::ReadWay::kBuffered, io::ReadWay::kDirect}) {
+      RankModel rank(ranks, dtype, 3);
+      load(rank, path, kBlockRing, way);
+      const auto& reading = rank.model->init_report().reading();
+      ASSERT_TRUE(reading.has_value());
+      EXPECT_EQ(reading->direct, way == io::ReadWay::kDirect && reading->figures.direct_offered);
+      for (std::size_t p = 0; p < rank.params.size(); ++p) {
+        EXPECT_EQ(rank.values(static_cast<int>(p)),
+                  testing::expected_bytes(p, rank.params[p].numel(), dtype))
+            << rank.params[p].name << " direct " << reading->direct;
+      }
+      ranks->barrier();
+    }
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, WeightLoaderWays,
+                         ::testing::Combine(::testing::Values(1, 3),
+                                            ::testing::Values(DType::kFloat32, DType::kBFloat16),
+                                            ::testing::Values(0U, 1U, 4U, 3604U)));
+
+TEST(WeightLoaderWay, SystemsThatRefuseDirectReadsAreReadThroughTheCache) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  const auto calls = std::make_shared<testing::FaultyCalls>(7U);
+  calls->fail_direct(-EINVAL);
+  const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kFloat32, 3);
+    const format::CheckpointIndex checkpoint(path);
+    const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
+    io::ThreadEngine io({.threads = 2, .piece = 5000_B, .queue_max = 4}, calls);
+    load_weights(*rank.model, checkpoint, map, all_params(rank), io, kBlockRing,
+                 io::ReadWay::kDirect);
+    rank.model->weights_changed();
+    EXPECT_EQ(calls->direct_bytes(), 0_B);
+    EXPECT_EQ(calls->direct_calls() > 0, rank.model->init_report().reading()->direct);
+    EXPECT_EQ(rank.values(3), testing::expected_bytes(3, rank.params[3].numel(), DType::kFloat32));
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
+
+TEST(WeightLoaderWay, BuffersOfLessThanTwoBlocksAreFilledThroughTheCache) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kFloat32, 3);
+    load(rank, path, kSmallRing, io::ReadWay::kDirect);
+    EXPECT_FALSE(rank.model->init_report().reading()->direct);
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
 
 TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
   const testing::TemporaryFolder folder;
@@ -150,6 +232,29 @@ TEST(PlanReads, ReadsNeighboursTogetherAndCutsWhatIsLarge) {
   EXPECT_EQ(plan.batches[1].bytes, 512_B);
   EXPECT_EQ(plan.batches[3].bytes, 176_B);
   EXPECT_EQ(plan.pieces.back().param_begin, Numel(256));
+}
+
+TEST(PlanReads, BeginsAtBlocksAndCutsSoThatTheNextReadDoes) {
+  const std::vector<format::RangeCopy> copies{copy_of(4100, DType::kFloat32, 5000),
+                                              copy_of(24200, DType::kFloat32, 10)};
+  const ReadPlan plan = plan_reads(copies, 8_KiB, 4_KiB);
+  ASSERT_EQ(plan.batches.size(), 3U);
+  EXPECT_EQ(plan.batches[0].offset, 4096_B);
+  EXPECT_EQ(plan.batches[0].bytes, 8_KiB) << "with the four bytes before the first element";
+  EXPECT_EQ(plan.pieces[0].numel, Numel(2047));
+  EXPECT_EQ(plan.batches[1].offset, 12288_B);
+  EXPECT_EQ(plan.pieces[1].offset, 12288_B);
+  EXPECT_EQ(plan.batches[2].offset, 20480_B);
+  EXPECT_EQ(plan.batches[2].piece_count, 2U);
+  EXPECT_EQ(plan.batches[2].bytes, Bytes(24240 - 20480));
+}
+
+TEST(PlanReads, BeginsWhereElementsDoThatLieBesideTheirMultiples) {
+  const std::vector<format::RangeCopy> copies{copy_of(5001, DType::kFloat32, 3000)};
+  const ReadPlan plan = plan_reads(copies, 8_KiB, 4_KiB);
+  ASSERT_EQ(plan.batches.size(), 2U);
+  EXPECT_EQ(plan.batches[0].offset, 5001_B);
+  EXPECT_EQ(plan.batches[0].bytes, 8_KiB);
 }
 
 TEST(PlanReads, KeepsElementsAlignedWhereTheFileDoesNot) {

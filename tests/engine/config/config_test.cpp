@@ -36,13 +36,15 @@ TEST(Config, HasDefaultsOfItsOwnSection) {
   EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
   EXPECT_TRUE(s.wrap.empty());
   EXPECT_EQ(s.init_tier, "auto");
+  EXPECT_EQ(s.init_read, "auto");
   EXPECT_EQ(s.init_report, std::nullopt);
 }
 
 TEST(Config, ReadsItsOwnSection) {
   const StrataConfig s = parsed(R"({"strata": {"reduce_at": "boundary", "collectives": "shm",
       "max_live_bytes": "512MiB", "wrap": ["Block"], "unit_size": 1e6, "threads": 3,
-      "init": {"tier": "device_grow", "report": "start.json"}, "timeout_s": 7.5}})")
+      "init": {"tier": "device_grow", "read": "direct", "report": "start.json"},
+      "timeout_s": 7.5}})")
                              .strata;
   EXPECT_EQ(s.reduce_at, ReduceAt::kBoundary);
   EXPECT_EQ(s.collectives, CollectivesKind::kShm);
@@ -51,6 +53,7 @@ TEST(Config, ReadsItsOwnSection) {
   EXPECT_EQ(s.unit_size, Bytes(1'000'000));
   EXPECT_EQ(s.threads, 3);
   EXPECT_EQ(s.init_tier, "device_grow");
+  EXPECT_EQ(s.init_read, "direct");
   EXPECT_EQ(s.init_report, "start.json");
   EXPECT_EQ(s.timeout_s, 7.5);
 }

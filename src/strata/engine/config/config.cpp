@@ -157,6 +157,7 @@ StrataConfig read_strata(const Settings& s) {
           .unit_size = bytes("strata.unit_size"),
           .threads = threads ? std::optional(static_cast<int>(*threads)) : std::nullopt,
           .init_tier = s.text("strata.init.tier"),
+          .init_read = s.text("strata.init.read"),
           .init_report = s.maybe<std::string>("strata.init.report"),
           .timeout_s = s.number("strata.timeout_s"),
           .trace = s.maybe<std::string>("strata.trace"),

@@ -72,6 +72,7 @@ struct StrataConfig {
   std::optional<Bytes> unit_size;          // absent: the engine's own
   std::optional<int> threads;              // absent: cores over ranks
   std::string init_tier = "auto";          // else the tier that was asked for
+  std::string init_read = "auto";          // or "buffered", "direct": how files are read
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
   std::optional<std::string> trace;  // the file of the timeline; absent: none

@@ -47,6 +47,11 @@ constexpr std::array kKeys{
         "every "
         "rank has room for",
         ""},
+    Key{"strata.init.read", kChoice, "\"auto\"", "auto|buffered|direct", kHonoured,
+        "how a checkpoint's files are read: through the page cache, or past it (O_DIRECT, where "
+        "that can be had); auto: each rank takes what is faster, by what is cached and, where that "
+        "is little, a short probe",
+        ""},
     Key{"strata.init.report", kText, "null", "", kHonoured,
         "file to which rank 0 writes, as JSON, how start-up went; null: nowhere", ""},
     Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,
