@@ -29,9 +29,10 @@ class Engine(torch.nn.Module):
         core: the C++ model (_C.ShardedModel).
         init_report: how start-up went, a dict, the same on every rank: ``tier`` (the way that the values took) and
             ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
-            ``buffered_gb_per_s`` and ``direct_gb_per_s``); ``seconds`` in all; ``phases``, each with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and
-            ``of_link`` (part of the link's speed); ``link_gb_per_s`` where it was measured; ``device_growth_bytes``,
-            ``host_peak_bytes``, ``pinned_bytes``. Each number is that of the rank that had the most.
+            ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
+            with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and ``of_link`` (part of the link's speed);
+            ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
+            Each of these numbers is that of the rank that had the most.
     """
 
     def __init__(self, model, config, optimizer, rule, collectives, device, born_flat=None, progress=None):
