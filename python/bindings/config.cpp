@@ -4,6 +4,14 @@
 #include "bindings.h"
 
 namespace strata::python {
+namespace {
+
+std::string_view name_of_carrier(engine::CarrierKind kind) {
+  constexpr std::array<std::string_view, 3> kNames{"auto", "peer", "nccl"};
+  return kNames.at(static_cast<std::size_t>(kind));
+}
+
+}  // namespace
 
 void bind_config(py::module_& module) {
   using engine::Config;
@@ -38,6 +46,10 @@ void bind_config(py::module_& module) {
             constexpr std::array kNames{"auto", "local", "shm", "c10d", "nccl", "peer"};
             return std::string(kNames.at(static_cast<std::size_t>(c.strata.collectives)));
           })
+      .def_property_readonly(
+          "gather", [](const Config& c) { return std::string(name_of_carrier(c.strata.gather)); })
+      .def_property_readonly(
+          "reduce", [](const Config& c) { return std::string(name_of_carrier(c.strata.reduce)); })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
       .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })

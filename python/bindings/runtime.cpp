@@ -1,8 +1,10 @@
 // Collectives and devices for a process that Python drives.
 #include "bindings.h"
+#include "strata/comm/collectives_probe.h"
 #include "strata/comm/grouped_collectives.h"
 #include "strata/comm/peer_collectives.h"
 #include "strata/comm/shm_collectives.h"
+#include "strata/comm/split_collectives.h"
 #include "strata/torch/c10d_collectives.h"
 #include "strata/torch/device_collectives.h"
 #include "strata/torch/placement.h"
@@ -102,6 +104,27 @@ void bind_combined_collectives(py::module_& module) {
       },
       py::arg("control"), py::arg("bulk"), py::arg("store"), py::arg("device"), py::arg("id"),
       py::arg("name"), py::arg("numbers") = kAllRanks);
+  // Of one control plane.
+  module.def(
+      "split_collectives",
+      [](std::shared_ptr<comm::Collectives> gathers,
+         std::shared_ptr<comm::Collectives> reductions) {
+        return std::shared_ptr<comm::Collectives>(
+            comm::make_split_collectives(std::move(gathers), std::move(reductions)));
+      },
+      py::arg("gathers"), py::arg("reductions"));
+  // Seconds of (a gather, a reduction) as training under this configuration has them.
+  module.def(
+      "probe_collectives",
+      [](comm::Collectives& collectives, c10::Device device, const engine::Config& config) {
+        const py::gil_scoped_release release;
+        const auto computes_on = torch::make_device(device, 1);
+        const comm::ProbeTimes times =
+            comm::probe(collectives, *computes_on,
+                        {config.precision.param_dtype, config.precision.communication_dtype});
+        return std::pair(times.gather, times.reduce);
+      },
+      py::arg("collectives"), py::arg("device"), py::arg("config"));
   module.def(
       "grouped_collectives",
       [](std::shared_ptr<comm::Collectives> inside, std::shared_ptr<comm::Collectives> across,
@@ -116,7 +139,8 @@ void bind_combined_collectives(py::module_& module) {
 }  // namespace
 
 void bind_runtime(py::module_& module) {
-  py::class_<comm::Collectives, std::shared_ptr<comm::Collectives>>(module, "Collectives")
+  py::class_<comm::Collectives, std::shared_ptr<comm::Collectives>>(module, "Collectives",
+                                                                    py::dynamic_attr())
       .def_property_readonly("name",
                              [](const comm::Collectives& c) { return std::string(c.name()); })
       .def_property_readonly("rank", &comm::Collectives::rank)

@@ -1,9 +1,7 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
 import itertools
-import logging
 import os
-import socket
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -11,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-
-log = logging.getLogger(__name__)
+from .carriers import join, nccl_runs, require_sensible, wanted_carriers
 
 _FAILED = "failed: "
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
@@ -43,7 +40,8 @@ def make_collectives(config, device):
     """How the ranks exchange bytes.
 
     Between GPUs of one host weights and gradients go from memory to memory by copy engines (peer) where all of them
-    reach each other, else through NCCL.
+    reach each other, else through NCCL; the configuration's ``gather`` and ``reduce`` choose for each of the two
+    apart.
 
     In shard groups of several ranks each, the ranks of a group and the replicas of a slice are joined apart, by what
     fits them: past one host memory inside, the network across.
@@ -63,29 +61,35 @@ def make_collectives(config, device):
     kind, timeout_s = config.collectives, config.timeout_s
     rank, world_size = rank_and_world_size()
     with telling_the_others():
+        named = {kind, config.gather, config.reduce}
         _require_possible(kind, world_size, device)
         group_size = config.shard_group_size(world_size)
+        require_sensible(config, world_size, group_size, device)
     if world_size == 1:
         return _C.single_rank(device)
-    answers = _exchange(timeout_s, f"{_host_identity()}\n{_device_identity(device)}\n{_describe_groups(config, group_size)}")
+    answers = _exchange(timeout_s, "\n".join((
+        _host_identity(), _device_identity(device), _describe_groups(config, group_size),
+        f"{kind}, {config.gather} and {config.reduce}", str(nccl_runs(device)),
+    )))
     for other, text in enumerate(answers):
         if text.startswith(_FAILED):
             raise _C.CommError(f"rank {other} failed before the ranks met: {text[len(_FAILED):]}")
-    hosts, devices, groups = zip(*(text.split("\n") for text in answers))
-    _require_same_groups(groups)
-    if kind != "peer":
+    hosts, devices, groups, kinds, running = zip(*(text.split("\n") for text in answers))
+    _require_same("zero_optimization.mics_shard_size, zero_hpz_partition_size", "shard groups", groups)
+    _require_same("strata.collectives, strata.gather and strata.reduce", "collectives", kinds)
+    if named - {"auto"} != {"peer"}:
         _require_own_devices(hosts, devices)
     first = rank - rank % group_size
     inside = _Part(range(first, first + group_size), hosts)
     if kind == "peer" and not inside.one_host:
         raise _C.ConfigError("strata.collectives: 'peer' joins ranks of one host, and these are on several; write 'auto'")
-    joined = _join(inside, kind, timeout_s, device)
+    joined = _join(inside, kind, config, device, group_size == world_size and set(running) == {"True"})
     if group_size == world_size:
         return joined
     across = _Part(range(rank % group_size, world_size, group_size), hosts)
     if kind in ("shm", "peer") and not across.one_host:
         kind = "auto"
-    return _C.grouped_collectives(joined, _join(across, kind, timeout_s, device), device, config.secondary_shards)
+    return _C.grouped_collectives(joined, _join(across, kind, config, device, False), device, config.secondary_shards)
 
 
 class _Part:
@@ -112,8 +116,9 @@ class _Part:
         return dist.new_group(list(self.ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
-def _join(part, kind, timeout_s, device):
-    """The collectives of a part of the ranks."""
+def _join(part, kind, config, device, probes):
+    """The collectives of a part of the ranks. ``probes``: of carriers.join."""
+    timeout_s = config.timeout_s
     if part.size == 1:
         return _C.single_rank(device)
     if kind == "shm" or (kind != "c10d" and part.one_host):
@@ -123,20 +128,10 @@ def _join(part, kind, timeout_s, device):
         control = _C.c10d_collectives(
             group._get_backend(torch.device("cpu")), part.store, group.group_name, "gloo", part.numbers
         )
-    if kind == "peer" or (kind == "auto" and part.one_host and device.type == "cuda"):
-        try:
-            return _C.peer_collectives(control, device, timeout_s, part.numbers)
-        except _C.CommError as error:
-            if kind == "peer":
-                raise
-            if part.rank == 0:
-                log.warning("strata: weights and gradients go through NCCL, since the GPUs do not reach each other's "
-                            "memory: %s", error)
-    if device.type == "cpu":
+    wanted = wanted_carriers(config, kind, part.one_host, device)
+    if wanted is None:
         return control
-    bulk = _nccl_backend(part, device, timeout_s)
-    name = f"nccl/{next(_bulk_groups)}"
-    return _C.device_collectives(control, bulk, part.store, device, name, "nccl", part.numbers)
+    return join(part, control, config, wanted, device, f"nccl/{next(_bulk_groups)}", probes)
 
 
 def _require_possible(kind, world_size, device):
@@ -159,13 +154,12 @@ def _describe_groups(config, size):
     return f"secondary groups of {size}" if config.secondary_shards else f"groups of {size}"
 
 
-def _require_same_groups(groups):
-    """``groups``: what shard groups are made, by rank."""
-    for rank, found in enumerate(groups):
-        if found != groups[0]:
+def _require_same(keys, what, by_rank):
+    """``by_rank``: what ``keys`` of the configuration make, a text a rank."""
+    for rank, found in enumerate(by_rank):
+        if found != by_rank[0]:
             raise _C.ConfigError(
-                "zero_optimization.mics_shard_size, zero_hpz_partition_size: every rank must use the same shard "
-                f"groups; found {groups[0]} on rank 0 and {found} on rank {rank}"
+                f"{keys}: every rank must use the same {what}; found {by_rank[0]} on rank 0 and {found} on rank {rank}"
             )
 
 
@@ -185,25 +179,6 @@ def _require_own_devices(hosts, devices):
                 f"strata.device: ranks {other} and {rank} are on one GPU; give each its own by LOCAL_RANK or "
                 f"CUDA_VISIBLE_DEVICES. Found {devices[rank]}"
             )
-
-
-def _nccl_backend(part, device, timeout_s):
-    """Of all ranks the NCCL backend of the default process group where it has one, since each takes memory of the
-    GPU; else that of a new group. It has carried something when this returns."""
-    backend = None
-    if part.size == dist.get_world_size():
-        with suppress(RuntimeError):
-            backend = dist.group.WORLD._get_backend(device)
-    if backend is None or backend.name() != "nccl":
-        backend = part.new_group("nccl", timeout_s)._get_backend(device)
-    try:
-        backend.allreduce([torch.zeros(1, device=device)]).wait()
-        torch.cuda.synchronize(device)
-    except Exception as error:
-        raise _C.CommError(
-            f"rank {dist.get_rank()} on host {socket.gethostname()}: NCCL did not start on {device}: {error}"
-        ) from error
-    return backend
 
 
 @contextmanager

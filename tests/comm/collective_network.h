@@ -1,4 +1,6 @@
-// A network as NCCL and gloo are, made of ranks that are threads: a gather needs every rank's call.
+// A network as NCCL and gloo are, made of ranks that are threads: a gather needs every rank's call,
+// and any memory is carried, not only what it has allocated. May share its ranks with collectives
+// that compare what they do in the same way (strata/comm/agreement.h).
 #pragma once
 
 #include <algorithm>
@@ -7,13 +9,17 @@
 #include <utility>
 #include <vector>
 
+#include "strata/base/error.h"
+#include "strata/comm/agreement.h"
+#include "strata/comm/bulk_operation.h"
 #include "strata/comm/collectives.h"
 
 namespace strata::comm::conformance {
 
 class CollectiveNetwork final : public Collectives {
  public:
-  explicit CollectiveNetwork(std::unique_ptr<Collectives> ranks) : ranks_(std::move(ranks)) {}
+  explicit CollectiveNetwork(std::shared_ptr<Collectives> ranks, RankNames names = {})
+      : ranks_(std::move(ranks)), names_(names) {}
 
   std::string_view name() const override { return "network"; }
   int rank() const override { return ranks_->rank(); }
@@ -26,31 +32,57 @@ class CollectiveNetwork final : public Collectives {
   }
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
-    // It carries any memory, not only what it has allocated.
-    const Bytes begin = slices.first_offset + slices.stride * rank();
-    const auto sent = ranks_->allocate("sent", slices.slice_bytes);
-    const auto own = const_cast<SharedBuffer*>(slices.buffer)->local().subspan(begin.size());
-    std::ranges::copy(own.first(slices.slice_bytes.size()), sent->local().begin());
+    const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
+    meet(gather.what);
+    auto sent = copied(gather.source);
     ranks_->barrier();
     auto work = ranks_->all_gather({sent.get(), Bytes(), Bytes(), slices.slice_bytes}, flat, tag);
     ranks_->barrier();
     return work;
   }
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
-    return ranks_->reduce_scatter(reduction, tag);
+    const BulkOperation reduce = describe_reduction(reduction, world_size(), tag);
+    meet(reduce.what);
+    auto sent = copied(reduce.source);
+    Reduction of_sent = reduction;
+    of_sent.source = sent.get();
+    of_sent.source_offset = Bytes();
+    auto work = ranks_->reduce_scatter(of_sent, tag);
+    work->wait();  // a network goes on by itself, whatever its ranks wait for
+    return work;
   }
   void all_reduce(std::span<double> values, ReduceOp op) override {
+    meet("all-reduce");
     ranks_->all_reduce(values, op);
   }
-  void broadcast(std::span<std::byte> bytes, int root) override { ranks_->broadcast(bytes, root); }
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    meet(describe_broadcast(Bytes(bytes.size()), root, world_size()));
+    ranks_->broadcast(bytes, root);
+  }
   std::vector<std::string> all_gather_text(const std::string& text) override {
     return ranks_->all_gather_text(text);
   }
-  void barrier() override { ranks_->barrier(); }
+  void barrier() override { meet("barrier"); }
   void abort(std::string_view reason) noexcept override { ranks_->abort(reason); }
 
  private:
-  std::unique_ptr<Collectives> ranks_;
+  void meet(const std::string& what) {
+    try {
+      agree(*ranks_, what, names_);
+    } catch (const CommError& error) {
+      throw CommError(what + ": " + error.what());
+    }
+  }
+
+  std::unique_ptr<SharedBuffer> copied(std::span<const std::byte> bytes) {
+    auto sent = ranks_->allocate("sent." + std::to_string(sent_++), Bytes(bytes.size()));
+    std::ranges::copy(bytes, sent->local().begin());
+    return sent;
+  }
+
+  std::shared_ptr<Collectives> ranks_;
+  RankNames names_;
+  int sent_ = 0;  // so many things, on every rank
 };
 
 }  // namespace strata::comm::conformance

@@ -34,8 +34,9 @@ class ShardGroupsTest : public testing::TestWithParam<const char*> {
     options.timeout = std::chrono::seconds(60);
     GroupedRanks ranks(world_size, group_size, options, slices);
     if (GetParam() == std::string("network")) {
-      ranks.set_network(
-          [](auto across) { return std::make_unique<CollectiveNetwork>(std::move(across)); });
+      ranks.set_network([](auto across, RankNames names) {
+        return std::make_unique<CollectiveNetwork>(std::move(across), names);
+      });
     }
     return run_as_threads(
         world_size, [&](int rank) { return ranks.rank(rank); }, body);

@@ -27,7 +27,8 @@ class GroupedRanks {
     }
   }
 
-  using Change = std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>)>;
+  using Change =
+      std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>, RankNames)>;
   // What stands between a rank and its replicas.
   void set_network(Change change) { network_ = std::move(change); }
 
@@ -35,7 +36,7 @@ class GroupedRanks {
     const int index = groups_.index_of(rank);
     const int group = groups_.group_of(rank);
     auto across = across_[static_cast<std::size_t>(index)].rank(group);
-    if (network_) across = network_(std::move(across));
+    if (network_) across = network_(std::move(across), groups_.across_of(rank));
     return make_grouped_collectives(inside_[static_cast<std::size_t>(group)].rank(index),
                                     std::move(across), std::make_shared<device::CpuDevice>(),
                                     slices_);

@@ -1,5 +1,6 @@
 // The conformance suite of the Collectives seam on c10d's gloo: alone, and as what carries the bulk
-// data of DeviceCollectives, whose device is the CPU here. A Python module, since gloo's process
+// data of DeviceCollectives, whose device is the CPU here, also with peers for gathers or
+// reductions. A Python module, since gloo's process
 // groups are made in Python; ranks are threads of one process, each with its own group.
 #include <gtest/gtest.h>
 #include <pybind11/functional.h>
@@ -10,6 +11,8 @@
 
 #include "comm/collectives_conformance.h"
 #include "strata/comm/local_collectives.h"
+#include "strata/comm/peer_collectives.h"
+#include "strata/comm/split_collectives.h"
 #include "strata/torch/c10d_collectives.h"
 #include "strata/torch/device_collectives.h"
 #include "strata/torch/placement.h"
@@ -40,17 +43,22 @@ std::vector<std::string> run_gloo(int world_size, std::chrono::milliseconds time
   return run_as_threads(world_size, make, body);
 }
 
-std::vector<std::string> run_device(int world_size, std::chrono::milliseconds timeout,
-                                    const RankBody& body) {
+// What a rank makes of the bulk collectives and the control plane that they share.
+using Combine = std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives> bulk,
+                                                           std::shared_ptr<Collectives> control)>;
+
+std::vector<std::string> run_on_device(const Combine& combine, int world_size,
+                                       std::chrono::milliseconds timeout, const RankBody& body) {
   const int group = ++groups_made;
   const double seconds = std::chrono::duration<double>(timeout).count();
   CommOptions options;
   options.timeout = timeout;
-  LocalGroup control(world_size, options);
+  LocalGroup group_of_control(world_size, options);
   const auto make = [&](int rank) {
+    const std::shared_ptr<Collectives> control = group_of_control.rank(rank);
     torch::DeviceGroup parts;
     parts.device = torch::make_device(parts.place, 1);
-    parts.control = control.rank(rank);
+    parts.control = control;
     parts.id = std::to_string(group);
     parts.name = "gloo";
     if (world_size > 1) {
@@ -59,19 +67,44 @@ std::vector<std::string> run_device(int world_size, std::chrono::milliseconds ti
       parts.bulk = std::move(backend);
       parts.store = std::move(store);
     }
-    return torch::make_device_collectives(std::move(parts));
+    return combine(torch::make_device_collectives(std::move(parts)), control);
   };
   return run_as_threads(world_size, make, body);
+}
+
+std::vector<std::string> run_device(int world_size, std::chrono::milliseconds timeout,
+                                    const RankBody& body) {
+  return run_on_device([](auto bulk, auto) { return bulk; }, world_size, timeout, body);
+}
+
+// Peers beside it carry gathers, or reductions.
+Backend split_backend(bool peers_gather) {
+  return {peers_gather ? "peers_gather" : "peers_reduce",
+          [peers_gather](int world_size, std::chrono::milliseconds timeout, const RankBody& body) {
+            const auto combine = [&](std::shared_ptr<Collectives> bulk,
+                                     std::shared_ptr<Collectives> control) {
+              PeerOptions options;
+              options.timeout = timeout;
+              std::shared_ptr<Collectives> peers = make_peer_collectives(
+                  torch::make_device(c10::DeviceType::CPU, 1), std::move(control), options);
+              if (!peers_gather) std::swap(peers, bulk);
+              return make_split_collectives(std::move(peers), std::move(bulk));
+            };
+            return run_on_device(combine, world_size, timeout, body);
+          }};
 }
 
 INSTANTIATE_TEST_SUITE_P(Device, CollectivesMoveData,
                          testing::Values(Backend{"device", run_device}));
 INSTANTIATE_TEST_SUITE_P(Device, CollectivesReportErrors,
                          testing::Values(Backend{"device", run_device}));
+INSTANTIATE_TEST_SUITE_P(Split, CollectivesMoveData,
+                         testing::Values(split_backend(true), split_backend(false)));
+INSTANTIATE_TEST_SUITE_P(Split, CollectivesReportErrors,
+                         testing::Values(split_backend(true), split_backend(false)));
+INSTANTIATE_TEST_SUITE_P(Split, OneSidedGathers, testing::Values(split_backend(true)));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesMoveData, testing::Values(Backend{"gloo", run_gloo}));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{"gloo", run_gloo}));
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OneSidedGathers);
-
 // 0 when all tests that `filter` names passed; their output goes to stdout.
 int run(MakeBackend make, const std::string& filter) {
   make_backend = std::move(make);

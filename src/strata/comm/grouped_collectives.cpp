@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/comm/collectives_pair.h"
 #include "strata/comm/replica_sums.h"
 
 namespace strata::comm {
@@ -33,41 +34,22 @@ void unpack(const std::string& pack, std::vector<std::string>& texts) {
 }
 
 // Shared by the Collectives and its Works, which may outlive it.
-class Core {
+class Core final : public CollectivesPair {
  public:
   Core(std::shared_ptr<Collectives> inside, std::shared_ptr<Collectives> across,
        std::shared_ptr<device::Device> device, Slices slices)
-      : inside_(std::move(inside)),
-        across_(std::move(across)),
+      : CollectivesPair(std::move(inside), std::move(across)),
         device_(std::move(device)),
-        sums_(*inside_, *across_, *device_, slices == Slices::kSecondary) {}
+        sums_(first(), second(), *device_, slices == Slices::kSecondary) {}
 
-  Collectives& inside() { return *inside_; }
-  Collectives& across() { return *across_; }
+  Collectives& inside() const { return first(); }
+  Collectives& across() const { return second(); }
   device::Device& device() { return *device_; }
   ReplicaSums& sums() { return sums_; }
-  bool broken() const { return !failure_.empty(); }
-
-  // What one part throws is the end of the other, too, so that all ranks hear of it.
-  template <typename Call>
-  auto guarded(Call&& call) -> decltype(call()) {
-    if (broken()) throw CommError(failure_);
-    try {
-      return std::forward<Call>(call)();
-    } catch (const CommError& error) {
-      if (!broken()) failure_ = error.what();
-      inside_->abort(failure_);
-      across_->abort(failure_);
-      throw CommError(failure_);
-    }
-  }
 
  private:
-  std::shared_ptr<Collectives> inside_;
-  std::shared_ptr<Collectives> across_;
   std::shared_ptr<device::Device> device_;
   ReplicaSums sums_;
-  std::string failure_;
 };
 
 class GroupedReduction final : public Work {
@@ -98,23 +80,6 @@ class GroupedReduction final : public Work {
  private:
   std::shared_ptr<Core> core_;
   ReplicaSums::Started started_;
-};
-
-// Of `inside`; its errors end `across`, too.
-class GroupWork final : public Work {
- public:
-  GroupWork(std::shared_ptr<Core> core, std::unique_ptr<Work> work)
-      : core_(std::move(core)), work_(std::move(work)) {}
-
-  bool done() override { return work_->done(); }
-  void wait() override {
-    core_->guarded([&] { work_->wait(); });
-  }
-  WorkTimes times() const override { return work_->times(); }
-
- private:
-  std::shared_ptr<Core> core_;
-  std::unique_ptr<Work> work_;
 };
 
 ShardPlace place_of(const Collectives& inside, const Collectives& across, Slices slices) {
@@ -158,7 +123,7 @@ class GroupedCollectives final : public Collectives {
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
     return core_->guarded([&]() -> std::unique_ptr<Work> {
-      return std::make_unique<GroupWork>(core_, core_->inside().all_gather(slices, flat, tag));
+      return std::make_unique<PairWork>(core_, core_->inside().all_gather(slices, flat, tag));
     });
   }
 
@@ -167,7 +132,7 @@ class GroupedCollectives final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return core_->guarded([&]() -> std::unique_ptr<Work> {
       if (groups_.count == 1)
-        return std::make_unique<GroupWork>(core_, core_->inside().reduce_scatter(reduction, tag));
+        return std::make_unique<PairWork>(core_, core_->inside().reduce_scatter(reduction, tag));
       return std::make_unique<GroupedReduction>(core_, core_->sums().start(reduction, tag));
     });
   }
@@ -219,10 +184,7 @@ class GroupedCollectives final : public Collectives {
     core_->guarded([&] { core_->inside().barrier(); });
   }
 
-  void abort(std::string_view reason) noexcept override {
-    core_->inside().abort(reason);
-    core_->across().abort(reason);
-  }
+  void abort(std::string_view reason) noexcept override { core_->abort(reason); }
 
  private:
   void complete_from_memory(std::span<const SliceMap> slices);

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "strata/base/error.h"
-#include "strata/comm/bulk_operation.h"
+#include "strata/comm/agreement.h"
 #include "strata/memory/host_buffer.h"
 
 namespace strata::comm {
@@ -156,22 +156,7 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
 }
 
 std::vector<std::uint64_t> PeerLink::agree(const std::string& what, std::uint64_t number) {
-  return controlled(what, [&] {
-    const auto hash = static_cast<double>(std::hash<std::string>{}(what) >> 12U);  // exact
-    std::vector<double> values(static_cast<std::size_t>(world_size_) + 2);
-    values[static_cast<std::size_t>(rank_)] = static_cast<double>(number);
-    const auto end = values.end();
-    end[-2] = hash;
-    end[-1] = -hash;
-    // Numbers are not negative, so that each rank's own is the largest at its place.
-    control_->all_reduce(values, ReduceOp::kMax);
-    if (end[-2] != -end[-1])
-      throw CommError(different_operations(control_->all_gather_text(what), names_));
-    std::vector<std::uint64_t> numbers;
-    for (auto value = values.begin(); value != end - 2; ++value)
-      numbers.push_back(static_cast<std::uint64_t>(*value));
-    return numbers;
-  });
+  return controlled(what, [&] { return comm::agree(*control_, what, names_, number); });
 }
 
 void PeerLink::barrier() {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/comm/bulk_operation.h"
 #include "strata/torch/dtype.h"
 #include "strata/torch/group_clock.h"
@@ -169,13 +170,7 @@ class DeviceCollectives final : public comm::Collectives {
 
   // Before sizes and kinds must agree, and before anything is queued that only a peer can end.
   void require_same_operation(const std::string& what) {
-    controlled(what, [&] {
-      const auto hash = static_cast<double>(std::hash<std::string>{}(what) >> 12U);  // exact
-      double range[] = {hash, -hash};
-      control_->all_reduce(range, comm::ReduceOp::kMax);
-      if (range[0] == -range[1]) return;
-      throw CommError(comm::different_operations(control_->all_gather_text(what), names_of_ranks_));
-    });
+    controlled(what, [&] { comm::agree(*control_, what, names_of_ranks_); });
   }
 
   // A call of the control plane; what it throws is the end of this group, too.

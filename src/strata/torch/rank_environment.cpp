@@ -103,6 +103,19 @@ void require_same_groups(const c10::intrusive_ptr<c10d::Store>& store,
   }
 }
 
+// This face starts no NCCL.
+void require_one_carrier(const engine::Config& config, c10::Device place) {
+  using engine::CarrierKind;
+  for (const CarrierKind kind : {config.strata.gather, config.strata.reduce}) {
+    if (kind == CarrierKind::kAuto || (kind == CarrierKind::kPeer && place.is_cuda())) continue;
+    throw ConfigError(fmt::format(
+        "strata.gather, strata.reduce: they choose between peer and nccl for a model on GPUs, and "
+        "a C++ program that wants NCCL for one of them makes both (make_split_collectives) and "
+        "passes TrainerOptions::collectives; found '{}' and a model on {}",
+        kind == CarrierKind::kPeer ? "peer" : "nccl", place.str()));
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<comm::Collectives> single_rank(c10::Device place) {
@@ -139,6 +152,7 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
   using engine::CollectivesKind;
   if (environment.world_size == 1) return single_rank(place);
   const CollectivesKind kind = config.strata.collectives;
+  require_one_carrier(config, place);
   const bool peers =
       kind == CollectivesKind::kPeer || (kind == CollectivesKind::kAuto && place.is_cuda());
   const bool shared =

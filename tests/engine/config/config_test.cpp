@@ -33,6 +33,8 @@ TEST(Config, HasDefaultsOfItsOwnSection) {
   const StrataConfig s = parsed("{}").strata;
   EXPECT_EQ(s.reduce_at, ReduceAt::kMicroStep);
   EXPECT_EQ(s.collectives, CollectivesKind::kAuto);
+  EXPECT_EQ(s.gather, CarrierKind::kAuto);
+  EXPECT_EQ(s.reduce, CarrierKind::kAuto);
   EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
   EXPECT_TRUE(s.wrap.empty());
   EXPECT_EQ(s.init_tier, "auto");
@@ -42,12 +44,15 @@ TEST(Config, HasDefaultsOfItsOwnSection) {
 
 TEST(Config, ReadsItsOwnSection) {
   const StrataConfig s = parsed(R"({"strata": {"reduce_at": "boundary", "collectives": "shm",
+      "gather": "peer", "reduce": "nccl",
       "max_live_bytes": "512MiB", "wrap": ["Block"], "unit_size": 1e6, "threads": 3,
       "init": {"tier": "device_grow", "read": "direct", "report": "start.json"},
       "timeout_s": 7.5}})")
                              .strata;
   EXPECT_EQ(s.reduce_at, ReduceAt::kBoundary);
   EXPECT_EQ(s.collectives, CollectivesKind::kShm);
+  EXPECT_EQ(s.gather, CarrierKind::kPeer);
+  EXPECT_EQ(s.reduce, CarrierKind::kNccl);
   EXPECT_EQ(s.max_live, 512_MiB);
   EXPECT_EQ(s.wrap, std::vector<std::string>{"Block"});
   EXPECT_EQ(s.unit_size, Bytes(1'000'000));

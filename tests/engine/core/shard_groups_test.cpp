@@ -27,8 +27,8 @@ std::vector<std::string> run_groups(const Groups& groups, const Body& body) {
   options.timeout = std::chrono::seconds(60);
   comm::conformance::GroupedRanks ranks(groups.world, groups.size, options, groups.slices);
   if (groups.network) {
-    ranks.set_network([](auto across) {
-      return std::make_unique<comm::conformance::CollectiveNetwork>(std::move(across));
+    ranks.set_network([](auto across, comm::RankNames names) {
+      return std::make_unique<comm::conformance::CollectiveNetwork>(std::move(across), names);
     });
   }
   std::vector<std::string> errors(static_cast<std::size_t>(groups.world));
@@ -142,7 +142,8 @@ void expect_bits_of_reference(const FakeModel& model, const Case& c) {
       const double norm = reference.step(scalars(), c.loss_scale);
       const StepResult result = rank.engine().step(scalars(), c.loss_scale, false);
       // Secondary slices are smaller: the sum of squares is taken in another order.
-      ASSERT_NEAR(result.grad_norm.value(), norm, secondary ? 1e-13 * norm : 0.0) << "step " << step;
+      ASSERT_NEAR(result.grad_norm.value(), norm, secondary ? 1e-13 * norm : 0.0)
+          << "step " << step;
       for (int p = 0; p < model.count(); ++p) {
         ASSERT_EQ(rank.weight(p), reference.weight(p))
             << model.params[static_cast<std::size_t>(p)].name;

@@ -4,123 +4,11 @@
 #include <numeric>
 #include <random>
 
-#include "engine/core/fake_model.h"
-#include "engine/core/reference_step.h"
-#include "strata/comm/peer_collectives.h"
+#include "engine/core/training_step_cases.h"
 #include "strata/engine/external_optimizer.h"
 
 namespace strata::engine::fake {
 namespace {
-
-constexpr int kSteps = 3;
-
-std::vector<GroupScalars> groups_of(int step) {
-  std::vector<GroupScalars> groups(3);
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    groups[g].lr = 1e-2 * static_cast<double>(g + 1) / (step + 1);
-    groups[g].beta1 = 0.9 - 0.1 * static_cast<double>(g);
-    groups[g].weight_decay = 0.1 * static_cast<double>(g);
-  }
-  return groups;
-}
-
-// What one rank's autograd makes in one micro-step; the same call gives the same gradients.
-struct Script {
-  // Gradients of (step, micro, rank) by parameter.
-  std::function<Gradients(int step, int micro, int rank)> gradients;
-  // The order in which a rank's gradients arrive; empty: scope by scope, backwards.
-  std::function<std::vector<int>(int step, int micro, int rank)> arrival;
-};
-
-struct Case {
-  DType dtype = DType::kFloat32;
-  int world = 1;
-  int accumulation = 1;
-  RankOptions options;
-  double loss_scale = 1.0;
-  bool peers = false;  // the ranks' collectives; else local ones
-  std::string name() const {
-    return fmt::format("{} stage {} world {} accumulation {} boundary {} clipping {}",
-                       name_of(dtype), options.engine.stage, world, accumulation,
-                       options.engine.reduce_at_boundary, options.engine.gradient_clipping);
-  }
-};
-
-Gradients all_gradients(const FakeModel& model, int step, int micro, int rank) {
-  Gradients gradients(model.params.size());
-  for (int p = 0; p < model.count(); ++p) {
-    const auto index = static_cast<std::size_t>(p);
-    if (!model.params[index].trainable) continue;
-    const auto seed = static_cast<std::uint64_t>(((step * 8 + micro) * 8 + rank) * 64 + p);
-    gradients[index] = noises(seed, model.numel(p));
-  }
-  return gradients;
-}
-
-void add_all(FakeRank& rank, const Gradients& gradients, const std::vector<int>& arrival,
-             bool boundary) {
-  const auto add = [&](int p) {
-    const auto& gradient = gradients[static_cast<std::size_t>(p)];
-    if (gradient) rank.add(p, *gradient);
-  };
-  if (arrival.empty()) {
-    rank.backward(boundary, add);
-  } else {
-    rank.engine().begin_backward(boundary);
-    for (const int p : arrival) add(p);
-    rank.engine().end_backward();
-  }
-}
-
-void expect_same_weights(FakeRank& rank, const ReferenceStep& reference) {
-  for (int p = 0; p < rank.model().count(); ++p) {
-    ASSERT_EQ(rank.weight(p), reference.weight(p))
-        << rank.model().params[static_cast<std::size_t>(p)].name;
-  }
-}
-
-void expect_bits_of_reference(const FakeModel& model, const Case& c, const Script& script) {
-  SCOPED_TRACE(c.name());
-  ReferenceOptions plain;
-  plain.reduce_dtype = c.options.engine.reduce_dtype;
-  plain.sum = c.options.engine.sum_gradients;
-  plain.clipping = c.options.engine.gradient_clipping;
-  plain.decoupled = c.options.rule == UpdateRule::kAdamW;
-  expect_no_errors(run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
-    ReferenceStep reference(model, c.world, plain);
-    if (c.peers && c.world > 1) {
-      collectives = comm::make_peer_collectives(std::make_shared<device::CpuDevice>(),
-                                                std::move(collectives), {});
-    }
-    FakeRank rank(model, c.options, std::move(collectives));
-    expect_same_weights(rank, reference);
-    for (int step = 0; step < kSteps; ++step) {
-      for (int micro = 0; micro < c.accumulation; ++micro) {
-        const bool boundary = micro + 1 == c.accumulation;
-        rank.forward();
-        std::vector<Gradients> by_rank;
-        for (int i = 0; i < c.world; ++i) by_rank.push_back(script.gradients(step, micro, i));
-        add_all(rank, by_rank[static_cast<std::size_t>(r)],
-                script.arrival ? script.arrival(step, micro, r) : std::vector<int>{}, boundary);
-        reference.add(by_rank, boundary || !c.options.engine.reduce_at_boundary);
-      }
-      const double norm = reference.step(groups_of(step), c.loss_scale);
-      const StepResult result = rank.engine().step(groups_of(step), c.loss_scale, false);
-      ASSERT_TRUE(result.applied);
-      if (!c.options.engine.late_norm) {
-        ASSERT_EQ(result.grad_norm, norm) << "step " << step;
-      }
-      ASSERT_EQ(rank.engine().grad_norm(), norm) << "step " << step;
-      expect_same_weights(rank, reference);
-    }
-  }));
-}
-
-Script plain_script(const FakeModel& model) {
-  return {
-      [&model](int step, int micro, int rank) { return all_gradients(model, step, micro, rank); },
-      nullptr};
-}
 
 class TrainingStep : public ::testing::TestWithParam<int> {};
 
@@ -176,10 +64,24 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereNobodyWaitsForTheNorm) {
   const FakeModel model(small_builder(DType::kBFloat16));
   for (const int world : {1, 2, 3}) {
     for (const double clipping : {0.0, 0.25}) {
-      Case c{DType::kBFloat16, world, 2, {}, 1.0, true};
+      for (const Over over : {Over::kPeers, Over::kPeersGather, Over::kPeersReduce}) {
+        Case c{DType::kBFloat16, world, 2, {}, 1.0, over};
+        c.options.engine.stage = GetParam();
+        c.options.engine.gradient_clipping = clipping;
+        c.options.engine.late_norm = true;
+        expect_bits_of_reference(model, c, plain_script(model));
+      }
+    }
+  }
+}
+
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereGathersAndReductionsAreCarriedApart) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const FakeModel model(small_builder(dtype));
+    for (const Over over : {Over::kPeersGather, Over::kPeersReduce}) {
+      Case c{dtype, 3, 2, {}, 1.0, over};
       c.options.engine.stage = GetParam();
-      c.options.engine.gradient_clipping = clipping;
-      c.options.engine.late_norm = true;
+      c.options.engine.gradient_clipping = 0.25;
       expect_bits_of_reference(model, c, plain_script(model));
     }
   }

@@ -129,6 +129,12 @@ PrecisionConfig read_precision(const Settings& s) {
           .loss_scale = read_loss_scale(s, fp16)};
 }
 
+CarrierKind carrier_of(const std::string& name) {
+  return name == "peer"   ? CarrierKind::kPeer
+         : name == "nccl" ? CarrierKind::kNccl
+                          : CarrierKind::kAuto;
+}
+
 StrataConfig read_strata(const Settings& s) {
   const auto bytes = [&s](const char* path) -> std::optional<Bytes> {
     const auto value = s.maybe<std::int64_t>(path);
@@ -152,6 +158,8 @@ StrataConfig read_strata(const Settings& s) {
                          : how == "nccl" ? CollectivesKind::kNccl
                          : how == "peer" ? CollectivesKind::kPeer
                                          : CollectivesKind::kAuto,
+          .gather = carrier_of(s.text("strata.gather")),
+          .reduce = carrier_of(s.text("strata.reduce")),
           .max_live = bytes("strata.max_live_bytes"),
           .wrap = s.texts("strata.wrap"),
           .unit_size = bytes("strata.unit_size"),

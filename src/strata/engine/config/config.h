@@ -59,6 +59,8 @@ enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
 enum class RefreshAt : std::uint8_t { kAuto, kStep, kForward };
 enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
+// What carries weights or gradients between GPUs; kAuto: as CollectivesKind says.
+enum class CarrierKind : std::uint8_t { kAuto, kPeer, kNccl };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
@@ -67,6 +69,8 @@ struct StrataConfig {
   RefreshAt refresh_at = RefreshAt::kAuto;
   DeviceKind device = DeviceKind::kAuto;
   CollectivesKind collectives = CollectivesKind::kAuto;
+  CarrierKind gather = CarrierKind::kAuto;
+  CarrierKind reduce = CarrierKind::kAuto;
   std::optional<Bytes> max_live;           // absent: from zero.max_live_parameters
   std::vector<std::string> wrap;           // empty: blocks are found by themselves
   std::optional<Bytes> unit_size;          // absent: the engine's own

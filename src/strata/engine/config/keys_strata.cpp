@@ -27,6 +27,17 @@ constexpr std::array kKeys{
         "GPUs peer (copy engines between GPUs of one host) or nccl for weights and gradients; auto "
         "takes peer where all GPUs reach each other",
         ""},
+    Key{"strata.gather", kChoice, "\"auto\"", "auto|peer|nccl", kHonoured,
+        "what carries weights between GPUs that are one shard group, where that shall not be what "
+        "carries gradients; auto: as strata.collectives says. Where that is auto, too, and NCCL "
+        "runs already (the script has used it, or strata.reduce names it), a probe of some "
+        "milliseconds compares both, and takes nccl if that is 1.5 times as fast: it computes on "
+        "what the model computes on. NCCL is not started for a probe, since that takes a second",
+        ""},
+    Key{"strata.reduce", kChoice, "\"auto\"", "auto|peer|nccl", kHonoured,
+        "what carries gradients, likewise; peer adds up in fp32 what travels in 16 bits, nccl in "
+        "communication_data_type, and in an order of its own",
+        ""},
     Key{"strata.max_live_bytes", kBytes, "null", "> 0", kHonoured,
         "most bytes of gathered parameters a rank, kept from forward to backward as far as they "
         "fit; null or \"auto\": from stage3_max_live_parameters",

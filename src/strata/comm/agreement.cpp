@@ -1,0 +1,28 @@
+#include "strata/comm/agreement.h"
+
+#include <functional>
+
+#include "strata/base/error.h"
+#include "strata/comm/bulk_operation.h"
+
+namespace strata::comm {
+
+std::vector<std::uint64_t> agree(Collectives& control, const std::string& what, RankNames names,
+                                 std::uint64_t number) {
+  const auto hash = static_cast<double>(std::hash<std::string>{}(what) >> 12U);  // exact
+  std::vector<double> values(static_cast<std::size_t>(control.world_size()) + 2);
+  values[static_cast<std::size_t>(control.rank())] = static_cast<double>(number);
+  const auto end = values.end();
+  end[-2] = hash;
+  end[-1] = -hash;
+  // Numbers are not negative, so that each rank's own is the largest at its place.
+  control.all_reduce(values, ReduceOp::kMax);
+  if (end[-2] != -end[-1])
+    throw CommError(different_operations(control.all_gather_text(what), names));
+  std::vector<std::uint64_t> numbers;
+  for (auto value = values.begin(); value != end - 2; ++value)
+    numbers.push_back(static_cast<std::uint64_t>(*value));
+  return numbers;
+}
+
+}  // namespace strata::comm

@@ -1,0 +1,21 @@
+// The meeting of ranks before an operation that all of them must do: who came for another one shows
+// here, before a stream or a backend waits for what never comes. Collectives that carry bulk data
+// beside a control plane begin each of their operations with it, so that several of them may share
+// one control plane. Threads, errors: collectives.h; CommError that says what each rank does.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/comm/comm_options.h"
+
+namespace strata::comm {
+
+// Collective over `control`. `what`: equal on ranks that do the same. Returns everybody's `number`,
+// by rank; numbers are below 2^52.
+std::vector<std::uint64_t> agree(Collectives& control, const std::string& what, RankNames names,
+                                 std::uint64_t number = 0);
+
+}  // namespace strata::comm

@@ -1,0 +1,70 @@
+// Two Collectives that fail together, as parts of what is made of them: what one throws is the end
+// of the other, too, so that all ranks hear of it, and every later call throws the same again.
+// Threads: one thread of a rank. Ownership: shares both; works share the pair.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/comm/collectives.h"
+
+namespace strata::comm {
+
+class CollectivesPair {
+ public:
+  CollectivesPair(std::shared_ptr<Collectives> first, std::shared_ptr<Collectives> second)
+      : first_(std::move(first)), second_(std::move(second)) {}
+
+  Collectives& first() const { return *first_; }
+  Collectives& second() const { return *second_; }
+  bool broken() const { return !failure_.empty(); }
+
+  template <typename Call>
+  auto guarded(Call&& call) -> decltype(call()) {
+    if (broken()) throw CommError(failure_);
+    try {
+      return std::forward<Call>(call)();
+    } catch (const CommError& error) {
+      if (!broken()) failure_ = error.what();
+      abort(failure_);
+      throw CommError(failure_);
+    }
+  }
+
+  void abort(std::string_view reason) noexcept {
+    first_->abort(reason);
+    second_->abort(reason);
+  }
+
+ private:
+  std::shared_ptr<Collectives> first_;
+  std::shared_ptr<Collectives> second_;
+  std::string failure_;  // the first; empty: all is well
+};
+
+// Of one of the two.
+class PairWork final : public Work {
+ public:
+  PairWork(std::shared_ptr<CollectivesPair> pair, std::shared_ptr<Work> work)
+      : pair_(std::move(pair)), work_(std::move(work)) {}
+
+  bool done() override {
+    return pair_->broken() || pair_->guarded([&] { return work_->done(); });
+  }
+  void wait() override {
+    pair_->guarded([&] { work_->wait(); });
+  }
+  void wait_for_readers() override {
+    pair_->guarded([&] { work_->wait_for_readers(); });
+  }
+  WorkTimes times() const override { return work_->times(); }
+
+ private:
+  std::shared_ptr<CollectivesPair> pair_;
+  std::shared_ptr<Work> work_;
+};
+
+}  // namespace strata::comm
