@@ -38,6 +38,9 @@ struct EngineOptions {
   // Whether the norm of the gradients is computed where they are, and no host waits for it. Absent:
   // where the device runs ahead.
   std::optional<bool> late_norm;
+  bool wants_late_norm(bool runs_ahead) const {
+    return late_norm.value_or(runs_ahead) && check_finite;
+  }
   bool check_finite = true;  // fp32, bf16: a gradient that is not finite is an error
   std::string trace;         // the file of the timeline (step_trace.h); empty: none
   int trace_steps = 3;       // that are in it

@@ -199,23 +199,34 @@ void Gatherer::drop(int index) {
 
 bool Gatherer::make_room(Bytes bytes, std::int64_t distance) {
   while (live_ + bytes > bounds_.max_live) {
-    int farthest = -1;
-    std::int64_t farthest_distance = distance;
-    for (const Unit& u : units_) {
-      const Slot& s = slot(u.id);
-      if (u.whole || s.state == State::kReleased || s.pins > 0) continue;
-      // A running prefetch is not thrown away for another prefetch.
-      if (s.state == State::kGathering && distance >= 0) continue;
-      const std::int64_t d = order_.distance(u.id);
-      if (d > farthest_distance) {
-        farthest = u.id;
-        farthest_distance = d;
-      }
-    }
-    if (farthest < 0) return false;
-    drop(farthest);
+    const int evicted = farthest(bytes, distance);
+    if (evicted < 0) return false;
+    drop(evicted);
   }
   return true;
+}
+
+// The unit that is used last of those that nobody pins; one of `bytes` where there is any, since
+// its buffer will do, while one of another size would have to be freed and this one made. -1: none
+// is used later than `distance`.
+int Gatherer::farthest(Bytes bytes, std::int64_t distance) const {
+  int result = -1;
+  std::int64_t result_distance = distance;
+  bool result_fits = false;
+  for (const Unit& u : units_) {
+    const Slot& s = slot(u.id);
+    if (u.whole || s.state == State::kReleased || s.pins > 0) continue;
+    // A running prefetch is not thrown away for another prefetch.
+    if (s.state == State::kGathering && distance >= 0) continue;
+    const std::int64_t d = order_.distance(u.id);
+    const bool fits = footprint(u.id) == bytes;
+    if (d <= distance || (result_fits && !fits)) continue;
+    if (d <= result_distance && fits == result_fits) continue;
+    result = u.id;
+    result_distance = d;
+    result_fits = fits;
+  }
+  return result;
 }
 
 void Gatherer::prefetch() {
@@ -279,77 +290,6 @@ void Gatherer::evict_all() {
   for (const Unit& u : units_) {
     if (!u.whole && slot(u.id).pins == 0) drop(u.id);
   }
-}
-
-// In the order of their uses where each rank may have its own, since that is learned.
-std::vector<int> Gatherer::whole_units(Changed changed) const {
-  std::vector<int> result;
-  std::vector<bool> listed(units_.size());
-  const auto add = [&](int index) {
-    const Unit& u = unit(index);
-    if (!u.whole || listed[static_cast<std::size_t>(index)]) return;
-    listed[static_cast<std::size_t>(index)] = true;
-    if (changed == Changed::kAll || u.trainable()) result.push_back(index);
-  };
-  if (collectives_.one_sided()) std::ranges::for_each(order_.next_pass(), add);
-  for (const Unit& u : units_) add(u.id);
-  return result;
-}
-
-void Gatherer::refresh_whole(Changed changed, bool late) {
-  if (collectives_.shard_place().held_count() == 1) return;
-  for (const int index : whole_units(changed)) {
-    if (std::ranges::find(refreshing_, index) == refreshing_.end()) start_refresh(index);
-  }
-  for (const int index : std::exchange(refreshing_, {})) {
-    slot(index).awaited = late && bounds_.refresh_late && views_.await(index);
-    if (!slot(index).awaited) complete(index);
-  }
-}
-
-std::vector<int> Gatherer::first_needed() const {
-  std::vector<int> result;
-  // As much as may be live; at least the unit that is used first, and what is fetched while it
-  // computes.
-  const Bytes least = std::max(bounds_.prefetch, bounds_.least_ahead);
-  Bytes all;
-  Bytes ahead;
-  for (const int index : order_.next_pass()) {
-    const Unit& u = unit(index);
-    if (u.whole ? !bounds_.refresh_late : !prefetches_) continue;
-    if (std::ranges::find(result, index) != result.end()) continue;
-    all += footprint(index);
-    if (!result.empty()) ahead += footprint(index);
-    if (all > bounds_.max_live && (bounds_.hard || ahead > least)) break;
-    if (u.trainable()) result.push_back(index);
-  }
-  return result;
-}
-
-void Gatherer::fetch_first(std::span<const int> units) {
-  if (collectives_.shard_place().held_count() == 1) return;
-  for (const int index : units) {
-    if (unit(index).whole) {
-      start_refresh(index);
-    } else if (slot(index).state == State::kReleased &&
-               (!bounds_.hard || live_ + footprint(index) <= bounds_.max_live)) {
-      start_if_it_fits(index);
-    }
-  }
-}
-
-void Gatherer::start_refresh(int index) {
-  const Unit& u = unit(index);
-  Slot& s = slot(index);
-  STRATA_ASSERT(u.whole && s.state == State::kGathered);
-  const Bytes bytes(u.resident.size());
-  s.recording = recorder_.begin_transfer(Activity::kRefresh, index, bytes);
-  s.work = collectives_.all_gather(u.slices, u.resident, u.name());
-  recorder_.started(s.recording, *s.work);
-  s.state = State::kGathering;
-  ++recorder_.counts().refreshes;
-  recorder_.counts().refreshed += bytes;
-  refreshing_.push_back(index);
 }
 
 }  // namespace strata::engine

@@ -113,6 +113,7 @@ class Gatherer {
   void drop(int unit);
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
+  int farthest(Bytes bytes, std::int64_t distance) const;
   void prefetch();
   bool fits_ahead(Bytes bytes) const;
   // Gathers the unit, which is released, if it fits; nothing is evicted for it.

@@ -104,6 +104,38 @@ TEST(Gatherer, APassAllocatesNothingAfterTheFirst) {
   }
 }
 
+TEST(Gatherer, APassAllocatesLittleWhereUnitsOfSeveralSizesDoNotAllFit) {
+  plan::ModelBuilder b;
+  b.linear(0, "embed", 6 * kBlock);
+  const int layers = b.list(0, "layers");
+  for (int i = 0; i < 16; ++i) {
+    const int layer = b.module(layers, std::to_string(i), "Layer");
+    b.param(b.module(layer, "attention", "Linear"), "weight", kBlock);
+    b.param(b.module(layer, "up", "Linear"), "weight", 8 * kBlock);
+    b.param(b.module(layer, "down", "Linear"), "weight", 4 * kBlock);
+  }
+  b.linear(0, "head", 6 * kBlock);
+  plan::PlanOptions small;
+  small.block_unit_bytes = block_bytes();
+  const FakeModel model(b, small);
+  ASSERT_EQ(model.plan.units.size(), 50U);
+  for (const int blocks : {52, 70}) {  // a layer takes 13
+    on_two_ranks([&](auto collectives) {
+      FakeRank rank(model, bounded(block_bytes() * blocks, block_bytes()), std::move(collectives));
+      const auto train = [&](int steps) {
+        for (int i = 0; i < steps; ++i) {
+          train_one_pass(rank);
+          step(rank);
+        }
+        return rank.gatherer().allocations();
+      };
+      const std::int64_t warm = train(3);
+      // Those of the two ends of the model, whose size no other unit has, and what gives way.
+      EXPECT_LE(train(4) - warm, 4 * 6) << blocks << " blocks";
+    });
+  }
+}
+
 TEST(Gatherer, StepsAllocateNothingOnceEverySizeFits) {
   const FakeModel model = model_of_blocks(kBlock, 3 * kBlock);
   on_two_ranks([&](auto collectives) {
@@ -272,69 +304,6 @@ TEST(Gatherer, AnExhaustedDeviceIsReportedWithWhatIsInUseAndNothingLeaks) {
     rank.gatherer().acquire(3);
     rank.gatherer().release(3);
     rank.gatherer().release(2);
-  });
-}
-
-// Stage 2, refreshed beside the next forward.
-RankOptions late_refresh(bool can_await) {
-  RankOptions options;
-  options.engine.stage = 2;
-  options.engine.refresh_late = true;
-  options.can_await = can_await;
-  return options;
-}
-
-TEST(Gatherer, AWholeUnitIsAwaitedFromTheStepToItsFirstUse) {
-  const FakeModel model = model_of_blocks(kBlock, kBlock);
-  on_two_ranks([&](auto collectives) {
-    FakeRank rank(model, late_refresh(true), std::move(collectives));
-    for (int i = 0; i < 2; ++i) {
-      train_one_pass(rank);
-      for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
-      step(rank);
-      for (int unit = 0; unit < 9; ++unit) {
-        EXPECT_TRUE(rank.views().awaited(unit));
-        EXPECT_FALSE(rank.gatherer().gathered(unit));
-      }
-      rank.gatherer().complete(4);  // as a reader does
-      rank.gatherer().complete(4);
-      rank.gatherer().acquire(2);
-      rank.gatherer().release(2);
-      for (int unit = 0; unit < 9; ++unit) {
-        EXPECT_EQ(rank.gatherer().gathered(unit), unit == 2 || unit == 4);
-        EXPECT_EQ(rank.views().attached(unit), unit == 2 || unit == 4);
-      }
-    }
-  });
-}
-
-TEST(Gatherer, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAgain) {
-  const FakeModel model = model_of_blocks(kBlock, kBlock);
-  on_two_ranks([&](auto collectives) {
-    FakeRank rank(model, late_refresh(true), std::move(collectives));
-    train_one_pass(rank);
-    step(rank);
-    rank.engine().begin_forward();  // nothing is used in it
-    rank.engine().begin_backward(true);
-    for (int p = 0; p < model.count(); ++p) rank.add(p, noises(1, model.numel(p)));
-    rank.engine().end_backward();
-    rank.gatherer().invalidate(Changed::kTrainable);
-    for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
-    step(rank);
-    const std::vector<std::byte> late = rank.weight(3);
-    const auto everybody = rank.collectives().all_gather_text(
-        std::string(reinterpret_cast<const char*>(late.data()), late.size()));
-    EXPECT_EQ(everybody[0], everybody[1]);
-  });
-}
-
-TEST(Gatherer, WhereReadersCannotBeToldWholeUnitsAreCompleteAfterTheStep) {
-  const FakeModel model = model_of_blocks(kBlock, kBlock);
-  on_two_ranks([&](auto collectives) {
-    FakeRank rank(model, late_refresh(false), std::move(collectives));
-    train_one_pass(rank);
-    step(rank);
-    for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.gatherer().gathered(unit));
   });
 }
 

@@ -1,0 +1,102 @@
+// Units that stay whole, between a step and their next use.
+#include <gtest/gtest.h>
+
+#include "engine/core/fake_model.h"
+#include "strata/engine/gatherer.h"
+
+namespace strata::engine::fake {
+namespace {
+
+constexpr std::int64_t kBlock = 4096;  // elements
+
+// Nine units.
+FakeModel model_of_blocks() {
+  plan::ModelBuilder b;
+  b.linear(0, "embed", kBlock);
+  const int layers = b.list(0, "layers");
+  for (int i = 0; i < 8; ++i) {
+    const int layer = b.module(layers, std::to_string(i), "Layer");
+    b.param(b.module(layer, "proj", "Linear"), "weight", kBlock);
+  }
+  return FakeModel(b);
+}
+
+void train_one_pass(FakeRank& rank) {
+  rank.forward();
+  rank.backward(true, [&](int p) { rank.add(p, noises(1, rank.model().numel(p))); });
+}
+
+void step(FakeRank& rank) {
+  const std::vector<GroupScalars> groups(1);
+  rank.engine().step(groups, 1.0, false);
+}
+
+void on_two_ranks(const std::function<void(std::shared_ptr<comm::Collectives>)>& body) {
+  expect_no_errors(run_ranks(2, [&](int, auto collectives) { body(std::move(collectives)); }));
+}
+
+// Stage 2, refreshed beside the next forward.
+RankOptions late_refresh(bool can_await) {
+  RankOptions options;
+  options.engine.stage = 2;
+  options.engine.refresh_late = true;
+  options.can_await = can_await;
+  return options;
+}
+
+TEST(GathererRefresh, AWholeUnitIsAwaitedFromTheStepToItsFirstUse) {
+  const FakeModel model = model_of_blocks();
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(true), std::move(collectives));
+    for (int i = 0; i < 2; ++i) {
+      train_one_pass(rank);
+      for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
+      step(rank);
+      for (int unit = 0; unit < 9; ++unit) {
+        EXPECT_TRUE(rank.views().awaited(unit));
+        EXPECT_FALSE(rank.gatherer().gathered(unit));
+      }
+      rank.gatherer().complete(4);  // as a reader does
+      rank.gatherer().complete(4);
+      rank.gatherer().acquire(2);
+      rank.gatherer().release(2);
+      for (int unit = 0; unit < 9; ++unit) {
+        EXPECT_EQ(rank.gatherer().gathered(unit), unit == 2 || unit == 4);
+        EXPECT_EQ(rank.views().attached(unit), unit == 2 || unit == 4);
+      }
+    }
+  });
+}
+
+TEST(GathererRefresh, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAgain) {
+  const FakeModel model = model_of_blocks();
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(true), std::move(collectives));
+    train_one_pass(rank);
+    step(rank);
+    rank.engine().begin_forward();  // nothing is used in it
+    rank.engine().begin_backward(true);
+    for (int p = 0; p < model.count(); ++p) rank.add(p, noises(1, model.numel(p)));
+    rank.engine().end_backward();
+    rank.gatherer().invalidate(Changed::kTrainable);
+    for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
+    step(rank);
+    const std::vector<std::byte> late = rank.weight(3);
+    const auto everybody = rank.collectives().all_gather_text(
+        std::string(reinterpret_cast<const char*>(late.data()), late.size()));
+    EXPECT_EQ(everybody[0], everybody[1]);
+  });
+}
+
+TEST(GathererRefresh, WhereReadersCannotBeToldWholeUnitsAreCompleteAfterTheStep) {
+  const FakeModel model = model_of_blocks();
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(false), std::move(collectives));
+    train_one_pass(rank);
+    step(rank);
+    for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.gatherer().gathered(unit));
+  });
+}
+
+}  // namespace
+}  // namespace strata::engine::fake
