@@ -32,7 +32,8 @@ class Engine(torch.nn.Module):
             ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
             with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and ``of_link`` (part of the link's speed);
             ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
-            Each of these numbers is that of the rank that had the most.
+            Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
+            gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
     """
 
     def __init__(self, model, config, optimizer, rule, collectives, device, born_flat=None, progress=None):

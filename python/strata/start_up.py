@@ -66,6 +66,8 @@ class StartUp:
         if on_rank_0 and (path is not None or _is_shown(own["seconds"])):
             own["link_gb_per_s"] = self.core.measure_link()
         report = merged([json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(own))])
+        probe = getattr(engine._collectives, "probe", None)
+        report["collectives"] = {"name": engine.collectives_name, "probe": probe}
         engine.init_report = report
         if on_rank_0:
             if self._bar is not None:

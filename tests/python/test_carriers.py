@@ -110,7 +110,7 @@ def _probed():
         torch.distributed.all_reduce(torch.zeros(1, device=test_device()))
     with _both_carriers(("auto", "auto")):
         engine = make_engine(make_model(), _config("auto", "auto", collectives="auto"))
-    name, probe = engine.collectives_name, engine._collectives.probe
+    name, probe = (engine.init_report["collectives"][key] for key in ("name", "probe"))
     engine.destroy()
     return name, probe, said
 
@@ -130,7 +130,7 @@ def test_a_probe_compares_them_where_nccl_runs():
 def _unprobed():
     with mock.patch.object(runtime, "wanted_carriers", lambda *_: ("auto", "auto")):
         engine = make_engine(make_model(), _config("auto", "auto", collectives="auto"))
-    name, probe = engine.collectives_name, engine._collectives.probe
+    name, probe = (engine.init_report["collectives"][key] for key in ("name", "probe"))
     engine.destroy()
     return name, probe
 

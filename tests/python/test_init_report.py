@@ -19,7 +19,7 @@ from tiny_models import config_of, make_engine, make_model
 
 KEYS = {
     "tier", "reason", "reading", "world_size", "seconds", "phases", "link_gb_per_s", "device_growth_bytes",
-    "host_peak_bytes", "pinned_bytes",
+    "host_peak_bytes", "pinned_bytes", "collectives",
 }
 PHASE_KEYS = {"name", "seconds", "bytes", "gb_per_s", "of_link"}
 TIERS = {"device_copy", "device_grow", "distributed", "host"}
@@ -82,6 +82,7 @@ def test_a_live_model_gives_an_account_of_its_start(tmp_path, world):
     report, phases = _assert_account(run_ranks(world, _live, tmp_path, 3))
     assert report["tier"] in TIERS and report["reason"]
     assert report["reading"] is None
+    assert report["collectives"]["name"] and report["collectives"]["probe"] is None
     assert {"make optimizer", "make engine"} <= phases.keys()
 
 
