@@ -133,6 +133,8 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("end_backward", &ShardedModel::end_backward, unlocked)
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
       .def("step", &step, py::arg("groups"))
+      .def(
+          "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
       .def("zero_gradients", [](ShardedModel& m) { m.engine().zero_gradients(); })
       .def("loss_factor",
            [](ShardedModel& m, bool scale) { return m.control().loss_factor(scale); })

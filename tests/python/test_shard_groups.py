@@ -16,7 +16,7 @@ from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from test_adoption import DIFFERENCES, Odd
-from test_errors import assert_told, error_of
+from test_errors import assert_told, error_of, step_to_its_end
 from test_load_save import _assert_same_model, _plain
 from tiny_models import (
     DTYPES,
@@ -291,7 +291,7 @@ def _nan():
     before = full_parameters(engine.module)
     loss = engine(make_batches(1, world)[0, rank]).float().square().mean()
     engine.backward(loss * float("nan") if rank == 3 else loss)
-    message = error_of(engine.step)
+    message = error_of(step_to_its_end, engine)
     assert differences(full_parameters(engine.module), before) == []
     return message
 
