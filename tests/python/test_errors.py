@@ -257,13 +257,14 @@ def test_sparse_gradients_are_refused():
 # --- a rank that dies ---
 
 
-def _dies(stage):
+def train_until_one_dies(config, victim):
+    """(what a surviving rank is told, after how many seconds): ``victim`` kills itself in the third step."""
     rank, world = rank_and_world()
-    engine = make_engine(make_model(), config_of(stage, live_bytes=1))
+    engine = make_engine(make_model(), config)
     started = None
     try:
         for step, tokens in enumerate(make_batches(200, world)):
-            if step == 2 and rank == 1:
+            if step == 2 and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == 2:
                 started = time.monotonic()
@@ -271,6 +272,10 @@ def _dies(stage):
     except strata.CommError as error:
         return str(error), time.monotonic() - started
     raise AssertionError("no error was raised")
+
+
+def _dies(stage):
+    return train_until_one_dies(config_of(stage, live_bytes=1), 1)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -4,10 +4,6 @@ weights alone in every group and the rest over all ranks (zero_hpz_partition_siz
 The numbers are those of plain torch that adds up inside the groups first, as equal bits on every rank.
 """
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 from comparison import adamw, compare
@@ -16,7 +12,7 @@ from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from test_adoption import DIFFERENCES, Odd
-from test_errors import assert_told, error_of, step_to_its_end
+from test_errors import assert_told, error_of, step_to_its_end, train_until_one_dies
 from test_load_save import _assert_same_model, _plain
 from tiny_models import (
     DTYPES,
@@ -260,19 +256,7 @@ def test_groups_that_cannot_be():
 
 
 def _dies(collectives):
-    rank, world = rank_and_world()
-    engine = make_engine(make_model(), _config(2, collectives=collectives, live_bytes=1))
-    started = None
-    try:
-        for step, tokens in enumerate(make_batches(200, world)):
-            if step == 2 and rank == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step == 2:
-                started = time.monotonic()
-            train_step(engine, tokens[rank])
-    except strata.CommError as error:
-        return str(error), time.monotonic() - started
-    raise AssertionError("no error was raised")
+    return train_until_one_dies(_config(2, collectives=collectives, live_bytes=1), 3)
 
 
 @pytest.mark.parametrize("collectives", ["auto", "c10d", "peer"])

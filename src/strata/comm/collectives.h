@@ -1,8 +1,9 @@
 // Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are
 // threads of one process), shm_collectives (processes of one host that pull from each other's
 // memory), peer_collectives (devices of one host that do), grouped_collectives (made of two others:
-// inside shard groups, and across them), and, above the torch line, c10d_collectives (gloo) and
-// device_collectives (NCCL for the bulk of device memory, one of the others for the rest).
+// inside shard groups, and across them), split_collectives (made of two others: for weights, and
+// for gradients), and, above the torch line, c10d_collectives (gloo) and device_collectives (NCCL
+// for the bulk of device memory, one of the others for the rest).
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:

@@ -28,6 +28,8 @@ constexpr std::size_t kPiecesPerReply = 64;
 constexpr std::size_t kReasonMax = 3000;
 // How often a failure is told again, to streams whose flags late peers still write.
 constexpr int kRemindMs = 20;
+// The system closes all sockets of a rank that ended; the bound is for a rank that only closed one.
+constexpr std::chrono::seconds kLastWords(5);
 
 std::string text_of(const SharedParts& parts) {
   std::string text =
@@ -110,6 +112,7 @@ std::optional<SharedParts> PeerChannel::ask(int rank, const std::string& key, st
     if (!message.text.empty() && message.text[0] == kNone) return std::nullopt;
     if (!message.text.empty()) return parts_from(std::move(message));
   }
+  wait_for_end_of(rank);
   throw CommError(fmt::format("rank {} has ended: it does not answer", names_.of(rank)));
 }
 
@@ -144,7 +147,22 @@ void PeerChannel::serve() {
     for (const Peer& peer : peers_) {
       if (!peer.failure.empty()) service_.peer_failed(peer.rank, peer.failure);
     }
+    note_ended();
   }
+}
+
+void PeerChannel::note_ended() {
+  const std::lock_guard lock(mutex_);
+  for (const Peer& peer : peers_) {
+    if (peer.gone) ended_.insert(peer.rank);
+  }
+  heard_.notify_all();
+}
+
+// A rank's answers and its words come on different sockets.
+void PeerChannel::wait_for_end_of(int rank) {
+  std::unique_lock lock(mutex_);
+  heard_.wait_for(lock, kLastWords, [&] { return ended_.count(rank) != 0; });
 }
 
 void PeerChannel::accept_peer() {

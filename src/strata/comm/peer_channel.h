@@ -8,9 +8,12 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -49,6 +52,7 @@ class PeerChannel {
   PeerChannel(const PeerChannel&) = delete;
   PeerChannel& operator=(const PeerChannel&) = delete;
 
+  // Where the rank has ended, its last words have come to the Service before this throws.
   std::optional<SharedParts> ask(int rank, const std::string& key, std::size_t first);
   // Tells the peers that this rank has failed.
   void fail(std::string_view reason) noexcept;
@@ -66,6 +70,8 @@ class PeerChannel {
   void receive(Peer& peer);
   void reply(const Peer& peer, std::string_view request);
   void lost(Peer& peer, std::string reason);
+  void note_ended();
+  void wait_for_end_of(int rank);
 
   Service& service_;
   int rank_;
@@ -74,6 +80,9 @@ class PeerChannel {
   FileDescriptor wake_;                  // an event that ends the thread
   std::vector<FileDescriptor> outward_;  // by rank; mine is empty
   std::vector<Peer> peers_;              // the thread's own
+  std::mutex mutex_;
+  std::condition_variable heard_;
+  std::set<int> ended_;  // guarded by mutex_: ranks that failed, left or ended
   std::thread thread_;
 };
 

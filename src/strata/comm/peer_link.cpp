@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
@@ -49,6 +50,7 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
 }
 
 PeerLink::~PeerLink() {
+  if (failed_.load()) pass_on_failure();
   channel_.reset();
 }
 
@@ -99,15 +101,22 @@ void PeerLink::set_failure(const std::string& message) noexcept {
 
 void PeerLink::require_usable() {
   if (!failed_.load()) return;
+  pass_on_failure();
   const std::lock_guard lock(mutex_);
   throw CommError(failure_);
+}
+
+void PeerLink::pass_on_failure() noexcept {
+  if (std::exchange(passed_on_, true)) return;
+  const std::lock_guard lock(mutex_);
+  channel_->fail(failure_);
+  control_->abort(failure_);
 }
 
 void PeerLink::stop(std::string_view reason) noexcept {
   set_failure(std::string(reason));
   flags_.release(rank_);
-  channel_->fail(reason);
-  control_->abort(reason);
+  pass_on_failure();
 }
 
 void PeerLink::fail(const std::string& message) {

@@ -85,6 +85,9 @@ class PeerLink final : public PeerChannel::Service {
  private:
   void map_flags();
   void set_failure(const std::string& message) noexcept;
+  // To the peers, once. A rank that ends because of another's failure says so first: whoever misses
+  // it would blame it.
+  void pass_on_failure() noexcept;
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<Collectives> control_;
@@ -99,6 +102,7 @@ class PeerLink final : public PeerChannel::Service {
   std::shared_ptr<PeerBuffers> buffers_;
   std::uint32_t barriers_ = 0;
   std::uint32_t exchanges_ = 0;
+  bool passed_on_ = false;
 
   std::atomic<bool> failed_ = false;
   std::atomic<bool> flags_mapped_ = false;

@@ -116,7 +116,6 @@ class Engine {
   bool norm_may_be_late(bool skip_on_overflow) const;
   bool nothing_to_agree_on();
   void look_at_norm();
-  float scale_of(double norm, double loss_scale) const;
   void reduce_late();
   std::vector<int> filled_units();
   Finding measure_gradients(double loss_scale);

@@ -182,18 +182,12 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
     if (!last_.finite && !skip_on_overflow && options_.check_finite)
       report_not_finite(first_not_finite(), "this step");
     result = {last_.finite || !skip_on_overflow, last_.norm};
-    if (result.applied) update_weights(groups, {scale_of(last_.norm, loss_scale), nullptr});
+    const float scale = kernels::scale_of(last_.norm, loss_scale, options_.gradient_clipping);
+    if (result.applied) update_weights(groups, {scale, nullptr});
   }
   zero_gradients();
   trace_.end_step(recorder_, *collectives_);
   return result;
-}
-
-float Engine::scale_of(double norm, double loss_scale) const {
-  double scale = 1.0 / loss_scale;
-  if (options_.gradient_clipping > 0.0)
-    scale *= std::min(1.0, options_.gradient_clipping / (norm + 1e-6));
-  return static_cast<float>(scale);
 }
 
 // What is not finite must be noticed by the update itself: where it is to be skipped the loss scale

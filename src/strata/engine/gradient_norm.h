@@ -7,9 +7,7 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <span>
-#include <vector>
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"

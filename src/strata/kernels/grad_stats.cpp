@@ -120,15 +120,18 @@ double norm_of(double sum_of_squares, double loss_scale) {
   return std::sqrt(sum_of_squares) / loss_scale;
 }
 
+float scale_of(double norm, double loss_scale, double clipping) {
+  double scale = 1.0 / loss_scale;
+  if (clipping > 0.0) scale *= std::min(1.0, clipping / (norm + 1e-6));
+  return static_cast<float>(scale);
+}
+
 GradientFactor gradient_factor(std::span<const double> sums, double loss_scale, double clipping) {
   GradientFactor result;
   for (const double sum : sums) result.sum_of_squares += sum;
-  double scale = 1.0 / loss_scale;
-  if (clipping > 0.0) {
-    scale *= std::min(1.0, clipping / (norm_of(result.sum_of_squares, loss_scale) + 1e-6));
-  }
-  result.factor = std::isfinite(result.sum_of_squares) ? static_cast<float>(scale)
-                                                       : std::numeric_limits<float>::quiet_NaN();
+  result.factor = std::isfinite(result.sum_of_squares)
+                      ? scale_of(norm_of(result.sum_of_squares, loss_scale), loss_scale, clipping)
+                      : std::numeric_limits<float>::quiet_NaN();
   return result;
 }
 

@@ -29,6 +29,8 @@ struct GradientFactor {
 // and their global norm is clipped to `clipping`; 0: it is not.
 GradientFactor gradient_factor(std::span<const double> sums, double loss_scale, double clipping);
 double norm_of(double sum_of_squares, double loss_scale);
+// What clipping and the loss scale make of gradients of this norm.
+float scale_of(double norm, double loss_scale, double clipping);
 
 // The readable reference: a plain loop with the same bits.
 GradStats grad_stats_reference(std::span<const float> gradients);

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -98,10 +97,12 @@ std::shared_ptr<device::Device> make_device(c10::Device place, int threads) {
   }
   device::CudaDeviceOptions options;
   options.index = place.index();
-  options.compute_stream = [place] {
-    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(place).native_handle();
-  };
+  options.compute_stream = [place] { return current_stream(place).native_handle(); };
   return device::make_cuda_device(options);
+}
+
+c10::Stream current_stream(c10::Device place) {
+  return c10::impl::VirtualGuardImpl(place.type()).getStream(place);
 }
 
 at::Tensor tensor_over(const void* memory, std::int64_t numel, c10::ScalarType type,

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <memory>
 #include <optional>
@@ -33,6 +34,9 @@ c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> 
 
 // `threads`: of kernels on the host.
 std::shared_ptr<device::Device> make_device(c10::Device place, int threads);
+
+// Torch's current stream of the place, in this thread.
+c10::Stream current_stream(c10::Device place);
 
 // Memory of the engine as a tensor of one dimension; borrows it.
 at::Tensor tensor_over(const void* memory, std::int64_t numel, c10::ScalarType type,

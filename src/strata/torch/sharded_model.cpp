@@ -123,7 +123,7 @@ void ShardedModel::start(const ModelInput& input, engine::UpdateRule rule, std::
   const bool complete =
       adopt_values(*engine_, runtime_.place, input.parameters, choice.tier, threads, originals);
   parameters_.bind(engine_->weights());
-  parameters_.on_wanted([this](int unit) { engine_->gatherer().complete(unit); });
+  parameters_.on_wanted([this](int unit) { complete_for_reader(unit); });
   hooks_ = std::make_unique<GradientHooks>(*engine_, parameters_);
   parameters_.settle();
   std::vector<Scopes::Scope> scopes;
@@ -198,6 +198,7 @@ void ShardedModel::abandon_backward() noexcept {
 std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {
   require_alive();
   scopes_->end_backward();
+  step_stream_ = current_stream(runtime_.place);
   return control_->step(groups);
 }
 
@@ -251,6 +252,15 @@ bool ShardedModel::read(int param) {
   if (!alive() || gathered(param)) return false;
   scopes_->read(engine_->weights().unit_of(param).id);
   return true;
+}
+
+// A reader on the stream of the step has that stream wait; what the model does there comes after.
+// Any other stream knows nothing of it later, and nothing of the reader's: the values are there
+// when this returns.
+void ShardedModel::complete_for_reader(int unit) {
+  engine_->gatherer().complete(unit);
+  if (step_stream_ && current_stream(runtime_.place) != *step_stream_)
+    engine_->device().compute_stream().synchronize();
 }
 
 int ShardedModel::index_of(const at::Tensor& variable) const {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <memory>
 #include <optional>
@@ -128,6 +129,7 @@ class ShardedModel {
   void start(const ModelInput& input, engine::UpdateRule rule, std::string name,
              ThreadPool& threads, OriginalValues& originals);
   void give_back(OriginalValues& originals) noexcept;
+  void complete_for_reader(int unit);
   void require_alive() const;
   void let_go(std::vector<at::Tensor> full);
 
@@ -142,7 +144,8 @@ class ShardedModel {
   std::unique_ptr<engine::StepControl> control_;
   std::unique_ptr<Scopes> scopes_;
   std::unique_ptr<GradientHooks> hooks_;
-  std::jthread freeing_;  // of the values that the parameters had
+  std::optional<c10::Stream> step_stream_;  // of the last step
+  std::jthread freeing_;                    // of the values that the parameters had
 };
 
 }  // namespace strata::torch

@@ -1,7 +1,7 @@
 // Units that stay whole, between a step and their next use.
 #include <gtest/gtest.h>
 
-#include "engine/core/fake_model.h"
+#include "engine/core/short_passes.h"
 #include "strata/engine/gatherer.h"
 
 namespace strata::engine::fake {
@@ -19,20 +19,6 @@ FakeModel model_of_blocks() {
     b.param(b.module(layer, "proj", "Linear"), "weight", kBlock);
   }
   return FakeModel(b);
-}
-
-void train_one_pass(FakeRank& rank) {
-  rank.forward();
-  rank.backward(true, [&](int p) { rank.add(p, noises(1, rank.model().numel(p))); });
-}
-
-void step(FakeRank& rank) {
-  const std::vector<GroupScalars> groups(1);
-  rank.engine().step(groups, 1.0, false);
-}
-
-void on_two_ranks(const std::function<void(std::shared_ptr<comm::Collectives>)>& body) {
-  expect_no_errors(run_ranks(2, [&](int, auto collectives) { body(std::move(collectives)); }));
 }
 
 // Stage 2, refreshed beside the next forward.

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "engine/core/fake_model.h"
+#include "engine/core/short_passes.h"
 #include "strata/memory/host_buffer.h"
 
 namespace strata::engine::fake {
@@ -40,20 +40,6 @@ RankOptions bounded(Bytes max_live, Bytes prefetch) {
   options.engine.max_live = max_live;
   options.engine.prefetch = prefetch;
   return options;
-}
-
-void train_one_pass(FakeRank& rank) {
-  rank.forward();
-  rank.backward(true, [&](int p) { rank.add(p, noises(1, rank.model().numel(p))); });
-}
-
-void step(FakeRank& rank) {
-  const std::vector<GroupScalars> groups(1);
-  rank.engine().step(groups, 1.0, false);
-}
-
-void on_two_ranks(const std::function<void(std::shared_ptr<comm::Collectives>)>& body) {
-  expect_no_errors(run_ranks(2, [&](int, auto collectives) { body(std::move(collectives)); }));
 }
 
 TEST(Gatherer, GatheredAndFreeBytesNeverExceedTheBound) {

@@ -9,6 +9,7 @@
 #include "comm/grouped_ranks.h"
 #include "engine/core/fake_model.h"
 #include "engine/core/reference_step.h"
+#include "engine/core/training_step_cases.h"
 
 namespace strata::engine::fake {
 namespace {
@@ -50,17 +51,6 @@ std::vector<GroupScalars> scalars() {
   std::vector<GroupScalars> groups(3);
   for (std::size_t g = 0; g < groups.size(); ++g) groups[g].lr = 1e-2 * static_cast<double>(g + 1);
   return groups;
-}
-
-Gradients gradients_of(const FakeModel& model, int step, int micro, int rank) {
-  Gradients gradients(model.params.size());
-  for (int p = 0; p < model.count(); ++p) {
-    const auto index = static_cast<std::size_t>(p);
-    if (!model.params[index].trainable) continue;
-    const auto seed = static_cast<std::uint64_t>(((step * 8 + micro) * 8 + rank) * 64 + p);
-    gradients[index] = noises(seed, model.numel(p));
-  }
-  return gradients;
 }
 
 // Weights and masters of this rank's shards, as bytes.
@@ -132,7 +122,7 @@ void expect_bits_of_reference(const FakeModel& model, const Case& c) {
         std::vector<Gradients> by_rank;
         for (int i = 0; i < c.groups.world; ++i) {
           by_rank.push_back(c.gradients ? c.gradients(step, micro, i)
-                                        : gradients_of(model, step, micro, i));
+                                        : all_gradients(model, step, micro, i));
         }
         rank.forward();
         backward(rank, c, step * c.accumulation + micro, r, by_rank[static_cast<std::size_t>(r)],
@@ -217,7 +207,7 @@ TEST(ShardGroups, CountAParameterThatOneRankDidNotUseAsZero) {
   const FakeModel model(small_builder(DType::kFloat32));
   Case c{{4, 2, true}, 2, {}, 1.0, false, nullptr};
   c.gradients = [&](int step, int micro, int rank) {
-    Gradients gradients = gradients_of(model, step, micro, rank);
+    Gradients gradients = all_gradients(model, step, micro, rank);
     if (rank == 1) gradients[1].reset();
     if (rank == 3 && step == 1) gradients[5].reset();
     return gradients;
@@ -233,7 +223,7 @@ TEST(ShardGroups, AddUpOverGroupsAtAStepThatNoLastPassPrepared) {
     ReferenceStep reference(model, 4, plain);
     FakeRank rank(model, {}, std::move(ranks));
     std::vector<Gradients> by_rank;
-    for (int i = 0; i < 4; ++i) by_rank.push_back(gradients_of(model, 0, 0, i));
+    for (int i = 0; i < 4; ++i) by_rank.push_back(all_gradients(model, 0, 0, i));
     rank.forward();
     backward(rank, {}, 0, r, by_rank[static_cast<std::size_t>(r)], /*boundary=*/false);
     reference.add(by_rank, true);
@@ -252,11 +242,11 @@ TEST(ShardGroups, DropGradientsOfTheirGroupsWithTheOthers) {
     ReferenceStep reference(model, 2, plain);
     FakeRank rank(model, {}, std::move(ranks));
     rank.forward();
-    backward(rank, {}, 0, r, gradients_of(model, 0, 0, r), /*boundary=*/false);
+    backward(rank, {}, 0, r, all_gradients(model, 0, 0, r), /*boundary=*/false);
     rank.engine().zero_gradients();
     rank.forward();
-    backward(rank, {}, 1, r, gradients_of(model, 0, 1, r), /*boundary=*/true);
-    reference.add({gradients_of(model, 0, 1, 0), gradients_of(model, 0, 1, 1)}, true);
+    backward(rank, {}, 1, r, all_gradients(model, 0, 1, r), /*boundary=*/true);
+    reference.add({all_gradients(model, 0, 1, 0), all_gradients(model, 0, 1, 1)}, true);
     const double norm = reference.step(scalars(), 1.0);
     ASSERT_EQ(rank.engine().step(scalars(), 1.0, false).grad_norm, norm);
     rank.collectives().barrier();
@@ -305,7 +295,7 @@ TEST(ShardGroups, NameTheRankWhoseGradientsAreNotFiniteByItsPlaceInTheWorld) {
   const auto errors =
       run_groups({4, 2, true}, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
         FakeRank rank(model, {}, std::move(ranks));
-        Gradients mine = gradients_of(model, 0, 0, r);
+        Gradients mine = all_gradients(model, 0, 0, r);
         if (r == 3) (*mine[0])[0] = std::numeric_limits<float>::quiet_NaN();
         rank.forward();
         backward(rank, {}, 0, r, mine, true);
@@ -322,7 +312,7 @@ TEST(ShardGroups, EndOnEveryRankWhenOneLeaves) {
         FakeRank rank(model, {}, std::move(ranks));
         rank.forward();
         if (r == 3) throw UsageError("rank 3 ends here");
-        backward(rank, {}, 0, r, gradients_of(model, 0, 0, r), true);
+        backward(rank, {}, 0, r, all_gradients(model, 0, 0, r), true);
         rank.engine().step(scalars(), 1.0, false);
       });
   for (const std::string& error : errors)
