@@ -18,7 +18,7 @@ MIB, GIB, GB = 1 << 20, 1 << 30, 1e9
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 SCHEMES = ("full", "secondary", "grouped")
 WEIGHT = 2  # bytes of a gathered element
-STATES = 12  # bytes an element owned: fp32 master and two moments
+STATES = 10.125  # bytes an element owned: two moments, and the remainder of the fp32 master beside its bf16 weight
 GRADIENT = {"fp32": 4, "bf16": 2}  # bytes in which gradients travel
 COUNTS = 0.01  # a difference between steps that is one
 FORWARD = 0.25  # of a micro-step's compute; recomputation as much again, backward twice
@@ -109,7 +109,7 @@ class Work:
 
     def adam(self, links, ranks):
         """Seconds of AdamW on one of ``ranks`` shards: reads gradient and states, writes states and weights."""
-        return self.parameters() / ranks * (4 + 2 * STATES + WEIGHT) / links.memory
+        return self.parameters() / ranks * (4 + 2 * (STATES + WEIGHT)) / links.memory
 
     def floor_seconds(self, links):
         return self.accumulation * self.compute(links) + self.adam(links, self.owners)

@@ -71,6 +71,19 @@ void adam(benchmark::State& state, bool with_copy, DType copy) {
   });
 }
 
+void adam_with_remainder(benchmark::State& state) {
+  PageVector exp_avg(numel(), 1e-3F);
+  PageVector exp_avg_sq(numel(), 1e-6F);
+  PageVector gradient(numel(), 1e-3F);
+  PageVector weight16(numel() / 2 + 1, 0.02F);
+  PageVector rest(numel() * 17 / 32 + 1);
+  AdamSpans spans{{}, exp_avg, exp_avg_sq, gradient, bytes_at(weight16), DType::kBFloat16};
+  spans.remainder = kernels::remainder_over({bytes_at(rest), rest.size() * 4}, Numel(numel()));
+  measure(state, 28.25, [&](ThreadPool& pool) {
+    kernels::adam_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
+  });
+}
+
 void cast(benchmark::State& state, DType to, DType from) {
   PageVector source(numel(), 1.0F);
   PageVector target(numel());
@@ -125,6 +138,7 @@ void add_all() {
   add("adam_step", adam, false, DType::kBFloat16);
   add("adam_step/bf16_copy", adam, true, DType::kBFloat16);
   add("adam_step/fp16_copy", adam, true, DType::kFloat16);
+  add("adam_step/bf16_remainder", adam_with_remainder);
   add("grad_stats", grad_stats);
   for (const DType narrow : {DType::kBFloat16, DType::kFloat16}) {
     const std::string name(name_of(narrow));

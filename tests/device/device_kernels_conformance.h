@@ -246,13 +246,89 @@ TYPED_TEST_P(DeviceKernelsConformance, AdamReadsALateScaleAndNaNChangesNothing) 
   EXPECT_EQ(run({.late_scale = this->floats(*nan).data()}), weight);
 }
 
+TYPED_TEST_P(DeviceKernelsConformance, RemaindersAreThoseOfTheHost) {
+  for (const DType from : kFloatingTypes) {
+    for (const std::size_t count : kCounts) {
+      for (const std::size_t first : {0U, 3U, 8U}) {
+        const Numel all(first + count);
+        auto expected = this->random_bytes(kernels::remainder_bytes(all), 4);
+        const auto target = this->upload(expected);
+        const auto content = this->floating_content(from, count, 5);
+        const auto source = this->upload(content);
+        kernels::store_remainder(kernels::remainder_over(expected, all), Numel(first),
+                                 content.data(), from, Numel(count), nullptr);
+        this->device_->store_remainder(kernels::remainder_over(target->bytes(), all), Numel(first),
+                                       source->bytes().data(), from, Numel(count), *this->stream_);
+        EXPECT_EQ(this->download(target->bytes()), expected)
+            << name_of(from) << ", " << count << " elements from " << first;
+      }
+    }
+  }
+}
+
+// The device's own arithmetic over fp32 masters is the measure.
+TYPED_TEST_P(DeviceKernelsConformance, AdamWithARemainderGivesTheBitsOfFp32Masters) {
+  for (const std::size_t count : kCounts) {
+    for (const double lr : {0.0, 1e-3}) {  // without a change, halves stay halves
+      auto masters = this->random_floats(count, 8);
+      for (std::size_t i = 0; i < count; i += 3)
+        masters[i] = i % 2 == 0 ? 1.01171875F : 1.00390625F;
+      const auto exp_avg = this->random_floats(count, 9);
+      auto exp_avg_sq = this->random_floats(count, 10);
+      for (float& value : exp_avg_sq) value = std::abs(value);
+      const auto gradient = this->upload(this->raw(this->random_floats(count, 11)));
+      const kernels::AdamScalars scalars{.lr = lr, .weight_decay = 0.1, .step = 3};
+
+      const auto whole = this->upload(this->raw(masters));
+      const auto whole16 = this->allocate(Bytes(2 * count));
+      const auto split16 = this->allocate(Bytes(2 * count));
+      const Numel numel(count);
+      const auto rest = this->allocate(kernels::remainder_bytes(numel));
+      this->device_->fill_zero(rest->bytes(), *this->stream_);
+      const auto remainder = kernels::remainder_over(rest->bytes(), numel);
+      this->device_->store_remainder(remainder, Numel(), whole->bytes().data(), DType::kFloat32,
+                                     numel, *this->stream_);
+      this->device_->cast(split16->bytes().data(), DType::kBFloat16, whole->bytes().data(),
+                          DType::kFloat32, numel, *this->stream_);
+      std::vector<std::vector<std::byte>> moments;
+      for (const bool split : {false, true}) {
+        const auto avg = this->upload(this->raw(exp_avg));
+        const auto sq = this->upload(this->raw(exp_avg_sq));
+        kernels::AdamSpans spans;
+        spans.exp_avg = this->floats(*avg);
+        spans.exp_avg_sq = this->floats(*sq);
+        spans.gradient = this->floats(*gradient);
+        spans.weight16 = (split ? split16 : whole16)->bytes().data();
+        if (split) {
+          spans.remainder = remainder;
+        } else {
+          spans.weight = this->floats(*whole);
+        }
+        for (int step = 0; step < 2; ++step)
+          this->device_->adam_step(spans, scalars, *this->stream_);
+        moments.push_back(this->download(avg->bytes()));
+        moments.push_back(this->download(sq->bytes()));
+      }
+      EXPECT_EQ(moments[0], moments[2]) << count;
+      EXPECT_EQ(moments[1], moments[3]) << count;
+      EXPECT_EQ(this->download(split16->bytes()), this->download(whole16->bytes())) << count;
+      auto rest_got = this->download(rest->bytes());
+      const auto weights_got = this->download(split16->bytes());
+      std::vector<float> joined(count);
+      kernels::join_masters(joined, weights_got.data(), kernels::remainder_over(rest_got, numel));
+      EXPECT_EQ(joined, this->download_floats(*whole)) << count;
+    }
+  }
+}
+
 REGISTER_TYPED_TEST_SUITE_P(DeviceKernelsConformance, CastsEveryPairOfTypesAsTheHostKernelsDo,
                             AccumulatesEveryPairOfTypesAsTheHostKernelsDo,
                             ScalesEachElementWithOneRounding, AdamIsWithinOneUlpOfTheReference,
                             SumsInTheOrderOfTheSources,
                             GradStatsMatchTheReferenceAndSeeWhatIsNotFinite,
                             TheFactorOfManyGradientsIsThatOfTheHost,
-                            AdamReadsALateScaleAndNaNChangesNothing,
+                            AdamReadsALateScaleAndNaNChangesNothing, RemaindersAreThoseOfTheHost,
+                            AdamWithARemainderGivesTheBitsOfFp32Masters,
                             FingerprintsOfPiecesAreThoseOfTheHost);
 
 }  // namespace strata::device

@@ -11,6 +11,7 @@
 #include "kernels/every_target.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
+#include "strata/kernels/elementwise.h"
 #include "strata/kernels/float16.h"
 
 namespace strata::kernels {
@@ -160,6 +161,73 @@ TEST(AdamStep, DoesNotDependOnWhereShardsBeginOrOnThreads) {
   }
 }
 
+// A tensor whose masters are bf16 weights and a remainder.
+struct SplitTensor {
+  Tensor tensor;
+  std::vector<std::byte> memory;
+  MasterRemainder remainder;
+
+  explicit SplitTensor(const Tensor& whole) : tensor(whole) {
+    const Numel numel(whole.weight.size());
+    const std::byte* masters = std::as_bytes(std::span(whole.weight)).data();
+    memory.resize(remainder_bytes(numel).size());
+    remainder = remainder_over(memory, numel);
+    store_remainder(remainder, Numel(), masters, DType::kFloat32, numel, nullptr);
+    cast_reference(weights(), DType::kBFloat16, masters, DType::kFloat32, numel);
+  }
+  std::byte* weights() { return std::as_writable_bytes(std::span(tensor.weight16)).data(); }
+  AdamSpans spans() {
+    AdamSpans result = tensor.spans_with_copy(DType::kBFloat16);
+    result.weight = {};
+    result.remainder = remainder;
+    return result;
+  }
+  // The fp32 masters, where the whole tensor has them.
+  Tensor joined() {
+    Tensor result = tensor;
+    join_masters(result.weight, weights(), remainder);
+    return result;
+  }
+};
+
+// As the fp32 masters would be, with halves that rounding sends up and down among them.
+TEST(AdamStep, WithARemainderGivesTheBitsOfFp32Masters) {
+  for_every_target([] {
+    for (const AdamScalars& scalars : variants()) {
+      for (const std::size_t numel : kSizes) {
+        Tensor whole(numel);
+        for (std::size_t i = 0; i < numel; i += 5) whole.gradient[i] = whole.exp_avg[i] = 0.0F;
+        for (std::size_t i = 0; i < numel; i += 10)
+          whole.weight[i] = i % 20 == 0 ? 1.01171875F : 1.00390625F;
+        SplitTensor split(whole);
+        ThreadPool pool(3);
+        for (int step = 0; step < 3; ++step) {
+          adam_step(split.spans(), scalars, step == 1 ? &pool : nullptr);
+          adam_step_reference(whole.spans_with_copy(DType::kBFloat16), scalars);
+        }
+        expect_same(split.joined(), whole);
+        adam_step_reference(split.spans(), scalars);
+        adam_step_reference(whole.spans_with_copy(DType::kBFloat16), scalars);
+        expect_same(split.joined(), whole);
+      }
+    }
+  });
+}
+
+TEST(AdamStep, KeepsEveryMasterThatNothingMoves) {
+  for_every_target([] {
+    for (const std::size_t numel : kSizes) {
+      Tensor still(numel);
+      still.weight = awkward_numbers(numel, 7);
+      for (std::vector<float>* zeroes : {&still.exp_avg, &still.exp_avg_sq, &still.gradient})
+        std::fill(zeroes->begin(), zeroes->end(), 0.0F);
+      SplitTensor split(still);
+      adam_step(split.spans(), {}, nullptr);
+      expect_same(split.joined().weight, still.weight, "weight");
+    }
+  });
+}
+
 // Numbers that torch 2.11 printed for AdamW(lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).
 TEST(AdamStep, GivesTheKnownResultsOfTwoSteps) {
   for (const bool reference : {false, true}) {
@@ -222,6 +290,13 @@ TEST(AdamStep, SubnormalMomentsAreKept) {
     expect_same(found, expected);
     EXPECT_GT(found.exp_avg_sq[0], 0.0F);
   });
+}
+
+TEST(AdamStep, RefusesARemainderOfWeightsThatAreNotBf16) {
+  SplitTensor split{Tensor(8)};
+  AdamSpans spans = split.spans();
+  spans.weight16_dtype = DType::kFloat16;
+  EXPECT_THROW(adam_step(spans, {}, nullptr), UsageError);
 }
 
 TEST(AdamStep, RefusesACopyThatIsNot16Bit) {

@@ -51,14 +51,17 @@ std::string message_of(Call call) {
 
 TEST(InitPlan, CountsWhatARankWillHoldByStage) {
   const Model model;
-  const InitDemand sharded = init_demand(model.params, model.plan, 3, 2, 2);
+  const InitDemand sharded = init_demand(model.params, model.plan, 3, 2, {2, false});
   EXPECT_EQ(sharded.weights, 2_MiB);
   EXPECT_EQ(sharded.masters, 4_MiB);
   EXPECT_EQ(sharded.optimizer, 8_MiB);
   EXPECT_EQ(sharded.largest_unit, 2_MiB);
-  const InitDemand whole = init_demand(model.params, model.plan, 2, 2, 2);
+  const InitDemand whole = init_demand(model.params, model.plan, 2, 2, {2, false});
   EXPECT_EQ(whole.weights, 4_MiB);
   EXPECT_EQ(whole.masters, 4_MiB);
+  const InitDemand with_remainders = init_demand(model.params, model.plan, 3, 2, {2, true});
+  EXPECT_EQ(with_remainders.masters, 2_MiB + 128_KiB);
+  EXPECT_EQ(with_remainders.optimizer, 8_MiB);
 }
 
 TEST(InitPlan, AModelWithoutValuesIsBornFlat) {

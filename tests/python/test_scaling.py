@@ -55,7 +55,7 @@ def test_a_step_is_compute_and_what_is_not_hidden():
     assert found.gather == pytest.approx(20 * gather) and found.reduce == pytest.approx(10 * reduce)
     assert found.exposed == pytest.approx(gather + reduce)  # the first and the last; the rest is hidden
     assert found.step == pytest.approx(1.0 + gather + reduce)
-    assert found.kept == pytest.approx(4e9 * 14 / 8)
+    assert found.kept == pytest.approx(4e9 * 12.125 / 8)
 
 
 def test_what_compute_cannot_hide_is_exposed():
@@ -81,7 +81,7 @@ def test_secondary_shards_are_summed_once_and_completed_after_the_update():
         assert found.reduce == pytest.approx(accumulation * 10 * (reduction + part))
         exposed = accumulation * (gather + reduction + part) + 10 * part / 2
         assert found.exposed == pytest.approx(exposed)
-    assert found.kept == pytest.approx(4e9 * (12 / 16 + 2 / 8))
+    assert found.kept == pytest.approx(4e9 * (10.125 / 16 + 2 / 8))
 
 
 def test_hidden_communication_costs_what_it_takes_from_compute():

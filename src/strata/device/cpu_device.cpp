@@ -198,6 +198,12 @@ void CpuDevice::sum_in_order(std::span<float> target, std::span<const std::byte*
   kernels::sum_in_order(target, sources, dtype, scale, accumulate, &pool_);
 }
 
+void CpuDevice::store_remainder(const kernels::MasterRemainder& target, Numel first,
+                                const std::byte* source, DType source_dtype, Numel numel, Stream&) {
+  const std::lock_guard lock(pool_mutex_);
+  kernels::store_remainder(target, first, source, source_dtype, numel, &pool_);
+}
+
 void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                           Stream&) {
   const std::lock_guard lock(pool_mutex_);

@@ -55,6 +55,8 @@ class CpuDevice : public Device {
              Stream& stream) override;
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                     float scale, bool accumulate, Stream& stream) override;
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, Stream& stream) override;
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override;
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,

@@ -83,6 +83,10 @@ class CudaDevice final : public Device {
                     float scale, bool accumulate, Stream& stream) override {
     kernels_.sum_in_order(target, sources, dtype, scale, accumulate, handle_of(stream));
   }
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, Stream& stream) override {
+    kernels_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
+  }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override {
     kernels_.adam(spans, scalars, handle_of(stream));

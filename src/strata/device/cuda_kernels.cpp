@@ -19,6 +19,7 @@ constexpr unsigned kBlocksPerProcessor = 32;
 constexpr unsigned kSumBlocks = 192;
 constexpr unsigned kCopyBlocks = 264;
 constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
+constexpr std::int64_t kByte = 8;       // the same, where a byte holds a bit of each
 constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
 constexpr unsigned kWarp = 32;
 
@@ -119,7 +120,9 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
     }
     if (to > 0) sum_in_order_[to] = find(fmt::format("strata_sum_{}", kSuffixes[to]));
     if (to > 0) adam_[to] = find(fmt::format("strata_adam_{}", kSuffixes[to]));
+    remainder_[to] = find(fmt::format("strata_remainder_{}", kSuffixes[to]));
   }
+  adam_remainder_ = find("strata_adam_remainder");
   scale_ = find("strata_scale");
   copy_ = find("strata_copy");
   chunk_sums_ = find("strata_chunk_sums");
@@ -221,7 +224,7 @@ void CudaKernels::sum_in_order(std::span<float> target, std::span<const std::byt
 void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                        CUstream stream) const {
   kernels::check_adam(spans, scalars);
-  auto count = static_cast<std::int64_t>(spans.weight.size());
+  auto count = static_cast<std::int64_t>(spans.gradient.size());
   if (count == 0) return;
   AdamArguments constants = arguments_from(scalars);
   float* weight = spans.weight.data();
@@ -229,9 +232,27 @@ void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScala
   float* exp_avg_sq = spans.exp_avg_sq.data();
   const float* gradient = spans.gradient.data();
   std::byte* copy = spans.weight16;
+  if (spans.has_remainder()) {
+    kernels::MasterRemainder remainder = spans.remainder;
+    void* arguments[] = {&copy, &remainder, &exp_avg, &exp_avg_sq, &gradient, &count, &constants};
+    launch(adam_remainder_, count / kByte + 1, arguments, stream);
+    return;
+  }
   void* arguments[] = {&weight, &exp_avg, &exp_avg_sq, &gradient, &copy, &count, &constants};
   const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
   launch(adam_[place_of(dtype)], count / kPack + kPack, arguments, stream);
+}
+
+void CudaKernels::store_remainder(const kernels::MasterRemainder& target, Numel first,
+                                  const std::byte* source, DType source_dtype, Numel numel,
+                                  CUstream stream) const {
+  require_types("A remainder", 0, DType::kBFloat16, source_dtype);
+  if (numel.value == 0) return;
+  kernels::MasterRemainder to = target;
+  std::int64_t begin = first.value;
+  std::int64_t count = numel.value;
+  void* arguments[] = {&to, &begin, &source, &count};
+  launch(remainder_[place_of(source_dtype)], count / kByte + 2, arguments, stream);
 }
 
 void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,

@@ -2,6 +2,7 @@
 // give the same bits as the host's kernels: conversions as strata/kernels/float16.h defines them,
 // every operation rounded by itself, sums in the order of strata/kernels/grad_stats.cpp. All are
 // bound by memory: 16-byte accesses wherever the arrays allow them.
+#include "cuda_adam.cuh"
 #include "cuda_elements.cuh"
 #include "cuda_norm.cuh"
 
@@ -93,57 +94,6 @@ __device__ void sum_in_order(float* target, std::int64_t numel, const SumArgumen
       });
 }
 
-struct AdamConstants {
-  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
-      negative_step_size;
-  int lerp_from_gradient;
-  const float* late_scale;  // null: gradient_scale is known
-};
-
-// One element: kernels/adam_reference.cpp, operation by operation.
-__device__ void adam_element(const AdamConstants& c, float& weight, float& m, float& v,
-                             float gradient) {
-  gradient = __fmul_rn(gradient, c.gradient_scale);
-  if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight, gradient);
-  m = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m), c.lerp_from_gradient ? gradient : m);
-  v = __fmaf_rn(__fmul_rn(c.square_weight, gradient), gradient, __fmul_rn(v, c.beta2));
-  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2_root), c.eps);
-  weight = __fadd_rn(__fmul_rn(weight, c.decay),
-                     __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
-}
-
-template <typename Copy, bool kCopies>
-__device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const float* gradients,
-                     Copy* copies, std::int64_t numel, AdamConstants c) {
-  if (c.late_scale != nullptr) {
-    c.gradient_scale = *c.late_scale;
-    if (isnan(c.gradient_scale)) return;
-  }
-  const bool packs = packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) &&
-                     packed(gradients) && (!kCopies || packed(copies));
-  for_elements(
-      numel, packs,
-      [&](std::int64_t p) {
-        Pack<float> w = reinterpret_cast<Pack<float>*>(weights)[p];
-        Pack<float> m = reinterpret_cast<Pack<float>*>(exp_avgs)[p];
-        Pack<float> v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
-        const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
-        Pack<Copy> copy;
-        for (int k = 0; k < kPack; ++k) {
-          adam_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
-          if (kCopies) narrow(w.at[k], copy.at[k]);
-        }
-        reinterpret_cast<Pack<float>*>(weights)[p] = w;
-        reinterpret_cast<Pack<float>*>(exp_avgs)[p] = m;
-        reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p] = v;
-        if (kCopies) reinterpret_cast<Pack<Copy>*>(copies)[p] = copy;
-      },
-      [&](std::int64_t i) {
-        adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
-        if (kCopies) narrow(weights[i], copies[i]);
-      });
-}
-
 }  // namespace
 
 extern "C" {
@@ -199,17 +149,6 @@ __global__ void strata_scale(float* target, const float* source, float factor,
       },
       [&](std::int64_t i) { target[i] = __fmul_rn(source[i], factor); });
 }
-
-#define STRATA_ADAM(name, Copy, copies_too)                                                      \
-  __global__ void strata_adam_##name(float* weights, float* exp_avgs, float* exp_avg_sqs,        \
-                                     const float* gradients, void* copies, std::int64_t numel,   \
-                                     AdamConstants constants) {                                  \
-    adam<Copy, copies_too>(weights, exp_avgs, exp_avg_sqs, gradients, static_cast<Copy*>(copies), \
-                           numel, constants);                                                    \
-  }
-STRATA_ADAM(f32, float, false)
-STRATA_ADAM(f16, Float16, true)
-STRATA_ADAM(bf16, BFloat16, true)
 
 // Block (p, y) takes its share of piece p: kernels/fingerprint.h. Sums of integers come to the same
 // bits in any order.

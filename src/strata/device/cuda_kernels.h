@@ -27,6 +27,8 @@ class CudaKernels {
              CUstream stream) const;
   void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
             CUstream stream) const;
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, CUstream stream) const;
   // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
   // 16 bytes, nothing was done.
   bool copy(std::span<std::byte> target, std::span<const std::byte> source, CUstream stream) const;
@@ -58,6 +60,8 @@ class CudaKernels {
   ByTypes cast_{};
   ByTypes accumulate_{};  // null where fp64 takes part
   std::array<CUfunction, kTypes> adam_{};
+  CUfunction adam_remainder_ = nullptr;
+  std::array<CUfunction, kTypes> remainder_{};
   std::array<CUfunction, kTypes> sum_in_order_{};
   CUfunction scale_ = nullptr;
   CUfunction copy_ = nullptr;

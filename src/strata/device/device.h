@@ -130,6 +130,10 @@ class Device {
   // of target.size() elements of `dtype`; at most kSourcesMax.
   virtual void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
                             DType dtype, float scale, bool accumulate, Stream& stream) = 0;
+  // kernels::store_remainder().
+  virtual void store_remainder(const kernels::MasterRemainder& target, Numel first,
+                               const std::byte* source, DType source_dtype, Numel numel,
+                               Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
   // Of every `piece` bytes of each run, in order; the last of a run may be shorter. Complete when

@@ -63,18 +63,23 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
   const auto exp_avg = store_.fetch(states.exp_avg, offload::Access::kReadWrite);
   const auto exp_avg_sq = store_.fetch(states.exp_avg_sq, offload::Access::kReadWrite);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
-  const bool narrow = weights.has_separate_master(shard.unit);
+  const plan::MasterForm form = weights.master_form(shard.unit);
   for (const plan::GroupSegment& segment : shard.segments) {
     STRATA_ASSERT(static_cast<std::size_t>(segment.group) < groups.size());
     const GroupScalars& group = groups[static_cast<std::size_t>(segment.group)];
     const std::size_t begin = segment.begin.size();
     const std::size_t numel = (segment.end - segment.begin).size();
     kernels::AdamSpans spans;
-    spans.weight = floats(*master).subspan(begin, numel);
+    if (form == plan::MasterForm::kRemainder) {
+      // Segments begin where parameters do, at multiples of 256 bytes.
+      spans.remainder = kernels::remainder_over(master->bytes(), unit.layout.shard()).from(begin);
+    } else {
+      spans.weight = floats(*master).subspan(begin, numel);
+    }
     spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
     spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
     spans.gradient = gradient.subspan(begin, numel);
-    if (narrow) {
+    if (form != plan::MasterForm::kShard) {
       spans.weight16 = unit.shard.data() + bytes_of(segment.begin, unit.layout.dtype()).size();
       spans.weight16_dtype = unit.layout.dtype();
     }

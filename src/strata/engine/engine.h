@@ -37,6 +37,11 @@ namespace strata::engine {
 
 // Who updates the shards; decides what states are kept.
 enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
+// Whether the remainder of masters is enough for the rule where weights are bf16. An optimizer of
+// the user's sees fp32 masters.
+inline bool takes_remainders(UpdateRule rule) {
+  return rule != UpdateRule::kExternal;
+}
 
 struct StepResult {
   bool applied = false;  // false: skipped, because 16-bit gradients overflowed

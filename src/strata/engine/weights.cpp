@@ -28,11 +28,12 @@ Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
 }  // namespace
 
 Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-                 const EngineOptions& options, comm::Collectives& collectives,
+                 const EngineOptions& options, bool remainders, comm::Collectives& collectives,
                  device::Device& device, offload::StateStore& states)
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
+      remainders_(remainders),
       place_(collectives.shard_place()),
       device_(device),
       states_(states) {
@@ -70,11 +71,10 @@ void Weights::back(int unit) {
     const Bytes bytes = align_up(local_bytes(u.layout, u.whole, place_.parts), kPage);
     memory_->back(u.slices.first_offset + bytes);
     charge_.grow(bytes);
-    master_blocks_.push_back(has_separate_master(u.id)
-                                 ? states_.add(u.name() + ".master",
-                                               bytes_of(u.layout.shard(), DType::kFloat32),
-                                               memory::Kind::kMasterWeights)
-                                 : -1);
+    const Bytes masters = plan::master_bytes(master_form(u.id), u.layout.shard());
+    master_blocks_.push_back(
+        masters.value > 0 ? states_.add(u.name() + ".master", masters, memory::Kind::kMasterWeights)
+                          : -1);
   }
 }
 
@@ -189,8 +189,12 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
     write(weights, dtype, numel, source, source_dtype);
     if (dtype == source_dtype) source = weights;  // which need not be read over a link again
   }
-  if (has_separate_master(unit.id)) {
-    const auto lease = lease_master(unit.id);
+  if (master_blocks_[static_cast<std::size_t>(unit.id)] < 0) return;
+  const auto lease = lease_master(unit.id);
+  if (master_form(unit.id) == plan::MasterForm::kRemainder) {
+    device_.store_remainder(kernels::remainder_over(lease->bytes(), unit.layout.shard()),
+                            shard_offset, source, source_dtype, numel, stream);
+  } else {
     device_.cast(lease->bytes().data() + bytes_of(shard_offset, DType::kFloat32).size(),
                  DType::kFloat32, source, source_dtype, numel, stream);
   }
@@ -206,13 +210,14 @@ std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
 }
 
 std::span<std::byte> Weights::hold_master(int unit) {
+  STRATA_ASSERT(master_form(unit) != plan::MasterForm::kRemainder);
   auto& held = held_masters_[static_cast<std::size_t>(unit)];
   if (held == nullptr) held = lease_master(unit);
   return held->bytes();
 }
 
 void Weights::round_masters(int unit) {
-  if (!has_separate_master(unit)) return;
+  if (master_form(unit) != plan::MasterForm::kFloat32) return;
   const Unit& u = units_[static_cast<std::size_t>(unit)];
   const auto lease = lease_master(unit);
   device_.cast(u.shard.data(), u.layout.dtype(), lease->bytes().data(), DType::kFloat32,

@@ -1,7 +1,7 @@
 // The weights of a model as this rank holds them: one SharedBuffer with every unit's shard (and its
 // neighbours that this rank holds for others, ShardPlace::parts), or, for units that stay whole,
-// the unit's whole flat buffer; and the fp32 master weights of the trainable shards. Where weights
-// are fp32 the shard is its own master.
+// the unit's whole flat buffer; and the fp32 master weights of the trainable shards, in the form
+// that suits the weights and the optimizer (plan/master_form.h).
 //
 // Values enter by store(), a piece of one parameter at a time, in any dtype: a rank keeps what
 // falls into its own shard, rounded once to the weight's dtype, with the master taken from the
@@ -17,16 +17,18 @@
 #include "strata/engine/unit.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/state_store.h"
+#include "strata/plan/master_form.h"
 
 namespace strata::engine {
 
 class Weights {
  public:
   // The options' stage decides which units are whole. Memory is taken unit by unit, in their order,
-  // when values come, or for all by back_all(); contents are zero.
+  // when values come, or for all by back_all(); contents are zero. `remainders`: of masters, where
+  // the weights are bf16.
   Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-          const EngineOptions& options, comm::Collectives& collectives, device::Device& device,
-          offload::StateStore& states);
+          const EngineOptions& options, bool remainders, comm::Collectives& collectives,
+          device::Device& device, offload::StateStore& states);
   ~Weights();
 
   std::vector<Unit>& units() { return units_; }
@@ -55,15 +57,15 @@ class Weights {
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
 
-  // fp32 masters of a trainable unit's shard, as memory that stays in place while the lease lives.
-  std::unique_ptr<offload::Lease> lease_master(int unit);
-  // Keeps the unit's masters in memory, at this place, for as long as these Weights live. Leases of
-  // them are given all the same.
-  std::span<std::byte> hold_master(int unit);
-  bool has_separate_master(int unit) const {
-    const Unit& u = units_[static_cast<std::size_t>(unit)];
-    return u.trainable() && u.layout.dtype() != DType::kFloat32;
+  plan::MasterForm master_form(int unit) const {
+    return plan::master_form(units_[static_cast<std::size_t>(unit)].spec, remainders_);
   }
+  // fp32 masters of a trainable unit's shard, or their remainder (remainder_over()), as memory that
+  // stays in place while the lease lives.
+  std::unique_ptr<offload::Lease> lease_master(int unit);
+  // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as these
+  // Weights live. Leases of them are given all the same.
+  std::span<std::byte> hold_master(int unit);
   // Rounds the unit's masters to its weights (for optimizers that know only masters).
   void round_masters(int unit);
 
@@ -81,12 +83,13 @@ class Weights {
   std::vector<int> unit_of_param_;
   std::vector<int> slot_of_param_;
   std::vector<Unit> units_;
+  bool remainders_;
   comm::ShardPlace place_;
   device::Device& device_;
   offload::StateStore& states_;
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
-  std::vector<offload::BlockId> master_blocks_;  // by backed unit; -1: no separate master
+  std::vector<offload::BlockId> master_blocks_;  // by backed unit; -1: nothing beside the weights
   std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
 };

@@ -1,5 +1,6 @@
 #include "strata/kernels/adam.h"
 
+#include <cstring>
 #include <type_traits>
 
 #include "strata/base/thread_pool.h"
@@ -16,10 +17,55 @@ HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
 #if STRATA_KERNELS_HAVE_LANES
+// Copy16 is the storage of the 16-bit copy, or void.
+template <class Copy16>
+struct Float32Masters {
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const AdamSpans& spans, std::size_t i) {
+    return hn::LoadU(d, spans.weight.data() + i);
+  }
+  template <class D>
+  static HWY_INLINE void store(D d, hn::Vec<D> weight, const AdamSpans& spans, std::size_t i) {
+    hn::StoreU(weight, d, spans.weight.data() + i);
+    if constexpr (!std::is_void_v<Copy16>) Lanes<Copy16>::store(d, weight, spans.weight16 + 2 * i);
+  }
+};
+
+// kernels/master_remainder.h, for 8 or 16 lanes.
+struct JoinedMasters {
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const AdamSpans& spans, std::size_t i) {
+    const hn::Rebind<std::uint32_t, D> wide;
+    const hn::Rebind<std::uint16_t, D> narrow;
+    const auto* weights = elements<std::uint16_t>(spans.weight16);
+    const auto weight = hn::PromoteTo(wide, hn::LoadU(narrow, weights + i));
+    const auto low = hn::PromoteTo(wide, hn::LoadU(narrow, spans.remainder.low + i));
+    std::uint8_t bits[8] = {};  // as many as a load may read
+    std::memcpy(bits, spans.remainder.halves_up + i / 8, hn::MaxLanes(d) / 8);
+    const auto half_up = hn::LoadMaskBits(wide, bits);
+    const auto up = hn::Or(half_up, hn::Gt(low, hn::Set(wide, 0x8000U)));
+    const auto high = hn::Sub(weight, hn::IfThenElseZero(up, hn::Set(wide, 1U)));
+    return hn::BitCast(d, hn::Or(hn::ShiftLeft<16>(high), low));
+  }
+  template <class D>
+  static HWY_INLINE void store(D d, hn::Vec<D> weight, const AdamSpans& spans, std::size_t i) {
+    const hn::Rebind<std::uint32_t, D> wide;
+    const hn::Rebind<std::uint16_t, D> narrow;
+    Lanes<BFloat16>::store(d, weight, spans.weight16 + 2 * i);
+    const auto bits = hn::BitCast(wide, weight);
+    hn::StoreU(hn::TruncateTo(narrow, bits), narrow, spans.remainder.low + i);
+    // The lowest 17 bits of an exact half above an odd neighbour.
+    const auto tail = hn::And(bits, hn::Set(wide, 0x1FFFFU));
+    std::uint8_t packed[8];
+    hn::StoreMaskBits(wide, hn::Eq(tail, hn::Set(wide, 0x18000U)), packed);
+    std::memcpy(spans.remainder.halves_up + i / 8, packed, hn::MaxLanes(d) / 8);
+  }
+};
+
 // Without prefetches: the hardware sees four plain streams, and on huge pages each distance tried
 // was slower.
-// Copy16 is the storage of the 16-bit copy, or void.
-template <bool kL2, class Copy16>
+// `Masters` is where the fp32 weights are, and what else of them is written.
+template <bool kL2, class Masters>
 void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t numel) {
   const hn::ScalableTag<float> d;
   const auto gradient_scale = hn::Set(d, c.gradient_scale);
@@ -32,12 +78,11 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
   const auto correction2_root = hn::Set(d, c.correction2_root);
   const auto eps = hn::Set(d, c.eps);
   const auto negative_step_size = hn::Set(d, c.negative_step_size);
-  float* const HWY_RESTRICT weights = spans.weight.data();
   float* const HWY_RESTRICT exp_avgs = spans.exp_avg.data();
   float* const HWY_RESTRICT exp_avg_sqs = spans.exp_avg_sq.data();
   const float* const HWY_RESTRICT gradients = spans.gradient.data();
   for (std::size_t i = 0; i < numel; i += hn::Lanes(d)) {
-    auto weight = hn::LoadU(d, weights + i);
+    auto weight = Masters::load(d, spans, i);
     auto gradient = hn::Mul(hn::LoadU(d, gradients + i), gradient_scale);
     if constexpr (kL2) gradient = hn::MulAdd(l2, weight, gradient);
     auto m = hn::LoadU(d, exp_avgs + i);
@@ -49,28 +94,30 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
     weight = hn::Add(hn::Mul(weight, decay), update);
     hn::StoreU(m, d, exp_avgs + i);
     hn::StoreU(v, d, exp_avg_sqs + i);
-    hn::StoreU(weight, d, weights + i);
-    if constexpr (!std::is_void_v<Copy16>) {
-      Lanes<Copy16>::store(d, weight, spans.weight16 + 2 * i);
-    }
+    Masters::store(d, weight, spans, i);
   }
 }
 
 template <bool kL2>
 void adam_body(const AdamSpans& spans, const AdamConstants& constants, std::size_t numel) {
-  if (spans.weight16 == nullptr) {
-    adam_vectors<kL2, void>(spans, constants, numel);
+  if (spans.has_remainder()) {
+    adam_vectors<kL2, JoinedMasters>(spans, constants, numel);
+  } else if (spans.weight16 == nullptr) {
+    adam_vectors<kL2, Float32Masters<void>>(spans, constants, numel);
   } else if (spans.weight16_dtype == DType::kBFloat16) {
-    adam_vectors<kL2, BFloat16>(spans, constants, numel);
+    adam_vectors<kL2, Float32Masters<BFloat16>>(spans, constants, numel);
   } else {
-    adam_vectors<kL2, Float16>(spans, constants, numel);
+    adam_vectors<kL2, Float32Masters<Float16>>(spans, constants, numel);
   }
 }
 
 // The last few elements go through the scalar loop, whose results are the same bits.
 void adam_range(const AdamSpans& spans, const AdamConstants& constants) {
-  const std::size_t numel = spans.weight.size();
-  const std::size_t body = numel - numel % hn::Lanes(hn::ScalableTag<float>());
+  const std::size_t numel = spans.gradient.size();
+  constexpr std::size_t kLanes = hn::MaxLanes(hn::ScalableTag<float>());
+  // A thread's vector must not share a byte of remainders with the scalar loop's.
+  const bool whole_bytes = !spans.has_remainder() || kLanes % 8 == 0;
+  const std::size_t body = whole_bytes ? numel - numel % kLanes : 0;
   if (constants.l2 != 0.0F) {
     adam_body<true>(spans, constants, body);
   } else {
@@ -92,7 +139,8 @@ namespace strata::kernels {
 
 HWY_EXPORT(adam_range);
 
-// 28 bytes an element: large beside the cost of handing out a chunk, small beside a shard.
+// 28 bytes an element: large beside the cost of handing out a chunk, small beside a shard. A
+// multiple of 8, as remainders want.
 constexpr std::int64_t kGrain = 32768;
 
 void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* pool) {
@@ -102,7 +150,7 @@ void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* p
     HWY_DYNAMIC_DISPATCH(adam_range)(spans, constants);
     return;
   }
-  const auto numel = static_cast<std::int64_t>(spans.weight.size());
+  const auto numel = static_cast<std::int64_t>(spans.gradient.size());
   pool->parallel_for(numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(adam_range)
     (part_of(spans, static_cast<std::size_t>(begin), static_cast<std::size_t>(end)), constants);

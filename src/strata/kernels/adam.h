@@ -15,7 +15,7 @@
 //     one that goes through fp64, everything is bit-identical at every size.
 //
 // Threads: pure functions of their spans; adam_step splits the work over `pool` when one is given.
-// Errors: UsageError when weight16_dtype is no 16-bit floating type.
+// Errors: UsageError when weight16_dtype is no 16-bit floating type, or not bf16 with a remainder.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +23,7 @@
 #include <span>
 
 #include "strata/base/dtype.h"
+#include "strata/kernels/master_remainder.h"
 
 namespace strata {
 class ThreadPool;
@@ -32,12 +33,15 @@ namespace strata::kernels {
 
 // All spans of one step; the fp32 ones have equal length and do not overlap.
 struct AdamSpans {
-  std::span<float> weight;  // fp32 master weights
+  std::span<float> weight;  // fp32 master weights; empty with a remainder
   std::span<float> exp_avg;
   std::span<float> exp_avg_sq;
   std::span<const float> gradient;
-  std::byte* weight16 = nullptr;            // [weight.size()] elements of weight16_dtype, or null
+  std::byte* weight16 = nullptr;            // [gradient.size()] elements of weight16_dtype, or null
   DType weight16_dtype = DType::kBFloat16;  // bf16 or fp16
+  // Where `low` is not null, the masters are weight16, bf16, and this: both are read and written.
+  MasterRemainder remainder = {};
+  bool has_remainder() const { return remainder.low != nullptr; }
 };
 
 struct AdamScalars {

@@ -41,7 +41,7 @@ void check_adam(const AdamSpans& spans, const AdamScalars& scalars);
 // One range of a step, element by element.
 void adam_scalar_loop(const AdamSpans& spans, const AdamConstants& constants);
 
-// Elements [begin, end) of all spans.
+// Elements [begin, end) of all spans; with a remainder, from a multiple of 8.
 AdamSpans part_of(const AdamSpans& spans, std::size_t begin, std::size_t end);
 
 }  // namespace strata::kernels

@@ -7,6 +7,7 @@
 
 #include "strata/base/error.h"
 #include "strata/plan/flat_layout.h"
+#include "strata/plan/master_form.h"
 
 namespace strata::plan {
 namespace {
@@ -129,7 +130,7 @@ std::optional<InitTier> init_tier_from(std::string_view name) {
 }
 
 InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
-                       int world_size, int states_per_master, int parts) {
+                       int world_size, const OptimizerNeeds& optimizer, int parts) {
   InitDemand demand;
   for (const UnitSpec& unit : plan.units) {
     const FlatLayout layout(params, unit.params, unit.dtype, world_size);
@@ -137,9 +138,8 @@ InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan,
     demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
     demand.largest_unit = std::max(demand.largest_unit, layout.flat_bytes());
     if (!unit.trainable) continue;
-    const Bytes fp32 = bytes_of(layout.shard(), DType::kFloat32);
-    if (unit.dtype != DType::kFloat32) demand.masters += fp32;
-    demand.optimizer += fp32 * states_per_master;
+    demand.masters += master_bytes(master_form(unit, optimizer.remainders), layout.shard());
+    demand.optimizer += bytes_of(layout.shard(), DType::kFloat32) * optimizer.states_per_master;
   }
   return demand;
 }

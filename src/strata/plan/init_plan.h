@@ -30,19 +30,24 @@ std::string_view name_of(InitTier tier);
 // "auto" and what is no tier: nullopt.
 std::optional<InitTier> init_tier_from(std::string_view name);
 
+// What an optimizer keeps.
+struct OptimizerNeeds {
+  int states_per_master = 2;  // fp32 values for each trainable weight: 2 for Adam
+  bool remainders = true;     // of masters, where the weights are bf16
+};
+
 // What the engine will hold on one rank's device when it is ready.
 struct InitDemand {
   Bytes weights;    // shards, or whole units
-  Bytes masters;    // fp32 copies of trainable shards
+  Bytes masters;    // what is kept of the trainable shards' fp32 masters: master_form.h
   Bytes optimizer;  // exp_avg and exp_avg_sq
   Bytes largest_unit;
   Bytes total() const { return weights + masters + optimizer; }
 };
 
 // `parts`: shards of the weights that a rank holds, of which it owns one.
-// `states_per_master`: fp32 values that the optimizer keeps for each trainable weight: 2 for Adam.
 InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
-                       int world_size, int states_per_master, int parts = 1);
+                       int world_size, const OptimizerNeeds& optimizer, int parts = 1);
 
 // What one rank has.
 struct InitFacts {

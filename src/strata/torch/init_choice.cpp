@@ -53,17 +53,22 @@ plan::InitFacts facts_from(const std::string& text) {
   return facts;
 }
 
-int states_of(engine::UpdateRule rule) {
+plan::OptimizerNeeds needs_of(engine::UpdateRule rule) {
+  plan::OptimizerNeeds needs;
+  needs.remainders = engine::takes_remainders(rule);
   switch (rule) {
     case engine::UpdateRule::kNone:
-      return 0;
+      needs.states_per_master = 0;
+      break;
     case engine::UpdateRule::kAdam:
     case engine::UpdateRule::kAdamW:
-      return 2;
+      needs.states_per_master = 2;
+      break;
     case engine::UpdateRule::kExternal:
-      return 1;  // the gradients that it reads; what else it keeps is its own
+      needs.states_per_master = 1;  // the gradients that it reads; what else it keeps is its own
+      break;
   }
-  return 0;
+  return needs;
 }
 
 }  // namespace
@@ -81,7 +86,7 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
   }
   const int stage = config.zero.stage;
   const auto demand = [&](int with_stage, int ranks) {
-    return plan::init_demand(specs, plan, with_stage, ranks, states_of(rule));
+    return plan::init_demand(specs, plan, with_stage, ranks, needs_of(rule));
   };
   std::vector<plan::InitAlternative> alternatives;
   if (stage < 3 && shards > 1) alternatives.push_back({"stage 3", demand(3, shards).total()});
@@ -93,7 +98,7 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
                             demand(3, wanted).total()});
   }
   return plan::choose_init(
-      plan::init_demand(specs, plan, stage, shards, states_of(rule), place.parts), by_rank,
+      plan::init_demand(specs, plan, stage, shards, needs_of(rule), place.parts), by_rank,
       plan::init_tier_from(config.strata.init_tier), alternatives);
 }
 

@@ -177,9 +177,12 @@ TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
   const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kBFloat16, 3);
     load(rank, path);
+    const Unit& unit = rank.model->weights().units().front();
+    ASSERT_EQ(rank.model->weights().master_form(0), plan::MasterForm::kRemainder);
     const auto lease = rank.model->weights().lease_master(0);
     float master = 0.0F;
-    std::memcpy(&master, lease->bytes().data(), sizeof(master));
+    kernels::join_masters({&master, 1}, unit.shard.data(),
+                          kernels::remainder_over(lease->bytes(), unit.layout.shard()));
     EXPECT_EQ(master, 1.0F + 0x1p-20F);
   });
   EXPECT_THAT(outcomes, Each(""));

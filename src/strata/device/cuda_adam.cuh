@@ -1,0 +1,184 @@
+// Kernels of the update: Adam over fp32 masters, over bf16 weights with the remainder of their
+// masters (kernels/master_remainder.h), and what sets such remainders. Device code; included by
+// cuda_kernels.cu alone.
+#pragma once
+
+#include "cuda_elements.cuh"
+
+namespace {
+
+struct AdamConstants {
+  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
+      negative_step_size;
+  int lerp_from_gradient;
+  const float* late_scale;  // null: gradient_scale is known
+};
+
+// One element: kernels/adam_reference.cpp, operation by operation.
+__device__ void adam_element(const AdamConstants& c, float& weight, float& m, float& v,
+                             float gradient) {
+  gradient = __fmul_rn(gradient, c.gradient_scale);
+  if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight, gradient);
+  m = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m), c.lerp_from_gradient ? gradient : m);
+  v = __fmaf_rn(__fmul_rn(c.square_weight, gradient), gradient, __fmul_rn(v, c.beta2));
+  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2_root), c.eps);
+  weight = __fadd_rn(__fmul_rn(weight, c.decay),
+                     __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
+}
+
+template <typename Copy, bool kCopies>
+__device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const float* gradients,
+                     Copy* copies, std::int64_t numel, AdamConstants c) {
+  if (c.late_scale != nullptr) {
+    c.gradient_scale = *c.late_scale;
+    if (isnan(c.gradient_scale)) return;
+  }
+  const bool packs = packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) &&
+                     packed(gradients) && (!kCopies || packed(copies));
+  for_elements(
+      numel, packs,
+      [&](std::int64_t p) {
+        Pack<float> w = reinterpret_cast<Pack<float>*>(weights)[p];
+        Pack<float> m = reinterpret_cast<Pack<float>*>(exp_avgs)[p];
+        Pack<float> v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
+        const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
+        Pack<Copy> copy;
+        for (int k = 0; k < kPack; ++k) {
+          adam_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
+          if (kCopies) narrow(w.at[k], copy.at[k]);
+        }
+        reinterpret_cast<Pack<float>*>(weights)[p] = w;
+        reinterpret_cast<Pack<float>*>(exp_avgs)[p] = m;
+        reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p] = v;
+        if (kCopies) reinterpret_cast<Pack<Copy>*>(copies)[p] = copy;
+      },
+      [&](std::int64_t i) {
+        adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
+        if (kCopies) narrow(weights[i], copies[i]);
+      });
+}
+
+constexpr int kByte = 8;  // elements whose halves_up are one byte: what a thread takes at once
+
+struct Remainder {
+  std::uint16_t* low;
+  std::uint8_t* halves_up;
+};
+
+// Moved by accesses of 16 bytes.
+template <typename T>
+struct alignas(16) Eight {
+  T at[kByte];
+};
+
+__device__ float join(BFloat16 weight, std::uint16_t low, bool half_up) {
+  const std::uint32_t up = low > 0x8000U || half_up ? 1U : 0U;
+  return __uint_as_float(((static_cast<std::uint32_t>(weight.bits) - up) << 16) | low);
+}
+
+// Splits a master again; returns whether it was an exact half that is rounded up.
+__device__ bool split(float master, BFloat16& weight, std::uint16_t& low) {
+  const std::uint32_t bits = __float_as_uint(master);
+  narrow(master, weight);
+  low = static_cast<std::uint16_t>(bits);
+  return (bits & 0x1FFFFU) == 0x18000U;
+}
+
+__device__ void adam_with_remainder(BFloat16* weights, const Remainder& remainder, float* exp_avgs,
+                                    float* exp_avg_sqs, const float* gradients, std::int64_t numel,
+                                    AdamConstants c) {
+  if (c.late_scale != nullptr) {
+    c.gradient_scale = *c.late_scale;
+    if (isnan(c.gradient_scale)) return;
+  }
+  const auto aligned = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
+  const bool eights = aligned(weights) && aligned(remainder.low) && aligned(exp_avgs) &&
+                      aligned(exp_avg_sqs) && aligned(gradients);
+  const std::int64_t bytes = (numel + kByte - 1) / kByte;
+  for (std::int64_t p = first_index(); p < bytes; p += index_stride()) {
+    const unsigned before = remainder.halves_up[p];
+    unsigned after = 0;
+    const std::int64_t left = numel - p * kByte;
+    if (eights && left >= kByte) {
+      Eight<BFloat16> w = reinterpret_cast<Eight<BFloat16>*>(weights)[p];
+      Eight<std::uint16_t> low = reinterpret_cast<Eight<std::uint16_t>*>(remainder.low)[p];
+      Eight<float> m = reinterpret_cast<Eight<float>*>(exp_avgs)[p];
+      Eight<float> v = reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p];
+      const Eight<float> g = reinterpret_cast<const Eight<float>*>(gradients)[p];
+#pragma unroll
+      for (int k = 0; k < kByte; ++k) {
+        float master = join(w.at[k], low.at[k], (before >> k & 1U) != 0);
+        adam_element(c, master, m.at[k], v.at[k], g.at[k]);
+        if (split(master, w.at[k], low.at[k])) after |= 1U << k;
+      }
+      reinterpret_cast<Eight<BFloat16>*>(weights)[p] = w;
+      reinterpret_cast<Eight<std::uint16_t>*>(remainder.low)[p] = low;
+      reinterpret_cast<Eight<float>*>(exp_avgs)[p] = m;
+      reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p] = v;
+    } else {
+      const int here = static_cast<int>(min(static_cast<std::int64_t>(kByte), left));
+      after = before & ~((1U << here) - 1U);  // bits of elements that are not ours
+      for (int k = 0; k < here; ++k) {
+        const std::int64_t i = p * kByte + k;
+        float master = join(weights[i], remainder.low[i], (before >> k & 1U) != 0);
+        adam_element(c, master, exp_avgs[i], exp_avg_sqs[i], gradients[i]);
+        if (split(master, weights[i], remainder.low[i])) after |= 1U << k;
+      }
+    }
+    if (after != before) remainder.halves_up[p] = static_cast<std::uint8_t>(after);
+  }
+}
+
+// Elements [first, first + numel); a thread takes those of one byte of halves_up.
+template <typename From>
+__device__ void store_remainder(const Remainder& target, std::int64_t first, const From* source,
+                                std::int64_t numel) {
+  const std::int64_t end = first + numel;
+  const std::int64_t bytes = (end + kByte - 1) / kByte;
+  for (std::int64_t p = first / kByte + first_index(); p < bytes; p += index_stride()) {
+    const std::int64_t from = max(first, p * kByte);
+    const std::int64_t to = min(end, (p + 1) * kByte);
+    unsigned halves_up = to - from == kByte ? 0U : target.halves_up[p];
+    for (std::int64_t i = from; i < to; ++i) {
+      BFloat16 weight;
+      const unsigned bit = 1U << (i - p * kByte);
+      const bool half_up = split(widen(source[i - first]), weight, target.low[i]);
+      halves_up = half_up ? halves_up | bit : halves_up & ~bit;
+    }
+    target.halves_up[p] = static_cast<std::uint8_t>(halves_up);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+#define STRATA_ADAM(name, Copy, copies_too)                                                      \
+  __global__ void strata_adam_##name(float* weights, float* exp_avgs, float* exp_avg_sqs,        \
+                                     const float* gradients, void* copies, std::int64_t numel,   \
+                                     AdamConstants constants) {                                  \
+    adam<Copy, copies_too>(weights, exp_avgs, exp_avg_sqs, gradients, static_cast<Copy*>(copies), \
+                           numel, constants);                                                    \
+  }
+STRATA_ADAM(f32, float, false)
+STRATA_ADAM(f16, Float16, true)
+STRATA_ADAM(bf16, BFloat16, true)
+
+__global__ void strata_adam_remainder(void* weights, Remainder remainder, float* exp_avgs,
+                                      float* exp_avg_sqs, const float* gradients,
+                                      std::int64_t numel, AdamConstants constants) {
+  adam_with_remainder(static_cast<BFloat16*>(weights), remainder, exp_avgs, exp_avg_sqs, gradients,
+                      numel, constants);
+}
+
+#define STRATA_REMAINDER(name, From)                                                            \
+  __global__ void strata_remainder_##name(Remainder target, std::int64_t first,                 \
+                                          const void* source, std::int64_t numel) {             \
+    store_remainder(target, first, static_cast<const From*>(source), numel);                    \
+  }
+STRATA_REMAINDER(f64, double)
+STRATA_REMAINDER(f32, float)
+STRATA_REMAINDER(f16, Float16)
+STRATA_REMAINDER(bf16, BFloat16)
+
+}  // extern "C"
