@@ -85,6 +85,22 @@ std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& mode
   return result;
 }
 
+// {kind: peak bytes} of the device, and "total".
+py::dict memory_forecast(ShardedModel& model) {
+  forecast::MemoryForecast forecast;
+  {
+    const py::gil_scoped_release release;
+    forecast = model.memory_forecast();
+  }
+  py::dict result;
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<memory::Kind>(k);
+    result[py::str(std::string(name_of(kind)))] = forecast.of(kind).value;
+  }
+  result["total"] = forecast.total.value;
+  return result;
+}
+
 void set_update(ShardedModel& model, py::function update) {
   external(model).set_update([shared = held(std::move(update))] {
     const py::gil_scoped_acquire acquire;
@@ -190,6 +206,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("memory_report", &memory_report)
+      .def("memory_forecast", &memory_forecast)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)
       .def("measure_link", &measure_link, unlocked)

@@ -54,9 +54,12 @@ def _transfer_lines(report):
 
 
 def _memory_lines(report):
-    lines = [("device memory", "now", "peak")]
-    for kind, entry in report["device_memory"].items():
-        lines.append((kind, _size(entry["bytes"]), _size(entry["peak_bytes"])))
+    columns = {"now": "bytes", "peak": "peak_bytes", "forecast": "forecast_bytes"}
+    kinds = report["device_memory"]
+    shown = {name: key for name, key in columns.items() if all(key in entry for entry in kinds.values())}
+    lines = [("device memory", *shown)]
+    for kind, entry in kinds.items():
+        lines.append((kind, *(_size(entry[key]) for key in shown.values())))
     return lines
 
 

@@ -238,4 +238,14 @@ def test_the_table_fits_a_terminal(timed):
         assert "Step 12: 500.0 ms" in text and "gathers" in text and "refreshes" not in text
         assert ("340.2" in text and "10.0%" in text) == timed
         assert "5.00 GiB" in text and "47 prefetched" in text and "device allocations: 3" in text
+        assert "forecast" not in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
+
+
+def test_the_table_has_a_forecast_where_there_is_one():
+    report = _account(True)
+    report["device_memory"]["weights"]["forecast_bytes"] = 7 << 30
+    lines = table_text(report).splitlines()
+    assert [line.split() for line in lines if line.startswith(("device", "weights"))] == [
+        ["device", "memory", "now", "peak", "forecast"], ["weights", "5.00", "GiB", "6.00", "GiB", "7.00", "GiB"],
+    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LAYERS = ("base", "memory", "plan", "kernels", "io", "format", "device", "comm", "offload", "engine",
-          "torch", "python")
+          "forecast", "torch", "python")
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu", ".inl"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH_HEADERS = re.compile(r"^(torch|ATen|c10|caffe2|gloo|nccl)(/|\.h)")

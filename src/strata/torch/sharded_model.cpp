@@ -74,6 +74,8 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
       runtime_(std::move(runtime)),
       specs_(make_specs(input, config)),
       plan_(plan::plan_units(specs_, input.tree, plan_options(config))),
+      tree_(input.tree),
+      rule_(rule),
       parameters_(variables_of(input), runtime_.place) {
   for (std::size_t i = 0; i < input.parameters.size(); ++i) {
     index_.emplace(input.parameters[i].variable.unsafeGetTensorImpl(), static_cast<int>(i));
@@ -171,6 +173,16 @@ Scopes& ShardedModel::scopes() {
 engine::StepControl& ShardedModel::control() {
   require_alive();
   return *control_;
+}
+
+forecast::MemoryForecast ShardedModel::memory_forecast() {
+  forecast::Training training;
+  training.options = engine().options();
+  training.rule = rule_;
+  training.micro_steps = static_cast<int>(control().accumulation_steps());
+  training.runs_ahead = runtime_.device->runs_ahead();
+  return forecast::forecast_memory(specs_, plan_, tree_, training,
+                                   forecast::carriers_of(*runtime_.collectives));
 }
 
 void ShardedModel::begin_forward() {

@@ -29,6 +29,7 @@
 #include "strata/engine/engine.h"
 #include "strata/engine/external_optimizer.h"
 #include "strata/engine/step_control.h"
+#include "strata/forecast/memory_forecast.h"
 #include "strata/plan/module_tree.h"
 #include "strata/torch/gradient_hooks.h"
 #include "strata/torch/parameter_set.h"
@@ -113,6 +114,8 @@ class ShardedModel {
   ParameterSet& parameters() { return parameters_; }
   c10::Device place() const { return runtime_.place; }
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
+  // What the ledger will say of the device when this model has been trained for some steps.
+  forecast::MemoryForecast memory_forecast();
   // Collective, so that no peer still reads what goes. `keep_values`: parameters get memory of
   // their own.
   void destroy(bool keep_values);
@@ -137,6 +140,8 @@ class ShardedModel {
   ModelRuntime runtime_;
   std::vector<plan::ParamSpec> specs_;
   plan::ModelPlan plan_;
+  plan::ModuleTree tree_;
+  engine::UpdateRule rule_;
   ParameterSet parameters_;
   std::unordered_map<const void*, int> index_;  // by TensorImpl
   std::unordered_map<int, int> held_;           // by unit: gather() without release()

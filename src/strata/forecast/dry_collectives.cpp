@@ -1,0 +1,92 @@
+#include "strata/forecast/dry_collectives.h"
+
+#include <utility>
+
+#include "strata/memory/host_buffer.h"
+
+namespace strata::forecast {
+namespace {
+
+// Addresses that nobody touches.
+class DryBuffer final : public comm::SharedBuffer {
+ public:
+  DryBuffer(std::string name, Bytes bytes) : name_(std::move(name)), memory_(bytes) {}
+  std::span<std::byte> local() override { return memory_.bytes(); }
+  const std::string& name() const override { return name_; }
+
+ private:
+  std::string name_;
+  memory::HostBuffer memory_;
+};
+
+class DryWork final : public comm::Work {
+ public:
+  bool done() override { return over_; }
+  void wait() override { over_ = true; }
+
+ private:
+  bool over_ = false;
+};
+
+class DryCollectives final : public comm::Collectives {
+ public:
+  DryCollectives(const Carriers& carriers, std::shared_ptr<device::Device> device)
+      : carriers_(carriers), device_(std::move(device)), contributions_(device_->create_stream()) {}
+
+  std::string_view name() const override { return "dry"; }
+  int rank() const override { return 0; }
+  int world_size() const override { return carriers_.world_size; }
+  comm::ShardPlace shard_place() const override { return carriers_.place; }
+  bool one_sided() const override { return carriers_.one_sided; }
+  bool deterministic() const override { return carriers_.deterministic; }
+  bool sums_in_fp32() const override { return carriers_.sums_in_fp32; }
+  bool gathers_on_device() const override { return carriers_.gathers_on_device; }
+  device::Stream* contribution_stream() override {
+    return carriers_.has_contribution_stream ? contributions_.get() : nullptr;
+  }
+
+  std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    return std::make_unique<DryBuffer>(std::move(name), bytes);
+  }
+  std::unique_ptr<comm::Work> all_gather(const comm::SliceMap&, std::span<std::byte>,
+                                         std::string_view) override {
+    return std::make_unique<DryWork>();
+  }
+  std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction&, std::string_view) override {
+    return std::make_unique<DryWork>();
+  }
+  void all_reduce(std::span<double>, comm::ReduceOp) override {}
+  void all_gather_on_device(std::span<std::byte>, std::span<const std::byte>) override {}
+  void broadcast(std::span<std::byte>, int) override {}
+  std::vector<std::string> all_gather_text(const std::string& text) override {
+    return std::vector<std::string>(static_cast<std::size_t>(carriers_.world_size), text);
+  }
+  void barrier() override {}
+  void abort(std::string_view) noexcept override {}
+
+ private:
+  Carriers carriers_;
+  std::shared_ptr<device::Device> device_;
+  std::unique_ptr<device::Stream> contributions_;
+};
+
+}  // namespace
+
+Carriers carriers_of(comm::Collectives& collectives) {
+  Carriers carriers;
+  carriers.world_size = collectives.world_size();
+  carriers.place = collectives.shard_place();
+  carriers.one_sided = collectives.one_sided();
+  carriers.deterministic = collectives.deterministic();
+  carriers.sums_in_fp32 = collectives.sums_in_fp32();
+  carriers.gathers_on_device = collectives.gathers_on_device();
+  carriers.has_contribution_stream = collectives.contribution_stream() != nullptr;
+  return carriers;
+}
+
+std::unique_ptr<comm::Collectives> make_dry_collectives(const Carriers& carriers,
+                                                        std::shared_ptr<device::Device> device) {
+  return std::make_unique<DryCollectives>(carriers, std::move(device));
+}
+
+}  // namespace strata::forecast

@@ -1,0 +1,91 @@
+#include "strata/forecast/dry_model.h"
+
+#include <algorithm>
+#include <map>
+
+#include "strata/base/error.h"
+
+namespace strata::forecast {
+namespace {
+
+constexpr int kNone = -1;
+
+}  // namespace
+
+DryModel::DryModel(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                   const plan::ModuleTree& tree)
+    : params_(params) {
+  std::map<int, int> scope_of_module;
+  for (std::size_t s = 0; s < plan.scopes.size(); ++s)
+    scope_of_module.emplace(plan.scopes[s].module, static_cast<int>(s));
+  const auto scope_around = [&](int module) {
+    for (; module >= 0; module = tree[static_cast<std::size_t>(module)].parent) {
+      const auto found = scope_of_module.find(module);
+      if (found != scope_of_module.end()) return found->second;
+    }
+    return kNone;
+  };
+  for (const plan::ScopeSpec& spec : plan.scopes) {
+    const plan::ModuleNode& module = tree[static_cast<std::size_t>(spec.module)];
+    const int parent = scope_around(module.parent);
+    const int index = static_cast<int>(scopes_.size());
+    scopes_.push_back({spec.units, {}, {}, module.read_in_backward || !module.callable});
+    STRATA_ASSERT(parent < index);  // scopes are in the order of modules, parents first
+    (parent == kNone ? outermost_ : scopes_[static_cast<std::size_t>(parent)].children)
+        .push_back(index);
+  }
+  std::vector<bool> placed(params.size());
+  for (std::size_t m = 0; m < tree.size(); ++m) {
+    const int scope = scope_around(static_cast<int>(m));
+    for (const int param : tree[m].params) {
+      const auto p = static_cast<std::size_t>(param);
+      if (placed[p] || !params[p].trainable) continue;
+      placed[p] = true;
+      (scope == kNone ? outside_ : scopes_[static_cast<std::size_t>(scope)].params)
+          .push_back(param);
+    }
+  }
+}
+
+void DryModel::run(engine::Engine& engine, bool boundary) const {
+  engine.begin_forward();
+  for (const int scope : outermost_) forward(engine, scope);
+  engine.begin_backward(boundary);
+  for (std::size_t i = outermost_.size(); i-- > 0;) backward(engine, outermost_[i]);
+  add_gradients(engine, outside_);
+  engine.end_backward();
+  engine.end_micro_step();
+}
+
+void DryModel::forward(engine::Engine& engine, int scope) const {
+  const Scope& s = scopes_[static_cast<std::size_t>(scope)];
+  for (const int unit : s.units) engine.gatherer().acquire(unit);
+  for (const int child : s.children) forward(engine, child);
+  for (const int unit : s.units) engine.gatherer().release(unit);
+}
+
+void DryModel::backward(engine::Engine& engine, int scope) const {
+  const Scope& s = scopes_[static_cast<std::size_t>(scope)];
+  const auto& all = engine.weights().units();
+  const bool holds = s.read_in_backward && std::ranges::any_of(s.units, [&](int unit) {
+                       return !all[static_cast<std::size_t>(unit)].whole;
+                     });
+  if (holds) {
+    for (const int unit : s.units) engine.gatherer().acquire(unit);
+  }
+  for (std::size_t i = s.children.size(); i-- > 0;) backward(engine, s.children[i]);
+  add_gradients(engine, s.params);
+  if (holds) {
+    for (const int unit : s.units) engine.gatherer().release(unit);
+  }
+}
+
+// In reverse, as autograd makes them.
+void DryModel::add_gradients(engine::Engine& engine, const std::vector<int>& params) const {
+  for (std::size_t i = params.size(); i-- > 0;) {
+    const DType dtype = params_[static_cast<std::size_t>(params[i])].dtype;
+    engine.add_gradient(params[i], nullptr, dtype);
+  }
+}
+
+}  // namespace strata::forecast

@@ -1,0 +1,41 @@
+// A model's passes as an engine sees them, by its plan and its modules alone: scopes one inside the
+// other as their modules are, forward and backward, a gradient for every trainable parameter when
+// the scope of its first owner runs backward. Threads: one thread at a time. Ownership: borrows the
+// plan and the tree.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "strata/engine/engine.h"
+#include "strata/plan/module_tree.h"
+#include "strata/plan/unit_plan.h"
+
+namespace strata::forecast {
+
+class DryModel {
+ public:
+  DryModel(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+           const plan::ModuleTree& tree);
+
+  // One forward and backward.
+  void run(engine::Engine& engine, bool boundary) const;
+
+ private:
+  struct Scope {
+    std::vector<int> units;
+    std::vector<int> params;    // whose gradients its backward makes
+    std::vector<int> children;  // scopes inside it, in their order
+    bool read_in_backward = true;
+  };
+  void forward(engine::Engine& engine, int scope) const;
+  void backward(engine::Engine& engine, int scope) const;
+  void add_gradients(engine::Engine& engine, const std::vector<int>& params) const;
+
+  std::span<const plan::ParamSpec> params_;
+  std::vector<Scope> scopes_;
+  std::vector<int> outermost_;
+  std::vector<int> outside_;  // parameters that no scope owns
+};
+
+}  // namespace strata::forecast

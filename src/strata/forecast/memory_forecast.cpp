@@ -1,0 +1,63 @@
+#include "strata/forecast/memory_forecast.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "strata/engine/external_optimizer.h"
+#include "strata/forecast/dry_device.h"
+#include "strata/forecast/dry_model.h"
+#include "strata/offload/memory_store.h"
+
+namespace strata::forecast {
+namespace {
+
+// The first pass learns, the second meets what it learned, the third what that left behind.
+constexpr int kSteps = 3;
+
+class NoViews final : public engine::ParameterViews {
+ public:
+  void attach(int, std::span<std::byte>) override {}
+  void detach(int) override {}
+  bool await(int) override { return true; }
+};
+
+std::size_t groups_of(std::span<const plan::ParamSpec> params) {
+  int last = 0;
+  for (const plan::ParamSpec& param : params) last = std::max(last, param.group);
+  return static_cast<std::size_t>(last) + 1;
+}
+
+}  // namespace
+
+MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                               const plan::ModuleTree& tree, const Training& training,
+                               const Carriers& carriers) {
+  const auto device = std::make_shared<DryDevice>(training.runs_ahead);
+  engine::EngineOptions options = training.options;
+  options.trace.clear();
+  NoViews views;
+  engine::Engine engine(params, plan, options, training.rule, "",
+                        make_dry_collectives(carriers, device), device,
+                        offload::MemoryStore::on_device(*device), views);
+  engine.weights_changed(/*complete=*/true);
+  engine.prepare();
+  if (auto* external = dynamic_cast<engine::ExternalOptimizer*>(engine.optimizer()))
+    external->set_update([] {});
+  const DryModel model(params, plan, tree);
+  const std::vector<engine::GroupScalars> groups(groups_of(params));
+  for (int step = 0; step < kSteps; ++step) {
+    for (int micro = 0; micro < training.micro_steps; ++micro)
+      model.run(engine, micro + 1 == training.micro_steps);
+    if (engine.optimizer() != nullptr) engine.step(groups, 1.0, /*skip_on_overflow=*/false);
+  }
+  MemoryForecast forecast;
+  const memory::Ledger& ledger = *device->ledger();
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    forecast.by_kind[static_cast<std::size_t>(k)] =
+        ledger.peak(memory::Tier::kDevice, static_cast<memory::Kind>(k));
+  }
+  forecast.total = ledger.peak(memory::Tier::kDevice);
+  return forecast;
+}
+
+}  // namespace strata::forecast

@@ -1,0 +1,40 @@
+// What a rank's device will hold of the engine: the engine itself, run for some steps on a device
+// without memory (dry_device.h). Whatever it decides, about gathering, keeping, reducing, is what
+// it will decide; nothing is estimated. What the model computes with, its activations and gradients
+// before they reach the engine, is not in it, nor what collectives keep for themselves.
+//
+// Takes no memory to speak of, and milliseconds for thousands of parameters. Pure function.
+// Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "strata/engine/engine.h"
+#include "strata/forecast/dry_collectives.h"
+#include "strata/memory/ledger.h"
+#include "strata/plan/module_tree.h"
+#include "strata/plan/unit_plan.h"
+
+namespace strata::forecast {
+
+struct MemoryForecast {
+  std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
+  Bytes total;                                      // the peak of their sum
+  Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
+};
+
+// How a model is trained.
+struct Training {
+  engine::EngineOptions options;
+  engine::UpdateRule rule = engine::UpdateRule::kAdamW;
+  int micro_steps = 1;      // of a step
+  bool runs_ahead = false;  // the device: GPUs do
+};
+
+// Of every rank; shards are equal. `tree` is what the plan was made from.
+MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                               const plan::ModuleTree& tree, const Training& training,
+                               const Carriers& carriers);
+
+}  // namespace strata::forecast

@@ -1,0 +1,163 @@
+#include "strata/forecast/memory_forecast.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/core/training_step_cases.h"
+
+namespace strata::forecast {
+namespace {
+
+using engine::fake::FakeModel;
+using engine::fake::FakeRank;
+using engine::fake::RankOptions;
+using memory::Kind;
+using memory::Tier;
+
+// Blocks of equal size between an embedding and a head.
+FakeModel blocks(DType dtype) {
+  plan::ModelBuilder b;
+  b.linear(0, "embed", 5000, dtype);
+  const int layers = b.list(0, "layers");
+  for (int i = 0; i < 6; ++i) {
+    const int layer = b.module(layers, std::to_string(i), "Layer");
+    const int inner = b.module(layer, "inner", "Inner");
+    b.param(inner, "wide", 4000, dtype);
+    b.param(inner, "small", 3, dtype);
+  }
+  b.linear(0, "head", 5000, dtype);
+  return FakeModel(b);
+}
+
+struct Case {
+  DType dtype;
+  int stage;
+  int world;
+  int micro_steps = 1;
+  std::optional<Bytes> live = std::nullopt;
+  bool at_boundary = false;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << name_of(c.dtype) << " stage " << c.stage << " world " << c.world << " micro steps "
+             << c.micro_steps << " live " << (c.live ? c.live->value : -1) << " at boundary "
+             << c.at_boundary;
+}
+
+RankOptions options_of(const Case& c) {
+  RankOptions options;
+  options.engine.stage = c.stage;
+  options.engine.reduce_at_boundary = c.at_boundary;
+  if (c.live) options.engine.max_live = *c.live;
+  return options;
+}
+
+// The ledger's peaks of one rank that trains.
+MemoryForecast held(const FakeModel& model, const Case& c) {
+  MemoryForecast result;
+  engine::fake::expect_no_errors(
+      engine::fake::run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+        FakeRank rank(model, options_of(c), std::move(ranks));
+        for (int step = 0; step < 4; ++step) {
+          for (int micro = 0; micro < c.micro_steps; ++micro) {
+            rank.forward();
+            engine::fake::add_all(rank, engine::fake::all_gradients(model, step, micro, r), {},
+                                  micro + 1 == c.micro_steps);
+          }
+          rank.engine().step(engine::fake::groups_of(step), 1.0, false);
+        }
+        rank.collectives().barrier();
+        if (r != 0) return;
+        for (int k = 0; k < memory::kKindCount; ++k) {
+          const auto kind = static_cast<Kind>(k);
+          result.by_kind[static_cast<std::size_t>(k)] = rank.ledger().peak(Tier::kDevice, kind);
+        }
+        result.total = rank.ledger().peak(Tier::kDevice);
+      }));
+  return result;
+}
+
+MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead = false) {
+  Training training;
+  training.options = options_of(c).engine;
+  training.micro_steps = c.micro_steps;
+  training.runs_ahead = runs_ahead;
+  Carriers carriers;
+  carriers.world_size = c.world;
+  carriers.place = {0, c.world, 0, 1};
+  return forecast_memory(model.params, model.plan, model.tree, training, carriers);
+}
+
+class MemoryForecastTest : public testing::TestWithParam<Case> {};
+
+TEST_P(MemoryForecastTest, IsWhatARankHoldsAtMost) {
+  const Case c = GetParam();
+  const FakeModel model = blocks(c.dtype);
+  const MemoryForecast expected = foreseen(model, c);
+  const MemoryForecast found = held(model, c);
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<Kind>(k);
+    // Reductions that are over before somebody waits for them free their buffers earlier.
+    if (kind == Kind::kGradients) {
+      EXPECT_LE(found.of(kind), expected.of(kind));
+    } else {
+      EXPECT_EQ(found.of(kind), expected.of(kind)) << memory::name_of(kind);
+    }
+  }
+  EXPECT_LE(found.total, expected.total);
+  EXPECT_GE(found.total + expected.of(Kind::kGradients), expected.total);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, MemoryForecastTest,
+                         testing::Values(Case{DType::kFloat32, 0, 2}, Case{DType::kBFloat16, 1, 3},
+                                         Case{DType::kBFloat16, 2, 2}, Case{DType::kBFloat16, 3, 2},
+                                         Case{DType::kFloat32, 3, 3}, Case{DType::kFloat16, 3, 2},
+                                         Case{DType::kBFloat16, 3, 2, 3},
+                                         Case{DType::kBFloat16, 2, 2, 2, {}, true},
+                                         Case{DType::kBFloat16, 3, 2, 1, 1_B},
+                                         Case{DType::kBFloat16, 3, 2, 1, Bytes(3 * 4096)},
+                                         Case{DType::kBFloat16, 3, 2, 2, 40_KiB, true}));
+
+// A model far larger than this machine.
+TEST(MemoryForecast, TakesNoMemory) {
+  plan::ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  for (int i = 0; i < 80; ++i) {
+    const int layer = b.module(layers, std::to_string(i), "Layer");
+    const int inner = b.module(layer, "inner", "Inner");
+    for (int w = 0; w < 8; ++w)
+      b.param(inner, "w" + std::to_string(w), 100'000'000, DType::kBFloat16);
+  }
+  const FakeModel model(b);
+  for (const bool runs_ahead : {false, true}) {
+    const MemoryForecast sharded = foreseen(model, {DType::kBFloat16, 3, 8}, runs_ahead);
+    constexpr std::int64_t kShard = 80LL * 8 * 100'000'000 / 8;
+    EXPECT_NEAR(static_cast<double>(sharded.of(Kind::kWeights).value), 2.0 * kShard, 4e6);
+    EXPECT_NEAR(static_cast<double>(sharded.of(Kind::kOptimizerState).value), 8.0 * kShard, 4e6);
+    EXPECT_NEAR(static_cast<double>(sharded.of(Kind::kMasterWeights).value), 2.125 * kShard, 1e6);
+    EXPECT_GE(sharded.of(Kind::kGathered), 1600_MiB * 2 / 3) << "a block";
+    EXPECT_LE(sharded.of(Kind::kGathered), 5_GiB);
+  }
+}
+
+TEST(MemoryForecast, OfOneRankGathersNothing) {
+  const FakeModel model = blocks(DType::kBFloat16);
+  EXPECT_EQ(foreseen(model, {DType::kBFloat16, 3, 1}).of(Kind::kGathered), 0_B);
+}
+
+TEST(MemoryForecast, OfAnOptimizerOfTheUsersHasItsGradientsAndMasters) {
+  const FakeModel model = blocks(DType::kBFloat16);
+  Training training;
+  training.options.stage = 3;
+  training.rule = engine::UpdateRule::kExternal;
+  Carriers carriers;
+  carriers.world_size = 2;
+  carriers.place = {0, 2, 0, 1};
+  const MemoryForecast forecast =
+      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+  EXPECT_EQ(forecast.of(Kind::kMasterWeights) * 2, forecast.of(Kind::kGradientShards));
+  EXPECT_EQ(forecast.of(Kind::kOptimizerState), 0_B);
+}
+
+}  // namespace
+}  // namespace strata::forecast
