@@ -137,6 +137,20 @@ def _kept_by_default(sequential, more=None):
     return peak, sum(unit["flat_bytes"] for unit in engine.core.units()), engine.step_report()["uses"]["kept"]
 
 
+def test_what_is_not_used_again_soon_goes_though_there_is_room():
+    def run(distance):
+        bounds = {"stage3_max_reuse_distance": distance, "stage3_prefetch_bucket_size": 0}
+        return run_ranks(2, _kept_by_default, False, bounds)[0]
+
+    block = 4 * WIDE * WIDE
+    peak, whole, kept = run(int(1e9))
+    assert peak >= whole and kept > 0
+    near, _, kept_near = run(3 * block)
+    assert near < 0.8 * whole and 0 < kept_near < kept
+    nothing, _, _ = run(0)
+    assert nothing < 0.8 * near
+
+
 def test_one_by_one_no_more_stays_than_is_fetched_ahead():
     """By default all of such a model stays gathered from forward to backward."""
     (by_blocks, whole, kept), _ = run_ranks(2, _kept_by_default, False)

@@ -75,7 +75,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
                  fetched_together(options, plan.scopes, weights_.units()),
-                 options.refresh_late.value_or(device_->runs_ahead())}),
+                 options.refresh_late.value_or(device_->runs_ahead()), options.max_reuse}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_, *collectives_, *device_)),
       norm_(*collectives_, *device_, reducer_.shards()),

@@ -28,6 +28,8 @@ struct EngineOptions {
   Bytes max_live = 2_GiB;
   // False: the unit that is used next is fetched while this one computes even where they exceed it.
   bool max_live_is_hard = true;
+  // Gathered weights go when they are used again after more elements than that; absent: never so.
+  std::optional<Numel> max_reuse;
   // The units of one scope may be fetched ahead together, even where they exceed `prefetch`.
   bool fetches_scopes = true;
   Bytes prefetch = 128_MiB;        // how much is fetched ahead of its use: the next unit, or more

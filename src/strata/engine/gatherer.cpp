@@ -63,6 +63,7 @@ void Gatherer::acquire(int index) {
     gather(index);
   }
   ++slot(index).pins;
+  if (bounds_.max_reuse) drop_what_is_not_reused_soon(index);
   if (!prefetches_) return;
   try {
     prefetch();
@@ -197,38 +198,6 @@ void Gatherer::drop(int index) {
   live_ -= footprint(index);
 }
 
-bool Gatherer::make_room(Bytes bytes, std::int64_t distance) {
-  while (live_ + bytes > bounds_.max_live) {
-    const int evicted = farthest(bytes, distance);
-    if (evicted < 0) return false;
-    drop(evicted);
-  }
-  return true;
-}
-
-// The unit that is used last of those that nobody pins; one of `bytes` where there is any, since
-// its buffer will do, while one of another size would have to be freed and this one made. -1: none
-// is used later than `distance`.
-int Gatherer::farthest(Bytes bytes, std::int64_t distance) const {
-  int result = -1;
-  std::int64_t result_distance = distance;
-  bool result_fits = false;
-  for (const Unit& u : units_) {
-    const Slot& s = slot(u.id);
-    if (u.whole || s.state == State::kReleased || s.pins > 0) continue;
-    // A running prefetch is not thrown away for another prefetch.
-    if (s.state == State::kGathering && distance >= 0) continue;
-    const std::int64_t d = order_.distance(u.id);
-    const bool fits = footprint(u.id) == bytes;
-    if (d <= distance || (result_fits && !fits)) continue;
-    if (d <= result_distance && fits == result_fits) continue;
-    result = u.id;
-    result_distance = d;
-    result_fits = fits;
-  }
-  return result;
-}
-
 void Gatherer::prefetch() {
   Bytes ahead;
   bool is_next = true;
@@ -283,12 +252,6 @@ void Gatherer::invalidate(Changed changed) {
   complete_all();  // what still comes must not be what is written next
   for (const Unit& u : units_) {
     if (concerned(u)) drop(u.id);
-  }
-}
-
-void Gatherer::evict_all() {
-  for (const Unit& u : units_) {
-    if (!u.whole && slot(u.id).pins == 0) drop(u.id);
   }
 }
 

@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -39,6 +40,9 @@ struct GatherBounds {
   bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
   Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
   bool refresh_late = false;  // whole units may be gathering when a step is over
+  // A unit goes, whatever would fit, unless it is used again with at most so many elements of
+  // others in between.
+  std::optional<Numel> max_reuse{};
 };
 
 // Whose shards change: everybody's, or those that an optimizer step updates.
@@ -114,6 +118,7 @@ class Gatherer {
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
   int farthest(Bytes bytes, std::int64_t distance) const;
+  void drop_what_is_not_reused_soon(int current);
   void prefetch();
   bool fits_ahead(Bytes bytes) const;
   // Gathers the unit, which is released, if it fits; nothing is evicted for it.

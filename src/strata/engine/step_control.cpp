@@ -32,6 +32,7 @@ EngineOptions engine_options_from(const Config& config) {
   options.max_live =
       config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
   options.max_live_is_hard = config.strata.max_live.has_value();
+  options.max_reuse = config.zero.max_reuse_distance;
   options.fetches_scopes = !(config.zero.stage == 3 && config.zero.allgather_sequential);
   options.prefetch = bytes_or_unbounded(config.zero.prefetch_bucket_size, dtype);
   const bool narrow = size_of(dtype) < size_of(options.reduce_dtype);

@@ -14,27 +14,6 @@ using ::testing::HasSubstr;
 constexpr memory::Tier kDevice = memory::Tier::kDevice;
 constexpr memory::Kind kGathered = memory::Kind::kGathered;
 
-// Eight blocks of equal size and a larger unit in front; with page-sized steps, so that bytes can
-// be counted.
-FakeModel model_of_blocks(std::int64_t block_numel, std::int64_t first_numel,
-                          bool frozen_blocks = false) {
-  plan::ModelBuilder b;
-  b.linear(0, "embed", first_numel);
-  const int layers = b.list(0, "layers");
-  for (int i = 0; i < 8; ++i) {
-    const int layer = b.module(layers, std::to_string(i), "Layer");
-    b.param(b.module(layer, "proj", "Linear"), "weight", block_numel, DType::kFloat32,
-            !frozen_blocks);
-  }
-  return FakeModel(b);
-}
-
-constexpr std::int64_t kBlock = 4096;  // elements: four pages
-
-Bytes block_bytes() {
-  return align_up(Bytes(kBlock * 4), memory::page_size());
-}
-
 RankOptions bounded(Bytes max_live, Bytes prefetch) {
   RankOptions options;
   options.engine.max_live = max_live;

@@ -7,8 +7,30 @@
 #include <vector>
 
 #include "engine/core/fake_model.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::engine::fake {
+
+// Eight blocks of equal size and a larger unit in front; with page-sized steps, so that bytes can
+// be counted.
+inline FakeModel model_of_blocks(std::int64_t block_numel, std::int64_t first_numel,
+                                 bool frozen_blocks = false) {
+  plan::ModelBuilder b;
+  b.linear(0, "embed", first_numel);
+  const int layers = b.list(0, "layers");
+  for (int i = 0; i < 8; ++i) {
+    const int layer = b.module(layers, std::to_string(i), "Layer");
+    b.param(b.module(layer, "proj", "Linear"), "weight", block_numel, DType::kFloat32,
+            !frozen_blocks);
+  }
+  return FakeModel(b);
+}
+
+inline constexpr std::int64_t kBlock = 4096;  // elements: four pages
+
+inline Bytes block_bytes() {
+  return align_up(Bytes(kBlock * 4), memory::page_size());
+}
 
 inline void train_one_pass(FakeRank& rank) {
   rank.forward();

@@ -74,6 +74,7 @@ ZeroConfig read_zero(const Settings& s) {
   };
   const bool sequential = s.flag("zero_optimization.stage3_allgather_sequential");
   const auto max_live = s.maybe<std::int64_t>("zero_optimization.stage3_max_live_parameters");
+  const auto reuse = s.maybe<std::int64_t>("zero_optimization.stage3_max_reuse_distance");
   ZeroConfig zero{
       .stage = static_cast<int>(s.integer("zero_optimization.stage")),
       .reduce_bucket_size = numel("reduce_bucket_size"),
@@ -83,6 +84,7 @@ ZeroConfig read_zero(const Settings& s) {
       .max_live_parameters = max_live     ? Numel(*max_live)
                              : sequential ? numel("stage3_prefetch_bucket_size")
                                           : kMaxLiveParameters,
+      .max_reuse_distance = reuse ? std::optional(Numel(*reuse)) : std::nullopt,
       .overlap_comm = s.maybe<bool>("zero_optimization.overlap_comm"),
       .allgather_sequential = sequential,
       .gather_16bit_weights_on_model_save =

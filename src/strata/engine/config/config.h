@@ -35,6 +35,7 @@ struct ZeroConfig {
   Numel param_persistence_threshold;
   Numel model_persistence_threshold;
   Numel max_live_parameters;
+  std::optional<Numel> max_reuse_distance;
   std::optional<bool> overlap_comm;
   bool allgather_sequential = false;
   bool gather_16bit_weights_on_model_save = false;

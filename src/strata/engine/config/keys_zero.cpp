@@ -33,6 +33,10 @@ constexpr std::array kKeys{
         "most elements that are gathered at a time, but for the unit in use and the next one; "
         "null: 1e9; one parameter at a time: stage3_prefetch_bucket_size",
         ""},
+    Key{ZERO "stage3_max_reuse_distance", kNumel, "null", ">= 0", kHonoured,
+        "let gathered parameters go that are not used again within this many elements, even where "
+        "more may be live; null: what may be live decides",
+        ""},
     Key{ZERO "stage3_allgather_sequential", kFlag, "false", "", kHonoured,
         "gather one parameter at a time: units of one parameter (small ones share), for as long as "
         "the module that owns it runs; less is gathered at once, by more gathers",
@@ -90,9 +94,6 @@ constexpr std::array kKeys{
         "engine checkpoints are not written by this version"},
     Key{ZERO "sub_group_size", kNumel, "1000000000", ">= 0", kHint,
         "elements of one optimizer sub-group", "the optimizer steps unit by unit"},
-    Key{ZERO "stage3_max_reuse_distance", kNumel, "1000000000", ">= 0", kHint,
-        "keep a parameter that is used again within this many elements",
-        "what is released follows the learned fetch order and the live bytes"},
     Key{ZERO "stage3_module_granularity_threshold", kNumel, "0", "", kHint,
         "gather modules below this granularity as one",
         "units are found by block; see strata.wrap"},
