@@ -31,11 +31,15 @@ void GradientBuffers::give_back(Buffer buffer) {
 }
 
 void GradientBuffers::end_pass() {
+  const bool first = passes_ == 0;
   for (auto& [bytes, size] : sizes_) {
-    const std::size_t keep = size.most_in_use - size.in_use;
+    size.recent[passes_ % kPasses] = first ? 0 : size.most_in_use;
+    const std::size_t most = first ? size.most_in_use : *std::ranges::max_element(size.recent);
+    const std::size_t keep = most - std::min(most, size.in_use);
     if (size.free.size() > keep) size.free.resize(keep);
     size.most_in_use = size.in_use;
   }
+  ++passes_;
 }
 
 }  // namespace strata::engine

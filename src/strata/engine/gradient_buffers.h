@@ -1,10 +1,12 @@
 // Flat gradient buffers: memory that peers can read, taken when a unit's first gradient arrives and
 // given back when its reduction is done. Buffers are kept for reuse by exact size (units repeat),
-// so after the first passes nothing is allocated; those that a pass had no use for are freed at its
-// end, since a first pass in an unforeseen order may need many more at once. Threads: one thread at
-// a time. Ownership: a Buffer goes back to its pool, which must outlive it.
+// so after the first passes nothing is allocated. How many are in use at once depends on when
+// reductions end, so those of the busiest of the last passes are kept; the others are freed. The
+// first pass does not count once there is another: in an unforeseen order it may need many more.
+// Threads: one thread at a time. Ownership: a Buffer goes back to its pool, which must outlive it.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -29,7 +31,6 @@ class GradientBuffers {
 
   Buffer take(Bytes bytes);
   void give_back(Buffer buffer);
-  // Keeps as many buffers of each size as were in use at once since the last call.
   void end_pass();
   int allocations() const { return allocations_; }
 
@@ -37,13 +38,16 @@ class GradientBuffers {
   std::string name_;
   comm::Collectives& collectives_;
   std::shared_ptr<memory::Ledger> ledger_;
+  static constexpr std::size_t kPasses = 16;  // that decide how many are kept
   struct Size {
     std::vector<Buffer> free;
     std::size_t in_use = 0;
-    std::size_t most_in_use = 0;  // since the last end_pass()
+    std::size_t most_in_use = 0;                // since the last end_pass()
+    std::array<std::size_t, kPasses> recent{};  // by pass: the most in use
   };
   std::map<std::size_t, Size> sizes_;  // by bytes
   int allocations_ = 0;
+  std::size_t passes_ = 0;
 };
 
 }  // namespace strata::engine

@@ -29,6 +29,26 @@ TEST(GradientBuffers, AreKeptForReuseAndFreedWhenAPassHadNoUseForThem) {
   EXPECT_EQ(buffers.allocations(), 5);
 }
 
+TEST(GradientBuffers, AreThoseOfTheBusiestOfTheLastPasses) {
+  comm::LocalGroup group(1);
+  const auto collectives = group.rank(0);
+  const auto ledger = std::make_shared<memory::Ledger>();
+  GradientBuffers buffers("test", *collectives, ledger);
+  const auto use = [&](int count) {
+    std::vector<GradientBuffers::Buffer> taken;
+    for (int i = 0; i < count; ++i) taken.push_back(buffers.take(4_KiB));
+    for (auto& buffer : taken) buffers.give_back(std::move(buffer));
+    buffers.end_pass();
+  };
+  use(9);
+  use(4);
+  for (int pass = 0; pass < 30; ++pass) use(pass % 8 == 0 ? 4 : 2);
+  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB * 4);
+  EXPECT_EQ(buffers.allocations(), 9);
+  for (int pass = 0; pass < 20; ++pass) use(1);
+  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB);
+}
+
 TEST(GradientBuffers, ThoseThatOutliveAPassAreNotCountedTwice) {
   comm::LocalGroup group(1);
   const auto collectives = group.rank(0);
