@@ -93,6 +93,7 @@ def settings_of(whole, block):
             {"stage3_max_live_parameters": 4 * block, "stage3_prefetch_bucket_size": 2 * block}
         ),
         "all live": row(strata=keep_all),
+        f"all live + reuse {2 * block}": row({"stage3_max_reuse_distance": 2 * block}, strata=keep_all),
         **reduce(block // 8),
         **reduce(4 * block),
         "overlap_comm false": row({"overlap_comm": False}),

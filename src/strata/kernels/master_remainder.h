@@ -60,7 +60,8 @@ inline float joined_master(BFloat16 weight, RemainderBits remainder) {
 }
 
 inline RemainderBits remainder_at(const MasterRemainder& remainder, std::size_t i) {
-  return {remainder.low[i], ((remainder.halves_up[i / 8] >> (i % 8)) & 1U) != 0};
+  const std::uint32_t bits = remainder.halves_up[i / 8];
+  return {remainder.low[i], ((bits >> (i % 8)) & 1U) != 0};
 }
 inline void set_remainder(const MasterRemainder& remainder, std::size_t i, RemainderBits value) {
   const auto bit = static_cast<std::uint8_t>(1U << (i % 8));
