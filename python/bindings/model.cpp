@@ -1,6 +1,7 @@
 // ShardedModel as Python drives it.
 #include "bindings.h"
 #include "strata/torch/host_threads.h"
+#include "strata/torch/model_plan.h"
 #include "strata/torch/placement.h"
 
 namespace strata::python {
@@ -86,12 +87,7 @@ std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& mode
 }
 
 // {kind: peak bytes} of the device, and "total".
-py::dict memory_forecast(ShardedModel& model) {
-  forecast::MemoryForecast forecast;
-  {
-    const py::gil_scoped_release release;
-    forecast = model.memory_forecast();
-  }
+py::dict as_dict(const forecast::MemoryForecast& forecast) {
   py::dict result;
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
@@ -99,6 +95,23 @@ py::dict memory_forecast(ShardedModel& model) {
   }
   result["total"] = forecast.total.value;
   return result;
+}
+
+py::dict memory_forecast(ShardedModel& model) {
+  forecast::MemoryForecast forecast;
+  {
+    const py::gil_scoped_release release;
+    forecast = model.memory_forecast();
+  }
+  return as_dict(forecast);
+}
+
+py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
+                      const std::vector<ModuleTuple>& modules, const engine::Config& config,
+                      const std::string& rule, int world_size, bool on_gpus) {
+  const torch::ModelInput input = input_from(parameters, modules);
+  const auto device = on_gpus ? torch::JobDevice::kCuda : torch::JobDevice::kCpu;
+  return as_dict(torch::forecast_job(input, config, rule_from(rule), world_size, device));
 }
 
 void set_update(ShardedModel& model, py::function update) {
@@ -224,6 +237,8 @@ void bind_model(py::module_& module) {
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("collectives"), py::arg("device"), py::arg("threads"),
             py::arg("name"), py::arg("progress") = py::none());
+  module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
+             py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"));
   bind_training(model);
   bind_values(model);
   bind_steps(model);

@@ -26,6 +26,7 @@ from ._C import (
     UsageError,
 )
 from .engine import Engine
+from .forecast import memory_forecast
 from .initialize import initialize
 from .optimizer import ShardedOptimizer
 from .pretrained import load_pretrained, load_weights
@@ -53,5 +54,6 @@ __all__ = [
     "initialize",
     "load_pretrained",
     "load_weights",
+    "memory_forecast",
     "zero",
 ]

@@ -11,6 +11,7 @@ import torch
 from . import _C
 from .interception import intercept, restore
 from .model_input import describe_modules, describe_parameters
+from .optimizer import groups_of
 from .ownership import give_up_ownership, take_ownership
 from .placement import move_buffers
 from .step_view import print_table
@@ -46,9 +47,7 @@ class Engine(torch.nn.Module):
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
-        groups = {}
-        for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
-            groups.update((id(p), index) for p in group["params"])
+        groups = groups_of(optimizer)
         self._refuse_unoptimised(model, groups, rule)
         parameters = describe_parameters(model, groups, born_flat)
         modules, module_objects = describe_modules(model, parameters)
@@ -245,7 +244,7 @@ class Engine(torch.nn.Module):
         Found by running the engine for three steps on a device without memory, in milliseconds; every rank may ask
         for itself. The model's activations, its gradients before they reach the engine, and what torch and the
         collectives keep for themselves come on top. "gradients" are an upper bound: reductions that end early hold
-        less.
+        less, and so does an order within a block that completes units one after the other.
         """
         return self.core.memory_forecast()
 

@@ -18,11 +18,12 @@ from .start_up import StartUp, require_writable
 logger = logging.getLogger("strata")
 
 
-def parse_config(config):
+def parse_config(config, world_size=None):
     """A _C.Config with complete batch sizes.
 
     Args:
         config: a dict, the path of a JSON file, or JSON text.
+        world_size: None: that of the default process group.
     """
     if config is None:
         raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
@@ -35,7 +36,7 @@ def parse_config(config):
             f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=..."
         )
     parsed = _C.Config.parse(text)
-    parsed.complete_batch(rank_and_world_size()[1])
+    parsed.complete_batch(rank_and_world_size()[1] if world_size is None else world_size)
     return parsed
 
 
@@ -137,7 +138,7 @@ def assemble(
         The others are ``initialize``'s.
     """
     with start_up.phase("make optimizer"), together(collectives, "making the optimizer"):
-        sharded_optimizer, rule = _make_optimizer(config, model, optimizer, model_parameters)
+        sharded_optimizer, rule = make_optimizer(config, model, optimizer, model_parameters)
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):
         engine = Engine(model, config, sharded_optimizer, rule, collectives, device, born_flat, progress)
@@ -159,7 +160,8 @@ def _find_config(args, config, config_params):
     return None
 
 
-def _make_optimizer(config, model, optimizer, model_parameters):
+def make_optimizer(config, model, optimizer, model_parameters):
+    """(ShardedOptimizer or None, rule): the last three are ``initialize``'s."""
     parameters = model_parameters
     if parameters is None:
         parameters = [p for p in model.parameters() if p.requires_grad]

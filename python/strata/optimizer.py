@@ -53,6 +53,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
 
+def groups_of(optimizer):
+    """{id(parameter): index of its param group}; empty for None."""
+    groups = {}
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
+        groups.update((id(p), index) for p in group["params"])
+    return groups
+
+
 def optimizer_from_config(config, parameters):
     """(ShardedOptimizer, rule) for the configuration's ``optimizer`` section, or (None, "none").
 

@@ -3,6 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <numeric>
+#include <random>
+
 #include "engine/core/training_step_cases.h"
 
 namespace strata::forecast {
@@ -117,6 +121,55 @@ INSTANTIATE_TEST_SUITE_P(Cases, MemoryForecastTest,
                                          Case{DType::kBFloat16, 3, 2, 1, 1_B},
                                          Case{DType::kBFloat16, 3, 2, 1, Bytes(3 * 4096)},
                                          Case{DType::kBFloat16, 3, 2, 2, 40_KiB, true}));
+
+// Blocks of several units, whose gradients come in any order, the same in all.
+TEST(MemoryForecast, HoldsForEveryOrderOfGradientsWithinABlock) {
+  plan::ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  for (int i = 0; i < 6; ++i) {
+    const int layer = b.module(layers, std::to_string(i), "Layer");
+    const int inner = b.module(layer, "inner", "Inner");
+    for (const std::int64_t numel : {900, 4000, 8000, 30, 600, 30})
+      b.param(inner, "w" + std::to_string(b.params.size()), numel, DType::kBFloat16);
+  }
+  plan::PlanOptions plan_options;
+  plan_options.block_unit_bytes = 9_KiB;
+  const FakeModel model(b, plan_options);
+  ASSERT_GE(model.plan.units.size(), 18U);
+  Case c{DType::kBFloat16, 3, 2};
+  RankOptions options = options_of(c);
+  options.engine.max_reducing = 20_KiB;
+  Training training;
+  training.options = options.engine;
+  Carriers carriers;
+  carriers.world_size = 2;
+  carriers.place = {0, 2, 0, 1};
+  const MemoryForecast expected =
+      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    engine::fake::expect_no_errors(
+        engine::fake::run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+          FakeRank rank(model, options, std::move(ranks));
+          std::vector<int> order(6);
+          std::iota(order.begin(), order.end(), 0);
+          std::ranges::shuffle(order, std::mt19937(seed));
+          for (int step = 0; step < 3; ++step) {
+            rank.forward();
+            std::vector<int> arrival;
+            for (int block = 6; block-- > 0;) {
+              for (const int place : order) arrival.push_back(6 * block + place);
+            }
+            engine::fake::add_all(rank, engine::fake::all_gradients(model, step, 0, r), arrival,
+                                  true);
+            rank.engine().step(engine::fake::groups_of(step), 1.0, false);
+          }
+          EXPECT_LE(rank.ledger().peak(Tier::kDevice, Kind::kGradients),
+                    expected.of(Kind::kGradients))
+              << "seed " << seed;
+          EXPECT_LE(rank.ledger().peak(Tier::kDevice), expected.total) << "seed " << seed;
+        }));
+  }
+}
 
 // A model far larger than this machine.
 TEST(MemoryForecast, TakesNoMemory) {

@@ -1,11 +1,12 @@
 """What the engine foresees of its device memory beside what its ledger then says, of real architectures."""
 
 import pytest
+import strata
 import torch
 from devices import ranks_at_most, to_test_device
 from hf_models import MODELS
 from ranks import run_ranks
-from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
+from tiny_models import TinyModel, config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 WORLD = ranks_at_most(2)
 STEPS = 4
@@ -79,6 +80,49 @@ def _steps_of_users(accumulation, boundary):
 def test_accumulation_is_foreseen(boundary):
     for forecast, peaks in run_ranks(2, _steps_of_users, 3, boundary):
         assert {k: v for k, v in peaks.items() if v} == {k: v for k, v in forecast.items() if v}
+
+
+def _of_a_job(name, setting, dtype):
+    stage, section, _ = SETTINGS[setting]
+    config = config_of(stage, dtype, strata=section)
+    torch.manual_seed(20)
+    engine = make_engine(MODELS[name].build(), config)
+    with torch.device("meta"):
+        nowhere = MODELS[name].build()
+    device = engine.device.type
+    return engine.memory_forecast(), strata.memory_forecast(nowhere, config, WORLD, device=device)
+
+
+@pytest.mark.parametrize("setting", ["stage2", "stage3", "some-live"])
+def test_a_job_is_foreseen_without_its_ranks_and_values(setting):
+    for of_engine, of_job in run_ranks(WORLD, _of_a_job, "gpt2", setting, "bf16"):
+        assert of_engine == of_job
+
+
+def _meta_model():
+    with torch.device("meta"):
+        return TinyModel(width=256, blocks=8)
+
+
+def test_more_ranks_hold_less_and_groups_hold_their_part():
+    model = _meta_model()
+    config = config_of(3, "bf16", live_bytes=1, gradient_accumulation_steps=1)
+    by_world = {world: strata.memory_forecast(model, config, world) for world in (2, 4, 8)}
+    for few, many in ((2, 4), (4, 8)):
+        for kind in ("weights", "master weights", "optimizer state", "gradient shards"):
+            assert by_world[many][kind] == pytest.approx(by_world[few][kind] / 2, rel=0.05)
+    grouped = strata.memory_forecast(model, config_of(3, "bf16", live_bytes=1, zero_optimization={"mics_shard_size": 2}), 8)
+    assert grouped["optimizer state"] == by_world[2]["optimizer state"]
+    secondary = config_of(3, "bf16", live_bytes=1, zero_optimization={"zero_hpz_partition_size": 2})
+    assert strata.memory_forecast(model, secondary, 8)["weights"] == by_world[2]["weights"]
+    assert strata.memory_forecast(model, secondary, 8)["optimizer state"] == by_world[8]["optimizer state"]
+
+
+def test_what_cannot_be_foreseen_is_said():
+    with pytest.raises(strata.UsageError, match="'cuda' or 'cpu'; found 'tpu'"):
+        strata.memory_forecast(_meta_model(), config_of(3), 2, device="tpu")
+    with pytest.raises(strata.ConfigError, match="mics_shard_size"):
+        strata.memory_forecast(_meta_model(), config_of(3, zero_optimization={"mics_shard_size": 3}), 8)
 
 
 def _with_an_optimizer_of_its_own():

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "strata/base/error.h"
 
@@ -47,12 +48,12 @@ DryModel::DryModel(std::span<const plan::ParamSpec> params, const plan::ModelPla
   }
 }
 
-void DryModel::run(engine::Engine& engine, bool boundary) const {
+void DryModel::run(engine::Engine& engine, bool boundary, Arrival arrival) const {
   engine.begin_forward();
   for (const int scope : outermost_) forward(engine, scope);
   engine.begin_backward(boundary);
-  for (std::size_t i = outermost_.size(); i-- > 0;) backward(engine, outermost_[i]);
-  add_gradients(engine, outside_);
+  for (std::size_t i = outermost_.size(); i-- > 0;) backward(engine, outermost_[i], arrival);
+  add_gradients(engine, outside_, arrival);
   engine.end_backward();
   engine.end_micro_step();
 }
@@ -64,7 +65,7 @@ void DryModel::forward(engine::Engine& engine, int scope) const {
   for (const int unit : s.units) engine.gatherer().release(unit);
 }
 
-void DryModel::backward(engine::Engine& engine, int scope) const {
+void DryModel::backward(engine::Engine& engine, int scope, Arrival arrival) const {
   const Scope& s = scopes_[static_cast<std::size_t>(scope)];
   const auto& all = engine.weights().units();
   const bool holds = s.read_in_backward && std::ranges::any_of(s.units, [&](int unit) {
@@ -73,19 +74,25 @@ void DryModel::backward(engine::Engine& engine, int scope) const {
   if (holds) {
     for (const int unit : s.units) engine.gatherer().acquire(unit);
   }
-  for (std::size_t i = s.children.size(); i-- > 0;) backward(engine, s.children[i]);
-  add_gradients(engine, s.params);
+  for (std::size_t i = s.children.size(); i-- > 0;) backward(engine, s.children[i], arrival);
+  add_gradients(engine, s.params, arrival);
   if (holds) {
     for (const int unit : s.units) engine.gatherer().release(unit);
   }
 }
 
-// In reverse, as autograd makes them.
-void DryModel::add_gradients(engine::Engine& engine, const std::vector<int>& params) const {
-  for (std::size_t i = params.size(); i-- > 0;) {
-    const DType dtype = params_[static_cast<std::size_t>(params[i])].dtype;
-    engine.add_gradient(params[i], nullptr, dtype);
+void DryModel::add_gradients(engine::Engine& engine, std::vector<int> params,
+                             Arrival arrival) const {
+  if (arrival.reversed) std::ranges::reverse(params);
+  if (arrival.together) {
+    std::set<int> begun;  // units
+    const auto second = [&](int param) {
+      return !begun.insert(engine.weights().unit_of(param).id).second;
+    };
+    std::ranges::stable_partition(params, second);
   }
+  for (const int param : params)
+    engine.add_gradient(param, nullptr, params_[static_cast<std::size_t>(param)].dtype);
 }
 
 }  // namespace strata::forecast

@@ -1,7 +1,7 @@
 // A model's passes as an engine sees them, by its plan and its modules alone: scopes one inside the
 // other as their modules are, forward and backward, a gradient for every trainable parameter when
 // the scope of its first owner runs backward. Threads: one thread at a time. Ownership: borrows the
-// plan and the tree.
+// parameters.
 #pragma once
 
 #include <span>
@@ -13,13 +13,20 @@
 
 namespace strata::forecast {
 
+// In which order gradients come within a scope. A plan does not know: a block's first layer norm
+// may be registered last.
+struct Arrival {
+  bool reversed = true;   // against the order of the parameters, as autograd's is on the whole
+  bool together = false;  // every unit waits for one that comes when all others are there
+};
+
 class DryModel {
  public:
   DryModel(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
            const plan::ModuleTree& tree);
 
   // One forward and backward.
-  void run(engine::Engine& engine, bool boundary) const;
+  void run(engine::Engine& engine, bool boundary, Arrival arrival) const;
 
  private:
   struct Scope {
@@ -29,8 +36,8 @@ class DryModel {
     bool read_in_backward = true;
   };
   void forward(engine::Engine& engine, int scope) const;
-  void backward(engine::Engine& engine, int scope) const;
-  void add_gradients(engine::Engine& engine, const std::vector<int>& params) const;
+  void backward(engine::Engine& engine, int scope, Arrival arrival) const;
+  void add_gradients(engine::Engine& engine, std::vector<int> params, Arrival arrival) const;
 
   std::span<const plan::ParamSpec> params_;
   std::vector<Scope> scopes_;

@@ -27,11 +27,9 @@ std::size_t groups_of(std::span<const plan::ParamSpec> params) {
   return static_cast<std::size_t>(last) + 1;
 }
 
-}  // namespace
-
-MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-                               const plan::ModuleTree& tree, const Training& training,
-                               const Carriers& carriers) {
+MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                        const plan::ModuleTree& tree, const Training& training,
+                        const Carriers& carriers, Arrival arrival) {
   const auto device = std::make_shared<DryDevice>(training.runs_ahead);
   engine::EngineOptions options = training.options;
   options.trace.clear();
@@ -47,7 +45,7 @@ MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const pl
   const std::vector<engine::GroupScalars> groups(groups_of(params));
   for (int step = 0; step < kSteps; ++step) {
     for (int micro = 0; micro < training.micro_steps; ++micro)
-      model.run(engine, micro + 1 == training.micro_steps);
+      model.run(engine, micro + 1 == training.micro_steps, arrival);
     if (engine.optimizer() != nullptr) engine.step(groups, 1.0, /*skip_on_overflow=*/false);
   }
   MemoryForecast forecast;
@@ -58,6 +56,22 @@ MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const pl
   }
   forecast.total = ledger.peak(memory::Tier::kDevice);
   return forecast;
+}
+
+}  // namespace
+
+MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                               const plan::ModuleTree& tree, const Training& training,
+                               const Carriers& carriers) {
+  MemoryForecast most;
+  for (const Arrival arrival :
+       {Arrival{true, false}, Arrival{true, true}, Arrival{false, false}, Arrival{false, true}}) {
+    const MemoryForecast one = peaks_of(params, plan, tree, training, carriers, arrival);
+    for (std::size_t k = 0; k < one.by_kind.size(); ++k)
+      most.by_kind[k] = std::max(most.by_kind[k], one.by_kind[k]);
+    most.total = std::max(most.total, one.total);
+  }
+  return most;
 }
 
 }  // namespace strata::forecast

@@ -1,7 +1,9 @@
 // What a rank's device will hold of the engine: the engine itself, run for some steps on a device
 // without memory (dry_device.h). Whatever it decides, about gathering, keeping, reducing, is what
-// it will decide; nothing is estimated. What the model computes with, its activations and gradients
-// before they reach the engine, is not in it, nor what collectives keep for themselves.
+// it will decide; nothing is estimated. Only the order in which gradients come within a block is
+// not known: of several the one that holds most counts. What the model computes with, its
+// activations and gradients before they reach the engine, is not in it, nor what collectives keep
+// for themselves.
 //
 // Takes no memory to speak of, and milliseconds for thousands of parameters. Pure function.
 // Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses.

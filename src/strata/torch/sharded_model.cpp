@@ -9,49 +9,13 @@
 #include "strata/engine/consistency.h"
 #include "strata/offload/memory_store.h"
 #include "strata/torch/adoption.h"
-#include "strata/torch/dtype.h"
 #include "strata/torch/init_choice.h"
+#include "strata/torch/model_plan.h"
 #include "strata/torch/original_values.h"
 #include "strata/torch/placement.h"
 
 namespace strata::torch {
 namespace {
-
-// Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
-// travel as they are.
-std::vector<plan::ParamSpec> make_specs(const ModelInput& input, const engine::Config& config) {
-  std::vector<plan::ParamSpec> specs;
-  for (const ModelParameter& parameter : input.parameters) {
-    plan::ParamSpec spec;
-    spec.name = parameter.name;
-    spec.shape = parameter.shape;
-    spec.dtype = from_scalar_type(parameter.variable.scalar_type());
-    if (is_floating(spec.dtype)) spec.dtype = config.precision.param_dtype;
-    spec.trainable = parameter.variable.requires_grad();
-    spec.group = parameter.group;
-    specs.push_back(std::move(spec));
-  }
-  return specs;
-}
-
-plan::PlanOptions plan_options(const engine::Config& config) {
-  plan::PlanOptions options;
-  options.wrap = config.strata.wrap;
-  options.leaf_classes = config.zero.leaf.classes;
-  if (config.strata.unit_size) {
-    options.unit_bytes = *config.strata.unit_size;
-    options.block_unit_bytes = *config.strata.unit_size;
-  }
-  if (config.zero.stage == 3) {
-    options.one_by_one = config.zero.allgather_sequential;
-    if (config.strata.unit_size) {
-      options.small_bytes = std::min(options.small_bytes, *config.strata.unit_size);
-    }
-    options.persistence_threshold = config.zero.param_persistence_threshold;
-    options.persistence_total = config.zero.model_persistence_threshold;
-  }
-  return options;
-}
 
 std::vector<at::Tensor> variables_of(const ModelInput& input) {
   std::vector<at::Tensor> variables;
@@ -72,8 +36,8 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
                            engine::UpdateRule rule, ModelRuntime runtime, std::string name)
     : config_(config),
       runtime_(std::move(runtime)),
-      specs_(make_specs(input, config)),
-      plan_(plan::plan_units(specs_, input.tree, plan_options(config))),
+      specs_(param_specs(input, config)),
+      plan_(plan_model(specs_, input.tree, config)),
       tree_(input.tree),
       rule_(rule),
       parameters_(variables_of(input), runtime_.place) {

@@ -1,0 +1,32 @@
+// What a model and a configuration make of each other, before any memory depends on it: the
+// parameters' specs, the units and scopes, and from these what a rank's device will hold. Pure
+// functions.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "strata/engine/config/config.h"
+#include "strata/engine/engine.h"
+#include "strata/forecast/memory_forecast.h"
+#include "strata/plan/module_tree.h"
+#include "strata/plan/unit_plan.h"
+
+namespace strata::torch {
+
+struct ModelInput;
+
+// In the dtype that they are trained in.
+std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config);
+
+plan::ModelPlan plan_model(std::span<const plan::ParamSpec> specs, const plan::ModuleTree& tree,
+                           const engine::Config& config);
+
+// Of a job that does not run: `world_size` ranks on GPUs that reach each other's memory, or on the
+// CPUs of one host. `config.batch` must be complete for that many. Errors: ConfigError where shard
+// groups do not come out even.
+enum class JobDevice { kCpu, kCuda };
+forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
+                                      engine::UpdateRule rule, int world_size, JobDevice device);
+
+}  // namespace strata::torch
