@@ -10,56 +10,52 @@ namespace {
 constexpr memory::Tier kDevice = memory::Tier::kDevice;
 constexpr memory::Kind kGradients = memory::Kind::kGradients;
 
-TEST(GradientBuffers, AreKeptForReuseAndFreedWhenAPassHadNoUseForThem) {
-  comm::LocalGroup group(1);
-  const auto collectives = group.rank(0);
-  const auto ledger = std::make_shared<memory::Ledger>();
-  GradientBuffers buffers("test", *collectives, ledger);
-  const auto use = [&](int count) {
+// Buffers of one rank, and what they hold.
+struct Pool {
+  comm::LocalGroup group{1};
+  std::unique_ptr<comm::Collectives> collectives = group.rank(0);
+  std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
+  GradientBuffers buffers{"test", *collectives, ledger};
+
+  // A pass with so many buffers at once.
+  void use(int count) {
     std::vector<GradientBuffers::Buffer> taken;
     for (int i = 0; i < count; ++i) taken.push_back(buffers.take(4_KiB));
     for (auto& buffer : taken) buffers.give_back(std::move(buffer));
     buffers.end_pass();
-  };
-  use(5);
-  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB * 5);
-  use(2);
-  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB * 2);
-  for (int i = 0; i < 3; ++i) use(2);
-  EXPECT_EQ(buffers.allocations(), 5);
+  }
+  Bytes held() const { return ledger->held(kDevice, kGradients); }
+};
+
+TEST(GradientBuffers, AreKeptForReuseAndFreedWhenAPassHadNoUseForThem) {
+  Pool pool;
+  pool.use(5);
+  EXPECT_EQ(pool.held(), 4_KiB * 5);
+  pool.use(2);
+  EXPECT_EQ(pool.held(), 4_KiB * 2);
+  for (int i = 0; i < 3; ++i) pool.use(2);
+  EXPECT_EQ(pool.buffers.allocations(), 5);
 }
 
 TEST(GradientBuffers, AreThoseOfTheBusiestOfTheLastPasses) {
-  comm::LocalGroup group(1);
-  const auto collectives = group.rank(0);
-  const auto ledger = std::make_shared<memory::Ledger>();
-  GradientBuffers buffers("test", *collectives, ledger);
-  const auto use = [&](int count) {
-    std::vector<GradientBuffers::Buffer> taken;
-    for (int i = 0; i < count; ++i) taken.push_back(buffers.take(4_KiB));
-    for (auto& buffer : taken) buffers.give_back(std::move(buffer));
-    buffers.end_pass();
-  };
-  use(9);
-  use(4);
-  for (int pass = 0; pass < 30; ++pass) use(pass % 8 == 0 ? 4 : 2);
-  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB * 4);
-  EXPECT_EQ(buffers.allocations(), 9);
-  for (int pass = 0; pass < 20; ++pass) use(1);
-  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB);
+  Pool pool;
+  pool.use(9);
+  pool.use(4);
+  for (int pass = 0; pass < 30; ++pass) pool.use(pass % 8 == 0 ? 4 : 2);
+  EXPECT_EQ(pool.held(), 4_KiB * 4);
+  EXPECT_EQ(pool.buffers.allocations(), 9);
+  for (int pass = 0; pass < 20; ++pass) pool.use(1);
+  EXPECT_EQ(pool.held(), 4_KiB);
 }
 
 TEST(GradientBuffers, ThoseThatOutliveAPassAreNotCountedTwice) {
-  comm::LocalGroup group(1);
-  const auto collectives = group.rank(0);
-  const auto ledger = std::make_shared<memory::Ledger>();
-  GradientBuffers buffers("test", *collectives, ledger);
-  auto late = buffers.take(4_KiB);
-  buffers.give_back(buffers.take(4_KiB));
-  buffers.end_pass();
-  buffers.give_back(std::move(late));
-  buffers.end_pass();
-  EXPECT_EQ(ledger->held(kDevice, kGradients), 4_KiB);
+  Pool pool;
+  auto late = pool.buffers.take(4_KiB);
+  pool.buffers.give_back(pool.buffers.take(4_KiB));
+  pool.buffers.end_pass();
+  pool.buffers.give_back(std::move(late));
+  pool.buffers.end_pass();
+  EXPECT_EQ(pool.held(), 4_KiB);
 }
 
 TEST(Reducer, AGradientThatNeverComesDoesNotKeepAllOthersInMemory) {
