@@ -4,8 +4,8 @@
 //   sharded, released   S of weights
 //   sharded, gathered   S + F (F counted as Kind::kGathered)
 //   whole               F of weights, of which this rank owns slice `rank`
-// and, when trainable, from the engine's other parts: one fp32 gradient shard, one fp32 master
-// shard (none when the weights are fp32 themselves), the optimizer's states.
+// and, when trainable, from the engine's other parts: one fp32 gradient shard, what is kept of the
+// fp32 masters beside the weights (plan/master_form.h), the optimizer's states.
 #pragma once
 
 #include <cstddef>

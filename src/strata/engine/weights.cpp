@@ -72,6 +72,8 @@ void Weights::back(int unit) {
     memory_->back(u.slices.first_offset + bytes);
     charge_.grow(bytes);
     const Bytes masters = plan::master_bytes(master_form(u.id), u.layout.shard());
+    STRATA_ASSERT(master_form(u.id) != plan::MasterForm::kRemainder ||
+                  masters == kernels::remainder_bytes(u.layout.shard()));
     master_blocks_.push_back(
         masters.value > 0 ? states_.add(u.name() + ".master", masters, memory::Kind::kMasterWeights)
                           : -1);

@@ -22,7 +22,7 @@ enum class Kind : std::uint8_t {
   kGathered,        // weights of other ranks, held while a unit is in use
   kGradients,       // flat gradient buffers on their way into a reduction
   kGradientShards,  // reduced and accumulated gradients of this rank's shards, fp32
-  kMasterWeights,   // fp32 copy of this rank's shards
+  kMasterWeights,   // of this rank's shards: fp32 copies, or what bf16 weights lack of them
   kOptimizerState,  // exp_avg, exp_avg_sq, and what a user's optimizer keeps through the engine
   kStaging,         // buffers of loading, saving and I/O
 };
