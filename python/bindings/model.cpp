@@ -86,11 +86,12 @@ std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& mode
   return result;
 }
 
-// {kind: peak bytes} of the device, and "total".
+// {kind: peak bytes} of the device, and "total". What kernels keep for themselves nobody plans.
 py::dict as_dict(const forecast::MemoryForecast& forecast) {
   py::dict result;
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
+    if (kind == memory::Kind::kWorkspace) continue;
     result[py::str(std::string(name_of(kind)))] = forecast.of(kind).value;
   }
   result["total"] = forecast.total.value;

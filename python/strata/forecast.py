@@ -11,9 +11,10 @@ def memory_forecast(model, config, world_size, device="cuda", optimizer=None, mo
 
     Nobody trains, and neither ranks nor GPUs are needed: a model on the meta device will do. The engine itself runs
     for three steps on a device without memory, so this is what it will decide, not a formula. Beside it the device
-    holds the model's activations, its gradients before they reach the engine, and what torch, the driver and the
-    collectives keep for themselves. "gradients" are an upper bound: reductions that end early hold less, and so does an order
-    within a block that completes units one after the other.
+    holds the model's activations, its gradients before they reach the engine, and what torch, the driver, the
+    collectives and the engine's kernels ("workspace" in ``engine.memory_report()``, some bytes a MiB of shard) keep
+    for themselves. "gradients" are an upper bound: reductions that end early hold less, and so does an order within a
+    block that completes units one after the other.
 
     Args:
         model: a ``torch.nn.Module`` whose parameters have their full shapes, on any device.

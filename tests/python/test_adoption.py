@@ -87,7 +87,7 @@ def _in_another_dtype(model):
 
 
 def _larger(model):
-    model.narrow.data = torch.zeros(4, dtype=torch.bfloat16)
+    model.narrow.data = model.narrow.data.new_zeros(4, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("built_otherwise", [_in_another_dtype, _larger])

@@ -8,7 +8,7 @@ import pytest
 import strata
 import torch
 from comparison import adamw
-from devices import ON_GPU
+from devices import ON_GPU, test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
@@ -102,7 +102,7 @@ def _model_of(kind, rank):
     model = make_model(blocks=4) if kind == "more blocks" and rank == 1 else make_model()
     if rank == 1:
         if kind == "another shape":
-            model.head = nn.Linear(16, 12)
+            model.head = nn.Linear(16, 12, device=test_device())
         elif kind == "frozen":
             model.layers[1].up.weight.requires_grad_(False)
         elif kind == "another dtype":

@@ -10,8 +10,9 @@ WIDTH, BLOCKS = 64, 6
 
 
 def _kinds(engine):
-    """{kind: bytes held}."""
-    return {kind: held for (tier, kind), (held, _) in engine.memory_report().items() if held and kind != "total"}
+    """{kind: bytes held}, of what is planned."""
+    report = engine.memory_report().items()
+    return {kind: held for (tier, kind), (held, _) in report if held and kind not in ("total", "workspace")}
 
 
 def _steps(engine, steps, seed=1):

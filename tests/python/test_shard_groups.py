@@ -200,6 +200,8 @@ def _loaded_and_saved(root, names, folder, collectives, key):
 @pytest.mark.parametrize("key", [MICS, HPZ])
 @pytest.mark.parametrize("collectives", ["auto", "c10d"])
 def test_checkpoints_are_read_and_written_by_groups(tmp_path, collectives, key):
+    if collectives == "c10d" and shares_a_gpu():
+        pytest.skip("NCCL wants a GPU for each rank")
     names = list(MODELS)[:3]
     for number, name in enumerate(names):
         torch.manual_seed(number)

@@ -171,7 +171,7 @@ void CudaDevice::cast(std::byte* target, DType target_dtype, const std::byte* so
 std::byte* CudaDevice::scratch(Bytes bytes) {
   if (scratch_ == nullptr || Bytes(scratch_->bytes().size()) < bytes) {
     scratch_.reset();
-    scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kStaging);
+    scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kWorkspace);
   }
   return scratch_->bytes().data();
 }
@@ -224,7 +224,7 @@ void CudaDevice::sums_of_squares(std::span<double> sums,
   if (chunks == nullptr || Bytes(chunks->bytes().size()) < needed) {
     stream.synchronize();  // what was queued before uses it
     chunks.reset();
-    chunks = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kStaging);
+    chunks = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kWorkspace);
   }
   kernels_.sums_of_squares(sums.data(), reinterpret_cast<double*>(chunks->bytes().data()),
                            gradients, handle_of(stream));

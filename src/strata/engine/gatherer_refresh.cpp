@@ -36,9 +36,8 @@ void Gatherer::refresh_whole(Changed changed, bool late) {
 
 std::vector<int> Gatherer::first_needed() const {
   std::vector<int> result;
-  // As much as may be live; at least the unit that is used first, and what is fetched while it
-  // computes.
-  const Bytes least = std::max(bounds_.prefetch, bounds_.least_ahead);
+  // As much as may be live; at least the unit that is used first, and what prefetch() would fetch
+  // beside it though there is no room.
   Bytes all;
   Bytes ahead;
   for (const int index : order_.next_pass()) {
@@ -47,7 +46,8 @@ std::vector<int> Gatherer::first_needed() const {
     if (std::ranges::find(result, index) != result.end()) continue;
     all += footprint(index);
     if (!result.empty()) ahead += footprint(index);
-    if (all > bounds_.max_live && (bounds_.hard || ahead > least)) break;
+    const bool always = result.size() < 2 || ahead <= bounds_.least_ahead;
+    if (all > bounds_.max_live && (bounds_.hard || !always)) break;
     if (u.trainable()) result.push_back(index);
   }
   return result;

@@ -48,6 +48,8 @@ std::string_view name_of(Kind kind) {
       return "optimizer state";
     case Kind::kStaging:
       return "staging";
+    case Kind::kWorkspace:
+      return "workspace";
   }
   STRATA_ASSERT(false);
 }

@@ -25,8 +25,9 @@ enum class Kind : std::uint8_t {
   kMasterWeights,   // of this rank's shards: fp32 copies, or what bf16 weights lack of them
   kOptimizerState,  // exp_avg, exp_avg_sq, and what a user's optimizer keeps through the engine
   kStaging,         // buffers of loading, saving and I/O
+  kWorkspace,       // partial results of a device's kernels, a few bytes a MiB that they go over
 };
-inline constexpr int kKindCount = 7;
+inline constexpr int kKindCount = 8;
 
 std::string_view name_of(Tier tier);
 std::string_view name_of(Kind kind);
