@@ -55,6 +55,20 @@ TEST(HostBuffer, TouchedByThreadsIsStillZero) {
   EXPECT_TRUE(all_zero(buffer.bytes()));
 }
 
+TEST(HostBuffer, GivesBackThePagesThatLieWhollyInARange) {
+  const Bytes page = page_size();
+  HostBuffer buffer(page * 3, {.huge_pages = false});
+  std::ranges::fill(buffer.bytes(), std::byte{7});
+  give_back_pages(buffer.bytes().subspan(1));  // not the first page: a byte of it is somebody's
+  EXPECT_EQ(buffer.bytes()[0], std::byte{7});
+  EXPECT_EQ(buffer.bytes()[page.size() - 1], std::byte{7});
+  EXPECT_EQ(buffer.bytes()[page.size()], std::byte{0});
+  EXPECT_EQ(buffer.bytes().back(), std::byte{0});
+  give_back_pages(buffer.bytes().first(page.size() - 1));
+  EXPECT_EQ(buffer.bytes()[0], std::byte{7});
+  give_back_pages({});
+}
+
 TEST(HostBuffer, IsChargedTheBytesAskedForUntilItGoes) {
   const auto ledger = std::make_shared<Ledger>();
   HostBuffer buffer(1000_B, {.ledger = ledger, .tier = Tier::kDevice, .kind = Kind::kGathered});

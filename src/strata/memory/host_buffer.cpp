@@ -77,6 +77,21 @@ Bytes page_size() {
   return size;
 }
 
+void give_back_pages(std::span<std::byte> bytes) noexcept {
+  constexpr Bytes kAtOnce = 4_MiB;  // a tenth of a millisecond
+  const auto address = [](const std::byte* at) {
+    return Bytes(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at)));
+  };
+  const Bytes first = address(bytes.data());
+  Bytes at = align_up(first, page_size());
+  const Bytes end(address(bytes.data() + bytes.size()).value / page_size().value *
+                  page_size().value);
+  for (; at < end; at += kAtOnce) {
+    ::madvise(bytes.data() + (at - first).size(), std::min(kAtOnce, end - at).size(),
+              MADV_DONTNEED);
+  }
+}
+
 HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(bytes) {
   STRATA_ASSERT(bytes.value >= 0);
   if (bytes == Bytes()) return;

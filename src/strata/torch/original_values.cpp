@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include "strata/memory/host_buffer.h"
+
 namespace strata::torch {
 namespace {
 
@@ -11,6 +13,13 @@ void point(at::Tensor variable, const at::Tensor& values) {
 
 at::Tensor nothing_like(const at::Tensor& variable) {
   return at::empty({0}, variable.options().requires_grad(false));
+}
+
+// Memory that came with a deleter of its own may be of somebody who still reads it.
+bool is_of_torchs_allocator(const c10::Storage& storage) {
+  const c10::Allocator* const allocator = storage.allocator();
+  return allocator != nullptr && allocator->raw_deleter() != nullptr &&
+         storage.data_ptr().get_deleter() == allocator->raw_deleter();
 }
 
 }  // namespace
@@ -49,6 +58,16 @@ std::vector<at::Tensor> OriginalValues::release() {
     values.reset();
   }
   return handed_over;
+}
+
+void free(std::vector<at::Tensor> values) noexcept {
+  for (at::Tensor& one : values) {
+    const c10::Storage& storage = one.storage();
+    if (is_of_torchs_allocator(storage)) {
+      memory::give_back_pages({static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()});
+    }
+    one.reset();
+  }
 }
 
 void OriginalValues::restore() noexcept {

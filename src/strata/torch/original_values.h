@@ -24,8 +24,8 @@ class OriginalValues {
   void give_up(int param);
   // How many were.
   int given_up() const { return given_up_; }
-  // Lets all go, when nothing can fail any more; the parameters have other memory by now. What is on
-  // the host and has no other owner is handed over: such memory goes back to the system page by
+  // Lets all go, when nothing can fail any more; the parameters have other memory by now. What is
+  // on the host and has no other owner is handed over: such memory goes back to the system page by
   // page, for which nobody needs to wait, and frees without Python's lock.
   std::vector<at::Tensor> release();
   // Every parameter has its values again, where they were if there is still room for them; those
@@ -39,5 +39,9 @@ class OriginalValues {
   std::vector<bool> gone_;
   int given_up_ = 0;
 };
+
+// Values on the host that nobody else has, in an order and in pieces that let other threads map
+// memory meanwhile.
+void free(std::vector<at::Tensor> values) noexcept;
 
 }  // namespace strata::torch

@@ -62,7 +62,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
     give_back(originals);
     throw;
   }
-  freeing_ = std::jthread([values = originals.release()]() mutable { values.clear(); });
+  freeing_ = std::jthread([values = originals.release()]() mutable { free(std::move(values)); });
   release_cached_memory(runtime_.place);
 }
 
