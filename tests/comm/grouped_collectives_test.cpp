@@ -3,6 +3,7 @@
 #include "comm/collective_network.h"
 #include "comm/collectives_conformance.h"
 #include "comm/grouped_ranks.h"
+#include "comm/late_ranks.h"
 
 namespace strata::comm::conformance {
 namespace {
@@ -25,7 +26,8 @@ INSTANTIATE_TEST_SUITE_P(OneGroup, CollectivesMoveData, testing::Values(one_grou
 INSTANTIATE_TEST_SUITE_P(OneGroup, CollectivesReportErrors, testing::Values(one_group()));
 INSTANTIATE_TEST_SUITE_P(OneGroup, OneSidedGathers, testing::Values(one_group()));
 
-// What joins replicas: memory that they read, or a network.
+// What joins replicas: memory that they read, or a network; or peers on devices whose streams run
+// late, which join groups, too.
 class ShardGroupsTest : public testing::TestWithParam<const char*> {
  protected:
   static std::vector<std::string> run(int world_size, int group_size, const RankBody& body,
@@ -34,9 +36,17 @@ class ShardGroupsTest : public testing::TestWithParam<const char*> {
     options.timeout = std::chrono::seconds(60);
     GroupedRanks ranks(world_size, group_size, options, slices);
     if (GetParam() == std::string("network")) {
-      ranks.set_network([](auto across, RankNames names) {
+      ranks.set_network([](auto across, RankNames names, const auto& /*device*/) {
         return std::make_unique<CollectiveNetwork>(std::move(across), names);
       });
+    }
+    if (GetParam() == std::string("late_peers")) {
+      join_by_peers(ranks, options.timeout);
+      const auto make = [&](int rank) -> std::unique_ptr<Collectives> {
+        const auto device = late_device(rank);
+        return std::make_unique<HostResults>(ranks.rank(rank, device), device);
+      };
+      return run_as_threads(world_size, make, body);
     }
     return run_as_threads(
         world_size, [&](int rank) { return ranks.rank(rank); }, body);
@@ -70,7 +80,8 @@ class ShardGroupsTest : public testing::TestWithParam<const char*> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Across, ShardGroupsTest, testing::Values("memory", "network"));
+INSTANTIATE_TEST_SUITE_P(Across, ShardGroupsTest,
+                         testing::Values("memory", "network", "late_peers"));
 
 // Inside the groups first, in their order.
 float grouped_sum(const ShardPlace& place, std::size_t index, int round = 0) {

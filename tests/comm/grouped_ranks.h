@@ -1,5 +1,5 @@
 // Ranks as threads in shard groups: every rank's GroupedCollectives, of two LocalGroups' or of what
-// the caller makes of them.
+// the caller makes of them on the rank's device.
 #pragma once
 
 #include <deque>
@@ -27,18 +27,21 @@ class GroupedRanks {
     }
   }
 
-  using Change =
-      std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives>, RankNames)>;
-  // What stands between a rank and its replicas.
+  using Change = std::function<std::unique_ptr<Collectives>(
+      std::unique_ptr<Collectives>, RankNames, const std::shared_ptr<device::Device>&)>;
+  // What stands between a rank and its replicas, and between it and its group.
   void set_network(Change change) { network_ = std::move(change); }
+  void set_inside(Change change) { within_ = std::move(change); }
 
-  std::unique_ptr<Collectives> rank(int rank) {
+  std::unique_ptr<Collectives> rank(
+      int rank, std::shared_ptr<device::Device> device = std::make_shared<device::CpuDevice>()) {
     const int index = groups_.index_of(rank);
     const int group = groups_.group_of(rank);
+    auto inside = inside_[static_cast<std::size_t>(group)].rank(index);
+    if (within_) inside = within_(std::move(inside), groups_.inside_of(rank), device);
     auto across = across_[static_cast<std::size_t>(index)].rank(group);
-    if (network_) across = network_(std::move(across), groups_.across_of(rank));
-    return make_grouped_collectives(inside_[static_cast<std::size_t>(group)].rank(index),
-                                    std::move(across), std::make_shared<device::CpuDevice>(),
+    if (network_) across = network_(std::move(across), groups_.across_of(rank), device);
+    return make_grouped_collectives(std::move(inside), std::move(across), std::move(device),
                                     slices_);
   }
 
@@ -47,6 +50,7 @@ class GroupedRanks {
   Slices slices_;
   std::deque<LocalGroup> inside_;
   std::deque<LocalGroup> across_;
+  Change within_;
   Change network_;
 };
 

@@ -1,6 +1,7 @@
 #include "strata/comm/peer_collectives.h"
 
 #include "comm/collectives_conformance.h"
+#include "comm/late_ranks.h"
 #include "strata/comm/local_collectives.h"
 #include "strata/device/cpu_device.h"
 
@@ -28,9 +29,29 @@ Backend peer_backend() {
   return {"peer", run_peers};
 }
 
-INSTANTIATE_TEST_SUITE_P(Peer, CollectivesMoveData, testing::Values(peer_backend()));
-INSTANTIATE_TEST_SUITE_P(Peer, CollectivesReportErrors, testing::Values(peer_backend()));
-INSTANTIATE_TEST_SUITE_P(Peer, OneSidedGathers, testing::Values(peer_backend()));
+// The same, with streams that run late.
+Backend late_peer_backend() {
+  return {"late_peer", [](int world_size, std::chrono::milliseconds timeout, const RankBody& body) {
+            CommOptions options;
+            options.timeout = timeout;
+            LocalGroup group(world_size, options);
+            PeerOptions peer_options;
+            peer_options.timeout = timeout;
+            const auto make = [&](int rank) -> std::unique_ptr<Collectives> {
+              const auto device = late_device(rank);
+              return std::make_unique<HostResults>(
+                  make_peer_collectives(device, group.rank(rank), peer_options), device);
+            };
+            return run_as_threads(world_size, make, body);
+          }};
+}
+
+INSTANTIATE_TEST_SUITE_P(Peer, CollectivesMoveData,
+                         testing::Values(peer_backend(), late_peer_backend()));
+INSTANTIATE_TEST_SUITE_P(Peer, CollectivesReportErrors,
+                         testing::Values(peer_backend(), late_peer_backend()));
+INSTANTIATE_TEST_SUITE_P(Peer, OneSidedGathers,
+                         testing::Values(peer_backend(), late_peer_backend()));
 
 std::vector<std::string> on_peers(int world_size, const RankBody& body) {
   return run_peers(world_size, std::chrono::seconds(60), body);

@@ -63,6 +63,8 @@ ReplicaSums::Started ReplicaSums::start(const Reduction& reduction, std::string_
     next.scratch = take(numel);
     own.result = floats(*next.scratch->terms, Numel(), inside_of(numel));
     own.accumulate = false;
+    // The scratch may be one that replicas have read until now, as the compute stream knows.
+    if (own.writer != nullptr) own.writer->wait_for(*device_.compute_stream().record());
   }
   next.work = inside_.reduce_scatter(own, tag);
   const WorkTimes times = next.work->times();

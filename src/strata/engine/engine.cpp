@@ -86,6 +86,10 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
 
 Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
+  try {
+    device_->compute_stream().synchronize();  // what was queued uses the memory that goes now
+  } catch (const Error&) {                    // the device has failed; it runs nothing
+  }
 }
 
 void Engine::prepare() {

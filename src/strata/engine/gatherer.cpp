@@ -6,6 +6,28 @@
 #include "strata/base/error.h"
 
 namespace strata::engine {
+namespace {
+
+// Goes when nothing that was queued uses it: the model's kernels, and gathers, for each of which
+// the compute stream was told to wait before the memory was given back.
+class GatheredMemory final : public device::Memory {
+ public:
+  GatheredMemory(device::Device& device, Bytes bytes)
+      : device_(device), memory_(device.allocate(bytes, memory::Kind::kGathered)) {}
+  ~GatheredMemory() override {
+    try {
+      device_.compute_stream().synchronize();
+    } catch (const Error&) {  // the device has failed; whoever waits for its work is told
+    }
+  }
+  std::span<std::byte> bytes() override { return memory_->bytes(); }
+
+ private:
+  device::Device& device_;
+  std::unique_ptr<device::Memory> memory_;
+};
+
+}  // namespace
 
 Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                    ParameterViews& views, StepRecorder& recorder, GatherBounds bounds)
@@ -15,7 +37,7 @@ Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, dev
       recorder_(recorder),
       bounds_(bounds),
       order_(static_cast<int>(units.size())),
-      pool_([&device](Bytes bytes) { return device.allocate(bytes, memory::Kind::kGathered); }),
+      pool_([&device](Bytes bytes) { return std::make_unique<GatheredMemory>(device, bytes); }),
       slots_(units.size()),
       prefetches_(bounds.prefetch.value > 0 &&
                   std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {

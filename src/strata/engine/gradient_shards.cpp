@@ -43,12 +43,18 @@ void GradientShards::settle(int unit) {
     const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
     std::byte* target = shard.memory->bytes().data();
     const std::byte* source = shard.arriving->bytes().data();
+    device::Stream& stream = device_.compute_stream();
     if (shard.filled) {
-      device_.accumulate(target, dtype_, source, DType::kFloat32, numel, device_.compute_stream());
+      device_.accumulate(target, dtype_, source, DType::kFloat32, numel, stream);
     } else {
-      device_.cast(target, dtype_, source, DType::kFloat32, numel, device_.compute_stream());
+      device_.cast(target, dtype_, source, DType::kFloat32, numel, stream);
     }
-    shard.arriving.reset();
+    arrived_.push_back({std::move(shard.arriving), stream.record()});
+    while (!arrived_.empty() &&
+           (arrived_.size() > kArrived || arrived_.front().folded_in->done())) {
+      arrived_.front().folded_in->wait();
+      arrived_.pop_front();
+    }
   }
   shard.filled = true;
 }

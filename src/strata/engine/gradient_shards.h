@@ -4,6 +4,7 @@
 // unit, kept since.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <span>
 #include <vector>
@@ -51,6 +52,12 @@ class GradientShards {
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0
   };
+  struct Arrived {
+    std::unique_ptr<device::Memory> memory;
+    std::unique_ptr<device::Event> folded_in;
+  };
+  // The host waits rather than hold more of what a device that runs ahead has yet to fold in.
+  static constexpr std::size_t kArrived = 2;
 
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
@@ -60,6 +67,7 @@ class GradientShards {
   device::Device& device_;
   DType dtype_;
   std::vector<Shard> shards_;
+  std::deque<Arrived> arrived_;              // settled, and not freed; the oldest first
   std::unique_ptr<device::Memory> squares_;  // a double by unit; null: nobody asked yet
   std::unique_ptr<device::Memory>
       widened_;  // fp32 copy that values() hands out where the dtype is narrow

@@ -6,6 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -13,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/core/fake_compute.h"
 #include "plan/model_builder.h"
 #include "strata/base/error.h"
 #include "strata/comm/comm_options.h"
@@ -124,6 +128,9 @@ struct RankOptions {
   std::string settings;
   std::optional<Bytes> memory_limit = std::nullopt;
   bool can_await = false;  // the parameters' readers
+  // Until they were read; else they are read before add_gradient() returns.
+  bool keeps_gradients = true;
+  std::shared_ptr<device::CpuDevice> device = nullptr;  // null: one of its own
 };
 
 // One rank: model, engine and what they stand on.
@@ -132,9 +139,12 @@ class FakeRank {
   FakeRank(const FakeModel& model, const RankOptions& options,
            std::shared_ptr<comm::Collectives> collectives)
       : model_(model),
+        keeps_gradients_(options.keeps_gradients),
         collectives_(std::move(collectives)),
-        device_(std::make_shared<device::CpuDevice>(
-            device::CpuDeviceOptions{.memory_limit = options.memory_limit})),
+        device_(options.device ? options.device
+                               : std::make_shared<device::CpuDevice>(device::CpuDeviceOptions{
+                                     .memory_limit = options.memory_limit})),
+        compute_(device_),
         views_(model.plan.units.size(), options.can_await),
         engine_(std::make_unique<Engine>(
             model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
@@ -156,6 +166,9 @@ class FakeRank {
     } catch (const CommError& error) {
       ADD_FAILURE() << "the ranks did not end together: " << error.what();
     }
+    engine_.reset();
+    compute_.settle();
+    EXPECT_EQ(wrong_units_.load(), 0) << "scopes saw other weights than those of the step before";
   }
   FakeRank(const FakeRank&) = delete;
   FakeRank& operator=(const FakeRank&) = delete;
@@ -167,11 +180,17 @@ class FakeRank {
   const memory::Ledger& ledger() const { return *device_->ledger(); }
   Views& views() { return views_; }
 
+  // Of parameters, what scopes are to see from now on.
+  void expect_weights(std::vector<std::vector<std::byte>> weights) {
+    expected_.push_back(std::move(weights));
+  }
+
   // Runs `inside` while the scope's units are gathered.
   void in_scope(
       const plan::ScopeSpec& scope, const std::function<void()>& inside = [] {}) {
     for (const int unit : scope.units) gatherer().acquire(unit);
     for (const int unit : scope.units) EXPECT_TRUE(views_.attached(unit));
+    for (const int unit : scope.units) look_at(unit);
     inside();
     for (const int unit : scope.units) gatherer().release(unit);
   }
@@ -181,7 +200,11 @@ class FakeRank {
   }
   void add(int param, const Values& gradient) {
     const DType dtype = model_.params[static_cast<std::size_t>(param)].dtype;
-    engine_->add_gradient(param, rounded(gradient, dtype).data(), dtype);
+    std::vector<std::byte> values = rounded(gradient, dtype);
+    auto memory = compute_.memory(Bytes(values.size()));
+    std::byte* const there = memory.get();
+    compute_.run([there, values] { std::ranges::copy(values, there); });
+    engine_->add_gradient(param, there, dtype, keeps_gradients_ ? std::move(memory) : nullptr);
   }
   // Scopes in reverse; `gradients` are those of one scope's own parameters, in reverse too.
   void backward(bool boundary, const std::function<void(int param)>& gradient,
@@ -212,15 +235,38 @@ class FakeRank {
     gatherer().acquire(unit.id);
     const auto bytes = views_.flat(unit.id).subspan(bytes_of(slot.offset, dtype).size(),
                                                     bytes_of(slot.numel, dtype).size());
-    std::vector<std::byte> result(bytes.begin(), bytes.end());
+    std::vector<std::byte> result;
+    compute_.run([&] { result.assign(bytes.begin(), bytes.end()); });
+    compute_.settle();
     gatherer().release(unit.id);
     return result;
   }
+  // For the host to read what lies on the device.
+  void settle() { compute_.settle(); }
 
  private:
+  void look_at(int unit) {
+    if (expected_.empty()) return;
+    const plan::FlatLayout& layout =
+        engine_->weights().units()[static_cast<std::size_t>(unit)].layout;
+    compute_.run([this, slots = layout.slots(), dtype = layout.dtype(), &weights = expected_.back(),
+                  flat = views_.flat(unit)] {
+      for (const plan::Slot& slot : slots) {
+        const auto& wanted = weights[static_cast<std::size_t>(slot.param)];
+        const std::byte* const found = flat.data() + bytes_of(slot.offset, dtype).size();
+        if (wanted.empty() || std::memcmp(found, wanted.data(), wanted.size()) == 0) continue;
+        wrong_units_.fetch_add(1, std::memory_order_relaxed);
+      }
+    });
+  }
+
   const FakeModel& model_;
+  bool keeps_gradients_;
   std::shared_ptr<comm::Collectives> collectives_;
   std::shared_ptr<device::CpuDevice> device_;
+  FakeCompute compute_;
+  std::deque<std::vector<std::vector<std::byte>>> expected_;  // kept: kernels may be late
+  std::atomic<int> wrong_units_ = 0;
   Views views_;
   std::unique_ptr<Engine> engine_;
 };

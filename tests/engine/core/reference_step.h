@@ -81,6 +81,7 @@ class ReferenceStep {
   const std::vector<std::byte>& weight(int param) const {
     return weights_[static_cast<std::size_t>(param)];
   }
+  const std::vector<std::vector<std::byte>>& weights() const { return weights_; }
 
  private:
   const plan::ParamSpec& spec(std::size_t p) const { return model_.params[p]; }

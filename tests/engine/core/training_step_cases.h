@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/late_ranks.h"
 #include "comm/split_ranks.h"
 #include "engine/core/fake_model.h"
 #include "engine/core/reference_step.h"
@@ -36,13 +37,16 @@ struct Script {
   std::function<std::vector<int>(int step, int micro, int rank)> arrival;
 };
 
-// What the ranks' collectives are.
-enum class Over { kThreads, kPeers, kPeersGather, kPeersReduce };
+// What the ranks' collectives are; late peers': on devices whose streams run late.
+enum class Over { kThreads, kPeers, kPeersGather, kPeersReduce, kLatePeers };
 
-inline std::shared_ptr<comm::Collectives> joined(std::shared_ptr<comm::Collectives> threads,
-                                                 Over over) {
+// `device`: the rank's own where it matters.
+inline std::shared_ptr<comm::Collectives> joined(
+    std::shared_ptr<comm::Collectives> threads, Over over,
+    const std::shared_ptr<device::CpuDevice>& device = nullptr) {
   using comm::conformance::PeersCarry;
   using comm::conformance::split_rank;
+  if (over == Over::kLatePeers) return comm::make_peer_collectives(device, std::move(threads), {});
   if (threads->world_size() == 1 || over == Over::kThreads) return threads;
   if (over == Over::kPeers) {
     return comm::make_peer_collectives(std::make_shared<device::CpuDevice>(), std::move(threads),
@@ -108,7 +112,10 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
   plain.decoupled = c.options.rule == UpdateRule::kAdamW;
   expect_no_errors(run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     ReferenceStep reference(model, c.world, plain);
-    FakeRank rank(model, c.options, joined(std::move(collectives), c.over));
+    RankOptions options = c.options;
+    if (c.over == Over::kLatePeers) options.device = comm::conformance::late_device(r);
+    FakeRank rank(model, options, joined(std::move(collectives), c.over, options.device));
+    rank.expect_weights(reference.weights());
     expect_same_weights(rank, reference);
     for (int step = 0; step < kSteps; ++step) {
       for (int micro = 0; micro < c.accumulation; ++micro) {
@@ -123,10 +130,9 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
       const double norm = reference.step(groups_of(step), c.loss_scale);
       const StepResult result = rank.engine().step(groups_of(step), c.loss_scale, false);
       ASSERT_TRUE(result.applied);
-      if (!c.options.engine.late_norm) {
-        ASSERT_EQ(result.grad_norm, norm) << "step " << step;
-      }
+      ASSERT_EQ(result.grad_norm.value_or(norm), norm) << "step " << step;
       ASSERT_EQ(rank.engine().grad_norm(), norm) << "step " << step;
+      rank.expect_weights(reference.weights());
       expect_same_weights(rank, reference);
     }
   }));

@@ -1,0 +1,74 @@
+// A CPU device that runs ahead: work of a stream is done some time after the call that queued it,
+// in a thread of the stream's, so that only events order streams, as on a GPU. With it a missing
+// wait_for() shows without a GPU: in wrong values, and under a race detector as a race.
+//
+// It does what the CUDA device does, and takes what that takes: kernels reach memory of the device
+// and pinned host memory; a copy has read ordinary host memory when it returns, and one to it is
+// complete then. What memory holds at first is not zero. Freeing memory waits for nothing: work
+// that still uses it uses freed memory, which an address sanitizer shows. Threads, ownership:
+// device.h; memory, streams and events may outlive the device. Errors: DeviceError from calls whose
+// kernel would reach ordinary host memory; work that throws ends the program.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "device/late_stream.h"
+#include "strata/device/cpu_device.h"
+
+namespace strata::device {
+
+class LateDevice final : public CpuDevice {
+ public:
+  // `seed`: of the pace of its streams.
+  explicit LateDevice(CpuDeviceOptions options = {}, std::uint64_t seed = 1);
+
+  // Work of a test's own, as the model's kernels are. What it reaches is the test's to keep; what
+  // it owns must not tell the host, by a count of owners for one, that it has run.
+  void enqueue(Stream& stream, std::function<void()> work);
+
+  bool runs_ahead() const override { return true; }
+  std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override;
+  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<GrowableMemory> reserve_shared(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<PeerMapping> reserve_mapping(Bytes bytes) override;
+  std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override;
+  bool host_accessible(const std::byte* pointer) const override;
+  bool device_accessible(const std::byte* pointer) const override;
+  std::unique_ptr<Stream> create_stream() override;
+  Stream& compute_stream() override { return *compute_stream_; }
+
+  void copy(std::span<std::byte> target, std::span<const std::byte> source,
+            Stream& stream) override;
+  void fill_zero(std::span<std::byte> target, Stream& stream) override;
+  void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
+            Numel numel, Stream& stream) override;
+  void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
+                  DType source_dtype, Numel numel, Stream& stream) override;
+  void scale(std::span<float> target, std::span<const float> source, float factor,
+             Stream& stream) override;
+  void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
+                    float scale, bool accumulate, Stream& stream) override;
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, Stream& stream) override;
+  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                 Stream& stream) override;
+  std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
+                                                 Bytes piece, Stream& stream) override;
+  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
+                                             Stream& stream) override;
+  void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
+                       Stream& stream) override;
+  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                       double loss_scale, double clipping, Stream& stream) override;
+  void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
+  void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
+
+ private:
+  const std::shared_ptr<LateChip> chip_;
+  const std::unique_ptr<Stream> compute_stream_;
+};
+
+}  // namespace strata::device

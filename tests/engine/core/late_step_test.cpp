@@ -1,0 +1,124 @@
+// The engine's step on devices whose streams run late, as those of GPUs do: where a stream does not
+// wait for another what is read is wrong, now and then, and a race detector sees it always.
+#include <gtest/gtest.h>
+
+#include "engine/core/shard_group_cases.h"
+#include "engine/core/short_passes.h"
+#include "engine/core/training_step_cases.h"
+
+namespace strata::engine::fake {
+namespace {
+
+class LateStep : public ::testing::TestWithParam<int> {};
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoop) {
+  plan::PlanOptions persistent;
+  persistent.persistence_threshold = Numel(17);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const FakeModel model(small_builder(dtype), persistent);
+    for (const int world : {1, 2, 3}) {
+      Case c{dtype, world, 2, {}, 1.0, Over::kLatePeers};
+      c.options.engine.stage = GetParam();
+      c.options.engine.gradient_clipping = 0.25;
+      c.options.engine.late_norm = (dtype == DType::kBFloat16) == (world != 2);
+      c.options.can_await = world == 2;
+      c.options.keeps_gradients = world != 3;
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  for (const bool at_boundary : {false, true}) {
+    for (const bool hard : {false, true}) {
+      Case c{DType::kBFloat16, 3, 2, {}, 1.0, Over::kLatePeers};
+      c.options.engine.stage = GetParam();
+      c.options.engine.reduce_at_boundary = at_boundary;
+      c.options.engine.max_live = 1_B;
+      c.options.engine.max_live_is_hard = hard;
+      c.options.keeps_gradients = hard;
+      c.options.engine.max_reducing = 1_B;
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
+}
+
+// Of so many scopes that gradients of the first are let go in the same pass.
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereGradientsAreLetGo) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  Case c{DType::kFloat32, 2, 1, {}, 1.0, Over::kLatePeers};
+  c.options.engine.stage = GetParam();
+  expect_bits_of_reference(model, c, plain_script(model));
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, LateStep, ::testing::Values(0, 1, 2, 3),
+                         [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
+
+// Weights of rank 0 after training with gradients that are added up in bfloat16, which the plain
+// loop does not do.
+std::vector<std::vector<std::byte>> weights_of_narrow_sums(const FakeModel& model, Over over) {
+  std::vector<std::vector<std::byte>> weights;
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.engine.accumulation_dtype = DType::kBFloat16;
+    options.engine.max_reducing = 1_KiB;
+    if (over == Over::kLatePeers) options.device = comm::conformance::late_device(r);
+    FakeRank rank(model, options, joined(std::move(collectives), over, options.device));
+    for (int step = 0; step < kSteps; ++step) {
+      for (int micro = 0; micro < 3; ++micro) {
+        rank.forward();
+        add_all(rank, all_gradients(model, step, micro, r), {}, micro == 2);
+      }
+      rank.engine().step(groups_of(step), 1.0, false);
+    }
+    for (int p = 0; p < model.count(); ++p) {
+      auto weight = rank.weight(p);
+      if (r == 0) weights.push_back(std::move(weight));
+    }
+  }));
+  return weights;
+}
+
+TEST(LateStepOptions, AddsUpInANarrowDTypeAsWhereNothingIsLate) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  EXPECT_EQ(weights_of_narrow_sums(model, Over::kLatePeers),
+            weights_of_narrow_sums(model, Over::kPeers));
+}
+
+TEST(LateStepOptions, MayEndWithAStepThatIsStillBeingDone) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.device = comm::conformance::late_device(r);
+    FakeRank rank(model, options, joined(std::move(collectives), Over::kLatePeers, options.device));
+    for (int step = 0; step < kSteps; ++step) {
+      rank.forward();
+      add_all(rank, all_gradients(model, step, 0, r), {}, true);
+      rank.engine().step(groups_of(step), 1.0, false);
+    }
+  }));
+}
+
+TEST(LateShardGroups, HaveTheBitsOfThePlainLoopOnEveryReplica) {
+  plan::PlanOptions persistent;
+  persistent.persistence_threshold = Numel(17);
+  const FakeModel model(small_builder(DType::kBFloat16), persistent);
+  using enum comm::Slices;
+  for (const Groups& groups : std::vector<Groups>{{4, 2, false, kReplicated, true},
+                                                  {6, 3, false, kReplicated, true},
+                                                  {4, 2, false, kSecondary, true}}) {
+    for (const int accumulation : {1, 3}) {
+      GroupCase c{groups, accumulation, {}, 1.0, true, nullptr};
+      c.engine.gradient_clipping = 0.25;
+      expect_bits_of_reference(model, c);
+      if (accumulation == 1) continue;
+      c.engine.stage = 2;
+      c.engine.max_reducing = 1_KiB;
+      expect_bits_of_reference(model, c);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strata::engine::fake
