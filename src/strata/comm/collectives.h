@@ -52,6 +52,7 @@
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
 #include "strata/base/units.h"
+#include "strata/comm/inbox.h"
 #include "strata/device/device.h"
 
 namespace strata::comm {
@@ -106,7 +107,8 @@ struct Reduction {
   std::span<float> result;        // [slice_numel] fp32, this rank's slice
   float scale = 1.0F;             // result = scale * sum, or
   bool accumulate = false;        // result += scale * sum
-  // The contribution is complete after what this stream holds; null: the compute stream.
+  // After what this stream holds the contribution is complete, and the result may be written; null:
+  // the compute stream.
   device::Stream* writer = nullptr;
   Replicas replicas = Replicas::kSum;
 };
@@ -176,6 +178,14 @@ class Collectives {
   // A stream of the device in which contributions are best written (Reduction::writer): reductions
   // run in it, too. Null: any other.
   virtual device::Stream* contribution_stream() { return nullptr; }
+
+  // Memory into which the other ranks write their contributions themselves. Only where has_inbox():
+  // ranks reach each other's memory, and things are sharded over all of them. Local, like
+  // allocate(), and of such memory.
+  virtual std::unique_ptr<Inbox> make_inbox(std::string /*name*/, Bytes /*bytes*/) {
+    STRATA_ASSERT(false);
+  }
+  virtual bool has_inbox() const { return false; }
 
   // Whether works that are started from now on know their times(). Not from the start.
   virtual void record_times(bool /*on*/) {}

@@ -8,6 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/bulk_operation.h"
+#include "strata/comm/peer_inbox.h"
 #include "strata/comm/peer_link.h"
 #include "strata/comm/peer_reduction.h"
 
@@ -90,6 +91,39 @@ class ReductionWork final : public Work {
   WorkTimes times_;
 };
 
+class InboxOfPeers final : public Inbox {
+ public:
+  InboxOfPeers(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
+               std::unique_ptr<SharedBuffer> memory, std::shared_ptr<const bool> records_times)
+      : link_(link),
+        reductions_(reductions),
+        inbox_(std::move(link), std::move(reductions), std::move(memory)),
+        records_times_(std::move(records_times)) {}
+
+  void expect(std::span<const Bytes> contributions) override { inbox_.expect(contributions); }
+  bool writable(std::size_t index) const override { return inbox_.writable(index); }
+  void write(std::size_t index, Numel begin, std::span<const std::byte> values,
+             DType dtype) override {
+    inbox_.write(index, begin, values, dtype);
+  }
+  void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) override {
+    inbox_.write_zero(index, begin, numel, dtype);
+  }
+  std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
+                               std::string_view tag) override {
+    WorkTimes times;
+    auto started = inbox_.reduce(index, reduction, tag, *records_times_ ? &times : nullptr);
+    return std::make_unique<ReductionWork>(link_, reductions_, std::move(started),
+                                           std::move(times));
+  }
+
+ private:
+  std::shared_ptr<PeerLink> link_;
+  std::shared_ptr<PeerReductions> reductions_;
+  PeerInbox inbox_;
+  std::shared_ptr<const bool> records_times_;
+};
+
 class PeerCollectives final : public Collectives {
  public:
   PeerCollectives(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
@@ -131,12 +165,17 @@ class PeerCollectives final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     link_->require_usable();
     WorkTimes times;
-    auto started = reductions_->start(reduction, tag, records_times_ ? &times : nullptr);
+    auto started = reductions_->start(reduction, tag, *records_times_ ? &times : nullptr);
     return std::make_unique<ReductionWork>(link_, reductions_, std::move(started),
                                            std::move(times));
   }
   device::Stream* contribution_stream() override { return &link_->transfers(); }
-  void record_times(bool on) override { records_times_ = on; }
+  std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
+    return std::make_unique<InboxOfPeers>(link_, reductions_, allocate(std::move(name), bytes),
+                                          records_times_);
+  }
+  bool has_inbox() const override { return true; }
+  void record_times(bool on) override { *records_times_ = on; }
 
   void all_reduce(std::span<double> values, ReduceOp op) override {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
@@ -184,7 +223,7 @@ class PeerCollectives final : public Collectives {
 
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;
-  bool records_times_ = false;
+  std::shared_ptr<bool> records_times_ = std::make_shared<bool>(false);
 };
 
 std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::span<std::byte> flat,
@@ -214,14 +253,14 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
     return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
   };
   WorkTimes times;
-  if (records_times_) times.begin = stream.record_timed();
+  if (*records_times_) times.begin = stream.record_timed();
   for (int turn = 0; turn < link_->peers(); ++turn) {
     device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes},
                 stream);
   }
   if (target(rank()).data() != gather.source.data())
     device.copy(target(rank()), gather.source, stream);
-  if (records_times_) times.end = stream.record_timed();
+  if (*records_times_) times.end = stream.record_timed();
   return std::make_unique<StreamWork>(link_, stream.record(), std::move(times));
 }
 

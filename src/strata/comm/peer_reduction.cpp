@@ -23,39 +23,50 @@ PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::s
   const Sources sources = sources_of(reduction, reduce.what);
   device::Device& device = link_.device();
   if (room_ == nullptr) room_ = device.allocate_uncharged(kReducePiece * link_.peers());
-  ++count_;
-  announce(reduction, times);
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.wait_flag(link_.flag(Kind::kWritten, link_.peer(turn), link_.rank()), count_,
-                     link_.transfers());
-  }
-  if (times != nullptr) times->begin = link_.transfers().record_timed();
+  begin(reduction.writer != nullptr ? *reduction.writer : device.compute_stream(), times);
   const std::size_t numel = reduction.result.size();
   const std::size_t most =
       kReducePiece.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
-  for (std::size_t begin = 0; begin < numel; begin += most) {
-    add_piece(reduction, sources, begin, std::min(most, numel - begin));
-  }
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
-                      link_.transfers());
-  }
-  if (times != nullptr) times->end = link_.transfers().record_timed();
-  link_.note_reduction(link_.transfers().record());
-  return {link_.transfers().record(), count_};
+  for (std::size_t at = 0; at < numel; at += most)
+    add_piece(reduction, sources, at, std::min(most, numel - at));
+  return end(times);
 }
 
-// On the stream that wrote the contribution, which waits for nobody, so that peers learn of it at
+PeerReductions::Started PeerReductions::start_arrived(const Reduction& reduction,
+                                                      const Sources& here, WorkTimes* times) {
+  begin(link_.transfers(), times);
+  if (!reduction.result.empty()) {
+    link_.device().sum_in_order(reduction.result, here, reduction.dtype, reduction.scale,
+                                reduction.accumulate, link_.transfers());
+  }
+  return end(times);
+}
+
+// The stream that wrote the contribution waits for nobody before it says so: peers learn of it at
 // once.
-void PeerReductions::announce(const Reduction& reduction, WorkTimes* times) {
+void PeerReductions::begin(device::Stream& writer, WorkTimes* times) {
   device::Device& device = link_.device();
-  device::Stream& writer =
-      reduction.writer != nullptr ? *reduction.writer : device.compute_stream();
+  ++count_;
   if (&writer != &link_.transfers()) link_.transfers().wait_for(*writer.record());
   if (times != nullptr) times->ready = writer.record_timed();
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_, writer);
   }
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.wait_flag(link_.flag(Kind::kWritten, link_.peer(turn), link_.rank()), count_,
+                     link_.transfers());
+  }
+  if (times != nullptr) times->begin = link_.transfers().record_timed();
+}
+
+PeerReductions::Started PeerReductions::end(WorkTimes* times) {
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    link_.device().write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
+                              link_.transfers());
+  }
+  if (times != nullptr) times->end = link_.transfers().record_timed();
+  link_.note_reduction(link_.transfers().record());
+  return {link_.transfers().record(), count_};
 }
 
 bool PeerReductions::read_by_all(std::uint32_t number) const {

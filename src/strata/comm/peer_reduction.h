@@ -24,6 +24,11 @@ class PeerReductions {
   // Collective. `times`: null where nobody asks for them.
   Started start(const Reduction& reduction, std::string_view tag, WorkTimes* times);
 
+  using Sources = std::vector<const std::byte*>;  // this rank's slice of each rank's contribution
+  // Collective: of contributions that their ranks write into this rank's memory, on their streams
+  // of transfers, before they come here.
+  Started start_arrived(const Reduction& reduction, const Sources& here, WorkTimes* times);
+
   // Whether the peers have read this rank's contribution to the first `number` reductions; and has
   // the compute stream wait until they have.
   bool read_by_all(std::uint32_t number) const;
@@ -31,10 +36,10 @@ class PeerReductions {
   std::uint32_t count() const { return count_; }
 
  private:
-  using Sources = std::vector<const std::byte*>;  // this rank's slice of each rank's contribution
-
   Sources sources_of(const Reduction& reduction, std::string_view what);
-  void announce(const Reduction& reduction, WorkTimes* times);
+  // What is around the additions: everybody's contribution is there; everybody may know of it.
+  void begin(device::Stream& writer, WorkTimes* times);
+  Started end(WorkTimes* times);
   void add_piece(const Reduction& reduction, const Sources& sources, std::size_t begin,
                  std::size_t numel);
 

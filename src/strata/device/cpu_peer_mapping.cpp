@@ -30,7 +30,7 @@ CpuPeerMapping::~CpuPeerMapping() {
 void CpuPeerMapping::add(SharedPiece piece) {
   STRATA_ASSERT((mapped_ + piece.bytes).size() <= range_.size());
   void* const at = range_.data() + mapped_.size();
-  if (::mmap(at, piece.bytes.size(), PROT_READ, MAP_SHARED | MAP_FIXED, piece.descriptor.get(),
+  if (::mmap(at, piece.bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, piece.descriptor.get(),
              piece.offset.value) == MAP_FAILED) {
     throw DeviceError(fmt::format("a peer's memory cannot be mapped ({}): {}",
                                   to_string(piece.bytes), std::strerror(errno)));

@@ -21,7 +21,7 @@ struct SharedPiece {
   Bytes bytes;
 };
 
-// A peer's shared memory in this process: its pieces, one behind the other.
+// A peer's shared memory in this process, to read and to write: its pieces, one behind the other.
 class PeerMapping {
  public:
   virtual ~PeerMapping() = default;

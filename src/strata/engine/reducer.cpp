@@ -15,6 +15,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       recorder_(recorder),
       options_(options),
       buffers_(options.name, collectives, device.ledger()),
+      inbox_(options.name, units, collectives, device.ledger(), options.max_reducing),
       shards_(units, device, options.accumulation_dtype),
       progress_(units.size()),
       writes_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
@@ -37,30 +38,6 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
 }
 
 Reducer::~Reducer() = default;
-
-device::Stream& Reducer::writes() {
-  written_ = true;
-  return writes_ != nullptr ? *writes_ : device_.compute_stream();
-}
-
-void Reducer::writes_follow_compute() {
-  if (writes_ != nullptr) writes_->wait_for(*device_.compute_stream().record());
-}
-
-void Reducer::compute_follows_writes() {
-  let_go(Bytes());
-  // What the stream holds of others' is not waited for in vain.
-  if (std::exchange(written_, false) && writes_ != nullptr)
-    device_.compute_stream().wait_for(*writes_->record());
-}
-
-void Reducer::let_go(Bytes most) {
-  while (!kept_gradients_.empty() && kept_bytes_ > most) {
-    device_.compute_stream().wait_for(*kept_gradients_.front().written);
-    kept_bytes_ -= kept_gradients_.front().bytes;
-    kept_gradients_.pop_front();
-  }
-}
 
 // The same on every rank: it depends on the passes alone, not on what this rank got in them.
 DType Reducer::buffer_dtype(int unit) const {
@@ -113,6 +90,17 @@ void Reducer::begin_backward(bool reduce, std::span<const int> first_uses, bool 
     p.reduced = false;
     if (p.missing == 0) completion_.push_back(unit);
   }
+  begin_pushes();
+}
+
+// Depends on the passes alone, so that it is the same on every rank.
+void Reducer::begin_pushes() {
+  inbox_.end_pass();
+  // Narrow sums arrive wide, in memory of their own, which only buffers keep few of.
+  if (!reducing_ || kept_ || options_.accumulation_dtype != DType::kFloat32) return;
+  std::vector<DType> dtypes(units_.size());
+  for (const int unit : order_) dtypes[static_cast<std::size_t>(unit)] = buffer_dtype(unit);
+  inbox_.begin_pass(order_, dtypes);
 }
 
 // Rank 0's order counts; first occurrences of trainable units, so the list may hold others and
@@ -127,64 +115,6 @@ void Reducer::agree_on_order(std::vector<int> order) {
     order_.push_back(unit);
   }
   collectives_.broadcast(std::as_writable_bytes(std::span<int>(order_)), 0);
-}
-
-void Reducer::open(int unit) {
-  Progress& p = progress(unit);
-  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
-  const DType dtype = buffer_dtype(unit);
-  const Bytes wanted = buffer_bytes(unit);
-  // Here, and not where a reduction starts: until another buffer is needed it may take its time.
-  free_buffers(std::max(options_.max_reducing - wanted, Bytes()));
-  p.buffer = buffers_.take(wanted);
-  writes_follow_compute();
-  std::fill(p.written.begin(), p.written.end(), false);
-  // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
-  const std::span<std::byte> bytes = p.buffer->memory->local();
-  const auto zero = [&](Numel begin, Numel end) {
-    const std::size_t from = bytes_of(begin, dtype).size();
-    device_.fill_zero(bytes.subspan(from, bytes_of(end, dtype).size() - from), writes());
-  };
-  Numel end;
-  for (const plan::Slot& slot : layout.slots()) {
-    if (slot.offset > end) zero(end, slot.offset);
-    end = slot.end();
-  }
-  if (layout.padded() > end) zero(end, layout.padded());
-}
-
-void Reducer::add(int unit, int slot_index, const std::byte* gradient, DType dtype,
-                  std::shared_ptr<const void> keep) {
-  Progress& p = progress(unit);
-  const auto index = static_cast<std::size_t>(slot_index);
-  const plan::Slot& slot = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
-  if (p.buffer == nullptr) open(unit);
-  writes_follow_compute();
-  const DType kept_as = buffer_dtype(unit);
-  std::byte* target = p.buffer->memory->local().data() + bytes_of(slot.offset, kept_as).size();
-  if (p.written[index]) {
-    device_.accumulate(target, kept_as, gradient, dtype, slot.numel, writes());
-  } else {
-    device_.cast(target, kept_as, gradient, dtype, slot.numel, writes());
-    p.written[index] = true;
-  }
-  if (writes_ != nullptr && keep != nullptr) {
-    const Bytes bytes = bytes_of(slot.numel, dtype);
-    let_go(std::max(options_.max_kept - bytes, Bytes()));
-    kept_gradients_.push_back({std::move(keep), bytes, writes_->record()});
-    kept_bytes_ += bytes;
-  } else if (writes_ != nullptr) {
-    device_.compute_stream().wait_for(*writes_->record());
-  }
-  // Whoever pulls is the rank that works: without a look at what is pending, peers would wait for
-  // ours.
-  if (!pending_.empty()) pending_.back().work->done();
-  if (++p.seen[index] > p.expected[index] || p.reduced) return;
-  if (--p.missing > 0) return;
-  completion_.push_back(unit);
-  p.waiting = true;
-  waiting_bytes_ += buffer_bytes(unit);
-  if (reducing_) try_reduce();
 }
 
 void Reducer::try_reduce() {
@@ -202,37 +132,39 @@ void Reducer::try_reduce() {
 void Reducer::start_reduction(int unit) {
   Progress& p = progress(unit);
   const Unit& u = units_[static_cast<std::size_t>(unit)];
-  const DType dtype = buffer_dtype(unit);
-  if (p.buffer == nullptr) open(unit);
-  for (std::size_t i = 0; i < p.written.size(); ++i) {
-    if (p.written[i]) continue;
-    const plan::Slot& slot = u.layout.slots()[i];
-    if (unused_param_ < 0 && slot.numel.value > 0 && !p.reduced) unused_param_ = slot.param;
-    device_.fill_zero(p.buffer->memory->local().subspan(bytes_of(slot.offset, dtype).size(),
-                                                        bytes_of(slot.numel, dtype).size()),
-                      writes());
+  const bool pushes = inbox_.active() && !p.reduced;
+  if (pushes) {
+    push_what_is_missing(unit);
+  } else {
+    fill_what_is_missing(unit);
   }
   const Bytes bytes = buffer_bytes(unit);
   if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
+  free_buffers(options_.max_reducing);
   const GradientShards::Target target = shards_.begin(unit);
   comm::Reduction reduction;
-  reduction.source = p.buffer->memory.get();
-  reduction.dtype = dtype;
+  reduction.source = pushes ? nullptr : p.buffer->memory.get();
+  reduction.dtype = buffer_dtype(unit);
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.replicas = replicas_of(unit);
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   reduction.writer = writes_;
-  auto work = collectives_.reduce_scatter(reduction, u.name());
+  auto work =
+      pushes ? inbox_.reduce(unit, reduction) : collectives_.reduce_scatter(reduction, u.name());
+  if (pushes) zero_padding(unit, target.result);
   device::Stream* const stream = collectives_.contribution_stream();
   if (options_.measures && last_ && stream != nullptr) shards_.measure(unit, *stream);
   recorder_.started(recording, *work);
   ++recorder_.counts().reductions;
   recorder_.counts().reduced += bytes;
   p.reduced = true;
-  pending_bytes_ += bytes;
-  pending_.push_back({unit, std::move(p.buffer), std::move(work), std::move(recording)});
+  GradientBuffers::Buffer buffer;
+  if (!pushes || std::ranges::find(p.written, true) == p.written.end())
+    buffer = std::move(p.buffer);  // else it holds what came late
+  if (buffer != nullptr) pending_bytes_ += bytes;
+  pending_.push_back({unit, std::move(buffer), std::move(work), std::move(recording)});
 }
 
 // Depends on the passes alone, so that it is the same on every rank.
@@ -279,6 +211,7 @@ void Reducer::end_backward() {
   }
   while (next_ < order_.size()) start_reduction(order_[next_++]);
   finish_reductions();
+  inbox_.end_pass();
   compute_follows_writes();
   buffers_.end_pass();
   kept_ = false;
@@ -302,6 +235,7 @@ void Reducer::learn() {
 }
 
 void Reducer::abandon_backward() {
+  inbox_.end_pass();
   for (Pending& pending : pending_) {
     pending.work.reset();  // waits, drops its error
     buffers_.give_back(std::move(pending.buffer));

@@ -16,6 +16,10 @@
 // Where there are several shard groups, micro-steps are added up inside each, and over the groups
 // in the last one of a step.
 //
+// Where ranks write into each other's memory (comm/inbox.h), a gradient goes straight to the ranks
+// that add it up instead, and the flat buffer is for those that cannot: the sum of several, those
+// of passes that do not reduce, and what comes late.
+//
 // On a device that runs ahead, gradients are written to their buffers beside the model's kernels,
 // on the stream of the collectives, or one of the reducer's own; a few are kept alive until that is
 // done.
@@ -33,6 +37,7 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gradient_buffers.h"
+#include "strata/engine/gradient_inbox.h"
 #include "strata/engine/gradient_shards.h"
 #include "strata/engine/step_recorder.h"
 #include "strata/engine/unit.h"
@@ -104,6 +109,13 @@ class Reducer {
   DType buffer_dtype(int unit) const;
   void keep_for_later_passes();
   void open(int unit);
+  void begin_pushes();
+  bool push(int unit, int slot, const std::byte* gradient, DType dtype);
+  void keep_until_written(std::shared_ptr<const void> keep, Bytes bytes);
+  void fill_what_is_missing(int unit);
+  void push_what_is_missing(int unit);
+  void zero_padding(int unit, std::span<float> shard);
+  void note_unused(int unit, std::size_t slot);
   device::Stream& writes();
   // Later writes come after what the compute stream holds now; and the other way round.
   void writes_follow_compute();
@@ -129,6 +141,7 @@ class Reducer {
   StepRecorder& recorder_;
   ReducerOptions options_;
   GradientBuffers buffers_;
+  GradientInbox inbox_;
   GradientShards shards_;
   std::vector<Progress> progress_;  // by unit; of frozen units unused
   std::vector<int> order_;       // trainable units in the order of reduction, the same on all ranks

@@ -28,6 +28,24 @@ class DryWork final : public comm::Work {
   bool over_ = false;
 };
 
+class DryInbox final : public comm::Inbox {
+ public:
+  explicit DryInbox(Bytes bytes) : ring_(bytes) {}
+  void expect(std::span<const Bytes> contributions) override { ring_.expect(contributions); }
+  bool writable(std::size_t index) const override { return ring_.after(index).has_value(); }
+  void write(std::size_t, Numel, std::span<const std::byte>, DType) override {}
+  void write_zero(std::size_t, Numel, Numel, DType) override {}
+  std::unique_ptr<comm::Work> reduce(std::size_t index, const comm::Reduction&,
+                                     std::string_view) override {
+    ring_.begun(index, ++begun_);
+    return std::make_unique<DryWork>();
+  }
+
+ private:
+  comm::InboxRing ring_;
+  std::uint32_t begun_ = 0;
+};
+
 class DryCollectives final : public comm::Collectives {
  public:
   DryCollectives(const Carriers& carriers, std::shared_ptr<device::Device> device)
@@ -43,6 +61,11 @@ class DryCollectives final : public comm::Collectives {
   bool gathers_on_device() const override { return carriers_.gathers_on_device; }
   device::Stream* contribution_stream() override {
     return carriers_.has_contribution_stream ? contributions_.get() : nullptr;
+  }
+
+  bool has_inbox() const override { return carriers_.has_inbox; }
+  std::unique_ptr<comm::Inbox> make_inbox(std::string, Bytes bytes) override {
+    return std::make_unique<DryInbox>(bytes);
   }
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
@@ -80,6 +103,7 @@ Carriers carriers_of(comm::Collectives& collectives) {
   carriers.deterministic = collectives.deterministic();
   carriers.sums_in_fp32 = collectives.sums_in_fp32();
   carriers.gathers_on_device = collectives.gathers_on_device();
+  carriers.has_inbox = collectives.has_inbox();
   carriers.has_contribution_stream = collectives.contribution_stream() != nullptr;
   return carriers;
 }

@@ -19,6 +19,7 @@ struct Carriers {
   bool sums_in_fp32 = true;
   bool gathers_on_device = false;
   bool has_contribution_stream = false;
+  bool has_inbox = false;
 };
 Carriers carriers_of(comm::Collectives& collectives);
 

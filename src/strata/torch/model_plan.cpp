@@ -72,6 +72,8 @@ forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Con
   carriers.place = place_in_groups(config, world_size);
   carriers.gathers_on_device = training.runs_ahead;
   carriers.has_contribution_stream = training.runs_ahead;
+  carriers.has_inbox =
+      training.runs_ahead && carriers.place.groups == 1 && carriers.place.parts == 1;
   return forecast::forecast_memory(specs, plan_model(specs, input.tree, config), input.tree,
                                    training, carriers);
 }

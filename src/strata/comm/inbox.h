@@ -1,0 +1,80 @@
+// Contributions to reductions that are written straight into memory of the ranks that add them up,
+// piece by piece as they come: nothing is copied before it moves, and nothing is pulled. What
+// Collectives::make_inbox() gives where ranks reach each other's memory.
+//
+// Each rank's inbox is a ring: reductions take their room one behind the other, and room is used
+// again when what lay there has been added up. All ranks announce the same reductions in the same
+// order, so each knows where in the others' memory its contributions go, without asking.
+//
+// Threads: one thread of a rank. Ownership: the inbox's memory goes with it, which needs a barrier
+// after the last reduction. Order: writes run in the contribution stream. Errors: CommError, as
+// those of the collectives that made it, which it may outlive without being used.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+
+namespace strata::comm {
+
+struct Reduction;
+class Work;
+
+class Inbox {
+ public:
+  virtual ~Inbox() = default;
+
+  // The reductions that come next, by the bytes of a whole contribution to each, a slice a rank;
+  // none larger than the inbox, and the same on every rank. Those announced before that have not
+  // begun are forgotten.
+  virtual void expect(std::span<const Bytes> contributions) = 0;
+  // Whether contribution `index` of these may be written yet: its room may belong to an earlier one
+  // that this rank has not begun to reduce.
+  virtual bool writable(std::size_t index) const = 0;
+  // Of a writable one: `values` from element `begin` on. What they are read from may change after
+  // what the contribution stream holds then.
+  virtual void write(std::size_t index, Numel begin, std::span<const std::byte> values,
+                     DType dtype) = 0;
+  virtual void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) = 0;
+  // Collective: adds up what was written, as reduce_scatter() does; what nobody wrote is whatever
+  // lay there. The result is written in the contribution stream; `source`, its offset and `writer`
+  // have no meaning here. In the order of expect().
+  virtual std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
+                                       std::string_view tag) = 0;
+};
+
+// Where the contributions to coming reductions lie in an inbox, and what each has to wait for.
+// Pure arithmetic, the same on every rank. Reductions have numbers that grow, from 1.
+class InboxRing {
+ public:
+  explicit InboxRing(Bytes bytes) : bytes_(bytes) {}
+
+  void expect(std::span<const Bytes> contributions);
+  std::size_t size() const { return rooms_.size(); }
+  Bytes offset(std::size_t index) const { return rooms_[index].begin; }
+  Bytes bytes(std::size_t index) const { return rooms_[index].end - rooms_[index].begin; }
+  // The reduction that everybody must have read before this room is written, 0: none; nothing
+  // where it has not begun.
+  std::optional<std::uint32_t> after(std::size_t index) const;
+  void begun(std::size_t index, std::uint32_t number);
+
+ private:
+  struct Room {
+    Bytes begin;
+    Bytes end;
+    std::optional<std::size_t> blocker;  // the last one before it that shares memory with it
+    std::uint32_t number = 0;            // 0: not begun
+  };
+  Bytes bytes_;
+  std::vector<Room> rooms_;
+  std::uint32_t last_ = 0;    // that has begun
+  std::uint32_t before_ = 0;  // ... before what is expected now
+  Bytes next_;                // behind the last room that has begun
+};
+
+}  // namespace strata::comm

@@ -1,0 +1,48 @@
+// The inbox of ranks whose devices reach each other's memory: pushes by copy engines, on the one
+// stream of transfers. A rank's flags say what it has written for each peer, and what it has added
+// up and others may overwrite; they are those of the reductions that pull, and count with them.
+// Threads, errors: inbox.h. Ownership: shares link and reductions.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/comm/inbox.h"
+#include "strata/comm/peer_link.h"
+#include "strata/comm/peer_reduction.h"
+
+namespace strata::comm {
+
+class PeerInbox {
+ public:
+  PeerInbox(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
+            std::unique_ptr<SharedBuffer> memory);
+
+  void expect(std::span<const Bytes> contributions);
+  bool writable(std::size_t index) const { return ring_.after(index).has_value(); }
+  void write(std::size_t index, Numel begin, std::span<const std::byte> values, DType dtype);
+  void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype);
+  PeerReductions::Started reduce(std::size_t index, const Reduction& reduction,
+                                 std::string_view tag, WorkTimes* times);
+
+ private:
+  // Has the transfers wait for the room on every rank, once.
+  void open(std::size_t index);
+  // The parts of elements' bytes [begin, end) by owner: calls part(owner, target, first, bytes),
+  // `first` counted from `begin`.
+  template <typename Part>
+  void by_owner(std::size_t index, Bytes begin, Bytes end, Part&& part);
+  std::byte* base_of(int rank);
+  Bytes slice_of(std::size_t index) const;
+
+  std::shared_ptr<PeerLink> link_;
+  std::shared_ptr<PeerReductions> reductions_;
+  std::unique_ptr<SharedBuffer> memory_;
+  InboxRing ring_;
+  std::vector<bool> opened_;       // by index
+  std::vector<std::byte*> bases_;  // by rank; null: not reached yet
+};
+
+}  // namespace strata::comm
