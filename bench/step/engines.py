@@ -48,8 +48,11 @@ def build_model(context):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(context.seed)
+    attention = "eager" if context.deterministic else None  # fused kernels add up in any order when they go back
     with context.device:
-        model = AutoModelForCausalLM.from_config(make_config(context.model, context.layers), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            make_config(context.model, context.layers), dtype=torch.bfloat16, attn_implementation=attention
+        )
     context.told["parameters"] = sum(p.numel() for p in model.parameters())
     return model
 

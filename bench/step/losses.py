@@ -3,10 +3,11 @@
     python bench/step/losses.py --model qwen3-0.6b --layers 8 --world 4 --batch 2 --seq 1024
     python bench/step/losses.py --model small --world 2 --batch 2 --seq 64 --device cpu
 
-Four engines train the same model (bf16 over fp32 masters) on the same data: plain torch, which sums gradients in the
-order of ranks as Strata does; plain torch that sums in another order, which is as right; Strata at stage 2 and at
-stage 3. Ends with 1 when an engine failed, when the two stages differ in a bit of any rank's loss, or when Strata is
-further from plain torch than plain torch from itself and than --loss-tolerance.
+Five engines train the same model (bf16 over fp32 masters) on the same data: plain torch, which sums gradients in the
+order of ranks as Strata does; the same once more, which shows whether the model's own kernels give the same bits
+twice; plain torch that sums in another order, which is as right; Strata at stage 2 and at stage 3. Ends with 1 when an
+engine failed, when the two stages differ in a bit of any rank's loss, or when Strata is further from plain torch than
+plain torch from itself and than --loss-tolerance.
 """
 
 import argparse
@@ -18,10 +19,11 @@ import tables
 from engines import ENGINES, Engine
 from plain import plain_torch
 
-TORCH, OTHER = "torch", "torch-other-order"
+TORCH, AGAIN, OTHER = "torch", "torch-again", "torch-other-order"
 STAGES = ("strata-z2", "strata-z3")
 COMPARED = {
     TORCH: Engine("plain torch", "torch", plain_torch, {}),
+    AGAIN: Engine("plain torch, once more", "torch", plain_torch, {}),
     OTHER: Engine("plain torch, another order of sums", "torch", plain_torch, {"other_order": True}),
 } | {name: ENGINES[name] for name in STAGES}
 
@@ -29,7 +31,7 @@ COMPARED = {
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     run.add_common_arguments(parser, steps=50, loss_tolerance=2e-3)
-    parser.set_defaults(warmup=0)
+    parser.set_defaults(warmup=0, deterministic=True)  # else a model on GPUs is apart from itself
     return parser.parse_args()
 
 
@@ -71,6 +73,8 @@ def verdict(losses, tolerance):
     same = losses[STAGES[0]] == losses[STAGES[1]]
     said = [f"Strata and plain torch: at most {ours:.2e} apart; plain torch and itself, in another order: {noise:.2e}"]
     said += [f"stages 2 and 3: {'the same bits in every step, on every rank' if same else 'DIFFERENT BITS'}"]
+    if losses[AGAIN] != losses[TORCH]:
+        said += ["plain torch in the same order: different bits, so that the model's kernels may be what differs"]
     return "\n".join(said), same and ours <= max(noise, tolerance)
 
 

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import importlib.util
+import os
 import statistics
 import time
 
@@ -32,7 +33,10 @@ def _serve(connection, engine, options, place):
         return
     importlib.import_module("transformers")
     connection.send(("imported", {}))
-    context = make_context(options | connection.recv(), place)
+    order = options | connection.recv()
+    if order["deterministic"]:
+        _make_deterministic()
+    context = make_context(order, place)
     warm_up(context)
     sampler = DeviceSampler(context.device)
     sampler.start()
@@ -47,6 +51,14 @@ def _serve(connection, engine, options, place):
         told["timeline"] = profile_step(training.step, make_batches(context, 2, context.steps), context)
     connection.send(("done", told))
     context.meet()
+
+
+def _make_deterministic():
+    """Before anything of CUDA starts. What torch has only one way for stays as it is."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _tidy_up(context):

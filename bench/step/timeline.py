@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-EXCHANGE_KERNEL = re.compile("nccl|symm_mem|nvshmem", re.IGNORECASE)
+EXCHANGE_KERNEL = re.compile("nccl|symm_mem|nvshmem|strata_sum", re.IGNORECASE)
 OPTIMIZER_KERNEL = re.compile("adam", re.IGNORECASE)
 LISTED = 12  # kernels that are named
 
@@ -47,8 +47,8 @@ def read_trace(path):
 
 
 def kind_of(event):
-    """Of a device's event: "compute", "optimizer", "exchange" (a kernel that talks to peers), "fill", or the copy's
-    kind, such as "copy DtoD" or "copy PtoP"."""
+    """Of a device's event: "compute", "optimizer", "exchange" (a kernel that talks to peers, or adds up what they sent),
+    "fill", or the copy's kind, such as "copy DtoD" or "copy PtoP"."""
     name = event["name"]
     if event["cat"] == "gpu_memset":
         return "fill"
@@ -62,15 +62,18 @@ def kind_of(event):
 def summarise(events):
     """A dict of milliseconds: "span" from the first to the last event of the device; "busy"; "gaps", the rest;
     "kinds", by kind those in which at least one event of it runs, and its bytes where it copies; "exchange", all
-    kinds that move bytes between GPUs; "exposed", that part of it during which nothing computes; "kernels", the
-    longest by name. An event of a copy engine counts as busy."""
-    spans, moved, names = {}, {}, {}
+    kinds that move bytes between GPUs; "exposed", that part of it during which nothing computes; "exchange_sm", what
+    its kernels take of the multiprocessors: their times, each by the part of these that it has blocks on; "kernels",
+    the longest by name. An event of a copy engine counts as busy."""
+    spans, moved, names, exchange_sm = {}, {}, {}, 0.0
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in DEVICE_CATEGORIES:
             continue
         kind, span = kind_of(event), (event["ts"], event["ts"] + event["dur"])
         spans.setdefault(kind, []).append(span)
         moved[kind] = moved.get(kind, 0) + event.get("args", {}).get("bytes", 0)
+        if kind == "exchange":
+            exchange_sm += event["dur"] * min(1.0, event.get("args", {}).get("blocks per SM", 0.0))
         seconds, count = names.get(event["name"], (0.0, 0))
         names[event["name"]] = (seconds + event["dur"], count + 1)
     everything = [span for of_kind in spans.values() for span in of_kind]
@@ -89,6 +92,7 @@ def summarise(events):
         "busy": busy / 1e3,
         "gaps": (span - busy) / 1e3,
         "exchange": covered(between_gpus) / 1e3,
+        "exchange_sm": exchange_sm / 1e3,
         "exposed": (covered(between_gpus + working) - covered(working)) / 1e3,
         "kinds": kinds,
         "kernels": [{"name": name, "ms": us / 1e3, "count": count} for name, (us, count) in longest],
@@ -108,6 +112,7 @@ def in_words(summary):
     """One line."""
     parts = [f"step {summary['span']:.1f} ms", f"busy {summary['busy']:.1f}", f"gaps {summary['gaps']:.1f}"]
     parts.append(f"exchange {summary['exchange']:.1f}, of which exposed {summary['exposed']:.1f}")
+    parts.append(f"multiprocessors in exchange {summary['exchange_sm']:.1f}")
     for kind, figures in summary["kinds"].items():
         size = f", {figures['bytes'] / 1e9:.2f} GB" if "bytes" in figures else ""
         parts.append(f"{kind} {figures['ms']:.1f} ({figures['count']}{size})")

@@ -273,14 +273,14 @@ def test_what_memory_grew_by_is_of_the_rank_where_it_grew_most():
 
 
 def test_losses_apart_are_told_with_their_step_and_rank():
-    torch_s = [[4.0, 3.0, 2.0], [4.0, 3.0, 2.0]]
-    ours = [[4.0, 3.0, 2.0], [4.0, 3.3, 2.0]]
+    torch_s, ours = [[4.0, 3.0, 2.0], [4.0, 3.0, 2.0]], [[4.0, 3.0, 2.0], [4.0, 3.3, 2.0]]
     assert losses.apart(ours, torch_s) == (pytest.approx(0.1), 1, 1)
     assert losses.steps_alike(ours, torch_s) == 1
     assert losses.apart([[math.nan]], [[1.0]])[0] == math.inf
-    same = {"torch": torch_s, "torch-other-order": torch_s, "strata-z2": ours, "strata-z3": ours}
+    same = {"torch": torch_s, "torch-again": torch_s, "torch-other-order": torch_s, "strata-z2": ours, "strata-z3": ours}
     assert losses.verdict(same, 0.2)[1] and not losses.verdict(same, 1e-3)[1]
     assert losses.verdict(same | {"torch-other-order": ours}, 1e-3)[1]  # within the noise
+    assert "kernels" in losses.verdict(same | {"torch-again": ours}, 0.2)[0]
     said, good = losses.verdict(same | {"strata-z2": torch_s}, 0.2)
     assert "DIFFERENT BITS" in said and not good
 
@@ -315,7 +315,7 @@ def _event(category, name, start, length, **more):
 def test_a_trace_says_what_of_the_exchange_was_not_hidden():
     events = [
         _event("kernel", "gemm", 0, 1000),
-        _event("kernel", "ncclDevKernel_AllGather_RING_LL", 500, 1000),  # 500 beside gemm
+        _event("kernel", "ncclDevKernel_AllGather_RING_LL", 500, 1000, **{"blocks per SM": 0.2}),  # 500 beside gemm
         _event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 1400, 200, bytes=4000),  # 100 beside it
         _event("kernel", "FusedAdamMathFunctor", 1550, 450),  # hides 50 of the copy
         _event("gpu_memset", "Memset (Device)", 3000, 1000),
@@ -324,7 +324,7 @@ def test_a_trace_says_what_of_the_exchange_was_not_hidden():
     ]
     summary = timeline.summarise(events)
     assert (summary["span"], summary["busy"], summary["gaps"]) == (4.0, 3.0, 1.0)
-    assert (summary["exchange"], summary["exposed"]) == (1.1, pytest.approx(0.55))
+    assert [summary[k] for k in ("exchange", "exposed", "exchange_sm")] == pytest.approx([1.1, 0.55, 0.2])
     assert {kind: f["ms"] for kind, f in summary["kinds"].items()} == {
         "compute": 1.0, "copy PtoP": 0.2, "exchange": 1.0, "fill": 1.0, "optimizer": 0.45,
     }
