@@ -15,6 +15,8 @@
 //                   may be started before the first is waited for. The work may be done in wait(),
 //                   in done() or in any later call of this rank, so a rank that computes for long
 //                   between its calls should call done() now and then.
+// Where has_inbox(), contributions may be written into the memory of those who add them up instead
+// (inbox.h); what Inbox::reduce() starts is a reduce_scatter in that order.
 // reduce_scatter, all_reduce, broadcast, all_gather_text and barrier share that one order.
 // One-sided gathers are sound because slices change only between two synchronisations: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next

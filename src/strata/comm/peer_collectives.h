@@ -1,13 +1,15 @@
 // Collectives of devices of one host that reach each other's memory: GPUs of one NVLink domain.
 //
 // A gather is this rank's own copies from its peers' memory, on a stream of their own: no processor
-// of the device takes part, no peer has to come, and ranks may gather different things. A reduction
-// copies this rank's slice of every peer's contribution, piece by piece, and adds the pieces up in
-// fp32 in the order of ranks: the same bits in every run, from contributions of 16 bits, too.
+// of the device takes part, no peer has to come, and ranks may gather different things. Of a
+// reduction each rank adds up its slice of all contributions in fp32 in the order of ranks: the
+// same bits in every run, from contributions of 16 bits, too. Contributions that go through an
+// inbox their ranks have written into this rank's memory; of others it copies its slice, piece by
+// piece.
 // Streams of different ranks wait for each other by flags in host memory; no kernel waits. What is
 // small, texts, numbers and the agreement on each reduction, goes through `control`.
 // Memory: each rank copies through world_size - 1 pieces of kReducePiece, made at the first
-// reduction, uncharged.
+// reduction that copies, uncharged.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
 // streams that wait for it go on then, with values that nobody may use: every later call throws.
