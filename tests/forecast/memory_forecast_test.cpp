@@ -40,12 +40,13 @@ struct Case {
   int micro_steps = 1;
   std::optional<Bytes> live = std::nullopt;
   bool at_boundary = false;
+  bool peers = false;  // collectives with an inbox
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << name_of(c.dtype) << " stage " << c.stage << " world " << c.world << " micro steps "
              << c.micro_steps << " live " << (c.live ? c.live->value : -1) << " at boundary "
-             << c.at_boundary;
+             << c.at_boundary << " peers " << c.peers;
 }
 
 RankOptions options_of(const Case& c) {
@@ -61,7 +62,8 @@ MemoryForecast held(const FakeModel& model, const Case& c) {
   MemoryForecast result;
   engine::fake::expect_no_errors(
       engine::fake::run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
-        FakeRank rank(model, options_of(c), std::move(ranks));
+        const auto over = c.peers ? engine::fake::Over::kPeers : engine::fake::Over::kThreads;
+        FakeRank rank(model, options_of(c), engine::fake::joined(std::move(ranks), over));
         for (int step = 0; step < 4; ++step) {
           for (int micro = 0; micro < c.micro_steps; ++micro) {
             rank.forward();
@@ -89,6 +91,7 @@ MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead =
   Carriers carriers;
   carriers.world_size = c.world;
   carriers.place = {0, c.world, 0, 1};
+  carriers.gathers_on_device = carriers.has_contribution_stream = carriers.has_inbox = c.peers;
   return forecast_memory(model.params, model.plan, model.tree, training, carriers);
 }
 
@@ -101,8 +104,9 @@ TEST_P(MemoryForecastTest, IsWhatARankHoldsAtMost) {
   const MemoryForecast found = held(model, c);
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<Kind>(k);
-    // Reductions that are over before somebody waits for them free their buffers earlier.
-    if (kind == Kind::kGradients) {
+    // Reductions that are over before somebody waits for them free their buffers earlier; an inbox
+    // stays.
+    if (kind == Kind::kGradients && !c.peers) {
       EXPECT_LE(found.of(kind), expected.of(kind));
     } else {
       EXPECT_EQ(found.of(kind), expected.of(kind)) << memory::name_of(kind);
@@ -120,7 +124,31 @@ INSTANTIATE_TEST_SUITE_P(Cases, MemoryForecastTest,
                                          Case{DType::kBFloat16, 2, 2, 2, {}, true},
                                          Case{DType::kBFloat16, 3, 2, 1, 1_B},
                                          Case{DType::kBFloat16, 3, 2, 1, Bytes(3 * 4096)},
-                                         Case{DType::kBFloat16, 3, 2, 2, 40_KiB, true}));
+                                         Case{DType::kBFloat16, 3, 2, 2, 40_KiB, true},
+                                         Case{DType::kBFloat16, 2, 2, 1, {}, false, true},
+                                         Case{DType::kBFloat16, 3, 3, 1, {}, false, true},
+                                         Case{DType::kFloat32, 3, 2, 3, 1_B, false, true}));
+
+// Where every gradient goes at once there is the inbox and no buffer: room for what may be under
+// way and for the largest unit.
+TEST(MemoryForecast, OfPeersHasRoomForWhatIsUnderWayAndAUnit) {
+  const FakeModel model = blocks(DType::kBFloat16);
+  Bytes largest;
+  for (const plan::UnitSpec& unit : model.plan.units) {
+    const plan::FlatLayout layout(model.params, unit.params, unit.dtype, 2);
+    largest = std::max(largest, layout.flat_bytes());
+  }
+  Training training;
+  training.options = options_of({DType::kBFloat16, 3, 2}).engine;
+  training.options.max_reducing = 20_KiB;  // more than a block and a half
+  Carriers carriers;
+  carriers.world_size = 2;
+  carriers.place = {0, 2, 0, 1};
+  carriers.has_contribution_stream = carriers.has_inbox = true;
+  const MemoryForecast expected =
+      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+  EXPECT_EQ(expected.of(Kind::kGradients), 20_KiB + largest);
+}
 
 // Blocks of several units, whose gradients come in any order, the same in all.
 TEST(MemoryForecast, HoldsForEveryOrderOfGradientsWithinABlock) {
