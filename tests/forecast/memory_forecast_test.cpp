@@ -83,16 +83,21 @@ MemoryForecast held(const FakeModel& model, const Case& c) {
   return result;
 }
 
+Carriers carriers_for(int world, bool peers = false) {
+  Carriers carriers;
+  carriers.world_size = world;
+  carriers.place = {0, world, 0, 1};
+  carriers.gathers_on_device = carriers.has_contribution_stream = carriers.has_inbox = peers;
+  return carriers;
+}
+
 MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead = false) {
   Training training;
   training.options = options_of(c).engine;
   training.micro_steps = c.micro_steps;
   training.runs_ahead = runs_ahead;
-  Carriers carriers;
-  carriers.world_size = c.world;
-  carriers.place = {0, c.world, 0, 1};
-  carriers.gathers_on_device = carriers.has_contribution_stream = carriers.has_inbox = c.peers;
-  return forecast_memory(model.params, model.plan, model.tree, training, carriers);
+  return forecast_memory(model.params, model.plan, model.tree, training,
+                         carriers_for(c.world, c.peers));
 }
 
 class MemoryForecastTest : public testing::TestWithParam<Case> {};
@@ -141,12 +146,8 @@ TEST(MemoryForecast, OfPeersHasRoomForWhatIsUnderWayAndAUnit) {
   Training training;
   training.options = options_of({DType::kBFloat16, 3, 2}).engine;
   training.options.max_reducing = 20_KiB;  // more than a block and a half
-  Carriers carriers;
-  carriers.world_size = 2;
-  carriers.place = {0, 2, 0, 1};
-  carriers.has_contribution_stream = carriers.has_inbox = true;
   const MemoryForecast expected =
-      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+      forecast_memory(model.params, model.plan, model.tree, training, carriers_for(2, true));
   EXPECT_EQ(expected.of(Kind::kGradients), 20_KiB + largest);
 }
 
@@ -169,11 +170,8 @@ TEST(MemoryForecast, HoldsForEveryOrderOfGradientsWithinABlock) {
   options.engine.max_reducing = 20_KiB;
   Training training;
   training.options = options.engine;
-  Carriers carriers;
-  carriers.world_size = 2;
-  carriers.place = {0, 2, 0, 1};
   const MemoryForecast expected =
-      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+      forecast_memory(model.params, model.plan, model.tree, training, carriers_for(2));
   for (unsigned seed = 0; seed < 20; ++seed) {
     engine::fake::expect_no_errors(
         engine::fake::run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> ranks) {

@@ -140,7 +140,6 @@ void Reducer::start_reduction(int unit) {
   }
   const Bytes bytes = buffer_bytes(unit);
   if (std::exchange(p.waiting, false)) waiting_bytes_ -= bytes;
-  free_buffers(options_.max_reducing);
   const GradientShards::Target target = shards_.begin(unit);
   comm::Reduction reduction;
   reduction.source = pushes ? nullptr : p.buffer->memory.get();
