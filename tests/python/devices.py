@@ -29,6 +29,9 @@ def shares_a_gpu():
     return ON_GPU and torch.cuda.device_count() == 1
 
 
+needs_a_gpu_each = pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")
+
+
 def ranks_at_most(world):
     """``world``, or as many ranks as there are GPUs."""
     return world if not ON_GPU or shares_a_gpu() else min(world, torch.cuda.device_count())

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from comparison import adamw, compare
-from devices import ON_GPU, shares_a_gpu, test_device
+from devices import ON_GPU, needs_a_gpu_each, test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from test_errors import assert_told, error_of
@@ -20,7 +20,6 @@ import strata
 from strata import carriers, runtime
 
 SPLIT = [("peer", "nccl"), ("nccl", "peer")]
-needs_gpus = pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")
 
 
 @contextmanager
@@ -56,7 +55,7 @@ def _bits(gather, reduce):
             compare(_config(gather, reduce, stage=stage, accumulation=accumulation, clipping=clipping), reference)
 
 
-@needs_gpus
+@needs_a_gpu_each
 @pytest.mark.parametrize("gather, reduce", SPLIT)
 def test_two_carriers_have_the_bits_of_plain_torch(gather, reduce):
     """Of two terms there is one sum, in any order."""
@@ -74,7 +73,7 @@ def _trained(gather, reduce):
     return name
 
 
-@needs_gpus
+@needs_a_gpu_each
 @pytest.mark.parametrize("gather, reduce", [*SPLIT, ("peer", "peer"), ("nccl", "nccl"), ("auto", "nccl")])
 def test_an_engine_says_what_carries(gather, reduce):
     names = {found if found != "auto" else "peer": None for found in (gather, reduce)}
@@ -115,7 +114,7 @@ def _probed():
     return name, probe, said
 
 
-@needs_gpus
+@needs_a_gpu_each
 def test_a_probe_compares_them_where_nccl_runs():
     told = run_ranks(2, _probed)
     assert told[0][:2] == told[1][:2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import shares_a_gpu, test_device, to_test_device
+from devices import needs_a_gpu_each, test_device, to_test_device
 from hf_models import MODELS
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -80,7 +80,7 @@ def test_every_architecture_loads_and_saves_bit_for_bit(checkpoints, tmp_path, w
         assert _all_tensors(tmp_path / name).keys() == _all_tensors(checkpoints / name).keys(), name
 
 
-@pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")
+@needs_a_gpu_each
 def test_ranks_that_share_no_memory_load_and_save(checkpoints, tmp_path):
     assert all(run_ranks(2, _load_and_save, checkpoints, ["qwen3_moe", "t5"], 3, "float32", tmp_path, "c10d"))
 

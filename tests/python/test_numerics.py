@@ -13,7 +13,7 @@ import itertools
 import pytest
 import torch
 from comparison import adamw, compare
-from devices import shares_a_gpu
+from devices import needs_a_gpu_each
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
@@ -136,7 +136,7 @@ def _over_the_process_group():
             compare(config_of(stage, dtype, accumulation=2, strata={"collectives": "c10d"}), reference)
 
 
-@pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")
+@needs_a_gpu_each
 def test_two_ranks_over_the_process_group():
     run_ranks(2, _over_the_process_group)
 
@@ -171,7 +171,7 @@ def _one_parameter_at_a_time(collectives):
     "world, collectives",
     [
         (1, "auto"), (2, "auto"), (3, "auto"), (2, "peer"),
-        pytest.param(2, "c10d", marks=pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")),
+        pytest.param(2, "c10d", marks=needs_a_gpu_each),
     ],
 )
 def test_one_parameter_at_a_time(world, collectives):

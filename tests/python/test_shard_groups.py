@@ -7,7 +7,7 @@ The numbers are those of plain torch that adds up inside the groups first, as eq
 import pytest
 import torch
 from comparison import adamw, compare
-from devices import ON_GPU, shares_a_gpu
+from devices import ON_GPU, needs_a_gpu_each, shares_a_gpu
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
@@ -56,7 +56,7 @@ def test_groups_have_the_bits_of_plain_torch(world, group, dtype):
     run_ranks(world, _matrix, group, dtype, "auto")
 
 
-@pytest.mark.skipif(shares_a_gpu(), reason="NCCL wants a GPU for each rank")
+@needs_a_gpu_each
 @pytest.mark.parametrize("world, group", [(2, 1), (4, 2)])
 def test_groups_over_the_process_group(world, group):
     """Of two terms there is one sum, so also the order of the backend gives the same bits."""
