@@ -88,19 +88,24 @@ def join(part, control, config, wanted, device, name, probes):
     if "peer" in wanted and not part.one_host:
         raise _C.ConfigError("strata.gather, strata.reduce: 'peer' joins ranks of one host, and these are on several; "
                              "write 'nccl', or leave both out")
-    made = {}
+    made, without_peers = {}, ""
     if set(wanted) != {"nccl"}:
         try:
             made["peer"] = _C.peer_collectives(control, device, config.timeout_s, part.numbers)
         except _C.CommError as error:
             if "peer" in wanted:
                 raise
+            without_peers = f"the GPUs do not reach each other's memory: {error}"
             if part.rank == 0:
-                log.warning("strata: weights and gradients go through NCCL, since the GPUs do not reach each other's "
-                            "memory: %s", error)
+                log.warning("strata: weights and gradients go through NCCL, since %s", without_peers)
             wanted = ("nccl", "nccl")
     if "nccl" in wanted or (probes and "auto" in wanted):
-        backend = nccl_backend(part, device, config.timeout_s)
+        try:
+            backend = nccl_backend(part, device, config.timeout_s)
+        except _C.CommError as error:
+            if not without_peers:
+                raise
+            raise _C.CommError(f"{error}\nNCCL was to carry weights and gradients, since {without_peers}") from error
         made["nccl"] = _C.device_collectives(control, backend, part.store, device, name, "nccl", part.numbers)
     figures = None
     if "auto" in wanted and len(made) == 2:

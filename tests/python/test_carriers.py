@@ -126,6 +126,24 @@ def test_a_probe_compares_them_where_nccl_runs():
     assert told[1][2] == []
 
 
+def _neither_starts():
+    def no_peers(*_):
+        raise strata.CommError("rank 1 cannot share memory with the others: no handles to give")
+
+    def no_nccl(*_):
+        raise strata.CommError("rank 0 on host h: NCCL did not start on cuda:0")
+
+    with mock.patch.object(runtime, "wanted_carriers", lambda *_: ("auto", "auto")), \
+         mock.patch.object(carriers._C, "peer_collectives", no_peers), \
+         mock.patch.object(carriers, "nccl_backend", no_nccl):
+        return error_of(lambda: make_engine(make_model(), _config("auto", "auto", collectives="auto")))
+
+
+def test_the_failure_of_nccl_says_why_peers_were_not_taken():
+    told = run_ranks(2, _neither_starts)
+    assert_told(told, "CommError", "NCCL did not start", "do not reach each other's memory", "no handles to give")
+
+
 def _unprobed():
     with mock.patch.object(runtime, "wanted_carriers", lambda *_: ("auto", "auto")):
         engine = make_engine(make_model(), _config("auto", "auto", collectives="auto"))
