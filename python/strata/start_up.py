@@ -1,5 +1,6 @@
 """The account of one start-up: what each phase took, over all ranks, and who gets to see it."""
 
+import gc
 import json
 import logging
 import os
@@ -21,6 +22,9 @@ class StartUp:
 
     What is named neither here nor by the engine is the phase "other", so that the phases add up to the total.
 
+    Meanwhile Python's collector of cycles rests: a start makes objects for every tensor, which makes it go through all
+    that a program with transformers has loaded, for longer than a small model takes to start.
+
     Attributes:
         core: the engine's _C.ShardedModel, as soon as there is one; its phases take part.
     """
@@ -31,11 +35,16 @@ class StartUp:
         self._own = {}  # name -> seconds, without what the engine counts itself
         self._order = []  # names of all phases, by their first begin
         self._bar = None
+        self._collects = False  # whether the collector was at work before
 
     def __enter__(self):
+        self._collects = gc.isenabled()
+        gc.disable()
         return self
 
     def __exit__(self, kind, value, traceback):
+        if self._collects:
+            gc.enable()
         if self._bar is not None:
             self._bar.close()
         return False

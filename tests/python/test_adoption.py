@@ -5,7 +5,7 @@ import strata
 import torch
 from devices import ON_GPU, test_device
 from ranks import run_ranks
-from tiny_models import config_of, differences, full_parameters, make_engine, rank_and_world
+from tiny_models import DTYPES, config_of, differences, full_parameters, make_engine, rank_and_world
 
 DIFFERENCES = {
     "nothing": lambda model: None,
@@ -15,6 +15,9 @@ DIFFERENCES = {
     "a frozen one of bytes": lambda model: model.frozen[2].add_(1),
     "everything": lambda model: [p.add_(1) for p in model.parameters()],
 }
+
+
+TIERS = ["device_copy", "device_grow", "distributed", "host"]
 
 
 class Odd(torch.nn.Module):
@@ -34,17 +37,19 @@ def _values(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _adopted(kind, stage, on_host, tier="auto"):
+def _adopted(kind, stage, on_host, tier="auto", dtype="fp32"):
     rank, _ = rank_and_world()
     model = Odd().to("cpu" if on_host == "all" or (on_host == "one" and rank == 1) else test_device())
     expected = {name: value.to(test_device()) for name, value in _values(model).items()}
     if rank > 0:
         with torch.no_grad():
             DIFFERENCES[kind](model)
-    engine = make_engine(model, config_of(stage, live_bytes=1, strata={"init": {"tier": tier}}))
+    engine = make_engine(model, config_of(stage, dtype, live_bytes=1, strata={"init": {"tier": tier}}))
     assert tier in ("auto", engine.init_report["tier"])
     ours = full_parameters(model)
-    expected["narrow"] = expected["narrow"].float()  # computed with in the configuration's dtype
+    for name, value in expected.items():
+        if value.is_floating_point():
+            expected[name] = value.to(DTYPES[dtype])  # computed with in the configuration's dtype
     assert differences(ours, expected) == []
     engine.destroy(keep_values=True)
     assert differences(_values(model), expected) == []
@@ -65,10 +70,22 @@ def test_any_number_of_ranks_takes_the_values_in(world, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", ["nothing", "one element of a large parameter", "everything"])
-@pytest.mark.parametrize("tier", ["device_copy", "device_grow", "distributed", "host"])
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_way_brings_the_same_bits(world, tier, kind, stage):
     run_ranks(world, _adopted, kind, stage, "none", tier)
+
+
+def _adopted_every_way(kinds):
+    for tier in TIERS:
+        for stage, dtype in ((1, "bf16"), (3, "fp32"), (3, "bf16")):
+            for kind in kinds:
+                _adopted(kind, stage, "none", tier, dtype)
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_every_way_brings_the_same_bits_to_many_ranks(world):
+    run_ranks(world, _adopted_every_way, ["one element of a large parameter"])
 
 
 def _others_bring(stage, built_otherwise):

@@ -1,5 +1,6 @@
 """The account of start-up: complete, the same on every rank, written by one; and what people see of it."""
 
+import gc
 import io
 import json
 import logging
@@ -161,6 +162,23 @@ def _account(**seconds):
         "tier": "device_grow", "reason": "r", "reading": None, "seconds": sum(s for s, _ in seconds.values()), "phases": phases,
         "device_growth_bytes": 3 << 30, "host_peak_bytes": 1 << 30, "pinned_bytes": 64 << 20, "link_gb_per_s": None,
     }
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_during_a_start_and_is_left_as_it_was(monkeypatch, enabled):
+    seen = []
+    engine_class = strata.initialize.__globals__["Engine"]
+    monkeypatch.setitem(strata.initialize.__globals__, "Engine",
+                        lambda *args: seen.append(gc.isenabled()) or engine_class(*args))
+    (gc.enable if enabled else gc.disable)()
+    try:
+        make_engine(make_model(), config_of(2)).destroy()
+        with pytest.raises(strata.ConfigError):
+            make_engine(make_model(), config_of(2, zero_optimization={"stage": 7}))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen == [False]
 
 
 def test_of_each_phase_the_slowest_rank_counts():

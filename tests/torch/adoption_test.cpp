@@ -10,6 +10,7 @@
 #include <functional>
 #include <thread>
 
+#include "comm/grouped_ranks.h"
 #include "strata/base/error.h"
 #include "strata/comm/local_collectives.h"
 #include "strata/offload/memory_store.h"
@@ -40,23 +41,32 @@ Net make_net(int blocks, int width = 700) {
   return Net(blocks, width);
 }
 
-void run_ranks(int world, const std::function<void(std::shared_ptr<comm::Collectives>)>& rank) {
-  comm::LocalGroup group(world);
+using RankBody = std::function<void(std::shared_ptr<comm::Collectives>)>;
+
+// `group`: has a rank(int).
+template <typename Group>
+void run_ranks(Group& group, int world, const RankBody& rank) {
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r, collectives = std::shared_ptr(group.rank(r))]() mutable {
-      try {
-        rank(std::move(collectives));
-      } catch (...) {
-        failures[static_cast<std::size_t>(r)] = std::current_exception();
-      }
-    });
+    threads.emplace_back(
+        [&, r, collectives = std::shared_ptr<comm::Collectives>(group.rank(r))]() mutable {
+          try {
+            rank(std::move(collectives));
+          } catch (...) {
+            failures[static_cast<std::size_t>(r)] = std::current_exception();
+          }
+        });
   }
   for (std::thread& thread : threads) thread.join();
   for (const auto& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
+}
+
+void run_ranks(int world, const RankBody& rank) {
+  comm::LocalGroup group(world);
+  run_ranks(group, world, rank);
 }
 
 engine::Config config_of(int stage, int world, const std::string& tier = "auto") {
@@ -76,9 +86,9 @@ std::vector<at::Tensor> values_of(const Net& net) {
 }
 
 // Equal ones, made by one thread: they share torch's generator.
-std::vector<Net> make_nets(int count, int blocks) {
+std::vector<Net> make_nets(int count, int blocks, int width = 700) {
   std::vector<Net> nets;
-  for (int i = 0; i < count; ++i) nets.push_back(make_net(blocks));
+  for (int i = 0; i < count; ++i) nets.push_back(make_net(blocks, width));
   return nets;
 }
 
@@ -154,6 +164,33 @@ TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
             i == kParam && run.begin == static_cast<std::size_t>(4 * place) / kBlock.size();
         EXPECT_EQ(run.differs, holds) << "parameter " << i << ", block " << run.begin;
       }
+    }
+    model.destroy(false);
+  });
+}
+
+// Rank 2 holds the same slices as rank 0, who then does not keep any of its blocks alone.
+TEST_P(HostIntakeAtStage, AReplicaOfTheFirstRanksSliceIsComparedWithIt) {
+  constexpr int kWorld = 4;
+  constexpr int kParam = 6;
+  const std::vector<Net> nets = make_nets(kWorld, 4, 1200);
+  comm::conformance::GroupedRanks groups(kWorld, 2);
+  run_ranks(groups, kWorld, [&](const std::shared_ptr<comm::Collectives>& collectives) {
+    const auto rank = static_cast<std::size_t>(collectives->rank());
+    const ModuleDescription description = describe_module(*nets[rank]);
+    ShardedModel model(description.input, config_of(GetParam(), kWorld), engine::UpdateRule::kNone,
+                       make_runtime(kHere, 2, collectives), "engine");
+    const std::vector<ModelParameter>& parameters = description.input.parameters;
+    const auto [begin, end] = model.engine().weights().owned_range(kParam);
+    ASSERT_EQ(rank % 2 == 0, begin == Numel() && Numel(kBlock.value / 4) <= end);
+    std::vector<ModelParameter> changed = parameters;
+    for (ModelParameter& parameter : changed)
+      parameter.variable = at::ones(parameter.shape, at::TensorOptions().dtype(at::kFloat));
+    if (rank == 2) changed[kParam].variable.view({-1})[0] = 77.0;
+    const Given given = bring_in(model, changed);
+    for (std::size_t i = 0; i < changed.size(); ++i) {
+      for (const Comparison::Run& run : given.runs[i])
+        EXPECT_EQ(run.differs, i == kParam && run.begin == 0) << i << ", block " << run.begin;
     }
     model.destroy(false);
   });

@@ -49,10 +49,9 @@ void Comparison::exchange() {
     const auto at = [&](std::size_t rank) {
       return std::string_view(all[rank]).substr(i * kFingerprintBytes, kFingerprintBytes);
     };
-    for (std::size_t r = 1; r < all.size(); ++r) {
-      const bool counts = all[r][found_.size() + i] == '1';
-      differs_[i] = differs_[i] || (counts && at(r) != at(0));
-    }
+    const auto given = [&](std::size_t rank) { return all[rank][found_.size() + i] == '1'; };
+    for (std::size_t r = 1; r < all.size(); ++r)
+      differs_[i] = differs_[i] || (given(0) && given(r) && at(r) != at(0));
     any_ = any_ || differs_[i];
   }
 }

@@ -22,6 +22,7 @@ HostIntake::HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* 
 void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
   STRATA_ASSERT(values.is_cpu() && values.is_contiguous());
   const int world = engine_.collectives().world_size();
+  const bool replicated = engine_.collectives().shard_place().groups > 1;
   complete_ = complete_ && !(engine_.weights().unit_of(param).whole && world > 1);
   const bool compares = comparison_ != nullptr && comparison_->wanted();
   STRATA_ASSERT(!compares || begin == Numel());
@@ -36,13 +37,15 @@ void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
     const Numel low = std::max(at, first);
     const Numel high = std::min(stop, last);
     const bool kept = low < high;
+    // Of what rank 0 alone keeps, nobody asks whether it is what rank 0 has.
+    const bool alone = low == at && high == stop && !replicated;
     Block block{};
     const auto bytes_from = [&](Numel from, Numel to) {
       return std::span(data + bytes_of(from - begin, dtype).size(),
                        bytes_of(to - from, dtype).size());
     };
     block.bytes = bytes_from(at, stop);
-    if (compares && (kept || comparison_->of_all_blocks()))
+    if (compares && (comparison_->of_all_blocks() ? !alone : kept))
       block.fingerprint = comparison_->place_for(param, index, 1).data();
     if (kept) {
       block.kept = bytes_from(low, high);
