@@ -1,5 +1,7 @@
 #include "strata/comm/peer_collectives.h"
 
+#include <atomic>
+
 #include "comm/collectives_conformance.h"
 #include "comm/late_ranks.h"
 #include "strata/comm/local_collectives.h"
@@ -193,6 +195,38 @@ TEST(PeerCollectives, SeeTheNewBufferWhereANameIsUsedAgain) {
     return std::string();
   });
   EXPECT_THAT(results, testing::Each(""));
+}
+
+// Notes how many ranks have pinned their flags before it does.
+class PinsInTurn final : public device::CpuDevice {
+ public:
+  explicit PinsInTurn(std::atomic<int>& pinned) : pinned_(pinned) {}
+  std::unique_ptr<device::HostRegistration> pin(std::span<std::byte> host) override {
+    before_ = pinned_.load();
+    auto registration = CpuDevice::pin(host);
+    pinned_.fetch_add(1);
+    return registration;
+  }
+  int before() const { return before_; }
+
+ private:
+  std::atomic<int>& pinned_;
+  int before_ = -1;
+};
+
+TEST(PeerCollectives, PinTheFlagsOnTheFirstRankBeforeOthersDo) {
+  constexpr int kWorld = 4;
+  LocalGroup group(kWorld);
+  std::atomic<int> pinned = 0;
+  std::vector<std::shared_ptr<PinsInTurn>> devices;
+  for (int r = 0; r < kWorld; ++r) devices.push_back(std::make_shared<PinsInTurn>(pinned));
+  const auto make = [&](int rank) {
+    return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank), {});
+  };
+  const auto results = run_as_threads(kWorld, make, [](Collectives&) { return std::string(); });
+  EXPECT_THAT(results, testing::Each(""));
+  EXPECT_EQ(devices[0]->before(), 0);
+  for (int r = 1; r < kWorld; ++r) EXPECT_GT(devices[static_cast<std::size_t>(r)]->before(), 0);
 }
 
 TEST(PeerCollectives, LeaveTheirControlPlaneUsableWhereARankCannotTakePart) {

@@ -208,7 +208,9 @@ void PeerChannel::reply(const Peer& peer, std::string_view request) {
   std::vector<int> descriptors;
   for (const device::SharedPiece& piece : parts->pieces)
     descriptors.push_back(piece.descriptor.get());
-  send_message(peer.socket.get(), text_of(*parts), descriptors);
+  // One that waits must get an answer, also where the system has no descriptors left to send.
+  if (!send_message(peer.socket.get(), text_of(*parts), descriptors))
+    send_message(peer.socket.get(), std::string(1, kNone), {});
 }
 
 void PeerChannel::lost(Peer& peer, std::string reason) {

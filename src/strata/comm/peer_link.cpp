@@ -20,6 +20,17 @@ namespace {
 constexpr std::string_view kFlagsKey = "flags";
 constexpr std::chrono::microseconds kAskAgainAfter(200);
 
+// Empty: there was none.
+template <typename Call>
+std::string error_of(Call&& call) {
+  try {
+    std::forward<Call>(call)();
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
 }  // namespace
 
 PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
@@ -32,14 +43,12 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       names_(options.names),
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       transfers_(device_->create_stream()) {
-  if (rank_ == 0) flags_file_ = FileDescriptor(::memfd_create("strata-flags", MFD_CLOEXEC));
-  channel_ = std::make_unique<PeerChannel>(*control_, *this, names_);
   std::string error;
-  try {
-    map_flags();
-  } catch (const Error& caught) {
-    error = caught.what();
-  }
+  // Before anybody else can have the file: to pin pages for long, the system may have to move them,
+  // which it gives up where another rank is pinning them.
+  if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
+  channel_ = std::make_unique<PeerChannel>(*control_, *this, names_);
+  if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
   const std::vector<std::string> errors = control_->all_gather_text(error);
   for (std::size_t r = 0; r < errors.size(); ++r) {
     if (!errors[r].empty()) {
@@ -54,26 +63,34 @@ PeerLink::~PeerLink() {
   channel_.reset();
 }
 
-void PeerLink::map_flags() {
-  const Bytes bytes = align_up(PeerFlags::bytes_for(world_size_), memory::page_size());
-  FileDescriptor theirs;
-  if (rank_ == 0) {
-    if (!flags_file_.valid() || ::ftruncate(flags_file_.get(), bytes.value) != 0)
-      throw CommError(
-          fmt::format("no shared memory of {}: {}", to_string(bytes), std::strerror(errno)));
-  } else {
-    std::optional<SharedParts> parts = channel_->ask(0, std::string(kFlagsKey), 0);
-    if (!parts || parts->pieces.empty())
-      throw CommError("the first rank has no shared memory to give");
-    theirs = std::move(parts->pieces.front().descriptor);
-  }
-  const int file = rank_ == 0 ? flags_file_.get() : theirs.get();
-  flags_memory_ = MappedMemory::of_file(file, Bytes(), bytes, MappedMemory::Access::kReadWrite,
-                                        "flags of ranks");
+FileDescriptor PeerLink::make_flags_file() {
+  const Bytes bytes = flags_bytes();
+  FileDescriptor file(::memfd_create("strata-flags", MFD_CLOEXEC));
+  if (!file.valid() || ::ftruncate(file.get(), bytes.value) != 0)
+    throw CommError(
+        fmt::format("no shared memory of {}: {}", to_string(bytes), std::strerror(errno)));
+  flags_file_ = FileDescriptor(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
+  return file;
+}
+
+FileDescriptor PeerLink::ask_for_flags_file() {
+  std::optional<SharedParts> parts = channel_->ask(0, std::string(kFlagsKey), 0);
+  if (!parts || parts->pieces.empty())
+    throw CommError("the first rank has no shared memory to give");
+  return std::move(parts->pieces.front().descriptor);
+}
+
+void PeerLink::map_flags(FileDescriptor file) {
+  flags_memory_ = MappedMemory::of_file(file.get(), Bytes(), flags_bytes(),
+                                        MappedMemory::Access::kReadWrite, "flags of ranks");
   flags_pinned_ = device_->pin(flags_memory_.bytes());
   flags_ = PeerFlags(flags_memory_.bytes(), world_size_);
   buffers_->set_flags(flags_);
   flags_mapped_.store(true);
+}
+
+Bytes PeerLink::flags_bytes() const {
+  return align_up(PeerFlags::bytes_for(world_size_), memory::page_size());
 }
 
 std::optional<SharedParts> PeerLink::share(const std::string& key, std::size_t first) {

@@ -83,7 +83,10 @@ class PeerLink final : public PeerChannel::Service {
   void peer_failed(int rank, const std::string& reason) noexcept override;
 
  private:
-  void map_flags();
+  FileDescriptor make_flags_file();     // rank 0, who gives it to the others
+  FileDescriptor ask_for_flags_file();  // they
+  void map_flags(FileDescriptor file);
+  Bytes flags_bytes() const;
   void set_failure(const std::string& message) noexcept;
   // To the peers, once. A rank that ends because of another's failure says so first: whoever misses
   // it would blame it.
