@@ -75,9 +75,16 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 
 # --- the work ---------------------------------------------------------------------------------------
 
-.PHONY: test test-core demo bench-cpu sanitize wheel
+.PHONY: test test-gpu test-core demo bench-cpu sanitize wheel
 test: build  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS) -- $(PYTEST)
+
+# Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill
+# a device or time it are among the C++ ones, which run first and alone.
+GPU_JOBS ?= 8
+test-gpu: build  ## The same with models on the GPU, GPU_JOBS=8 Python tests at once
+	STRATA_TEST_DEVICE=cuda $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs 1 -- \
+	  -n $(GPU_JOBS) --dist loadgroup $(PYTEST)
 
 test-core: core  ## The core's tests alone: seconds
 	$(PYTHON) tools/run_tests.py build/dev --cpp-only --label core --jobs $(JOBS)

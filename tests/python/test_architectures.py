@@ -17,6 +17,8 @@ from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("architectures")  # all models are trained once, for all tests
+
 WORLD = ranks_at_most(2)
 STEPS = 5
 EVALUATED_AFTER = 2  # steps after which tokens are generated, before training goes on

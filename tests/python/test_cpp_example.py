@@ -13,6 +13,8 @@ import pytest
 import strata._C
 from safetensors import safe_open
 
+pytestmark = pytest.mark.xdist_group("cpp_example")  # one build folder
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "examples" / "cpp"
 STEPS = 100
