@@ -109,10 +109,11 @@ py::dict memory_forecast(ShardedModel& model) {
 
 py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
-                      const std::string& rule, int world_size, bool on_gpus) {
+                      const std::string& rule, int world_size, bool on_gpus, int ranks_per_host) {
   const torch::ModelInput input = input_from(parameters, modules);
   const auto device = on_gpus ? torch::JobDevice::kCuda : torch::JobDevice::kCpu;
-  return as_dict(torch::forecast_job(input, config, rule_from(rule), world_size, device));
+  return as_dict(
+      torch::forecast_job(input, config, rule_from(rule), {world_size, device, ranks_per_host}));
 }
 
 void set_update(ShardedModel& model, py::function update) {
@@ -239,7 +240,8 @@ void bind_model(py::module_& module) {
             py::arg("rule"), py::arg("collectives"), py::arg("device"), py::arg("threads"),
             py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
-             py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"));
+             py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
+             py::arg("ranks_per_host"));
   bind_training(model);
   bind_values(model);
   bind_steps(model);

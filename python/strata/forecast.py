@@ -6,7 +6,9 @@ from .model_input import describe_modules, describe_parameters
 from .optimizer import groups_of
 
 
-def memory_forecast(model, config, world_size, device="cuda", optimizer=None, model_parameters=None):
+def memory_forecast(
+    model, config, world_size, device="cuda", optimizer=None, model_parameters=None, ranks_per_host=None
+):
     """{kind: bytes, "total": bytes} that the engine will hold at most on each rank's device.
 
     Nobody trains, and neither ranks nor GPUs are needed: a model on the meta device will do. The engine itself runs
@@ -20,17 +22,21 @@ def memory_forecast(model, config, world_size, device="cuda", optimizer=None, mo
         model: a ``torch.nn.Module`` whose parameters have their full shapes, on any device.
         config: dict, path or JSON text, as for ``initialize``.
         world_size: ranks of the job.
-        device: "cuda": GPUs of one host that reach each other's memory; "cpu".
+        device: "cuda": GPUs, which reach each other's memory where they are of one host; "cpu".
         optimizer, model_parameters: as for ``initialize``.
+        ranks_per_host: int; None: all ranks are on one host. It says, with the configuration's ``strata.collectives``,
+            what carries weights and gradients, which holds more or less memory: copies between peers, or NCCL.
 
     Raises:
-        ConfigError: the configuration, also where it does not suit so many ranks.
-        UsageError: what ``initialize`` would refuse of the optimizer.
+        ConfigError: the configuration, also where it does not suit so many ranks, or peers on several hosts.
+        UsageError: what ``initialize`` would refuse of the optimizer; no ranks, on a host or at all.
     """
     if device not in ("cuda", "cpu"):
         raise _C.UsageError(f"memory_forecast(device=...) must be 'cuda' or 'cpu'; found {device!r}")
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise _C.UsageError(f"memory_forecast(ranks_per_host=...) must be at least 1, or None; found {ranks_per_host}")
     parsed = parse_config(config, world_size)
     sharded_optimizer, rule = make_optimizer(parsed, model, optimizer, model_parameters)
     parameters = describe_parameters(model, groups_of(sharded_optimizer))
     modules, _ = describe_modules(model, parameters)
-    return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda")
+    return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0)

@@ -3,7 +3,7 @@
 import pytest
 import strata
 import torch
-from devices import ranks_at_most, to_test_device
+from devices import ON_GPU, needs_a_gpu_each, ranks_at_most, to_test_device
 from hf_models import MODELS
 from ranks import run_ranks
 from tiny_models import TinyModel, config_of, make_batches, make_engine, make_model, rank_and_world, train_step
@@ -89,9 +89,9 @@ def test_accumulation_is_foreseen(boundary):
         assert {k: v for k, v in peaks.items() if v} == {k: v for k, v in forecast.items() if v}
 
 
-def _of_a_job(name, setting, dtype):
+def _of_a_job(name, setting, dtype, collectives):
     stage, section, _ = SETTINGS[setting]
-    config = config_of(stage, dtype, strata=section)
+    config = config_of(stage, dtype, strata={**section, "collectives": collectives})
     torch.manual_seed(20)
     engine = make_engine(MODELS[name].build(), config)
     with torch.device("meta"):
@@ -100,9 +100,25 @@ def _of_a_job(name, setting, dtype):
     return engine.memory_forecast(), strata.memory_forecast(nowhere, config, WORLD, device=device)
 
 
+NETWORK = pytest.param("nccl", marks=needs_a_gpu_each) if ON_GPU else "c10d"
+
+
+@pytest.mark.parametrize("collectives", ["auto", "peer", NETWORK])
 @pytest.mark.parametrize("setting", ["stage2", "stage3", "some-live"])
-def test_a_job_is_foreseen_without_its_ranks_and_values(setting):
-    for of_engine, of_job in run_ranks(WORLD, _of_a_job, "gpt2", setting, "bf16"):
+def test_a_job_is_foreseen_without_its_ranks_and_values(setting, collectives):
+    for of_engine, of_job in run_ranks(WORLD, _of_a_job, "gpt2", setting, "bf16", collectives):
+        assert of_engine == of_job
+
+
+def _of_a_grouped_job(zero):
+    config = config_of(3, "bf16", live_bytes=1, zero_optimization=zero)
+    engine = make_engine(make_model(), config)
+    return engine.memory_forecast(), strata.memory_forecast(make_model(), config, 4, device=engine.device.type)
+
+
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 1}], ids=str)
+def test_a_job_in_groups_is_foreseen_without_its_ranks_and_values(zero):
+    for of_engine, of_job in run_ranks(ranks_at_most(4), _of_a_grouped_job, zero):
         assert of_engine == of_job
 
 
@@ -125,7 +141,29 @@ def test_more_ranks_hold_less_and_groups_hold_their_part():
     assert strata.memory_forecast(model, secondary, 8)["optimizer state"] == by_world[8]["optimizer state"]
 
 
+@pytest.mark.parametrize("device, network", [("cuda", "nccl"), ("cpu", "c10d")])
+def test_past_one_host_a_network_carries(device, network):
+    def forecast(collectives="auto", **more):
+        config = config_of(3, "bf16", live_bytes=1, strata={"collectives": collectives})
+        return strata.memory_forecast(_meta_model(), config, 8, device, **more)
+
+    assert forecast(ranks_per_host=4) == forecast(network)
+    assert forecast(ranks_per_host=8) == forecast(ranks_per_host=16) == forecast() != forecast(network)
+
+
+def test_groups_within_hosts_reach_each_other_there():
+    def forecast(size, ranks_per_host):
+        config = config_of(3, "bf16", live_bytes=1, zero_optimization={"mics_shard_size": size})
+        return strata.memory_forecast(_meta_model(), config, 8, ranks_per_host=ranks_per_host)["gradients"]
+
+    assert forecast(2, 4) == forecast(2, 2) != forecast(4, 2)
+
+
 def test_what_cannot_be_foreseen_is_said():
+    with pytest.raises(strata.ConfigError, match="'peer' joins ranks of one host"):
+        strata.memory_forecast(_meta_model(), config_of(3, strata={"collectives": "peer"}), 8, ranks_per_host=4)
+    with pytest.raises(strata.UsageError, match="ranks_per_host=.* must be at least 1, or None; found 0"):
+        strata.memory_forecast(_meta_model(), config_of(3), 2, ranks_per_host=0)
     with pytest.raises(strata.UsageError, match="'cuda' or 'cpu'; found 'tpu'"):
         strata.memory_forecast(_meta_model(), config_of(3), 2, device="tpu")
     with pytest.raises(strata.ConfigError, match="mics_shard_size"):

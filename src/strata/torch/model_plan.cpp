@@ -28,13 +28,6 @@ plan::PlanOptions plan_options(const engine::Config& config) {
   return options;
 }
 
-comm::ShardPlace place_in_groups(const engine::Config& config, int world_size) {
-  const int size = config.shard_group_size(world_size);
-  const int groups = world_size / size;
-  if (groups > 1 && config.zero.secondary_shards) return {0, world_size, 0, 1, groups};
-  return {0, size, 0, groups, 1};
-}
-
 }  // namespace
 
 // Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
@@ -60,22 +53,15 @@ plan::ModelPlan plan_model(std::span<const plan::ParamSpec> specs, const plan::M
 }
 
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, int world_size, JobDevice device) {
+                                      engine::UpdateRule rule, const Job& job) {
   const std::vector<plan::ParamSpec> specs = param_specs(input, config);
   forecast::Training training;
   training.options = engine::engine_options_from(config);
   training.rule = rule;
   training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
-  training.runs_ahead = device == JobDevice::kCuda;
-  forecast::Carriers carriers;
-  carriers.world_size = world_size;
-  carriers.place = place_in_groups(config, world_size);
-  carriers.gathers_on_device = training.runs_ahead;
-  carriers.has_contribution_stream = training.runs_ahead;
-  carriers.has_inbox =
-      training.runs_ahead && carriers.place.groups == 1 && carriers.place.parts == 1;
+  training.runs_ahead = job.device == JobDevice::kCuda;
   return forecast::forecast_memory(specs, plan_model(specs, input.tree, config), input.tree,
-                                   training, carriers);
+                                   training, carriers_of_job(config, job));
 }
 
 }  // namespace strata::torch

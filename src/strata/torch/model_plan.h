@@ -11,6 +11,7 @@
 #include "strata/forecast/memory_forecast.h"
 #include "strata/plan/module_tree.h"
 #include "strata/plan/unit_plan.h"
+#include "strata/torch/job_carriers.h"
 
 namespace strata::torch {
 
@@ -22,11 +23,9 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
 plan::ModelPlan plan_model(std::span<const plan::ParamSpec> specs, const plan::ModuleTree& tree,
                            const engine::Config& config);
 
-// Of a job that does not run: `world_size` ranks on GPUs that reach each other's memory, or on the
-// CPUs of one host. `config.batch` must be complete for that many. Errors: ConfigError where shard
-// groups do not come out even.
-enum class JobDevice { kCpu, kCuda };
+// Of a job that does not run. `config.batch` must be complete for that many ranks. Errors: of
+// carriers_of_job().
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, int world_size, JobDevice device);
+                                      engine::UpdateRule rule, const Job& job);
 
 }  // namespace strata::torch
