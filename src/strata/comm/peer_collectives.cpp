@@ -11,118 +11,12 @@
 #include "strata/comm/peer_inbox.h"
 #include "strata/comm/peer_link.h"
 #include "strata/comm/peer_reduction.h"
+#include "strata/comm/peer_work.h"
 
 namespace strata::comm {
 namespace {
 
 constexpr Bytes kBroadcastPiece = 32_MiB;
-
-// Complete when a stream of this rank has come to its end.
-class StreamWork final : public Work {
- public:
-  StreamWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end,
-             WorkTimes times = {})
-      : link_(std::move(link)), end_(std::move(end)), times_(std::move(times)) {}
-  ~StreamWork() override {
-    try {
-      join();
-    } catch (const Error&) {  // as documented: who wants the error calls wait()
-    }
-  }
-
-  bool done() override { return end_ == nullptr || end_->done(); }
-  void wait() override {
-    if (end_ == nullptr) return;
-    link_->require_usable();
-    join();
-  }
-  WorkTimes times() const override { return times_; }
-
- private:
-  void join() {
-    if (end_ != nullptr) link_->device().compute_stream().wait_for(*end_);
-    end_.reset();
-  }
-
-  std::shared_ptr<PeerLink> link_;
-  std::unique_ptr<device::Event> end_;  // null: the compute stream waits for it already
-  WorkTimes times_;
-};
-
-// Complete when the result is there and the peers have read this rank's contribution.
-class ReductionWork final : public Work {
- public:
-  ReductionWork(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
-                PeerReductions::Started started, WorkTimes times)
-      : link_(std::move(link)),
-        reductions_(std::move(reductions)),
-        started_(std::move(started)),
-        times_(std::move(times)) {}
-  ~ReductionWork() override {
-    try {
-      join();
-    } catch (const Error&) {  // as documented: who wants the error calls wait()
-    }
-  }
-
-  bool done() override {
-    return started_.added == nullptr ||
-           (started_.added->done() && reductions_->read_by_all(started_.number));
-  }
-  void wait() override {
-    if (started_.added == nullptr) return;
-    link_->require_usable();
-    join();
-    link_->require_usable();
-  }
-  WorkTimes times() const override { return times_; }
-
- private:
-  void join() {
-    if (started_.added == nullptr) return;
-    link_->device().compute_stream().wait_for(*started_.added);
-    reductions_->wait_for_readers(started_.number);
-    started_.added.reset();
-  }
-
-  std::shared_ptr<PeerLink> link_;
-  std::shared_ptr<PeerReductions> reductions_;  // lives no longer than link_
-  PeerReductions::Started started_;             // no event: the compute stream waits already
-  WorkTimes times_;
-};
-
-class InboxOfPeers final : public Inbox {
- public:
-  InboxOfPeers(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
-               std::unique_ptr<SharedBuffer> memory, std::shared_ptr<const bool> records_times)
-      : link_(link),
-        reductions_(reductions),
-        inbox_(std::move(link), std::move(reductions), std::move(memory)),
-        records_times_(std::move(records_times)) {}
-
-  void expect(std::span<const Bytes> contributions) override { inbox_.expect(contributions); }
-  bool writable(std::size_t index) const override { return inbox_.writable(index); }
-  void write(std::size_t index, Numel begin, std::span<const std::byte> values,
-             DType dtype) override {
-    inbox_.write(index, begin, values, dtype);
-  }
-  void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) override {
-    inbox_.write_zero(index, begin, numel, dtype);
-  }
-  std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
-                               std::string_view tag) override {
-    WorkTimes times;
-    auto started = inbox_.reduce(index, reduction, tag, *records_times_ ? &times : nullptr);
-    return std::make_unique<ReductionWork>(link_, reductions_, std::move(started),
-                                           std::move(times));
-  }
-
- private:
-  std::shared_ptr<PeerLink> link_;
-  std::shared_ptr<PeerReductions> reductions_;
-  PeerInbox inbox_;
-  std::shared_ptr<const bool> records_times_;
-};
 
 class PeerCollectives final : public Collectives {
  public:
@@ -171,8 +65,8 @@ class PeerCollectives final : public Collectives {
   }
   device::Stream* contribution_stream() override { return &link_->transfers(); }
   std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
-    return std::make_unique<InboxOfPeers>(link_, reductions_, allocate(std::move(name), bytes),
-                                          records_times_);
+    return std::make_unique<PeerInbox>(link_, reductions_, allocate(std::move(name), bytes),
+                                       records_times_);
   }
   bool has_inbox() const override { return true; }
   void record_times(bool on) override { *records_times_ = on; }

@@ -6,16 +6,19 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/comm/peer_work.h"
 
 namespace strata::comm {
 
 using Kind = PeerFlags::Kind;
 
 PeerInbox::PeerInbox(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
-                     std::unique_ptr<SharedBuffer> memory)
+                     std::unique_ptr<SharedBuffer> memory,
+                     std::shared_ptr<const bool> records_times)
     : link_(std::move(link)),
       reductions_(std::move(reductions)),
       memory_(std::move(memory)),
+      records_times_(std::move(records_times)),
       ring_(Bytes(memory_->local().size())),
       bases_(static_cast<std::size_t>(link_->world_size())) {
   bases_[static_cast<std::size_t>(link_->rank())] = memory_->local().data();
@@ -95,8 +98,8 @@ void PeerInbox::write_zero(std::size_t index, Numel begin, Numel numel, DType dt
            });
 }
 
-PeerReductions::Started PeerInbox::reduce(std::size_t index, const Reduction& reduction,
-                                          std::string_view tag, WorkTimes* times) {
+std::unique_ptr<Work> PeerInbox::reduce(std::size_t index, const Reduction& reduction,
+                                        std::string_view tag) {
   const Bytes slice = slice_of(index);
   STRATA_ASSERT(bytes_of(Numel(reduction.result.size()), reduction.dtype) == slice);
   link_->agree(fmt::format("reduction of '{}' ({} {} a rank, written by each)", tag,
@@ -105,11 +108,13 @@ PeerReductions::Started PeerInbox::reduce(std::size_t index, const Reduction& re
   PeerReductions::Sources sources;
   for (int r = 0; r < link_->world_size(); ++r)
     sources.push_back(memory_->local().data() + (ring_.offset(index) + slice * r).size());
-  PeerReductions::Started started = reductions_->start_arrived(reduction, sources, times);
+  WorkTimes times;
+  PeerReductions::Started started =
+      reductions_->start_arrived(reduction, sources, *records_times_ ? &times : nullptr);
   ring_.begun(index, started.number);
   // The caller's memory was read before; the room's readers are the ring's concern.
   started.number = 0;
-  return started;
+  return std::make_unique<ReductionWork>(link_, reductions_, std::move(started), std::move(times));
 }
 
 }  // namespace strata::comm

@@ -15,17 +15,19 @@
 
 namespace strata::comm {
 
-class PeerInbox {
+class PeerInbox final : public Inbox {
  public:
+  // `memory`: of these peers. `records_times`: whether works tell when their bytes moved.
   PeerInbox(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
-            std::unique_ptr<SharedBuffer> memory);
+            std::unique_ptr<SharedBuffer> memory, std::shared_ptr<const bool> records_times);
 
-  void expect(std::span<const Bytes> contributions);
-  bool writable(std::size_t index) const { return ring_.after(index).has_value(); }
-  void write(std::size_t index, Numel begin, std::span<const std::byte> values, DType dtype);
-  void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype);
-  PeerReductions::Started reduce(std::size_t index, const Reduction& reduction,
-                                 std::string_view tag, WorkTimes* times);
+  void expect(std::span<const Bytes> contributions) override;
+  bool writable(std::size_t index) const override { return ring_.after(index).has_value(); }
+  void write(std::size_t index, Numel begin, std::span<const std::byte> values,
+             DType dtype) override;
+  void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) override;
+  std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
+                               std::string_view tag) override;
 
  private:
   // Has the transfers wait for the room on every rank, once.
@@ -40,6 +42,7 @@ class PeerInbox {
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;
   std::unique_ptr<SharedBuffer> memory_;
+  std::shared_ptr<const bool> records_times_;
   InboxRing ring_;
   std::vector<bool> opened_;       // by index
   std::vector<std::byte*> bases_;  // by rank; null: not reached yet
