@@ -3,6 +3,9 @@
 Rank r of N reads the r-th part of the files from the page cache, in threads, into pinned pieces, and copies them to
 its place in a flat buffer on its GPU; an all-gather in place makes the buffer whole on every GPU. Memory is made
 before the clock starts. On the CPU the files are read straight into the buffer.
+
+Where every rank has a model on the host already, its own copy, and rank 0's values win: rank 0 reads all of its own,
+each rank puts its part on its GPU, and the same all-gather follows.
 """
 
 import os
@@ -100,6 +103,12 @@ class _Ring:
                 free.record()
 
 
+def _copy(view, source):
+    import numpy
+
+    numpy.copyto(numpy.frombuffer(view, dtype="uint8"), source)
+
+
 class Limit:
     """One rank's part of the measurement. Collective."""
 
@@ -118,6 +127,15 @@ class Limit:
         self._threads = max(1, min(16, context.cores // self._world))
         self._rings = [_Ring(torch, context.device) for _ in range(self._threads)] if context.on_gpu else None
         self._host = None if context.on_gpu else memoryview(self._flat.numpy())
+        self._model = self._make_model() if context.host_limit else None
+
+    def _make_model(self):
+        """As many bytes on the host as the files have, in whole words, every page touched."""
+        import numpy
+
+        words = numpy.empty(self._share * self._world // 8, dtype=numpy.int64)
+        _in_threads(self._threads, 0, words.nbytes, lambda _, at, size: words[at // 8 : (at + size) // 8].fill(1))
+        return words
 
     def measure(self, repetitions=3):
         """{"bytes", "threads", and lists of seconds}: read, copy, load (both, one under the other), gather."""
@@ -126,6 +144,7 @@ class Limit:
         result["copy_s"] = self._time(2, lambda: self._pass(read=False, copy=True)) if self._rings else []
         result["load_s"] = self._time(repetitions, lambda: self._pass(read=True, copy=True))
         result["gather_s"] = self._time(repetitions, self._gather) if self._world > 1 else []
+        result["host_s"] = [] if self._model is None else self._time(repetitions, self._move_model)
         self._files.close()
         return result
 
@@ -149,6 +168,24 @@ class Limit:
             self._rings[index].move(self._flat[at : at + size], fill, copy)
 
         _in_threads(self._threads, self._first, self._end, work)
+
+    def _move_model(self):
+        """From this rank's model on the host; rank 0, whose part is the first, reads the rest of its own as well."""
+        numpy_bytes = self._model.view("uint8")
+        first_rank = self._context.rank == 0
+
+        def work(index, at, size):
+            moved = max(0, min(at + size, self._end) - at)
+            if moved:
+                source, target = numpy_bytes[at : at + moved], self._flat[at : at + moved]
+                if self._rings is None:
+                    target.numpy()[:] = source
+                else:
+                    self._rings[index].move(target, lambda view: _copy(view, source), True)
+            if moved < size:
+                self._model[(at + moved) // 8 : (at + size) // 8].sum()
+
+        _in_threads(self._threads, self._first, self._model.nbytes if first_rank else self._end, work)
 
     def _gather(self):
         """In place, in one collective where the backend takes any size, else piece by piece of every share."""

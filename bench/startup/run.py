@@ -73,6 +73,7 @@ def options_of(a):
         "torch_adam": a.torch_adam or device == "cpu",
         "strata_json": json.loads(a.strata),
         "unfuse": a.unfuse_live,
+        "host_limit": "strata-host-z2" in a.engines.split(","),
         "toy": None,
     }
 
