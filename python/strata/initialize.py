@@ -75,10 +75,12 @@ def initialize(
             optimizer. ``engine.step()`` steps it.
         collate_fn: of the dataloader.
         config: dict, path or JSON text (docs/CONFIG.md).
-        mpu, mesh_param, distributed_port: must be None; sharding groups are not supported.
+        mpu, mesh_param, distributed_port: must be None; shard groups are the configuration's (``mics_shard_size``,
+            ``zero_hpz_partition_size``).
 
     Returns:
-        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none.
+        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none. The engine, and the
+        memory that it has, stay until ``engine.destroy()``, also where nobody refers to it any more.
 
     Raises:
         ConfigError: the configuration, or ranks that bring different models or configurations.
@@ -89,7 +91,8 @@ def initialize(
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise _C.UsageError(f"initialize({name}=...) is not supported: ranks form one group. Leave it out")
+            raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
+                                "the configuration (zero_optimization.mics_shard_size)")
     with StartUp() as start_up:
         with start_up.phase("connect"):
             if dist_init_required is not False:
