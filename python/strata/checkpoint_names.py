@@ -50,7 +50,7 @@ def model_tensors(model, known, tensors):
     converters = [c for c in mapping if not isinstance(c, WeightRenaming)]
     names = dict.fromkeys(known, True)
     groups, unexpected = _Groups(converters), []
-    for name in sorted(tensors, key=_natural_order):
+    for name in _in_natural_order(tensors):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         if target not in names and name in names:
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
@@ -129,11 +129,19 @@ def leaves(tensors):
     return {name: RangeTensor.leaf(name, shape, dtype) for name, shape, dtype in tensors}
 
 
-def _natural_order(name):
-    """Numbers within a name count as numbers, so that expert 10 comes after expert 2."""
+def _in_natural_order(names):
+    """As transformers sorts them: numbers count as numbers, so that expert 10 comes after expert 2. A key is that of the
+    name's parts, of which ten thousand names have some hundred."""
     from transformers.core_model_loading import dot_natural_key
 
-    return dot_natural_key(name)
+    keys = {}
+
+    def key_of(part):
+        if part not in keys:
+            (keys[part],) = dot_natural_key(part)
+        return keys[part]
+
+    return sorted(names, key=lambda name: [key_of(part) for part in name.split(".")])
 
 
 def _is_ignored(model, name):

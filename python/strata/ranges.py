@@ -32,16 +32,16 @@ class RangeTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # else to ask a tensor for its dtype would come here
             result = _joined(args, kwargs, func) if func in _JOIN else None
             result = func(*args, **kwargs) if result is None else result
-        if isinstance(result, torch.Tensor):
-            runs = _runs_of([result], func, args, kwargs)
-            return _make(result, None, runs and runs[0], (func, args, kwargs), None)
-        if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
-            runs = _runs_of(result, func, args, kwargs) or [None] * len(result)
-            call = (func, args, kwargs)
-            return tuple(_make(r, None, runs[i], call, i) for i, r in enumerate(result))
+            if isinstance(result, torch.Tensor):
+                runs = _runs_of([result], func, args, kwargs)
+                return _make(result, None, runs and runs[0], (func, args, kwargs), None)
+            if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
+                runs = _runs_of(result, func, args, kwargs) or [None] * len(result)
+                call = (func, args, kwargs)
+                return tuple(_make(r, None, runs[i], call, i) for i, r in enumerate(result))
         return result
 
     def sources(self):
