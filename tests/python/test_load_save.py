@@ -14,6 +14,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 import strata
+from strata.checkpoint_names import _in_natural_order
 
 DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
 
@@ -294,3 +295,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(checkpoints, 
     (tmp_path / "file").write_text("not a folder")
     for message in run_ranks(2, _save_nowhere, checkpoints / "llama", tmp_path / "file"):
         assert "rank 0" in message and "file" in message
+
+
+def test_tensors_are_taken_in_the_order_of_transformers():
+    from transformers.core_model_loading import dot_natural_key
+
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.{weight}" for expert in (2, 10, 1) for layer in (11, 3)
+             for weight in ("w10.weight", "w2.weight", "2", "")]
+    names += ["b", "shard_11", "shard_2", "..a", "a.", "x.2y", "x.10y"]
+    assert _in_natural_order(names) == sorted(names, key=dot_natural_key)
