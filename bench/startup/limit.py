@@ -179,7 +179,7 @@ class Limit:
             if moved:
                 source, target = numpy_bytes[at : at + moved], self._flat[at : at + moved]
                 if self._rings is None:
-                    target.numpy()[:] = source
+                    _copy(target.numpy(), source)
                 else:
                     self._rings[index].move(target, lambda view: _copy(view, source), True)
             if moved < size:

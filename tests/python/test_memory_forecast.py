@@ -160,8 +160,9 @@ def test_groups_within_hosts_reach_each_other_there():
 
 
 def test_what_cannot_be_foreseen_is_said():
-    with pytest.raises(strata.ConfigError, match="'peer' joins ranks of one host"):
-        strata.memory_forecast(_meta_model(), config_of(3, strata={"collectives": "peer"}), 8, ranks_per_host=4)
+    for key in ("collectives", "gather", "reduce"):
+        with pytest.raises(strata.ConfigError, match="'peer' joins ranks of one host"):
+            strata.memory_forecast(_meta_model(), config_of(3, strata={key: "peer"}), 8, ranks_per_host=4)
     with pytest.raises(strata.UsageError, match="ranks_per_host=.* must be at least 1, or None; found 0"):
         strata.memory_forecast(_meta_model(), config_of(3), 2, ranks_per_host=0)
     with pytest.raises(strata.UsageError, match="'cuda' or 'cpu'; found 'tpu'"):

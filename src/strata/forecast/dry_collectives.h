@@ -13,7 +13,7 @@ namespace strata::forecast {
 // What of a job's collectives an engine acts upon.
 struct Carriers {
   int world_size = 1;
-  comm::ShardPlace place;
+  comm::ShardPlace place{};
   bool one_sided = true;
   bool deterministic = true;
   bool sums_in_fp32 = true;

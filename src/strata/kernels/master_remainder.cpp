@@ -13,16 +13,9 @@ constexpr std::int64_t kGrain = 65536;
 template <typename Source>
 void store_scalars(const MasterRemainder& target, std::size_t first, const std::byte* source,
                    std::size_t begin, std::size_t end) {
-  const auto store = [&](std::size_t from, std::size_t to) {
-    for (std::size_t i = from; i < to; ++i)
-      set_remainder(target, first + i, remainder_of(load_element<Source>(source, i)));
-  };
+  std::size_t i = begin;
   // Byte by byte of halves_up: one at a time would read back what the element before has written.
-  const std::size_t head = std::min((8 - (first + begin) % 8) % 8, end - begin);
-  const std::size_t eights = (end - begin - head) / 8;
-  store(begin, begin + head);
-  for (std::size_t n = 0; n < eights; ++n) {
-    const std::size_t i = begin + head + n * 8;
+  for (; (first + i) % 8 == 0 && i + 8 <= end; i += 8) {
     unsigned halves = 0;
     for (std::size_t j = 0; j < 8; ++j) {
       const RemainderBits bits = remainder_of(load_element<Source>(source, i + j));
@@ -31,7 +24,8 @@ void store_scalars(const MasterRemainder& target, std::size_t first, const std::
     }
     target.halves_up[(first + i) / 8] = static_cast<std::uint8_t>(halves);
   }
-  store(begin + head + eights * 8, end);
+  for (; i < end; ++i)
+    set_remainder(target, first + i, remainder_of(load_element<Source>(source, i)));
 }
 
 // A bf16 value loses nothing.

@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <utility>
-
 #include "strata/base/error.h"
 
 namespace strata::torch {
@@ -20,25 +18,11 @@ comm::ShardPlace place_in_groups(const engine::Config& config, int world_size) {
 }
 
 // What collectives of one kind are, alone. Each answers for itself when a job runs.
-forecast::Carriers memory_of_the_host() {
-  return {};
-}
-
-forecast::Carriers process_group() {
-  forecast::Carriers carriers;
-  carriers.one_sided = false;
-  carriers.deterministic = false;
-  carriers.sums_in_fp32 = false;
-  return carriers;
-}
-
-forecast::Carriers peers() {
-  forecast::Carriers carriers;
-  carriers.gathers_on_device = true;
-  carriers.has_contribution_stream = true;
-  carriers.has_inbox = true;
-  return carriers;
-}
+constexpr forecast::Carriers kMemoryOfTheHost{};
+constexpr forecast::Carriers kProcessGroup{
+    .one_sided = false, .deterministic = false, .sums_in_fp32 = false};
+constexpr forecast::Carriers kPeers{
+    .gathers_on_device = true, .has_contribution_stream = true, .has_inbox = true};
 
 forecast::Carriers split(const forecast::Carriers& gathers, const forecast::Carriers& reductions) {
   forecast::Carriers carriers = gathers;
@@ -51,42 +35,34 @@ forecast::Carriers split(const forecast::Carriers& gathers, const forecast::Carr
 }
 
 forecast::Carriers grouped(const forecast::Carriers& inside, const forecast::Carriers& across) {
-  forecast::Carriers carriers;
-  carriers.one_sided = inside.one_sided;
-  carriers.deterministic = inside.deterministic && across.deterministic;
-  carriers.sums_in_fp32 = inside.sums_in_fp32;
-  return carriers;
-}
-
-forecast::Carriers alone(JobDevice device) {
-  forecast::Carriers carriers;
-  carriers.one_sided = device == JobDevice::kCpu;
-  return carriers;
+  return {.one_sided = inside.one_sided,
+          .deterministic = inside.deterministic && across.deterministic,
+          .sums_in_fp32 = inside.sums_in_fp32};
 }
 
 // Of `size` ranks.
 forecast::Carriers among(const engine::StrataConfig& config, CollectivesKind kind, JobDevice device,
                          int size, bool one_host) {
-  if (size == 1) return alone(device);
-  if (kind == CollectivesKind::kPeer && !one_host) {
+  const bool on_gpus = device == JobDevice::kCuda;
+  if (size == 1) return {.one_sided = !on_gpus};
+  const bool wants_peers = kind == CollectivesKind::kPeer || config.gather == CarrierKind::kPeer ||
+                           config.reduce == CarrierKind::kPeer;
+  if (wants_peers && !one_host) {
     throw ConfigError(
-        "strata.collectives: 'peer' joins ranks of one host, and these are on several; write "
-        "'auto'");
+        "strata.collectives, strata.gather, strata.reduce: 'peer' joins ranks of one host, and "
+        "these are on several; write 'auto'");
   }
-  if (kind == CollectivesKind::kPeer && device == JobDevice::kCpu) return peers();
-  if (device == JobDevice::kCpu) {
-    const bool shared = kind != CollectivesKind::kC10d && one_host;
-    return shared ? memory_of_the_host() : process_group();
-  }
+  if (kind == CollectivesKind::kPeer && !on_gpus) return kPeers;
+  if (!on_gpus)
+    return kind != CollectivesKind::kC10d && one_host ? kMemoryOfTheHost : kProcessGroup;
   const bool reached =
       kind == CollectivesKind::kPeer || (kind == CollectivesKind::kAuto && one_host);
-  const auto of = [&](CarrierKind own) {
-    const bool by_peers = own == CarrierKind::kPeer || (own == CarrierKind::kAuto && reached);
-    return std::pair(by_peers, by_peers ? peers() : process_group());
+  const auto by_peers = [&](CarrierKind own) {
+    return own == CarrierKind::kPeer || (own == CarrierKind::kAuto && reached);
   };
-  const auto [peers_gather, gathers] = of(config.gather);
-  const auto [peers_reduce, reductions] = of(config.reduce);
-  return peers_gather == peers_reduce ? gathers : split(gathers, reductions);
+  const forecast::Carriers& gathers = by_peers(config.gather) ? kPeers : kProcessGroup;
+  const forecast::Carriers& reductions = by_peers(config.reduce) ? kPeers : kProcessGroup;
+  return &gathers == &reductions ? gathers : split(gathers, reductions);
 }
 
 }  // namespace
