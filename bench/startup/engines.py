@@ -11,8 +11,15 @@ import importlib
 from collections import namedtuple
 from types import SimpleNamespace
 
-# A line of the table. ``stage`` is the ZeRO stage that it corresponds to; ``arguments`` are of ``start``.
-Engine = namedtuple("Engine", "label package stage start arguments")
+
+class Engine(namedtuple("Engine", "label package stage start arguments")):
+    """A line of the table. ``stage`` is the ZeRO stage that it corresponds to; ``arguments`` are of ``start``."""
+
+    @property
+    def moves_in(self):
+        """Whether ``initialize`` takes a model over that lies on the host."""
+        return self.arguments.get("on_gpu") is False
+
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 

@@ -102,7 +102,7 @@ def ratio_table(rows, engines, limit):
         engine = engines[base_name(name)]
         if engine.package != "strata":
             continue
-        of_limit = _over_limit(name, engine, row, limit) if limit else "-"
+        of_limit = _over_limit(engine, row, limit) if limit else "-"
         over = f"{(row['device_peak'] - row['device_ready']) / MIB:.0f}" if row["device_peak"] else "-"
         line = [name, of_limit, "-", "-", over]
         if peers:
@@ -115,9 +115,9 @@ def ratio_table(rows, engines, limit):
     return columns(lines) if len(lines) > 1 else ""
 
 
-def _over_limit(name, engine, row, limit):
+def _over_limit(engine, row, limit):
     """From the files; of a model on the host, which was there before, ``initialize`` alone."""
-    if base_name(name) == "strata-host-z2":
+    if engine.moves_in:
         return f"{row['initialize_s'] / limit['host_stage2_s']:.2f}x"
     return f"{row['total_s'] / limit[f'stage{engine.stage}_s']:.2f}x"
 

@@ -73,7 +73,7 @@ def options_of(a):
         "torch_adam": a.torch_adam or device == "cpu",
         "strata_json": json.loads(a.strata),
         "unfuse": a.unfuse_live,
-        "host_limit": "strata-host-z2" in a.engines.split(","),
+        "host_limit": any(ENGINES[name].moves_in for name in a.engines.split(",") if name in ENGINES),
         "toy": None,
     }
 

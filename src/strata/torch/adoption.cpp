@@ -110,7 +110,7 @@ std::vector<bool> Adoption::blocks_kept(int param) const {
   const at::Tensor& values = originals_.of(param);
   std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
   const bool all = engine_.weights().unit_of(param).whole || !values.is_cpu();
-  if (comparison_.of_all_blocks() || all) return kept;
+  if (comparison_.is_reference() || all) return kept;
   const auto [begin, end] = engine_.weights().owned_range(param);
   const Bytes element(values.element_size());
   for (std::size_t i = 0; i < kept.size(); ++i) {

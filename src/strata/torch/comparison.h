@@ -25,9 +25,9 @@ class Comparison {
   // Whether there is anything to compare: more than one rank.
   bool wanted() const { return collectives_.world_size() > 1; }
   FingerprintMethod method() const { return method_; }
-  // Rank 0 gives fingerprints of all blocks, but may leave out those that it keeps whole, alone and
-  // in which others get its values anyway; others give those of which they keep something.
-  bool of_all_blocks() const { return wanted() && collectives_.rank() == 0; }
+  // Whether the others are compared with this rank: rank 0. It gives fingerprints of all blocks but
+  // those that it alone keeps; others give those of which they keep something.
+  bool is_reference() const { return wanted() && collectives_.rank() == 0; }
 
   // This rank gives fingerprints of `count` blocks of the parameter, from `first` on: where they
   // go.

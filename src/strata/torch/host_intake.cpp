@@ -45,7 +45,7 @@ void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
                        bytes_of(to - from, dtype).size());
     };
     block.bytes = bytes_from(at, stop);
-    if (compares && (comparison_->of_all_blocks() ? !alone : kept))
+    if (compares && (comparison_->is_reference() ? !alone : kept))
       block.fingerprint = comparison_->place_for(param, index, 1).data();
     if (kept) {
       block.kept = bytes_from(low, high);
