@@ -131,6 +131,7 @@ class Engine {
   void complete_slices(std::span<const int> units);
   std::vector<int> all_units(Changed changed) const;
   void update_weights(std::span<const GroupScalars> groups, const GradientScale& scale);
+  std::vector<int> first_needed_by_all();  // collective
   void update_and_fetch(std::span<const GroupScalars> groups, const GradientScale& scale);
 
   EngineOptions options_;

@@ -1,6 +1,10 @@
 // Engine's step: from reduced gradients to new weights on every rank.
+#include <fmt/ranges.h>
+
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <sstream>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -12,20 +16,23 @@ namespace {
 // Units are fetched in runs of so much: each costs a meeting of the ranks.
 constexpr Bytes kFetchedTogether = 64_MiB;
 
+// Units by number, as ranks tell each other.
+std::string text_of(std::span<const int> units) {
+  return fmt::format("{}", fmt::join(units, " "));
+}
+
+std::vector<int> units_of(const std::string& text) {
+  std::istringstream words(text);
+  return {std::istream_iterator<int>(words), std::istream_iterator<int>()};
+}
+
 }  // namespace
 
 void Engine::reduce_late() {
   // Which units are late is known to each rank only for itself; all must reduce the union.
-  std::string mine;
-  for (const int unit : reducer_.late_units()) mine += fmt::format("{} ", unit);
   std::vector<bool> late(weights_.units().size());
-  for (const std::string& text : collectives_->all_gather_text(mine)) {
-    std::size_t at = 0;
-    while (at < text.size()) {
-      const std::size_t space = text.find(' ', at);
-      late[static_cast<std::size_t>(std::stoi(text.substr(at, space - at)))] = true;
-      at = space + 1;
-    }
+  for (const std::string& text : collectives_->all_gather_text(text_of(reducer_.late_units()))) {
+    for (const int unit : units_of(text)) late[static_cast<std::size_t>(unit)] = true;
   }
   std::vector<int> units;
   for (std::size_t i = 0; i < late.size(); ++i) {
@@ -128,10 +135,22 @@ void Engine::update_weights(std::span<const GroupScalars> groups, const Gradient
   gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
 }
 
+// What the next forward of every rank needs first, in the order of all. Of a unit that only some
+// of them need the others say nothing when they have updated it.
+std::vector<int> Engine::first_needed_by_all() {
+  std::vector<int> common = gatherer_.first_needed();
+  for (const std::string& text : collectives_->all_gather_text(text_of(common))) {
+    const std::vector<int> theirs = units_of(text);
+    const auto end = std::ranges::mismatch(common, theirs).in1;
+    common.erase(end, common.end());
+  }
+  return common;
+}
+
 // What the next forward needs first is updated first, and fetched while the rest is updated.
 void Engine::update_and_fetch(std::span<const GroupScalars> groups, const GradientScale& scale) {
   const bool one_sided = collectives_->one_sided();
-  const std::vector<int> first = one_sided ? gatherer_.first_needed() : std::vector<int>();
+  const std::vector<int> first = one_sided ? first_needed_by_all() : std::vector<int>();
   std::size_t missing = first.size();
   std::vector<int> ready;
   Bytes ready_bytes;

@@ -78,7 +78,7 @@ class Gatherer {
   // fetch_first() has begun with. They are complete when this returns, or begun with where
   // `late` and the bounds allow it.
   void refresh_whole(Changed changed, bool late);
-  // Trainable units that the next pass uses before anything else, in their order.
+  // Trainable units that this rank's next pass uses before anything else, in their order.
   std::vector<int> first_needed() const;
   // Starts to bring these units, whose shards are new on every rank by now, to where the next pass
   // finds them. Collective as far as they stay whole; refresh_whole() ends it.

@@ -130,7 +130,8 @@ struct RankOptions {
   bool can_await = false;  // the parameters' readers
   // Until they were read; else they are read before add_gradient() returns.
   bool keeps_gradients = true;
-  std::shared_ptr<device::CpuDevice> device = nullptr;  // null: one of its own
+  std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
+  std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // what its passes run; null: all
 };
 
 // One rank: model, engine and what they stand on.
@@ -140,6 +141,7 @@ class FakeRank {
            std::shared_ptr<comm::Collectives> collectives)
       : model_(model),
         keeps_gradients_(options.keeps_gradients),
+        runs_(options.runs),
         collectives_(std::move(collectives)),
         device_(options.device ? options.device
                                : std::make_shared<device::CpuDevice>(device::CpuDeviceOptions{
@@ -185,6 +187,7 @@ class FakeRank {
     expected_.push_back(std::move(weights));
   }
 
+  bool runs(const plan::ScopeSpec& scope) const { return runs_ == nullptr || runs_(scope); }
   // Runs `inside` while the scope's units are gathered.
   void in_scope(
       const plan::ScopeSpec& scope, const std::function<void()>& inside = [] {}) {
@@ -196,7 +199,9 @@ class FakeRank {
   }
   void forward() {
     engine_->begin_forward();
-    for (const plan::ScopeSpec& scope : model_.plan.scopes) in_scope(scope);
+    for (const plan::ScopeSpec& scope : model_.plan.scopes) {
+      if (runs(scope)) in_scope(scope);
+    }
   }
   void add(int param, const Values& gradient) {
     const DType dtype = model_.params[static_cast<std::size_t>(param)].dtype;
@@ -213,6 +218,7 @@ class FakeRank {
     std::vector<bool> given(model_.params.size());
     const auto& scopes = model_.plan.scopes;
     for (std::size_t s = scopes.size(); s-- > 0;) {
+      if (!runs(scopes[s])) continue;
       in_scope(scopes[s], [&] {
         for (int p = model_.count(); p-- > 0;) {
           const auto index = static_cast<std::size_t>(p);
@@ -262,6 +268,7 @@ class FakeRank {
 
   const FakeModel& model_;
   bool keeps_gradients_;
+  std::function<bool(const plan::ScopeSpec&)> runs_;
   std::shared_ptr<comm::Collectives> collectives_;
   std::shared_ptr<device::CpuDevice> device_;
   FakeCompute compute_;

@@ -52,6 +52,18 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereGradientsAreLetGo) {
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
+// So that each needs other weights first after a step.
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereRanksUseOtherUnits) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  for (const int world : {2, 3}) {
+    Case c{DType::kFloat32, world, 1, {}, 1.0, Over::kLatePeers};
+    c.options.engine.stage = GetParam();
+    c.options.can_await = world == 2;
+    c.options.engine.late_norm = world == 3;
+    expect_bits_of_reference(model, c, script_of_own_blocks(model, world));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, LateStep, ::testing::Values(0, 1, 2, 3),
                          [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
 

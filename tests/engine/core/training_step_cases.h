@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/late_ranks.h"
@@ -35,6 +37,8 @@ struct Script {
   std::function<Gradients(int step, int micro, int rank)> gradients;
   // The order in which a rank's gradients arrive; empty: scope by scope, backwards.
   std::function<std::vector<int>(int step, int micro, int rank)> arrival;
+  // Whether a rank's passes run the scope; empty: all of them.
+  std::function<bool(const plan::ScopeSpec& scope, int rank)> runs;
 };
 
 // What the ranks' collectives are; late peers': on devices whose streams run late.
@@ -114,6 +118,8 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
     ReferenceStep reference(model, c.world, plain);
     RankOptions options = c.options;
     if (c.over == Over::kLatePeers) options.device = comm::conformance::late_device(r);
+    if (script.runs)
+      options.runs = [&script, r](const plan::ScopeSpec& scope) { return script.runs(scope, r); };
     FakeRank rank(model, options, joined(std::move(collectives), c.over, options.device));
     rank.expect_weights(reference.weights());
     expect_same_weights(rank, reference);
@@ -141,7 +147,32 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
 inline Script plain_script(const FakeModel& model) {
   return {
       [&model](int step, int micro, int rank) { return all_gradients(model, step, micro, rank); },
-      nullptr};
+      nullptr, nullptr};
+}
+
+// Of a model of blocks each rank runs those of its own: with `world` ranks every world-th.
+inline Script script_of_own_blocks(const FakeModel& model, int world) {
+  const auto runs = [&model, world](const plan::ScopeSpec& scope, int rank) {
+    return std::ranges::all_of(scope.units, [&](int unit) {
+      const std::string& name = model.plan.units[static_cast<std::size_t>(unit)].name;
+      const std::string_view of_blocks = "layers.";
+      return !name.starts_with(of_blocks) ||
+             std::stoi(name.substr(of_blocks.size())) % world == rank;
+    });
+  };
+  const auto gradients = [&model, runs](int step, int micro, int rank) {
+    Gradients result(model.params.size());
+    const Gradients all = all_gradients(model, step, micro, rank);
+    for (const plan::ScopeSpec& scope : model.plan.scopes) {
+      if (!runs(scope, rank)) continue;
+      for (const int unit : scope.units) {
+        for (const int p : model.plan.units[static_cast<std::size_t>(unit)].params)
+          result[static_cast<std::size_t>(p)] = all[static_cast<std::size_t>(p)];
+      }
+    }
+    return result;
+  };
+  return {gradients, nullptr, runs};
 }
 
 }  // namespace strata::engine::fake
