@@ -42,6 +42,12 @@ SHAPES = {
         dict(_QWEN, **_MOE, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32)
         | dict(num_key_value_heads=4, moe_intermediate_size=768, num_experts=128),
     ),
+    # Half as wide: all its 18,867 tensors in a quarter of the bytes.
+    "qwen3-30b-a3b-narrow": (
+        "Qwen3MoeConfig",
+        dict(_QWEN, **_MOE, hidden_size=1024, intermediate_size=3072, num_hidden_layers=48, num_attention_heads=16)
+        | dict(num_key_value_heads=2, moe_intermediate_size=384, num_experts=128),
+    ),
     "qwen3-8b": (
         "Qwen3Config",
         dict(_QWEN, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)

@@ -71,6 +71,28 @@ class Lanes {
   std::vector<std::vector<double>> open_;  // by lane: ends of the spans that are open, inmost last
 };
 
+struct TracedSpan {
+  const StepSpan* what;
+  std::int64_t step;
+  double begin;  // seconds since the first record's epoch
+  double end;
+};
+
+// Of all steps by their begin, the longer first of those that begin at once: it holds the other.
+// Steps have clocks of their own, and what one begins last may seem to begin after the next one.
+std::vector<TracedSpan> in_order(std::span<const StepRecord> records) {
+  std::vector<TracedSpan> result;
+  for (const StepRecord& record : records) {
+    const double shift = record.epoch - records.front().epoch;
+    for (const StepSpan& span : record.spans)
+      result.push_back({&span, record.number, shift + span.begin, shift + span.end});
+  }
+  std::ranges::stable_sort(result, [](const TracedSpan& a, const TracedSpan& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.end > b.end;
+  });
+  return result;
+}
+
 json arguments_of(const StepSpan& span, std::int64_t step, int world_size) {
   json arguments{{"what", name_of(span.activity)}, {"step", step}};
   if (span.bytes.value == 0) return arguments;
@@ -109,29 +131,22 @@ std::string trace_text_of(int rank, int world_size, std::span<const StepRecord> 
   std::array<Lanes, kTrackCount> lanes;
   std::vector<int> tracks;
   json events = json::array();
-  for (const StepRecord& record : records) {
-    // The longer first of those that begin at once: it holds the other.
-    std::vector<StepSpan> spans = record.spans;
-    std::stable_sort(spans.begin(), spans.end(), [](const StepSpan& a, const StepSpan& b) {
-      return a.begin != b.begin ? a.begin < b.begin : a.end > b.end;
-    });
-    for (const StepSpan& span : spans) {
-      const double begin = record.epoch - epoch + span.begin;
-      const double end = record.epoch - epoch + span.end;
-      const Track kind = track_of(span.activity);
-      const int track = kind * kLanes + lanes.at(kind).place(begin, end);
-      if (std::find(tracks.begin(), tracks.end(), track) == tracks.end()) tracks.push_back(track);
-      const std::string_view name =
-          span.label < 0 ? name_of(span.activity) : labels.at(static_cast<std::size_t>(span.label));
-      events.push_back({{"ph", "X"},
-                        {"name", name},
-                        {"cat", name_of(span.activity)},
-                        {"pid", rank},
-                        {"tid", track},
-                        {"ts", begin * 1e6},
-                        {"dur", (end - begin) * 1e6},
-                        {"args", arguments_of(span, record.number, world_size)}});
-    }
+  for (const TracedSpan& span : in_order(records)) {
+    const Activity activity = span.what->activity;
+    const Track kind = track_of(activity);
+    const int track = kind * kLanes + lanes.at(kind).place(span.begin, span.end);
+    if (std::find(tracks.begin(), tracks.end(), track) == tracks.end()) tracks.push_back(track);
+    const int label = span.what->label;
+    const std::string_view name =
+        label < 0 ? name_of(activity) : labels.at(static_cast<std::size_t>(label));
+    events.push_back({{"ph", "X"},
+                      {"name", name},
+                      {"cat", name_of(activity)},
+                      {"pid", rank},
+                      {"tid", track},
+                      {"ts", span.begin * 1e6},
+                      {"dur", (span.end - span.begin) * 1e6},
+                      {"args", arguments_of(*span.what, span.step, world_size)}});
   }
   describe_tracks(rank, tracks, &events);
   return json{{"rank", rank}, {"epoch", epoch}, {"events", std::move(events)}}.dump();

@@ -142,6 +142,18 @@ TEST(StepTrace, SpansThatOverlapGetTracksSideBySideAndThoseWithinOthersDoNot) {
   }
 }
 
+// A gather for the next step may end within it, and each step's times are by a clock of its own.
+TEST(StepTrace, SpansOfTwoStepsThatOverlapGetTracksSideBySide) {
+  std::vector<StepRecord> records(2);
+  records[0].epoch = 1000.0;
+  records[0].spans = {{Activity::kGather, 0, 0_B, 1.0, 3.0}};
+  records[1].epoch = 1000.5;
+  records[1].spans = {{Activity::kGather, 1, 0_B, 0.25, 1.5}};
+  const std::string text = trace_text_of(0, 2, records, {"a", "b"});
+  const auto [spans, names] = tracks_of(json::parse(chrome_trace(std::span(&text, 1))));
+  EXPECT_NE(spans.at("a"), spans.at("b"));
+}
+
 TEST(StepTrace, RanksAreBroughtTogetherByTheClocksOfTheirHosts) {
   std::vector<std::string> texts;
   for (const double epoch : {1000.5, 1000.0}) {
