@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "page_vector.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/elementwise.h"
+#include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
 #include "triad.h"
 
@@ -121,6 +123,44 @@ void grad_stats(benchmark::State& state) {
   });
 }
 
+// In blocks, as a start takes them; a page touched twice would be in the cache.
+template <typename Call>
+void each_block(ThreadPool& pool, std::size_t bytes, Call&& call) {
+  constexpr std::size_t kBlock = std::size_t{1} << 20;
+  pool.parallel_for(
+      static_cast<std::int64_t>(bytes / kBlock), 1, [&](std::int64_t begin, std::int64_t end) {
+        for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i)
+          call(i * kBlock, kBlock);
+      });
+}
+
+void fingerprint(benchmark::State& state) {
+  PageVector source(numel(), 1e-3F);
+  const std::span<const std::byte> bytes(bytes_at(source), numel() * sizeof(float));
+  measure(state, 4.0, [&](ThreadPool& pool) {
+    each_block(pool, bytes.size(), [&](std::size_t at, std::size_t count) {
+      auto sums = kernels::fingerprint(bytes.subspan(at, count), nullptr);
+      benchmark::DoNotOptimize(sums);
+    });
+  });
+}
+
+void copy(benchmark::State& state, bool with_fingerprint) {
+  PageVector source(numel(), 1e-3F);
+  PageVector target(numel());
+  const std::span<const std::byte> bytes(bytes_at(source), numel() * sizeof(float));
+  measure(state, 8.0, [&](ThreadPool& pool) {
+    each_block(pool, bytes.size(), [&](std::size_t at, std::size_t count) {
+      if (with_fingerprint) {
+        auto sums = kernels::fingerprint_and_copy(bytes_at(target) + at, bytes.subspan(at, count));
+        benchmark::DoNotOptimize(sums);
+      } else {
+        std::memcpy(bytes_at(target) + at, bytes.data() + at, count);
+      }
+    });
+  });
+}
+
 template <typename Function, typename... Arguments>
 void add(const std::string& name, Function function, Arguments... arguments) {
   benchmark::RegisterBenchmark(name.c_str(),
@@ -140,6 +180,9 @@ void add_all() {
   add("adam_step/fp16_copy", adam, true, DType::kFloat16);
   add("adam_step/bf16_remainder", adam_with_remainder);
   add("grad_stats", grad_stats);
+  add("fingerprint", fingerprint);
+  add("fingerprint_and_copy", copy, true);
+  add("memcpy", copy, false);
   for (const DType narrow : {DType::kBFloat16, DType::kFloat16}) {
     const std::string name(name_of(narrow));
     add("cast/float32_to_" + name, cast, narrow, kFp32);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -37,8 +38,39 @@ TEST(Fingerprint, PlacesCount) {
   const Fingerprint before = fingerprint(bytes, nullptr);
   std::swap_ranges(bytes.begin(), bytes.begin() + 8, bytes.begin() + 32);
   EXPECT_NE(fingerprint(bytes, nullptr), before);
-  const std::vector<std::byte> zeroes(16);
-  EXPECT_EQ(fingerprint(zeroes, nullptr), Fingerprint());
+}
+
+TEST(Fingerprint, IsTheSumOfMixedWords) {
+  for (const std::size_t count : {0U, 1U, 7U, 8U, 63U, 64U, 65U, 200U, 4099U, 10'000U}) {
+    const auto bytes = random_bytes(count + 3);
+    for (const std::size_t offset : {0U, 3U}) {
+      const auto run = std::span(bytes).subspan(offset, count);
+      Fingerprint expected;
+      for (std::size_t i = 0; i * 8 < count; ++i) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, run.data() + i * 8, std::min<std::size_t>(8, count - i * 8));
+        expected.first += mixed_word(word, i).first;
+        expected.second += mixed_word(word, i).second;
+      }
+      EXPECT_EQ(fingerprint(run, nullptr), expected) << count << " bytes at " << offset;
+    }
+  }
+}
+
+TEST(Fingerprint, OfBytesThatAreCopiedIsTheSameAndTheyArrive) {
+  constexpr std::size_t kLine = 64;
+  for (const std::size_t count : {0U, 1U, 8U, 63U, 64U, 129U, 4096U, 100'003U}) {
+    const auto bytes = random_bytes(count);
+    std::vector<std::byte> memory(count + 2 * kLine);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    for (const std::size_t offset : {0U, 1U, 8U}) {  // from where a line begins
+      std::fill(memory.begin(), memory.end(), std::byte{0xA5});
+      std::byte* const target = memory.data() + (kLine - address % kLine) % kLine + offset;
+      EXPECT_EQ(fingerprint_and_copy(target, bytes), fingerprint(bytes, nullptr));
+      EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), target)) << count << ", " << offset;
+      EXPECT_EQ(target[count], std::byte{0xA5});
+    }
+  }
 }
 
 TEST(Fingerprint, SignsOfMirroredNumbersDoNotCancel) {

@@ -94,6 +94,13 @@ __device__ void sum_in_order(float* target, std::int64_t numel, const SumArgumen
       });
 }
 
+// kernels/fingerprint.h.
+__device__ unsigned long long multiplied_halves(unsigned long long word, unsigned long long key) {
+  const unsigned low = static_cast<unsigned>(word) + static_cast<unsigned>(key);
+  const unsigned high = static_cast<unsigned>(word >> 32) + static_cast<unsigned>(key >> 32);
+  return static_cast<unsigned long long>(low) * high;
+}
+
 }  // namespace
 
 extern "C" {
@@ -173,13 +180,9 @@ __global__ void strata_fingerprints(unsigned long long* sums, const unsigned cha
       }
       if (i * 8 >= length) break;
     }
-    unsigned long long place = (static_cast<unsigned long long>(i) + 1) * 0x6a09e667f3bcc909ULL;
-    place = (place ^ (place >> 32)) | 1;
-    word = (word ^ (word >> 32)) * place;
-    word ^= word >> 32;
-    const unsigned long long again = word * (place * 0x3c6ef372fe94f82bULL);
-    first += word;
-    second += again ^ (again >> 32);
+    const auto place = static_cast<unsigned long long>(i) + 1;
+    first += multiplied_halves(word, place * 0x6a09e667f3bcc909ULL);
+    second += multiplied_halves(word, place * 0x3c6ef372fe94f82bULL);
   }
   for (int width = kLanes / 2; width > 0; width /= 2) {
     first += __shfl_down_sync(0xFFFFFFFFU, first, width);

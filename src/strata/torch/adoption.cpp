@@ -140,7 +140,7 @@ void Adoption::look_at(Fingerprints& fingerprints, int param) {
 
 void Adoption::look_in_place() {
   if (!comparison_.wanted()) return;
-  Fingerprints fingerprints(comparison_.method(), kBlock, engine_.device(), threads_);
+  Fingerprints fingerprints(kBlock, engine_.device(), threads_);
   for (const int param : those(false)) look_at(fingerprints, param);
   fingerprints.flush();
 }

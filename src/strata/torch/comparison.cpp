@@ -6,24 +6,10 @@
 #include "strata/base/error.h"
 
 namespace strata::torch {
-namespace {
-
-FingerprintMethod choose_method(comm::Collectives& collectives,
-                                const std::vector<ModelParameter>& parameters) {
-  const bool elsewhere = std::any_of(parameters.begin(), parameters.end(), [](const auto& p) {
-    return p.has_own_values() && !p.variable.device().is_cpu();
-  });
-  double any[] = {elsewhere ? 1.0 : 0.0};
-  collectives.all_reduce(any, comm::ReduceOp::kMax);
-  return any[0] > 0.0 ? FingerprintMethod::kAnywhere : FingerprintMethod::kHost;
-}
-
-}  // namespace
 
 Comparison::Comparison(comm::Collectives& collectives,
                        const std::vector<ModelParameter>& parameters)
     : collectives_(collectives) {
-  if (wanted()) method_ = choose_method(collectives, parameters);
   first_.push_back(0);
   for (const ModelParameter& parameter : parameters) {
     const Bytes bytes(parameter.variable.nbytes());

@@ -19,12 +19,10 @@ inline constexpr Bytes kBlock = 1_MiB;
 
 class Comparison {
  public:
-  // Collective: ranks agree on a method.
   Comparison(comm::Collectives& collectives, const std::vector<ModelParameter>& parameters);
 
   // Whether there is anything to compare: more than one rank.
   bool wanted() const { return collectives_.world_size() > 1; }
-  FingerprintMethod method() const { return method_; }
   // Whether the others are compared with this rank: rank 0. It gives fingerprints of all blocks but
   // those that it alone keeps; others give those of which they keep something.
   bool is_reference() const { return wanted() && collectives_.rank() == 0; }
@@ -50,7 +48,6 @@ class Comparison {
   std::size_t first_block(int param) const { return first_[static_cast<std::size_t>(param)]; }
 
   comm::Collectives& collectives_;
-  FingerprintMethod method_ = FingerprintMethod::kHost;
   std::vector<std::size_t> first_;  // by parameter, among all blocks; and their number
   std::string found_;               // kFingerprintBytes a block
   std::string given_;               // a block: '1' if found_ counts

@@ -1,7 +1,5 @@
 #include "strata/torch/fingerprint.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -16,22 +14,11 @@ std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
 }
 
 static_assert(sizeof(kernels::Fingerprint) == kFingerprintBytes);
-static_assert(sizeof(XXH128_hash_t) == kFingerprintBytes);
 
 }  // namespace
 
 std::size_t block_count(Bytes bytes, Bytes block) {
   return static_cast<std::size_t>((bytes.value + block.value - 1) / block.value);
-}
-
-void fingerprint_block(FingerprintMethod method, std::span<const std::byte> block, char* target) {
-  if (method == FingerprintMethod::kHost) {
-    const XXH128_hash_t hash = XXH3_128bits(block.data(), block.size());
-    std::memcpy(target, &hash, kFingerprintBytes);
-  } else {
-    const kernels::Fingerprint sums = kernels::fingerprint(block, nullptr);
-    std::memcpy(target, &sums, kFingerprintBytes);
-  }
 }
 
 void Fingerprints::add(const at::Tensor& values, std::span<char> target) {
@@ -40,7 +27,6 @@ void Fingerprints::add(const at::Tensor& values, std::span<char> target) {
   STRATA_ASSERT(target.size() == block_count(Bytes(values.nbytes()), block_) * kFingerprintBytes);
   if (bytes.empty()) return;
   if (!values.is_cpu()) {
-    STRATA_ASSERT(method_ == FingerprintMethod::kAnywhere);
     on_device_.push_back({values.detach(), target.data()});
     return;
   }
@@ -56,7 +42,8 @@ void Fingerprints::flush() {
   threads_.parallel_for(
       static_cast<std::int64_t>(on_host_.size()), 1, [&](std::int64_t begin, std::int64_t end) {
         for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
-          fingerprint_block(method_, on_host_[i].bytes, on_host_[i].target);
+          const kernels::Fingerprint sums = kernels::fingerprint(on_host_[i].bytes, nullptr);
+          std::memcpy(on_host_[i].target, &sums, kFingerprintBytes);
         }
       });
   on_host_.clear();

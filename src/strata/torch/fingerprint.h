@@ -1,8 +1,8 @@
 // Fingerprints of tensors' bytes, so that ranks compare models without sending them. Tensors are
-// taken in blocks of one size, many tensors at a time. Two methods: XXH3 where every rank has its
-// values on the host, and kernels::Fingerprint, which gives the same bits wherever a tensor lies.
-// Threads: one; those of `threads` share the work on the host. Ownership: borrows the device and
-// the threads, and what is added, with the place for its fingerprints, until flush().
+// taken in blocks of one size, many tensors at a time. They are kernels::Fingerprint, the same bits
+// wherever a tensor lies. Threads: one; those of `threads` share the work on the host. Ownership:
+// borrows the device and the threads, and what is added, with the place for its fingerprints, until
+// flush().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,21 +17,13 @@
 namespace strata::torch {
 
 inline constexpr std::size_t kFingerprintBytes = 16;
-// kHost: XXH3, the fastest, and it needs the bytes on the host.
-enum class FingerprintMethod { kHost, kAnywhere };
-
-// Writes the kFingerprintBytes of one block, which lies on the host.
-void fingerprint_block(FingerprintMethod method, std::span<const std::byte> block, char* target);
-
 class Fingerprints {
  public:
-  // Ranks that compare use the same method and block. `device`: where tensors lie that are not on
-  // the host.
-  Fingerprints(FingerprintMethod method, Bytes block, device::Device& device, ThreadPool& threads)
-      : method_(method), block_(block), device_(device), threads_(threads) {}
+  // Ranks that compare use the same block. `device`: where tensors lie that are not on the host.
+  Fingerprints(Bytes block, device::Device& device, ThreadPool& threads)
+      : block_(block), device_(device), threads_(threads) {}
 
-  // Fingerprints of a contiguous tensor's blocks go to `target`, one after the other. On the host
-  // where the method is kHost.
+  // Fingerprints of a contiguous tensor's blocks go to `target`, one after the other.
   void add(const at::Tensor& values, std::span<char> target);
   // Computes what was added.
   void flush();
@@ -47,7 +39,6 @@ class Fingerprints {
   };
   void flush_device();
 
-  FingerprintMethod method_;
   Bytes block_;
   device::Device& device_;
   ThreadPool& threads_;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "strata/base/error.h"
+#include "strata/kernels/fingerprint.h"
 #include "strata/torch/dtype.h"
 
 namespace strata::torch {
@@ -110,11 +111,16 @@ void HostIntake::run() {
   used_ = Bytes();
 }
 
-void HostIntake::work_on(const Block& block) const {
-  // First: what it has read is in the core's cache for the copy.
-  if (block.fingerprint != nullptr)
-    fingerprint_block(comparison_->method(), block.bytes, block.fingerprint);
-  if (!block.kept.empty()) std::memcpy(block.target, block.kept.data(), block.kept.size());
+void HostIntake::work_on(const Block& block) {
+  kernels::Fingerprint sums;
+  if (block.kept.empty()) {
+    sums = kernels::fingerprint(block.bytes, nullptr);
+  } else {
+    sums = kernels::fingerprint_and_copy(block.target, block.kept);
+    const bool all = block.kept.size() == block.bytes.size();
+    if (!all && block.fingerprint != nullptr) sums = kernels::fingerprint(block.bytes, nullptr);
+  }
+  if (block.fingerprint != nullptr) std::memcpy(block.fingerprint, &sums, sizeof(sums));
 }
 
 void HostIntake::flush() {

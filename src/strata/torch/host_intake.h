@@ -53,7 +53,7 @@ class HostIntake {
   void keep(int param, Numel begin, Numel count, const Block& block, DType dtype);
   std::byte* take_room(Bytes bytes, bool goes_on);
   void run();
-  void work_on(const Block& block) const;
+  static void work_on(const Block& block);
 
   engine::Engine& engine_;
   ThreadPool& threads_;
