@@ -68,6 +68,32 @@ TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
             kernels::grad_stats_reference(values).sum_of_squares);
 }
 
+// Somebody else in this process keeps nearly all of a device for reuse.
+TEST(CudaDevice, WhatOthersKeepUnusedIsGivenBackBeforeADeviceIsFull) {
+  if (cuda_device_count() == 0) GTEST_SKIP() << "this machine has no cuda device";
+  constexpr Bytes kLeft = 256_MiB;
+  const auto other = CudaHarness::make(std::nullopt);
+  std::unique_ptr<Memory> kept;
+  int calls = 0;
+  CudaDeviceOptions options;
+  options.release_unused = [&] {
+    ++calls;
+    kept.reset();
+  };
+  const auto device = make_cuda_device(options);
+  const auto fill = [&] { kept = other->allocate_uncharged(other->free_bytes() - kLeft); };
+  fill();
+  EXPECT_EQ(device->allocate(kLeft * 2, memory::Kind::kWeights)->bytes().size(),
+            (kLeft * 2).size());
+  EXPECT_EQ(calls, 1);
+  fill();
+  device->reserve(kLeft * 2, memory::Kind::kWeights)->grow_to(kLeft * 2);
+  EXPECT_EQ(calls, 2);
+  EXPECT_THROW(device->allocate(device->free_bytes() + kLeft, memory::Kind::kWeights),
+               OutOfMemoryError);
+  EXPECT_EQ(calls, 3);
+}
+
 TEST(CudaDevice, AFullDeviceSaysWhatTheDriverHasLeft) {
   const auto device = CudaHarness::make(std::nullopt);
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";

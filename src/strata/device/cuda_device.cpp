@@ -29,7 +29,8 @@ class CudaDevice final : public Device {
   CudaDevice(const CudaDriver& driver, const CudaDeviceOptions& options)
       : context_(std::make_shared<CudaContext>(driver, options.index)),
         pool_{context_, options.ledger ? options.ledger : std::make_shared<memory::Ledger>(),
-              options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr},
+              options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr,
+              options.release_unused},
         kernels_(context_),
         compute_stream_(make_compute_stream(context_, options.compute_stream)) {}
 

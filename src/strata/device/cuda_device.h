@@ -23,6 +23,9 @@ struct CudaDeviceOptions {
   std::function<void*()> compute_stream = nullptr;
   // The most that the device gives out; nullopt: what the driver has.
   std::optional<Bytes> memory_limit = std::nullopt;
+  // Called where the driver has too little, before giving up: gives back what somebody else in this
+  // process keeps on the device for reuse. In the thread that asks for memory. Null: nobody does.
+  std::function<void()> release_unused = nullptr;
 };
 
 // Whether this build has the CUDA device at all.

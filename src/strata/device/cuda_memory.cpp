@@ -72,7 +72,8 @@ CudaMemory::CudaMemory(const CudaPool& pool, Bytes bytes, std::optional<memory::
   if (bytes.value > 0) {
     const CudaContext::Scope scope(*context_);
     CUdeviceptr address = 0;
-    const CUresult result = context_->driver().MemAlloc(&address, bytes.size());
+    const CUresult result =
+        pool.allocated_by([&] { return context_->driver().MemAlloc(&address, bytes.size()); });
     if (result == CUDA_ERROR_OUT_OF_MEMORY) {
       pool.throw_out_of_memory(bytes, what,
                                fmt::format("the driver has {} free", to_string(pool.free_bytes())));
@@ -170,7 +171,11 @@ void CudaGrowableMemory::grow_to(Bytes bytes) {
   const Bytes target = align_up(bytes, granule_);
   if (target <= backed_) return;
   // All or nothing: what the driver has not got must not be half mapped.
-  const Bytes free = pool_.free_bytes();
+  Bytes free = pool_.free_bytes();
+  if (target - backed_ > free && pool_.release_unused) {
+    pool_.release_unused();
+    free = pool_.free_bytes();
+  }
   if (target - backed_ > free) {
     pool_.throw_out_of_memory(target - backed_, memory::name_of(kind_),
                               fmt::format("{} free", to_string(free)));
@@ -185,7 +190,8 @@ void CudaGrowableMemory::map_piece(Bytes bytes) {
   const CudaDriver& cuda = pool_.context->driver();
   Piece piece{0, bytes, pool_.take_part(bytes, memory::name_of(kind_))};
   pieces_.reserve(pieces_.size() + 1);
-  const CUresult created = cuda.MemCreate(&piece.handle, bytes.size(), &property_, 0);
+  const CUresult created = pool_.allocated_by(
+      [&] { return cuda.MemCreate(&piece.handle, bytes.size(), &property_, 0); });
   if (created == CUDA_ERROR_OUT_OF_MEMORY) {
     pool_.throw_out_of_memory(bytes, memory::name_of(kind_), "the driver has no more");
   }

@@ -10,6 +10,7 @@
 // OutOfMemoryError; UsageError for growth beyond the range.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -26,11 +27,20 @@ struct CudaPool {
   std::shared_ptr<const CudaContext> context;
   std::shared_ptr<memory::Ledger> ledger;
   std::shared_ptr<memory::ByteBudget> budget;  // null: no bound but the driver's
+  std::function<void()> release_unused;        // of CudaDeviceOptions
 
   memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what) const;
   [[noreturn]] void throw_out_of_memory(Bytes wanted, std::string_view what,
                                         std::string_view reason) const;
   Bytes free_bytes() const;
+  // `call` asks the driver for memory; once more where others can give some back.
+  template <typename Call>
+  CUresult allocated_by(Call&& call) const {
+    const CUresult result = call();
+    if (result != CUDA_ERROR_OUT_OF_MEMORY || !release_unused) return result;
+    release_unused();
+    return call();
+  }
 };
 
 class CudaMemory final : public Memory {

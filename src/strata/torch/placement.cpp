@@ -98,6 +98,7 @@ std::shared_ptr<device::Device> make_device(c10::Device place, int threads) {
   device::CudaDeviceOptions options;
   options.index = place.index();
   options.compute_stream = [place] { return current_stream(place).native_handle(); };
+  options.release_unused = [place] { release_cached_memory(place); };
   return device::make_cuda_device(options);
 }
 
