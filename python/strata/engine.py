@@ -48,8 +48,8 @@ class Engine(torch.nn.Module):
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
-        self._refuse_unoptimised(model, groups, rule)
         parameters = describe_parameters(model, groups, born_flat)
+        _refuse_unoptimised(parameters, groups, rule)
         modules, module_objects = describe_modules(model, parameters)
         self.core = _C.ShardedModel(
             parameters, modules, config, rule, collectives, device, config.threads, "engine", progress
@@ -59,16 +59,6 @@ class Engine(torch.nn.Module):
         take_ownership(self.core, parameters)
         self._interception = intercept(self.core, module_objects)
         atexit.register(_leave_together, weakref.ref(self.core))
-
-    def _refuse_unoptimised(self, model, groups, rule):
-        if rule == "none":
-            return
-        left_out = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
-        if left_out:
-            raise _C.UsageError(
-                f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
-                f"requires_grad=False on them or add them. First: '{left_out[0]}'"
-            )
 
     # --- the pass ---
 
@@ -325,6 +315,17 @@ class Engine(torch.nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+
+def _refuse_unoptimised(parameters, groups, rule):
+    if rule == "none":
+        return
+    left_out = [name for name, parameter, *_ in parameters if parameter.requires_grad and id(parameter) not in groups]
+    if left_out:
+        raise _C.UsageError(
+            f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
+            f"requires_grad=False on them or add them. First: '{left_out[0]}'"
+        )
 
 
 def _leave_together(core_reference):
