@@ -1,6 +1,5 @@
 // ShardedModel as Python drives it.
 #include "bindings.h"
-#include "strata/torch/host_threads.h"
 #include "strata/torch/model_plan.h"
 #include "strata/torch/placement.h"
 
@@ -40,15 +39,11 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
 std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& parameters,
                                          const std::vector<ModuleTuple>& modules,
                                          const engine::Config& config, const std::string& rule,
-                                         std::shared_ptr<comm::Collectives> collectives,
-                                         c10::Device place, std::optional<int> threads,
-                                         std::string name, const py::object& progress) {
+                                         torch::ModelRuntime runtime, std::string name,
+                                         const py::object& progress) {
   const torch::ModelInput input = input_from(parameters, modules);
-  engine::InitReport::Progress report = progress_from(progress);
+  runtime.progress = progress_from(progress);
   const py::gil_scoped_release release;
-  const int count = torch::host_threads(threads, collectives->world_size());
-  torch::ModelRuntime runtime = torch::make_runtime(place, count, std::move(collectives));
-  runtime.progress = std::move(report);
   return std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
                                         std::move(name));
 }
@@ -237,8 +232,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
 void bind_model(py::module_& module) {
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
-            py::arg("rule"), py::arg("collectives"), py::arg("device"), py::arg("threads"),
-            py::arg("name"), py::arg("progress") = py::none());
+            py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
              py::arg("ranks_per_host"));

@@ -7,6 +7,7 @@
 #include "strata/comm/split_collectives.h"
 #include "strata/torch/c10d_collectives.h"
 #include "strata/torch/device_collectives.h"
+#include "strata/torch/host_threads.h"
 #include "strata/torch/placement.h"
 #include "strata/torch/rank_environment.h"
 #include "strata/torch/store_bootstrap.h"
@@ -156,6 +157,16 @@ void bind_runtime(py::module_& module) {
       .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
       .def("all_gather_text", &comm::Collectives::all_gather_text,
            py::call_guard<py::gil_scoped_release>());
+
+  // What a rank's models run on; several may share one, and with it a device's streams and kernels.
+  py::class_<torch::ModelRuntime>(module, "Runtime")
+      .def(py::init([](std::shared_ptr<comm::Collectives> collectives, c10::Device device,
+                       std::optional<int> threads) {
+             const py::gil_scoped_release release;
+             const int count = torch::host_threads(threads, collectives->world_size());
+             return torch::make_runtime(device, count, std::move(collectives));
+           }),
+           py::arg("collectives"), py::arg("device"), py::arg("threads"));
 
   module.def("single_rank", &torch::single_rank, py::arg("device"));
   // GPUs that torch and this build can both use.

@@ -55,7 +55,7 @@ class Init:
             return
         init_distributed()
         self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
-        self._collectives = None
+        self._runtime = None  # made with the first module, which says where all of them lie
         if module is not None:
             self._shard(module)
 
@@ -82,20 +82,21 @@ class Init:
             self._roots.append(parent)
         self._roots = [root for root in self._roots if root is not child]
 
+    def _make_runtime(self, module):
+        with telling_the_others():
+            device = choose_device(self._config, module)
+        return _C.Runtime(make_collectives(self._config, device), device, 1)
+
     def _shard(self, module):
         new = [p for p in module.parameters() if owner_of(p)[0] is None]
         if not new or not all(p.is_floating_point() for p in new):
             return
         holder = _OwnParameters(module)
-        if self._collectives is None:
-            with telling_the_others():
-                self._device = choose_device(self._config, holder)
-            self._collectives = make_collectives(self._config, self._device)
+        if self._runtime is None:
+            self._runtime = self._make_runtime(holder)
         parameters = describe_parameters(holder, {})
         modules, _ = describe_modules(holder, parameters)
-        core = _C.ShardedModel(
-            parameters, modules, self._config, "none", self._collectives, self._device, 1, f"init.{self._count}"
-        )
+        core = _C.ShardedModel(parameters, modules, self._config, "none", self._runtime, f"init.{self._count}")
         self._count += 1
         take_ownership(core, parameters)
         own = {id(p) for p in new}

@@ -51,9 +51,8 @@ class Engine(torch.nn.Module):
         parameters = describe_parameters(model, groups, born_flat)
         _refuse_unoptimised(parameters, groups, rule)
         modules, module_objects = describe_modules(model, parameters)
-        self.core = _C.ShardedModel(
-            parameters, modules, config, rule, collectives, device, config.threads, "engine", progress
-        )
+        runtime = _C.Runtime(collectives, device, config.threads)
+        self.core = _C.ShardedModel(parameters, modules, config, rule, runtime, "engine", progress)
         move_buffers(model, device)
         self._described = parameters
         take_ownership(self.core, parameters)

@@ -11,7 +11,7 @@ namespace strata::torch {
 namespace {
 
 // One buffer is filled while the link drains those before it; filling is the faster of the two.
-constexpr engine::StagingOptions kRing{4, 16_MiB};
+constexpr engine::StagingOptions kRing{4, 32_MiB};
 constexpr Bytes kAlignment = 256_B;  // at which values of a parameter begin in a buffer
 
 }  // namespace
