@@ -98,5 +98,75 @@ TEST_P(LateGathers, GiveTheValuesOfTheirRound) {
 INSTANTIATE_TEST_SUITE_P(Meetings, LateGathers,
                          testing::Values(Meeting::kAllReduce, Meeting::kExchange));
 
+// Small whole numbers: every order of adding gives the same.
+float contribution(int rank, std::size_t index, int round) {
+  return static_cast<float>(rank + 1 + round) + static_cast<float>(index % 7);
+}
+
+// Has a rank's reduction come after those of the others.
+void work_long() {
+  volatile std::uint64_t sum = 0;
+  for (std::uint64_t i = 0; i < 300'000; ++i) sum = sum + i;
+}
+
+// What a reduction leaves in shared memory is read here, and gathered, with nothing in between but
+// the barrier. How many elements are wrong.
+int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
+  constexpr std::size_t kNumel = 500;
+  constexpr Bytes kSlice(static_cast<std::int64_t>(kNumel * sizeof(float)));
+  const auto source = c.allocate("gradients", kSlice * c.world_size());
+  const auto slice = c.allocate("weights", kSlice);
+  const auto flat = device.allocate(kSlice * c.world_size(), memory::Kind::kGathered);
+  const std::span<const float> gathered(reinterpret_cast<const float*>(flat->bytes().data()),
+                                        source->local().size() / sizeof(float));
+  std::atomic<int> wrong = 0;
+  const auto check = [&](std::span<const float> sums, std::size_t first, int round) {
+    device.enqueue(device.compute_stream(), [&wrong, sums, first, round, world = c.world_size()] {
+      for (std::size_t i = 0; i < sums.size(); ++i) {
+        float wanted = 0.0F;
+        for (int r = 0; r < world; ++r) wanted += contribution(r, first + i, round);
+        if (sums[i] != wanted) wrong.fetch_add(1, std::memory_order_relaxed);
+      }
+    });
+  };
+  for (int round = 0; round < 20; ++round) {
+    if (round % c.world_size() == c.rank()) device.enqueue(*c.contribution_stream(), work_long);
+    device.enqueue(device.compute_stream(), [there = floats_of(*source), rank = c.rank(), round] {
+      for (std::size_t i = 0; i < there.size(); ++i) there[i] = contribution(rank, i, round);
+    });
+    Reduction reduction;
+    reduction.source = source.get();
+    reduction.result = floats_of(*slice);
+    const auto reducing = c.reduce_scatter(reduction, "unit");
+    c.barrier();
+    check(floats_of(*slice), kNumel * static_cast<std::size_t>(c.rank()), round);
+    c.all_gather({slice.get(), 0_B, 0_B, kSlice}, flat->bytes(), "weights")->wait();
+    check(gathered, 0, round);
+    reducing->wait();
+    double value = 1.0;
+    c.all_reduce({&value, 1}, ReduceOp::kSum);
+  }
+  device.compute_stream().synchronize();
+  c.barrier();
+  return wrong.load();
+}
+
+TEST(LateBarrier, ComesAfterReductionsThatNobodyHasWaitedFor) {
+  constexpr int kWorld = 3;
+  LocalGroup group(kWorld);
+  std::vector<std::shared_ptr<device::LateDevice>> devices;
+  for (int r = 0; r < kWorld; ++r) devices.push_back(late_device(r));
+  const auto results = run_as_threads(
+      kWorld,
+      [&](int rank) {
+        return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank));
+      },
+      [&](Collectives& c) {
+        const int wrong = read_what_is_reduced(c, *devices[static_cast<std::size_t>(c.rank())]);
+        return wrong == 0 ? std::string() : fmt::format("{} elements are wrong", wrong);
+      });
+  EXPECT_THAT(results, testing::Each(""));
+}
+
 }  // namespace
 }  // namespace strata::comm::conformance

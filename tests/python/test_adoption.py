@@ -39,7 +39,7 @@ def _values(model):
 
 def _adopted(kind, stage, on_host, tier="auto", dtype="fp32"):
     rank, _ = rank_and_world()
-    model = Odd().to("cpu" if on_host == "all" or (on_host == "one" and rank == 1) else test_device())
+    model = Odd().to("cpu" if on_host in ("all", f"rank {rank}") else test_device())
     expected = {name: value.to(test_device()) for name, value in _values(model).items()}
     if rank > 0:
         with torch.no_grad():
@@ -55,7 +55,7 @@ def _adopted(kind, stage, on_host, tier="auto", dtype="fp32"):
     assert differences(_values(model), expected) == []
 
 
-@pytest.mark.parametrize("on_host", ["all", "none", "one"] if ON_GPU else ["all"])
+@pytest.mark.parametrize("on_host", ["all", "none", "rank 0", "rank 1"] if ON_GPU else ["all"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_rank_0s_values_arrive_bit_for_bit(kind, stage, on_host):

@@ -112,6 +112,31 @@ TEST(LateStepOptions, MayEndWithAStepThatIsStillBeingDone) {
   }));
 }
 
+// Whole units come late; what a rank does not use is still coming when the next step begins.
+TEST(LateStepOptions, BringsAUnitAnewThatNobodyHasAskedForSince) {
+  constexpr int kWorld = 2;
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  const Script script = script_of_own_blocks(model, kWorld);
+  expect_no_errors(run_ranks(kWorld, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    ReferenceStep reference(model, kWorld, {});
+    RankOptions options;
+    options.engine.stage = 2;
+    options.can_await = true;
+    options.device = comm::conformance::late_device(r);
+    options.runs = [&](const plan::ScopeSpec& scope) { return script.runs(scope, r); };
+    FakeRank rank(model, options, joined(std::move(collectives), Over::kLatePeers, options.device));
+    for (int step = 0; step < 2 * kSteps; ++step) {
+      rank.forward();
+      const auto gradients = [&](int i) { return script.gradients(step, 0, i); };
+      add_all(rank, gradients(r), {}, true);
+      rank.engine().step(groups_of(step), 1.0, false);
+      reference.add({gradients(0), gradients(1)}, true);
+      reference.step(groups_of(step), 1.0);
+    }
+    expect_same_weights(rank, reference);
+  }));
+}
+
 TEST(LateShardGroups, HaveTheBitsOfThePlainLoopOnEveryReplica) {
   plan::PlanOptions persistent;
   persistent.persistence_threshold = Numel(17);
