@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -89,9 +90,23 @@ std::optional<std::uint64_t> PeerBuffers::number_of(const SharedBuffer& buffer) 
   return found->second->number();
 }
 
+bool PeerBuffers::lives(std::uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(living_,
+                             [&](const auto& each) { return each.second->number() == number; });
+}
+
+PeerBuffers::Mappings::iterator PeerBuffers::begin_mapping(const Place& place,
+                                                           const SharedParts& parts,
+                                                           std::uint32_t freed) {
+  Mapping mapping{parts.number, freed, parts.bytes, device_->reserve_mapping(parts.reserved)};
+  return mappings_.emplace(place, std::move(mapping)).first;
+}
+
 std::optional<PeerBuffers::View> PeerBuffers::find(PeerChannel& channel, int rank,
                                                    const std::string& key, Bytes needed) {
-  const auto place = std::pair(rank, key);
+  const std::lock_guard lock(mapping_mutex_);
+  const Place place(rank, key);
   auto known = mappings_.find(place);
   const std::uint32_t freed = flags_.freed(rank).load();
   while (known == mappings_.end() || known->second.pieces->mapped() < needed ||
@@ -100,23 +115,58 @@ std::optional<PeerBuffers::View> PeerBuffers::find(PeerChannel& channel, int ran
     std::optional<SharedParts> parts =
         channel.ask(rank, key, is_new ? 0 : known->second.pieces->pieces());
     if (!is_new && (!parts || parts->number != known->second.number)) {
-      device_->compute_stream().synchronize();
       mappings_.erase(known);
       known = mappings_.end();
       if (parts) continue;  // another buffer of that name: from its first piece on
     }
     if (!parts) return std::nullopt;
-    if (is_new) {
-      Mapping mapping{parts->number, freed, parts->bytes,
-                      device_->reserve_mapping(parts->reserved)};
-      known = mappings_.emplace(place, std::move(mapping)).first;
-    }
+    if (is_new) known = begin_mapping(place, *parts, freed);
     known->second.freed = freed;
     const bool more = !parts->pieces.empty();
     for (device::SharedPiece& piece : parts->pieces) known->second.pieces->add(std::move(piece));
     if (!more) break;
   }
-  return View{known->second.pieces->base(), known->second.bytes, known->second.pieces->mapped()};
+  return known->second.view();
+}
+
+bool PeerBuffers::map_more(PeerChannel& channel, int rank, const std::string& key) {
+  const std::lock_guard lock(mapping_mutex_);
+  const Place place(rank, key);
+  auto known = mappings_.find(place);
+  const bool is_new = known == mappings_.end();
+  if (!is_new && known->second.pieces->mapped() >= known->second.bytes) return true;
+  const std::uint32_t freed = flags_.freed(rank).load();
+  std::optional<SharedParts> parts =
+      channel.ask(rank, key, is_new ? 0 : known->second.pieces->pieces());
+  if (!parts) return !is_new;  // not made yet, or gone
+  if (is_new) known = begin_mapping(place, *parts, freed);
+  if (parts->number != known->second.number) return true;  // whoever needs it finds the new one
+  for (device::SharedPiece& piece : parts->pieces) known->second.pieces->add(std::move(piece));
+  return known->second.pieces->mapped() >= known->second.bytes;
+}
+
+bool PeerBuffers::may_be_freed(int rank) const {
+  const std::lock_guard lock(mapping_mutex_);
+  const auto looked = looked_.find(rank);
+  return flags_.freed(rank).load() != (looked == looked_.end() ? 0 : looked->second);
+}
+
+void PeerBuffers::drop_freed(PeerChannel& channel, int rank) {
+  const std::uint32_t freed = flags_.freed(rank).load();
+  std::optional<Place> last;  // between two questions others may ask
+  for (;;) {
+    const std::lock_guard lock(mapping_mutex_);
+    const auto next = last ? mappings_.upper_bound(*last) : mappings_.lower_bound(Place(rank, ""));
+    if (next == mappings_.end() || next->first.first != rank) {
+      looked_[rank] = freed;
+      return;
+    }
+    last = next->first;
+    const Mapping& mapping = next->second;
+    const std::optional<SharedParts> parts =
+        channel.ask(rank, last->second, mapping.pieces->pieces());
+    if (!parts || parts->number != mapping.number) mappings_.erase(next);
+  }
 }
 
 }  // namespace strata::comm

@@ -2,9 +2,9 @@
 // descriptors of its shared memory to peers that ask, and hears at once when a peer fails or ends,
 // whatever the rank's own thread is waiting for.
 // A socket leads from every rank to every other; requests and news go along it, replies come back.
-// Threads: ask() and leave() in the rank's thread; fail() in any; the Service is called in the
-// channel's thread. Ownership: stops its thread on destruction. Units: bytes; timeout in
-// milliseconds. Errors: CommError from construction and ask(), which name the rank.
+// Threads: ask() in one thread at a time; fail() in any; the Service is called in the channel's
+// thread. Ownership: stops its thread on destruction. Units: bytes; timeout in milliseconds.
+// Errors: CommError from construction and ask(), which name the rank.
 #pragma once
 
 #include <chrono>

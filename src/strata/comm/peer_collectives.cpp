@@ -50,7 +50,9 @@ class PeerCollectives final : public Collectives {
   }
   std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
     link_->require_usable();
-    return PeerBuffers::allocate(link_->buffers(), std::move(name), bytes, true);
+    auto buffer = PeerBuffers::allocate(link_->buffers(), std::move(name), bytes, true);
+    link_->map_ahead(*buffer);
+    return buffer;
   }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,

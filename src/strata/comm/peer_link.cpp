@@ -56,10 +56,12 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
                                   names_.of(static_cast<int>(r)), errors[r]));
     }
   }
+  mapper_ = std::make_unique<PeerMapper>(*buffers_, *channel_, rank_, world_size_);
 }
 
 PeerLink::~PeerLink() {
   if (failed_.load()) pass_on_failure();
+  mapper_.reset();
   channel_.reset();
 }
 
@@ -155,8 +157,10 @@ const std::byte* PeerLink::reach(int rank, const std::string& key, std::string_v
       fail(fmt::format("{}: buffer '{}' of rank {} cannot be reached: {}", what, name,
                        names_.of(rank), error.what()));
     }
-    if (view && view->mapped >= offset + bytes && view->bytes >= offset + bytes)
+    if (view && view->mapped >= offset + bytes && view->bytes >= offset + bytes) {
+      if (buffers_->may_be_freed(rank)) mapper_->look_for_freed();
       return view->base + offset.size();
+    }
     if (view && view->bytes < offset + bytes) {
       fail(fmt::format(
           "{}: the slice of rank {} lies outside its buffer '{}'; every rank must allocate it for "
@@ -171,6 +175,10 @@ const std::byte* PeerLink::reach(int rank, const std::string& key, std::string_v
     }
     std::this_thread::sleep_for(kAskAgainAfter);
   }
+}
+
+void PeerLink::map_ahead(const SharedBuffer& buffer) {
+  mapper_->map_ahead(buffer.name(), *buffers_->number_of(buffer));
 }
 
 void PeerLink::map_from_all(const std::string& name, Bytes bytes) {

@@ -19,6 +19,7 @@
 #include "strata/comm/peer_channel.h"
 #include "strata/comm/peer_collectives.h"
 #include "strata/comm/peer_flags.h"
+#include "strata/comm/peer_mapper.h"
 
 namespace strata::comm {
 
@@ -52,6 +53,8 @@ class PeerLink final : public PeerChannel::Service {
   const std::byte* reach(int rank, const std::string& key, std::string_view name, Bytes offset,
                          Bytes bytes, std::string_view what);
 
+  // Peers' buffers of this name are mapped as they grow, beside what this rank does.
+  void map_ahead(const SharedBuffer& buffer);
   // Maps a buffer that every rank has, and throws where that cannot be; nothing has failed then.
   void map_from_all(const std::string& name, Bytes bytes);
 
@@ -114,7 +117,8 @@ class PeerLink final : public PeerChannel::Service {
 
   std::unique_ptr<device::Stream> transfers_;
   std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
-  std::unique_ptr<PeerChannel> channel_;    // last: its thread uses the others
+  std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it
+  std::unique_ptr<PeerMapper> mapper_;      // and its thread those
 };
 
 }  // namespace strata::comm
