@@ -15,7 +15,8 @@ std::string fingerprint_of(const at::Tensor& values) {
   ThreadPool threads(2);
   Fingerprints fingerprints(kBlock, device, threads);
   std::string found(block_count(Bytes(values.nbytes()), kBlock) * kFingerprintBytes, '\0');
-  fingerprints.add(values, found);
+  fingerprints.add({static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()}, true,
+                   found);
   fingerprints.flush();
   return found;
 }

@@ -258,14 +258,19 @@ void CudaKernels::store_remainder(const kernels::MasterRemainder& target, Numel 
 void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
                                CUstream stream) const {
   if (bytes.empty()) return;
+  // Many, since blocks of a piece meet in one place; of a small run fewer, so that the device has
+  // enough to do at once.
   constexpr std::int64_t kWordsPerThread = 64;
+  constexpr std::int64_t kWordsLeast = 4;
   const std::byte* from = bytes.data();
   auto size = static_cast<std::int64_t>(bytes.size());
+  const std::int64_t share = size / 8 / (std::int64_t{kThreads} * blocks_max_);
+  const std::int64_t words_per_thread = std::clamp(share, kWordsLeast, kWordsPerThread);
   std::int64_t piece_size = piece.value;
   const std::int64_t pieces = (size + piece_size - 1) / piece_size;
   const std::int64_t words = std::min(size, piece_size) / 8 + 1;
   const auto blocks = static_cast<unsigned>(
-      std::max<std::int64_t>(1, words / (std::int64_t{kThreads} * kWordsPerThread)));
+      std::max<std::int64_t>(1, words / (std::int64_t{kThreads} * words_per_thread)));
   void* arguments[] = {&sums, &from, &size, &piece_size};
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();

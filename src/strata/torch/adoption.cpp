@@ -122,15 +122,16 @@ std::vector<bool> Adoption::blocks_kept(int param) const {
 
 void Adoption::look_at(Fingerprints& fingerprints, int param) {
   const at::Tensor& values = originals_.of(param);
-  const at::Tensor bytes = values.contiguous().view({-1}).view(at::kByte);
+  const at::Tensor flat = values.contiguous();
+  const std::span bytes(static_cast<const std::byte*>(flat.const_data_ptr()), flat.nbytes());
   const std::vector<bool> kept = blocks_kept(param);
   for (std::size_t i = 0; i < kept.size();) {
     std::size_t end = i + 1;
     while (end < kept.size() && kept[end] == kept[i]) ++end;
-    const Bytes first = kBlock * static_cast<std::int64_t>(i);
-    const Bytes last = std::min(kBlock * static_cast<std::int64_t>(end), Bytes(bytes.nbytes()));
+    const std::size_t first = i * kBlock.size();
+    const std::size_t last = std::min(end * kBlock.size(), bytes.size());
     if (kept[i]) {
-      fingerprints.add(bytes.narrow(0, first.value, (last - first).value),
+      fingerprints.add(bytes.subspan(first, last - first), flat.is_cpu(),
                        comparison_.place_for(param, i, end - i));
     }
     i = end;

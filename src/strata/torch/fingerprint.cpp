@@ -8,11 +8,6 @@
 namespace strata::torch {
 namespace {
 
-std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
-  return {static_cast<const std::byte*>(tensor.const_data_ptr()),
-          static_cast<std::size_t>(tensor.nbytes())};
-}
-
 static_assert(sizeof(kernels::Fingerprint) == kFingerprintBytes);
 
 }  // namespace
@@ -21,13 +16,11 @@ std::size_t block_count(Bytes bytes, Bytes block) {
   return static_cast<std::size_t>((bytes.value + block.value - 1) / block.value);
 }
 
-void Fingerprints::add(const at::Tensor& values, std::span<char> target) {
-  STRATA_ASSERT(values.is_contiguous());
-  const auto bytes = bytes_of_tensor(values);
-  STRATA_ASSERT(target.size() == block_count(Bytes(values.nbytes()), block_) * kFingerprintBytes);
+void Fingerprints::add(std::span<const std::byte> bytes, bool on_host, std::span<char> target) {
+  STRATA_ASSERT(target.size() == block_count(Bytes(bytes.size()), block_) * kFingerprintBytes);
   if (bytes.empty()) return;
-  if (!values.is_cpu()) {
-    on_device_.push_back({values.detach(), target.data()});
+  if (!on_host) {
+    on_device_.push_back({bytes, target.data()});
     return;
   }
   char* next = target.data();
@@ -35,7 +28,6 @@ void Fingerprints::add(const at::Tensor& values, std::span<char> target) {
     on_host_.push_back({bytes.subspan(at, std::min(block_.size(), bytes.size() - at)), next});
     next += kFingerprintBytes;
   }
-  alive_.push_back(values.detach());
 }
 
 void Fingerprints::flush() {
@@ -47,14 +39,13 @@ void Fingerprints::flush() {
         }
       });
   on_host_.clear();
-  alive_.clear();
   flush_device();
 }
 
 void Fingerprints::flush_device() {
   if (on_device_.empty()) return;
   std::vector<std::span<const std::byte>> runs;
-  for (const Added& each : on_device_) runs.push_back(bytes_of_tensor(each.values));
+  for (const Added& each : on_device_) runs.push_back(each.bytes);
   const auto sums = device_.fingerprints(runs, block_, device_.compute_stream());
   auto next = sums.begin();
   for (std::size_t i = 0; i < runs.size(); ++i) {

@@ -1,11 +1,8 @@
-// Fingerprints of tensors' bytes, so that ranks compare models without sending them. Tensors are
-// taken in blocks of one size, many tensors at a time. They are kernels::Fingerprint, the same bits
-// wherever a tensor lies. Threads: one; those of `threads` share the work on the host. Ownership:
-// borrows the device and the threads, and what is added, with the place for its fingerprints, until
-// flush().
+// Fingerprints of tensors' bytes (kernels::Fingerprint), so that ranks compare models without
+// sending them: in blocks of one size, of many tensors at a time, and the same bits wherever they
+// lie. Threads: one; those of `threads` share the work on the host. Ownership: borrows the device
+// and the threads, and what is added, with the place for its fingerprints, until flush().
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <span>
 #include <vector>
@@ -17,23 +14,20 @@
 namespace strata::torch {
 
 inline constexpr std::size_t kFingerprintBytes = 16;
+
 class Fingerprints {
  public:
   // Ranks that compare use the same block. `device`: where tensors lie that are not on the host.
   Fingerprints(Bytes block, device::Device& device, ThreadPool& threads)
       : block_(block), device_(device), threads_(threads) {}
 
-  // Fingerprints of a contiguous tensor's blocks go to `target`, one after the other.
-  void add(const at::Tensor& values, std::span<char> target);
+  // Fingerprints of the blocks of these bytes go to `target`, one after the other.
+  void add(std::span<const std::byte> bytes, bool on_host, std::span<char> target);
   // Computes what was added.
   void flush();
 
  private:
   struct Added {
-    at::Tensor values;  // keeps them alive
-    char* target;
-  };
-  struct Block {
     std::span<const std::byte> bytes;
     char* target;
   };
@@ -43,8 +37,7 @@ class Fingerprints {
   device::Device& device_;
   ThreadPool& threads_;
   std::vector<Added> on_device_;
-  std::vector<Block> on_host_;
-  std::vector<at::Tensor> alive_;  // those of on_host_
+  std::vector<Added> on_host_;  // a block each
 };
 
 // How many blocks a tensor of `bytes` is cut into.
