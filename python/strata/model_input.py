@@ -12,6 +12,31 @@ def _only_looks_up(module):
     return type(module) is torch.nn.Embedding and "forward" not in module.__dict__ and module.max_norm is None
 
 
+def walk(model):
+    """(path, module, parent or None) of every module of ``model`` once, where it is met first, parents before children:
+    the order of ``named_modules()``, whose generator a level takes its time where there are many thousand modules."""
+    seen = set()
+    waiting = [("", model, None)]
+    while waiting:
+        path, module, parent = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module, parent
+        prefix = f"{path}." if path else ""
+        waiting += [(prefix + name, m, module) for name, m in reversed(module._modules.items()) if m is not None]
+
+
+def named_parameters(model):
+    """(name, parameter) of every parameter of ``model`` once, as ``model.named_parameters()`` gives them."""
+    seen = set()
+    for path, module, _ in walk(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter
+
+
 def describe_parameters(model, groups, born_flat=None):
     """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter of ``model``, each once.
 
@@ -22,7 +47,7 @@ def describe_parameters(model, groups, born_flat=None):
     """
     born_flat = born_flat or {}
     entries = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         owner, owner_index = owner_of(parameter)
         shape = list(parameter.shape)
         if owner is not None:
@@ -37,19 +62,11 @@ def describe_parameters(model, groups, born_flat=None):
 def describe_modules(model, parameters):
     """([(path, class name, parent, own parameters, callable, read in backward)], [module]), parents before children."""
     index_of = {id(entry[1]): i for i, entry in enumerate(parameters)}
-    entries, modules, seen = [], [], {}
-
-    def visit(module, path, parent):
-        if id(module) in seen:  # one module in two places: planned where it is met first
-            return
-        seen[id(module)] = index = len(entries)
+    entries, modules, number_of = [], [], {id(None): -1}
+    for path, module, parent in walk(model):
         own = [index_of[id(p)] for p in module._parameters.values() if p is not None]
         callable_ = not isinstance(module, _CONTAINERS)
-        entries.append((path, type(module).__name__, parent, own, callable_, not _only_looks_up(module)))
+        entries.append((path, type(module).__name__, number_of[id(parent)], own, callable_, not _only_looks_up(module)))
+        number_of[id(module)] = len(modules)
         modules.append(module)
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{path}.{name}" if path else name, index)
-
-    visit(model, "", -1)
     return entries, modules

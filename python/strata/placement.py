@@ -5,6 +5,7 @@ import os
 import torch
 
 from . import _C
+from .model_input import named_parameters, walk
 
 
 def choose_device(config, model=None, born_flat=()):
@@ -19,7 +20,7 @@ def choose_device(config, model=None, born_flat=()):
         ConfigError: parameters on several devices; a GPU that is wanted and cannot be used.
     """
     placed = []
-    for name, parameter in model.named_parameters() if model is not None else ():
+    for name, parameter in named_parameters(model) if model is not None else ():
         if id(parameter) not in born_flat:
             placed.append((name, parameter))
     device = _C.choose_device(config, placed, int(os.environ.get("LOCAL_RANK", "0")))
@@ -31,7 +32,7 @@ def choose_device(config, model=None, born_flat=()):
 def move_buffers(model, device):
     """Brings every buffer to ``device``, as ``model.to(device)`` does; buffers that modules share stay shared."""
     moved = {}
-    for module in model.modules():
+    for _, module, _ in walk(model):
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.device == device:
                 continue

@@ -1,0 +1,48 @@
+"""How a model is described to the engine: as torch itself walks it."""
+
+import torch
+from strata.model_input import describe_modules, describe_parameters, named_parameters, walk
+from torch import nn
+
+
+class Deep(nn.Module):
+    """Modules in two places, tied parameters, places that are empty, containers within containers."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(2, 2)
+        self.first = nn.ModuleList([nn.ModuleDict({"a": shared, "b": nn.Linear(2, 3, bias=False)}), nn.Identity()])
+        self.nothing = None
+        self.register_module("empty", None)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.second = nn.Sequential(shared, nn.Linear(2, 2))
+        self.second[1].weight = shared.weight
+        self.register_parameter("missing", None)
+
+
+def test_modules_and_parameters_come_as_torch_names_them():
+    model = Deep()
+    assert [(path, module) for path, module, _ in walk(model)] == list(model.named_modules())
+    ours, torchs = list(named_parameters(model)), list(model.named_parameters())
+    assert [name for name, _ in ours] == [name for name, _ in torchs]
+    assert all(a is b for (_, a), (_, b) in zip(ours, torchs, strict=True))
+
+
+def test_a_module_in_two_places_belongs_to_where_it_is_met_first():
+    model = Deep()
+    parameters = describe_parameters(model, {})
+    entries, modules = describe_modules(model, parameters)
+    assert modules == [module for _, module in model.named_modules()]
+    names = [entry[0] for entry in parameters]
+    found = {path: (entries[parent][0] if parent >= 0 else None, [names[p] for p in own])
+             for path, _, parent, own, _, _ in entries}
+    assert found == {
+        "": (None, ["scale"]),
+        "first": ("", []),
+        "first.0": ("first", []),
+        "first.0.a": ("first.0", ["first.0.a.weight", "first.0.a.bias"]),
+        "first.0.b": ("first.0", ["first.0.b.weight"]),
+        "first.1": ("first", []),
+        "second": ("", []),
+        "second.1": ("second", ["first.0.a.weight", "second.1.bias"]),
+    }
