@@ -100,6 +100,7 @@ TEST(PeerMapper, MapsABufferThatGrowsWithoutAnyGather) {
       c.barrier();
     }
     gather(c, *buffer, 2 * kHalf);
+    c.barrier();
   });
 }
 
