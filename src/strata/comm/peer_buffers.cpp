@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -96,13 +97,6 @@ bool PeerBuffers::lives(std::uint64_t number) const {
                              [&](const auto& each) { return each.second->number() == number; });
 }
 
-PeerBuffers::Mappings::iterator PeerBuffers::begin_mapping(const Place& place,
-                                                           const SharedParts& parts,
-                                                           std::uint32_t freed) {
-  Mapping mapping{parts.number, freed, parts.bytes, device_->reserve_mapping(parts.reserved)};
-  return mappings_.emplace(place, std::move(mapping)).first;
-}
-
 std::optional<PeerBuffers::View> PeerBuffers::find(PeerChannel& channel, int rank,
                                                    const std::string& key, Bytes needed) {
   const std::lock_guard lock(mapping_mutex_);
@@ -120,29 +114,17 @@ std::optional<PeerBuffers::View> PeerBuffers::find(PeerChannel& channel, int ran
       if (parts) continue;  // another buffer of that name: from its first piece on
     }
     if (!parts) return std::nullopt;
-    if (is_new) known = begin_mapping(place, *parts, freed);
+    if (is_new) {
+      Mapping mapping{parts->number, freed, parts->bytes,
+                      device_->reserve_mapping(parts->reserved)};
+      known = mappings_.emplace(place, std::move(mapping)).first;
+    }
     known->second.freed = freed;
     const bool more = !parts->pieces.empty();
     for (device::SharedPiece& piece : parts->pieces) known->second.pieces->add(std::move(piece));
     if (!more) break;
   }
-  return known->second.view();
-}
-
-bool PeerBuffers::map_more(PeerChannel& channel, int rank, const std::string& key) {
-  const std::lock_guard lock(mapping_mutex_);
-  const Place place(rank, key);
-  auto known = mappings_.find(place);
-  const bool is_new = known == mappings_.end();
-  if (!is_new && known->second.pieces->mapped() >= known->second.bytes) return true;
-  const std::uint32_t freed = flags_.freed(rank).load();
-  std::optional<SharedParts> parts =
-      channel.ask(rank, key, is_new ? 0 : known->second.pieces->pieces());
-  if (!parts) return !is_new;  // not made yet, or gone
-  if (is_new) known = begin_mapping(place, *parts, freed);
-  if (parts->number != known->second.number) return true;  // whoever needs it finds the new one
-  for (device::SharedPiece& piece : parts->pieces) known->second.pieces->add(std::move(piece));
-  return known->second.pieces->mapped() >= known->second.bytes;
+  return View{known->second.pieces->base(), known->second.bytes, known->second.pieces->mapped()};
 }
 
 bool PeerBuffers::may_be_freed(int rank) const {
@@ -152,6 +134,7 @@ bool PeerBuffers::may_be_freed(int rank) const {
 }
 
 void PeerBuffers::drop_freed(PeerChannel& channel, int rank) {
+  constexpr std::size_t kNoPieces = std::numeric_limits<std::size_t>::max();
   const std::uint32_t freed = flags_.freed(rank).load();
   std::optional<Place> last;  // between two questions others may ask
   for (;;) {
@@ -162,10 +145,8 @@ void PeerBuffers::drop_freed(PeerChannel& channel, int rank) {
       return;
     }
     last = next->first;
-    const Mapping& mapping = next->second;
-    const std::optional<SharedParts> parts =
-        channel.ask(rank, last->second, mapping.pieces->pieces());
-    if (!parts || parts->number != mapping.number) mappings_.erase(next);
+    const std::optional<SharedParts> parts = channel.ask(rank, last->second, kNoPieces);
+    if (!parts || parts->number != next->second.number) mappings_.erase(next);
   }
 }
 

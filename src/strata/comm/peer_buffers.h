@@ -1,7 +1,7 @@
 // One rank's shared memory by name, and what it has mapped of its peers'.
-// Threads: allocate(), find() and the buffers' own calls in the rank's thread; share() in the
-// channel's; the others in any. Ownership: buffers may outlive this object; mappings go with it, or
-// by drop_freed(). Errors: UsageError for names in use; DeviceError, OutOfMemoryError.
+// Threads: allocate() and the buffers' own calls in the rank's thread; share() in the channel's;
+// the others in any. Ownership: buffers may outlive this object; mappings go with it, or by
+// drop_freed(). Errors: UsageError for names in use; DeviceError, OutOfMemoryError.
 #pragma once
 
 #include <fmt/format.h>
@@ -51,9 +51,6 @@ class PeerBuffers {
 
   // Whether a buffer of this rank is there still.
   bool lives(std::uint64_t number) const;
-  // Maps what a peer's buffer has by now; whether that is all that it will have, or there is
-  // nothing that may be mapped ahead.
-  bool map_more(PeerChannel& channel, int rank, const std::string& key);
   // Whether a peer may have freed what is mapped, and asks it, and unmaps what is gone. Nobody
   // reads that any more: a buffer goes when those who read it have passed a barrier.
   bool may_be_freed(int rank) const;
@@ -66,14 +63,8 @@ class PeerBuffers {
     std::uint32_t freed = 0;  // the owner's count when it was asked
     Bytes bytes;
     std::unique_ptr<device::PeerMapping> pieces;
-
-    View view() const { return {pieces->base(), bytes, pieces->mapped()}; }
   };
   using Place = std::pair<int, std::string>;  // rank and key
-  using Mappings = std::map<Place, Mapping>;
-  Mappings::iterator begin_mapping(const Place& place, const SharedParts& parts,
-                                   std::uint32_t freed);
-
   std::shared_ptr<device::Device> device_;
   int rank_;
   PeerFlags flags_;
@@ -83,7 +74,7 @@ class PeerBuffers {
   std::uint64_t next_number_ = 1;
   // Guards the mappings, and one question to a peer at a time; never taken by who answers them.
   mutable std::mutex mapping_mutex_;
-  Mappings mappings_;
+  std::map<Place, Mapping> mappings_;
   std::map<int, std::uint32_t> looked_;  // each owner's count of freed buffers at the last look
 };
 

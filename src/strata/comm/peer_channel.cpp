@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -107,11 +108,12 @@ PeerChannel::~PeerChannel() {
 
 std::optional<SharedParts> PeerChannel::ask(int rank, const std::string& key, std::size_t first) {
   const int socket = outward_.at(static_cast<std::size_t>(rank)).get();
-  if (send_message(socket, fmt::format("{} {} {}", kAsk, first, key), {})) {
+  if (!failed_.load() && send_message(socket, fmt::format("{} {} {}", kAsk, first, key), {})) {
     SocketMessage message = receive_message(socket);
     if (!message.text.empty() && message.text[0] == kNone) return std::nullopt;
     if (!message.text.empty()) return parts_from(std::move(message));
   }
+  if (failed_.load()) throw CommError("this rank has failed: nobody answers it");
   wait_for_end_of(rank);
   throw CommError(fmt::format("rank {} has ended: it does not answer", names_.of(rank)));
 }
@@ -120,8 +122,11 @@ void PeerChannel::fail(std::string_view reason) noexcept {
   try {
     const std::string text =
         fmt::format("{} {}", kFailed, reason.substr(0, std::min(reason.size(), kReasonMax)));
+    failed_.store(true);
     for (const FileDescriptor& socket : outward_) {
-      if (socket.valid()) send_message(socket.get(), text, {});
+      if (!socket.valid()) continue;
+      send_message(socket.get(), text, {});
+      ::shutdown(socket.get(), SHUT_RD);
     }
   } catch (const std::exception&) {
     return;  // no memory for the words: peers see this rank end

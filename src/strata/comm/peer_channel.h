@@ -7,6 +7,7 @@
 // Errors: CommError from construction and ask(), which name the rank.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -54,7 +55,8 @@ class PeerChannel {
 
   // Where the rank has ended, its last words have come to the Service before this throws.
   std::optional<SharedParts> ask(int rank, const std::string& key, std::size_t first);
-  // Tells the peers that this rank has failed.
+  // Tells the peers that this rank has failed. They answer it no more: a question on its way ends
+  // in an error, as later ones do.
   void fail(std::string_view reason) noexcept;
 
  private:
@@ -80,6 +82,7 @@ class PeerChannel {
   FileDescriptor wake_;                  // an event that ends the thread
   std::vector<FileDescriptor> outward_;  // by rank; mine is empty
   std::vector<Peer> peers_;              // the thread's own
+  std::atomic<bool> failed_ = false;     // fail() was called
   std::mutex mutex_;
   std::condition_variable heard_;
   std::set<int> ended_;  // guarded by mutex_: ranks that failed, left or ended

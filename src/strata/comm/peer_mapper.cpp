@@ -1,6 +1,7 @@
 #include "strata/comm/peer_mapper.h"
 
 #include <chrono>
+#include <limits>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -8,6 +9,7 @@
 namespace strata::comm {
 namespace {
 
+constexpr Bytes kAll(std::numeric_limits<std::int64_t>::max());
 // Between two looks at buffers that grow; a piece of memory takes about as long to make.
 constexpr std::chrono::milliseconds kLookAgain(2);
 // Between two looks for freed buffers: each asks for all that is mapped.
@@ -57,7 +59,10 @@ bool PeerMapper::map(const Buffer& buffer) const {
   bool complete = true;
   try {
     if (!buffers_.lives(buffer.number)) return true;
-    for (const int peer : peers_) complete = buffers_.map_more(channel_, peer, key) && complete;
+    for (const int peer : peers_) {
+      const auto view = buffers_.find(channel_, peer, key, kAll);
+      complete = complete && view && view->mapped >= view->bytes;
+    }
   } catch (const Error&) {
     return true;
   }
