@@ -9,6 +9,12 @@
 #include "strata/base/error.h"
 
 namespace strata::comm {
+namespace {
+
+constexpr Bytes kAll(std::numeric_limits<std::int64_t>::max());
+constexpr std::size_t kNoPieces = std::numeric_limits<std::size_t>::max();
+
+}  // namespace
 
 class PeerBuffers::Buffer final : public SharedBuffer {
  public:
@@ -100,7 +106,27 @@ bool PeerBuffers::lives(std::uint64_t number) const {
 std::optional<PeerBuffers::View> PeerBuffers::find(PeerChannel& channel, int rank,
                                                    const std::string& key, Bytes needed) {
   const std::lock_guard lock(mapping_mutex_);
-  const Place place(rank, key);
+  unmap_gone();
+  return look(channel, Place(rank, key), needed, /*unmaps=*/true);
+}
+
+std::optional<PeerBuffers::View> PeerBuffers::find_ahead(PeerChannel& channel, int rank,
+                                                         const std::string& key) {
+  const std::lock_guard lock(mapping_mutex_);
+  return look(channel, Place(rank, key), kAll, /*unmaps=*/false);
+}
+
+// Peers free what they have when one of them has failed, too, whatever this rank reads of it.
+void PeerBuffers::unmap_gone() {
+  const auto gone = [](const auto& each) { return each.second.gone; };
+  if (std::ranges::none_of(mappings_, gone)) return;
+  if (before_unmap_) before_unmap_();
+  std::erase_if(mappings_, gone);
+}
+
+std::optional<PeerBuffers::View> PeerBuffers::look(PeerChannel& channel, const Place& place,
+                                                   Bytes needed, bool unmaps) {
+  const auto& [rank, key] = place;
   auto known = mappings_.find(place);
   const std::uint32_t freed = flags_.freed(rank).load();
   while (known == mappings_.end() || known->second.pieces->mapped() < needed ||
@@ -109,7 +135,9 @@ std::optional<PeerBuffers::View> PeerBuffers::find(PeerChannel& channel, int ran
     std::optional<SharedParts> parts =
         channel.ask(rank, key, is_new ? 0 : known->second.pieces->pieces());
     if (!is_new && (!parts || parts->number != known->second.number)) {
-      mappings_.erase(known);
+      known->second.gone = true;
+      if (!unmaps) return std::nullopt;
+      unmap_gone();
       known = mappings_.end();
       if (parts) continue;  // another buffer of that name: from its first piece on
     }
@@ -133,8 +161,7 @@ bool PeerBuffers::may_be_freed(int rank) const {
   return flags_.freed(rank).load() != (looked == looked_.end() ? 0 : looked->second);
 }
 
-void PeerBuffers::drop_freed(PeerChannel& channel, int rank) {
-  constexpr std::size_t kNoPieces = std::numeric_limits<std::size_t>::max();
+void PeerBuffers::note_freed(PeerChannel& channel, int rank) {
   const std::uint32_t freed = flags_.freed(rank).load();
   std::optional<Place> last;  // between two questions others may ask
   for (;;) {
@@ -146,7 +173,7 @@ void PeerBuffers::drop_freed(PeerChannel& channel, int rank) {
     }
     last = next->first;
     const std::optional<SharedParts> parts = channel.ask(rank, last->second, kNoPieces);
-    if (!parts || parts->number != next->second.number) mappings_.erase(next);
+    if (!parts || parts->number != next->second.number) next->second.gone = true;
   }
 }
 

@@ -1,7 +1,8 @@
 // One rank's shared memory by name, and what it has mapped of its peers'.
-// Threads: allocate() and the buffers' own calls in the rank's thread; share() in the channel's;
-// the others in any. Ownership: buffers may outlive this object; mappings go with it, or by
-// drop_freed(). Errors: UsageError for names in use; DeviceError, OutOfMemoryError.
+// Threads: allocate(), find() and the buffers' own calls in the rank's thread; share() in the
+// channel's; the others in any. Ownership: buffers may outlive this object; mappings go with it, or
+// when a peer has freed the buffer. Errors: UsageError for names in use; DeviceError,
+// OutOfMemoryError.
 #pragma once
 
 #include <fmt/format.h>
@@ -26,6 +27,8 @@ class PeerBuffers {
 
   // What runs before a buffer's memory goes: it waits for those who read it.
   void set_before_free(std::function<void()> action) { before_free_ = std::move(action); }
+  // What runs before peers' memory is unmapped: it waits for this rank's own reads.
+  void set_before_unmap(std::function<void()> action) { before_unmap_ = std::move(action); }
   void set_flags(PeerFlags flags) { flags_ = flags; }
 
   // `growing`: no memory at first.
@@ -46,15 +49,16 @@ class PeerBuffers {
     Bytes mapped;  // a prefix
   };
   // A peer's buffer, of which at least `needed` bytes are mapped if the owner has so many; nothing
-  // where there is no such buffer.
+  // where there is no such buffer. Unmaps what note_freed() found first.
   std::optional<View> find(PeerChannel& channel, int rank, const std::string& key, Bytes needed);
+  // The same beside the rank's work: maps all that there is, and unmaps nothing.
+  std::optional<View> find_ahead(PeerChannel& channel, int rank, const std::string& key);
 
   // Whether a buffer of this rank is there still.
   bool lives(std::uint64_t number) const;
-  // Whether a peer may have freed what is mapped, and asks it, and unmaps what is gone. Nobody
-  // reads that any more: a buffer goes when those who read it have passed a barrier.
+  // Whether a peer may have freed what is mapped; and asks it, and notes what is gone.
   bool may_be_freed(int rank) const;
-  void drop_freed(PeerChannel& channel, int rank);
+  void note_freed(PeerChannel& channel, int rank);
 
  private:
   class Buffer;
@@ -63,12 +67,18 @@ class PeerBuffers {
     std::uint32_t freed = 0;  // the owner's count when it was asked
     Bytes bytes;
     std::unique_ptr<device::PeerMapping> pieces;
+    bool gone = false;  // its owner has freed it
   };
   using Place = std::pair<int, std::string>;  // rank and key
+  // mapping_mutex_ is held.
+  std::optional<View> look(PeerChannel& channel, const Place& place, Bytes needed, bool unmaps);
+  void unmap_gone();
+
   std::shared_ptr<device::Device> device_;
   int rank_;
   PeerFlags flags_;
   std::function<void()> before_free_;
+  std::function<void()> before_unmap_;
   mutable std::mutex mutex_;               // guards these two
   std::map<std::string, Buffer*> living_;  // by name
   std::uint64_t next_number_ = 1;

@@ -119,10 +119,10 @@ std::optional<SharedParts> PeerChannel::ask(int rank, const std::string& key, st
 }
 
 void PeerChannel::fail(std::string_view reason) noexcept {
+  failed_.store(true);
   try {
     const std::string text =
         fmt::format("{} {}", kFailed, reason.substr(0, std::min(reason.size(), kReasonMax)));
-    failed_.store(true);
     for (const FileDescriptor& socket : outward_) {
       if (!socket.valid()) continue;
       send_message(socket.get(), text, {});

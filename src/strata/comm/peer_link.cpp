@@ -56,12 +56,17 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
                                   names_.of(static_cast<int>(r)), errors[r]));
     }
   }
+  buffers_->set_before_unmap([this] {
+    transfers_->synchronize();
+    device_->compute_stream().synchronize();
+  });
   mapper_ = std::make_unique<PeerMapper>(*buffers_, *channel_, rank_, world_size_);
 }
 
 PeerLink::~PeerLink() {
   if (failed_.load()) pass_on_failure();
   mapper_.reset();
+  buffers_->set_before_unmap({});
   channel_.reset();
 }
 

@@ -1,7 +1,6 @@
 #include "strata/comm/peer_mapper.h"
 
 #include <chrono>
-#include <limits>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -9,7 +8,6 @@
 namespace strata::comm {
 namespace {
 
-constexpr Bytes kAll(std::numeric_limits<std::int64_t>::max());
 // Between two looks at buffers that grow; a piece of memory takes about as long to make.
 constexpr std::chrono::milliseconds kLookAgain(2);
 // Between two looks for freed buffers: each asks for all that is mapped.
@@ -46,7 +44,7 @@ void PeerMapper::run(const std::stop_token& stop) {
     if (looks) next_look = now + kLookForFreedAgain;
     std::vector<Buffer> growing = std::exchange(growing_, {});
     lock.unlock();
-    if (looks) drop_freed();
+    if (looks) note_freed();
     std::erase_if(growing, [this](const Buffer& buffer) { return map(buffer); });
     lock.lock();
     growing_.insert(growing_.end(), growing.begin(), growing.end());
@@ -60,7 +58,7 @@ bool PeerMapper::map(const Buffer& buffer) const {
   try {
     if (!buffers_.lives(buffer.number)) return true;
     for (const int peer : peers_) {
-      const auto view = buffers_.find(channel_, peer, key, kAll);
+      const auto view = buffers_.find_ahead(channel_, peer, key);
       complete = complete && view && view->mapped >= view->bytes;
     }
   } catch (const Error&) {
@@ -69,10 +67,10 @@ bool PeerMapper::map(const Buffer& buffer) const {
   return complete;
 }
 
-void PeerMapper::drop_freed() const {
+void PeerMapper::note_freed() const {
   for (const int peer : peers_) {
     try {
-      buffers_.drop_freed(channel_, peer);
+      buffers_.note_freed(channel_, peer);
     } catch (const Error&) {
       continue;  // it has ended
     }

@@ -1,6 +1,6 @@
 // Maps peers' memory beside the rank's own work, in a thread of its own: buffers that grow are
-// mapped as their memory comes, so that the first gather finds them, and mappings of what peers
-// have freed go, which would keep that memory from its owner.
+// mapped as their memory comes, so that the first gather finds them, and what peers have freed is
+// noted, to be unmapped before the next gather: a mapping keeps the memory.
 // Threads: calls of the rank's. Ownership: borrows buffers and channel; stops its thread on
 // destruction. Errors: none. What cannot be mapped is left to whoever needs it, and is told.
 #pragma once
@@ -37,7 +37,7 @@ class PeerMapper {
   void run(const std::stop_token& stop);
   // Whether there is nothing more to map.
   bool map(const Buffer& buffer) const;
-  void drop_freed() const;
+  void note_freed() const;
 
   PeerBuffers& buffers_;
   PeerChannel& channel_;
