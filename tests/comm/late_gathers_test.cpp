@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 
 #include "comm/conformance_ranks.h"
 #include "comm/late_ranks.h"
@@ -75,24 +76,31 @@ class Gathering {
   std::atomic<int> wrong_ = 0;
 };
 
-TEST_P(LateGathers, GiveTheValuesOfTheirRound) {
+// On three peers; `body` tells how much of what it read was wrong.
+void expect_nothing_wrong(const std::function<int(Collectives&, device::LateDevice&)>& body) {
   constexpr int kWorld = 3;
   LocalGroup group(kWorld);
   std::vector<std::shared_ptr<device::LateDevice>> devices;
   for (int r = 0; r < kWorld; ++r) devices.push_back(late_device(r));
+  const auto device = [&](int rank) { return devices[static_cast<std::size_t>(rank)]; };
   const auto results = run_as_threads(
-      kWorld,
-      [&](int rank) {
-        return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank));
-      },
+      kWorld, [&](int rank) { return make_peer_collectives(device(rank), group.rank(rank)); },
       [&](Collectives& c) {
-        Gathering gathering(c, *devices[static_cast<std::size_t>(c.rank())]);
-        for (int round = 0; round < 40; ++round) gathering.round(round, GetParam());
-        const int wrong = gathering.wrong();
+        const int wrong = body(c, *device(c.rank()));
         c.barrier();
-        return wrong == 0 ? std::string() : fmt::format("{} bytes are wrong", wrong);
+        return wrong == 0 ? std::string() : fmt::format("{} values are wrong", wrong);
       });
   EXPECT_THAT(results, testing::Each(""));
+}
+
+TEST_P(LateGathers, GiveTheValuesOfTheirRound) {
+  expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
+    Gathering gathering(c, device);
+    for (int round = 0; round < 40; ++round) gathering.round(round, GetParam());
+    const int wrong = gathering.wrong();
+    c.barrier();
+    return wrong;
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Meetings, LateGathers,
@@ -152,20 +160,7 @@ int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
 }
 
 TEST(LateBarrier, ComesAfterReductionsThatNobodyHasWaitedFor) {
-  constexpr int kWorld = 3;
-  LocalGroup group(kWorld);
-  std::vector<std::shared_ptr<device::LateDevice>> devices;
-  for (int r = 0; r < kWorld; ++r) devices.push_back(late_device(r));
-  const auto results = run_as_threads(
-      kWorld,
-      [&](int rank) {
-        return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank));
-      },
-      [&](Collectives& c) {
-        const int wrong = read_what_is_reduced(c, *devices[static_cast<std::size_t>(c.rank())]);
-        return wrong == 0 ? std::string() : fmt::format("{} elements are wrong", wrong);
-      });
-  EXPECT_THAT(results, testing::Each(""));
+  expect_nothing_wrong(read_what_is_reduced);
 }
 
 }  // namespace
