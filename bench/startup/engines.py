@@ -21,7 +21,11 @@ class Engine(namedtuple("Engine", "label package stage start arguments")):
         return self.arguments.get("on_gpu") is False
 
 
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# Class of torch.optim -> its arguments. SGD keeps no states, so that larger models fit.
+OPTIMIZERS = {
+    "AdamW": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+    "SGD": {"lr": 1e-4},
+}
 
 
 def prepare(engine, context, toy):
@@ -38,7 +42,7 @@ def prepare(engine, context, toy):
     architecture = transformers.AutoConfig.from_pretrained(context.model).architectures[0]
     getattr(transformers, architecture)
     # Optimizers of torch import its compiler when they are first made.
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=context.device))], fused=True)
+    _torch_optimizer(context, [torch.nn.Parameter(torch.zeros(1, device=context.device))])
     if toy is None:
         return
     rehearsal = SimpleNamespace(**{**vars(context), "model": toy, "clock": _NoClock(), "told": {}, "endings": []})
@@ -48,6 +52,13 @@ def prepare(engine, context, toy):
         end()
     del rehearsal
     gc.collect()
+
+
+def _torch_optimizer(context, parameters):
+    import torch
+
+    fused = context.optimizer == "AdamW"  # sharded parameters have no fused SGD
+    return getattr(torch.optim, context.optimizer)(parameters, fused=fused, **OPTIMIZERS[context.optimizer])
 
 
 class _NoClock:
@@ -62,10 +73,12 @@ def json_config(context, stage, for_deepspeed=False):
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": dict(ADAMW, betas=list(ADAMW["betas"]))},
+        "optimizer": {"type": context.optimizer, "params": dict(OPTIMIZERS[context.optimizer])},
         "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
     }
-    if for_deepspeed and context.torch_adam:
+    if for_deepspeed and context.optimizer != "AdamW":
+        config["zero_allow_untested_optimizer"] = True
+    elif for_deepspeed and context.torch_adam:
         config["optimizer"]["params"]["torch_adam"] = True
     if not for_deepspeed and context.strata_json:
         config["strata"] = context.strata_json
@@ -151,7 +164,7 @@ def fsdp2(context):
         with context.device:
             model.model.rotary_emb = type(model.model.rotary_emb)(configuration)
         del state
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+        optimizer = _torch_optimizer(context, model.parameters())
     _ready_to_train(model)
 
     def step(ids):

@@ -16,6 +16,7 @@ from pathlib import Path
 PIECE = 8 << 20
 ALIGNMENT = 1 << 20
 MAX_GATHER = 1 << 30  # bytes a rank gives in one collective
+LINK_THREADS = 8  # that keep the link of a GPU busy; rank 0 has the others' remaining cores to read with
 
 
 class FileRange:
@@ -172,20 +173,25 @@ class Limit:
     def _move_model(self):
         """From this rank's model on the host; rank 0, whose part is the first, reads the rest of its own as well."""
         numpy_bytes = self._model.view("uint8")
-        first_rank = self._context.rank == 0
 
-        def work(index, at, size):
-            moved = max(0, min(at + size, self._end) - at)
-            if moved:
-                source, target = numpy_bytes[at : at + moved], self._flat[at : at + moved]
-                if self._rings is None:
-                    _copy(target.numpy(), source)
-                else:
-                    self._rings[index].move(target, lambda view: _copy(view, source), True)
-            if moved < size:
-                self._model[(at + moved) // 8 : (at + size) // 8].sum()
+        def move(index, at, size):
+            source, target = numpy_bytes[at : at + size], self._flat[at : at + size]
+            if self._rings is None:
+                _copy(target.numpy(), source)
+            else:
+                self._rings[index].move(target, lambda view: _copy(view, source), True)
 
-        _in_threads(self._threads, self._first, self._model.nbytes if first_rank else self._end, work)
+        def look(index, at, size):
+            self._model[at // 8 : (at + size) // 8].sum()
+
+        readers = None
+        if self._context.rank == 0:
+            threads = max(self._threads, self._context.cores - (self._world - 1) * LINK_THREADS)
+            readers = threading.Thread(target=_in_threads, args=(threads, self._end, self._model.nbytes, look))
+            readers.start()
+        _in_threads(self._threads, self._first, self._end, move)
+        if readers is not None:
+            readers.join()
 
     def _gather(self):
         """In place, in one collective where the backend takes any size, else piece by piece of every share."""

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for what benches sh
 
 from deepspeed_adam import compile_fused_adam  # noqa: E402
 from engine_processes import Failed, Skipped  # noqa: E402
-from engines import ENGINES  # noqa: E402
+from engines import ENGINES, OPTIMIZERS  # noqa: E402
 from launch import Ranks  # noqa: E402
 from limit import warm_page_cache  # noqa: E402
 from rank import LIMIT  # noqa: E402
@@ -45,6 +45,8 @@ def parse_arguments():
     parser.add_argument("--json", help="where the figures go, besides the tables")
     parser.add_argument("--ready-marks", action="store_true", help="print every phase of every engine")
     parser.add_argument("--no-limit", action="store_true", help="do not measure the limit")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="AdamW",
+                        help="SGD, for models whose AdamW states have no room")
     parser.add_argument("--strata", default="{}", help='JSON for "strata" in its configuration')
     parser.add_argument("--cold", action="store_true", help="no rehearsal: libraries import in the clock")
     parser.add_argument("--torch-adam", action="store_true", help="DeepSpeed with torch's AdamW: compiles nothing")
@@ -70,6 +72,7 @@ def options_of(a):
         "steps": a.steps,
         "micro_batch": a.micro_batch,
         "tokens": a.tokens,
+        "optimizer": a.optimizer,
         "torch_adam": a.torch_adam or device == "cpu",
         "strata_json": json.loads(a.strata),
         "unfuse": a.unfuse_live,
@@ -110,7 +113,7 @@ def touch_host_memory(gib, threads):
 
 def compile_for_deepspeed(names, options, deadline_s):
     """Builds FusedAdam before any rank needs it; why not, or None."""
-    if options["torch_adam"] or not any(ENGINES[report.base_name(n)].package == "deepspeed" for n in names):
+    if options["torch_adam"] or options["optimizer"] != "AdamW" or not any(ENGINES[report.base_name(n)].package == "deepspeed" for n in names):
         return None
     return compile_fused_adam(deadline_s)
 

@@ -43,6 +43,18 @@ TEST(HostThreads, DoNotDependOnWhatTorchWouldTake) {
   EXPECT_EQ(host_threads(std::nullopt, 64), std::min(usable_cores(), kMostHostThreads));
 }
 
+TEST(HostThreads, OfTheRankThatReadsAllAreWhatTheOthersLeave) {
+  const Launcher launcher(nullptr);
+  EXPECT_EQ(reference_threads(3, 2), 3);
+  for (const int world : {1, 2, 4, 1 << 20}) {
+    const int share = host_threads(std::nullopt, world);
+    EXPECT_GE(reference_threads(std::nullopt, world), share);
+    EXPECT_LE(reference_threads(std::nullopt, world), usable_cores());
+  }
+  const int alone = std::min(usable_cores(), 2 * kMostHostThreads);
+  EXPECT_EQ(reference_threads(std::nullopt, 1), alone);
+}
+
 TEST(HostThreads, CountTheRanksOfThisHostAlone) {
   EXPECT_GE(usable_cores(), 1);
   {

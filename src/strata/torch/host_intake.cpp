@@ -80,6 +80,10 @@ std::byte* HostIntake::take_room(Bytes bytes, bool goes_on) {
   }
   if (buffer_.empty()) {
     if (!ring_) ring_.emplace(kRing, engine_.device());
+    while (!later_.empty() && !ring_->ready(turn_)) {
+      take_later(2 * thread_count());
+      work_on_all();
+    }
     buffer_ = ring_->buffer(turn_);
   }
   used_ = at + bytes;
@@ -87,18 +91,8 @@ std::byte* HostIntake::take_room(Bytes bytes, bool goes_on) {
 }
 
 void HostIntake::run() {
-  // Rank 0 reads what all ranks keep: so many blocks for each of its own.
-  const auto others = static_cast<std::size_t>(engine_.collectives().world_size() - 1);
-  const std::size_t share = std::min(later_.size(), blocks_.size() * others);
-  const auto stop = later_.begin() + static_cast<std::ptrdiff_t>(share);
-  blocks_.insert(blocks_.end(), later_.begin(), stop);
-  later_.erase(later_.begin(), stop);
-  threads_.parallel_for(static_cast<std::int64_t>(blocks_.size()), 1,
-                        [&](std::int64_t begin, std::int64_t end) {
-                          for (std::int64_t i = begin; i < end; ++i)
-                            work_on(blocks_[static_cast<std::size_t>(i)]);
-                        });
-  blocks_.clear();
+  take_later(thread_count());  // for threads that find no block of the buffer any more
+  work_on_all();
   for (const Store& store : stores_) {
     engine_.weights().enqueue_store(store.param, store.begin, store.count, store.source,
                                     store.dtype);
@@ -109,6 +103,25 @@ void HostIntake::run() {
   ++turn_;
   buffer_ = {};
   used_ = Bytes();
+}
+
+std::size_t HostIntake::thread_count() const {
+  return static_cast<std::size_t>(threads_.threads());
+}
+
+void HostIntake::take_later(std::size_t most) {
+  const auto stop = later_.begin() + static_cast<std::ptrdiff_t>(std::min(later_.size(), most));
+  blocks_.insert(blocks_.end(), later_.begin(), stop);
+  later_.erase(later_.begin(), stop);
+}
+
+void HostIntake::work_on_all() {
+  threads_.parallel_for(static_cast<std::int64_t>(blocks_.size()), 1,
+                        [&](std::int64_t begin, std::int64_t end) {
+                          for (std::int64_t i = begin; i < end; ++i)
+                            work_on(blocks_[static_cast<std::size_t>(i)]);
+                        });
+  blocks_.clear();
 }
 
 void HostIntake::work_on(const Block& block) {
@@ -125,12 +138,8 @@ void HostIntake::work_on(const Block& block) {
 
 void HostIntake::flush() {
   if (!buffer_.empty()) run();
-  threads_.parallel_for(static_cast<std::int64_t>(later_.size()), 1,
-                        [&](std::int64_t begin, std::int64_t end) {
-                          for (std::int64_t i = begin; i < end; ++i)
-                            work_on(later_[static_cast<std::size_t>(i)]);
-                        });
-  later_.clear();
+  take_later(later_.size());
+  work_on_all();
 }
 
 }  // namespace strata::torch

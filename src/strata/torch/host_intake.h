@@ -1,10 +1,10 @@
 // Values on the host on their way into the engine's weights. Several threads read each byte once:
 // they compute the fingerprints by which ranks compare, and copy what this rank keeps into a ring
 // of pinned buffers, which the device drains meanwhile. Blocks of which only the fingerprint is
-// wanted are read between the others, so that the link does not wait for them. Threads: the
-// engine's, and those of the pool. Ownership: borrows all; values until flush(). Work is in order
-// with the current stream. Errors: OutOfMemoryError for the buffers, or as the engine's memory
-// grows.
+// wanted are read while all buffers are full, and in the end: the link waits for none of them.
+// Threads: the engine's, and those of the pool. Ownership: borrows all; values until flush(). Work
+// is in order with the current stream. Errors: OutOfMemoryError for the buffers, or as the engine's
+// memory grows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,6 +53,9 @@ class HostIntake {
   void keep(int param, Numel begin, Numel count, const Block& block, DType dtype);
   std::byte* take_room(Bytes bytes, bool goes_on);
   void run();
+  void take_later(std::size_t most);
+  void work_on_all();
+  std::size_t thread_count() const;
   static void work_on(const Block& block);
 
   engine::Engine& engine_;
@@ -63,7 +66,7 @@ class HostIntake {
   std::size_t turn_ = 0;
   std::span<std::byte> buffer_;  // of this turn; empty: not taken yet
   Bytes used_;                   // of it
-  std::vector<Block> blocks_;    // of this turn
+  std::vector<Block> blocks_;    // to be worked on next
   std::vector<Store> stores_;    // of this turn
   std::deque<Block> later_;      // only to be fingerprinted
   bool complete_ = true;

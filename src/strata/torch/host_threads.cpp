@@ -13,6 +13,8 @@
 namespace strata::torch {
 namespace {
 
+constexpr int kThreadsOfALink = 8;  // copy as fast as a PCIe 5 link of 16 lanes drains
+
 int cores_of_affinity() {
   // Machines with more cores than a cpu_set_t has bits refuse it.
   for (int most = CPU_SETSIZE; most <= (1 << 20); most *= 4) {
@@ -63,6 +65,14 @@ int ranks_of_host(int world_size) {
 int host_threads(std::optional<int> wanted, int world_size) {
   if (wanted) return *wanted;
   return std::clamp(usable_cores() / ranks_of_host(world_size), 1, kMostHostThreads);
+}
+
+int reference_threads(std::optional<int> wanted, int world_size) {
+  const int share = host_threads(wanted, world_size);
+  if (wanted) return share;
+  const int others = ranks_of_host(world_size) - 1;
+  const int left = usable_cores() - others * std::min(share, kThreadsOfALink);
+  return std::clamp(left, share, 2 * kMostHostThreads);
 }
 
 }  // namespace strata::torch

@@ -21,4 +21,8 @@ int ranks_of_host(int world_size);
 // its ranks, from 1 to kMostHostThreads.
 int host_threads(std::optional<int> wanted, int world_size);
 
+// The same of rank 0 while it reads all of a model on the host and every other rank only what it
+// keeps, at the speed of its link: rank 0 takes the cores that the links leave, too.
+int reference_threads(std::optional<int> wanted, int world_size);
+
 }  // namespace strata::torch

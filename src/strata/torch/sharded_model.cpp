@@ -9,6 +9,7 @@
 #include "strata/engine/consistency.h"
 #include "strata/offload/memory_store.h"
 #include "strata/torch/adoption.h"
+#include "strata/torch/host_threads.h"
 #include "strata/torch/init_choice.h"
 #include "strata/torch/model_plan.h"
 #include "strata/torch/original_values.h"
@@ -21,6 +22,22 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
   std::vector<at::Tensor> variables;
   for (const ModelParameter& parameter : input.parameters) variables.push_back(parameter.variable);
   return variables;
+}
+
+// Threads that take the values of a live model in.
+int intake_threads(const ModelInput& input, const engine::Config& config,
+                   const ModelRuntime& runtime) {
+  bool any = false;
+  bool on_host = false;
+  for (const ModelParameter& parameter : input.parameters) {
+    any = any || parameter.has_own_values();
+    on_host = on_host || (parameter.has_own_values() && parameter.variable.is_cpu());
+  }
+  const comm::Collectives& collectives = *runtime.collectives;
+  if (on_host && collectives.world_size() > 1 && collectives.rank() == 0)
+    return std::max(runtime.threads,
+                    reference_threads(config.strata.threads, collectives.world_size()));
+  return any ? runtime.threads : 1;
 }
 
 }  // namespace
@@ -46,9 +63,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   }
   check_ranks(input);
   OriginalValues originals(input.parameters);
-  const bool any = std::any_of(input.parameters.begin(), input.parameters.end(),
-                               [](const ModelParameter& p) { return p.has_own_values(); });
-  ThreadPool threads(any ? runtime_.threads : 1);
+  ThreadPool threads(intake_threads(input, config, runtime_));
   try {
     start(input, rule, std::move(name), threads, originals);
   } catch (const OutOfMemoryError& error) {
