@@ -1,4 +1,4 @@
-// How fast a file is read as loading reads: through a ring of eight buffers of 8 MiB, by threads.
+// How fast a file is read as loading reads: through a ring of sixteen buffers of 2 MiB, by threads.
 //   strata_bench_io [--folder .] [--mib 2048] [--threads 4] [--repetitions 3]
 // Makes a file in the folder, and removes it. Rows: the file outside of the page cache (written
 // back, then dropped) and inside; columns: buffered and direct reads in turns, GB/s, median; and
@@ -23,8 +23,8 @@
 namespace strata::io {
 namespace {
 
-constexpr Bytes kBuffer = 8_MiB;
-constexpr std::size_t kBuffers = 8;
+constexpr Bytes kBuffer = 2_MiB;
+constexpr std::size_t kBuffers = 16;
 
 struct Request {
   std::string folder = ".";

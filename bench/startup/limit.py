@@ -13,7 +13,8 @@ import threading
 import time
 from pathlib import Path
 
-PIECE = 8 << 20
+PIECES = (8 << 20, 2 << 20)  # that a thread reads at once: small ones stay in the cache, large ones cost fewer calls
+PIECE = PIECES[0]
 ALIGNMENT = 1 << 20
 MAX_GATHER = 1 << 30  # bytes a rank gives in one collective
 LINK_THREADS = 8  # that keep the link of a GPU busy; rank 0 has the others' remaining cores to read with
@@ -54,7 +55,7 @@ def warm_page_cache(folder, threads):
     return files.size, seconds
 
 
-def _in_threads(threads, first, end, work):
+def _in_threads(threads, first, end, work, piece=PIECE):
     """work(thread, at, bytes) for all pieces of [first, end), as threads become free."""
     lock, at, failures = threading.Lock(), [first], []
 
@@ -63,10 +64,10 @@ def _in_threads(threads, first, end, work):
             while not failures:
                 with lock:
                     here = at[0]
-                    at[0] += PIECE
+                    at[0] += piece
                 if here >= end:
                     return
-                work(index, here, min(PIECE, end - here))
+                work(index, here, min(piece, end - here))
         except Exception as error:
             failures.append(error)
 
@@ -141,26 +142,26 @@ class Limit:
     def measure(self, repetitions=3):
         """{"bytes", "threads", and lists of seconds}: read, copy, load (both, one under the other), gather."""
         result = {"bytes": self._files.size, "threads": self._threads}
-        result["read_s"] = self._time(2, lambda: self._pass(read=True, copy=False))
-        result["copy_s"] = self._time(2, lambda: self._pass(read=False, copy=True)) if self._rings else []
-        result["load_s"] = self._time(repetitions, lambda: self._pass(read=True, copy=True))
-        result["gather_s"] = self._time(repetitions, self._gather) if self._world > 1 else []
+        result["read_s"] = self._time(2, lambda piece: self._pass(piece, read=True, copy=False))
+        result["copy_s"] = self._time(2, lambda piece: self._pass(piece, read=False, copy=True)) if self._rings else []
+        result["load_s"] = self._time(repetitions, lambda piece: self._pass(piece, read=True, copy=True))
+        result["gather_s"] = self._time(repetitions, lambda _: self._gather(), [None]) if self._world > 1 else []
         result["host_s"] = [] if self._model is None else self._time(repetitions, self._move_model)
         self._files.close()
         return result
 
-    def _time(self, repetitions, action):
+    def _time(self, repetitions, action, pieces=PIECES):
         seconds = []
-        for _ in range(repetitions):
+        for piece in [piece for piece in pieces for _ in range(repetitions)]:
             self._context.meet()
             started = time.perf_counter()
-            action()
+            action(piece)
             if self._context.on_gpu:
                 self._torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
         return seconds
 
-    def _pass(self, read, copy):
+    def _pass(self, piece, read, copy):
         def work(index, at, size):
             if self._rings is None:
                 self._files.read(at, self._host[at : at + size])
@@ -168,9 +169,9 @@ class Limit:
             fill = (lambda view: self._files.read(at, view)) if read else None
             self._rings[index].move(self._flat[at : at + size], fill, copy)
 
-        _in_threads(self._threads, self._first, self._end, work)
+        _in_threads(self._threads, self._first, self._end, work, piece)
 
-    def _move_model(self):
+    def _move_model(self, piece):
         """From this rank's model on the host; rank 0, whose part is the first, reads the rest of its own as well."""
         numpy_bytes = self._model.view("uint8")
 
@@ -189,7 +190,7 @@ class Limit:
             threads = max(self._threads, self._context.cores - (self._world - 1) * LINK_THREADS)
             readers = threading.Thread(target=_in_threads, args=(threads, self._end, self._model.nbytes, look))
             readers.start()
-        _in_threads(self._threads, self._first, self._end, move)
+        _in_threads(self._threads, self._first, self._end, move, piece)
         if readers is not None:
             readers.join()
 

@@ -9,6 +9,7 @@
 #include "strata/format/same_tensor.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/host_threads.h"
 #include "strata/torch/value_intake.h"
 
 namespace strata::python {
@@ -36,7 +37,6 @@ class Checkpoint {
   explicit Checkpoint(const std::string& path) : index_(path) {}
 
   const format::CheckpointIndex& index() const { return index_; }
-  io::IoEngine& io() { return io_; }
 
   std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>> tensors() const {
     std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>> list;
@@ -147,8 +147,8 @@ void bind_checkpoint(py::module_& module) {
       "load_ranges",
       [](ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
          const std::vector<int>& params) {
-        return engine::load_weights(model.engine(), checkpoint.index(), map, params,
-                                    checkpoint.io(), {},
+        io::ThreadEngine io({.threads = torch::reading_threads(model.threads())});
+        return engine::load_weights(model.engine(), checkpoint.index(), map, params, io, {},
                                     io::read_way_from(model.config().strata.init_read).value())
             .read.value;
       },

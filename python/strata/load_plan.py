@@ -9,6 +9,15 @@ from .checkpoint_names import leaves, model_tensors
 logger = logging.getLogger("strata")
 
 
+class Contents:
+    """What a _C.Checkpoint has: ``shapes`` and ``tensors``, as RangeTensors, by name."""
+
+    def __init__(self, checkpoint):
+        listed = checkpoint.tensors()
+        self.shapes = {name: shape for name, shape, _ in listed}
+        self.tensors = leaves(listed)
+
+
 class LoadPlan:
     """The way from a checkpoint into an engine. Not collective, except where said.
 
@@ -19,19 +28,20 @@ class LoadPlan:
         parameters: [(index in the engine, [names], full shape, torch dtype of the weight)].
         buffers: {name: persistent buffer}.
         strict: tensors that the model has no use for are an error; else a warning.
+        contents: ``Contents`` of the checkpoint, where they have been made.
 
     Raises:
         FormatError: tensors that are missing, misshapen, wrongly typed, or with ``strict`` unexpected; lists
             them.
     """
 
-    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False):
+    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None):
         self._checkpoint = checkpoint
         self._path = path
         known = {name for _, names, _, _ in parameters for name in names} | set(buffers)
-        tensors = checkpoint.tensors()
-        self._shapes = {name: shape for name, shape, _ in tensors}
-        found, self.unexpected = model_tensors(model, known, leaves(tensors))
+        contents = contents or Contents(checkpoint)
+        self._shapes = contents.shapes
+        found, self.unexpected = model_tensors(model, known, contents.tensors)
         if strict and self.unexpected:
             raise _C.FormatError(_listing(f"{path}: the model has no use for", self.unexpected))
         self._computed = []  # (index, RangeTensor)

@@ -3,15 +3,16 @@
 import copy
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from . import _C
 from .born_flat import build_model, make_flat, tie_as_checkpoint
-from .checkpoint_names import is_transformers_model, leaves, model_tensors, preferred_names, saved_tensors, state_names
+from .checkpoint_names import is_transformers_model, model_tensors, preferred_names, saved_tensors, state_names
 from .initialize import assemble, connect
 from .joint import together
-from .load_plan import LoadPlan
+from .load_plan import Contents, LoadPlan
 from .ranges import RangeTensor
 from .runtime import init_distributed
 from .start_up import StartUp
@@ -55,20 +56,23 @@ def load_pretrained(
         IoError: a file cannot be read. Either is raised on every rank and names the first that failed.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
-    with StartUp() as start_up:
+    # What needs neither the GPU nor other ranks is done beside what waits for them.
+    with StartUp() as start_up, ThreadPoolExecutor(1, "strata-checkpoint") as beside:
+        opening = beside.submit(_open, path)
         with start_up.phase("connect"):
             init_distributed()
             parsed, device, collectives = connect(config)
         with together(collectives, f"opening the checkpoint '{path}'"):
             with start_up.phase("open checkpoint"):
-                checkpoint = _C.Checkpoint(os.fspath(path))
+                checkpoint, contents = opening.result()
             with start_up.phase("build model"):
                 model = _build(path, model_class, getattr(torch, parsed.dtype), model_arguments)
             with start_up.phase("plan"):
-                _tie(model, checkpoint)
+                _tie(model, checkpoint, contents)
                 shapes = make_flat(model)
                 parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
-                plan = _plan(model, checkpoint, path, parameters, parsed, strict)
+                planning = beside.submit(LoadPlan, model, checkpoint, path, *_named(model, parameters, parsed), strict,
+                                         contents)
                 if callable(model_parameters):
                     model_parameters = model_parameters(model)
         assembled = assemble(
@@ -76,6 +80,8 @@ def load_pretrained(
             start_up, shapes,
         )
         try:
+            with together(collectives, f"opening the checkpoint '{path}'"), start_up.phase("plan"):
+                plan = planning.result()
             _load(assembled[0], plan, start_up)
             start_up.finish(assembled[0])
         except BaseException:
@@ -102,7 +108,7 @@ def load_weights(engine, path, strict=False):
     with together(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, entry[1], entry[2]) for i, entry in enumerate(engine._described)]
-        plan = _plan(engine.module, checkpoint, path, parameters, engine._config, strict)
+        plan = LoadPlan(engine.module, checkpoint, path, *_named(engine.module, parameters, engine._config), strict)
     _load(engine, plan, StartUp())
 
 
@@ -160,11 +166,16 @@ def _build(path, model_class, dtype, model_arguments):
     return model
 
 
-def _tie(model, checkpoint):
+def _open(path):
+    checkpoint = _C.Checkpoint(os.fspath(path))
+    return checkpoint, Contents(checkpoint)
+
+
+def _tie(model, checkpoint, contents):
     if not model.all_tied_weights_keys:
         return
     parameters, buffers = state_names(model)
-    found, _ = model_tensors(model, {*parameters, *buffers}, leaves(checkpoint.tensors()))
+    found, _ = model_tensors(model, {*parameters, *buffers}, contents.tensors)
 
     def same(one, other):
         a, b = found[one], found[other]
@@ -173,8 +184,8 @@ def _tie(model, checkpoint):
     tie_as_checkpoint(model, found, same)
 
 
-def _plan(model, checkpoint, path, parameters, config, strict):
-    """A LoadPlan for [(index, parameter, full shape)]."""
+def _named(model, parameters, config):
+    """(parameters, buffers) as LoadPlan takes them, of [(index, parameter, full shape)]."""
     by_name, buffers = state_names(model)
     names = {}
     for name, parameter in by_name.items():
@@ -184,7 +195,7 @@ def _plan(model, checkpoint, path, parameters, config, strict):
         (index, names[id(p)], list(shape), weight if p.is_floating_point() else p.dtype)
         for index, p, shape in parameters
     ]
-    return LoadPlan(model, checkpoint, path, entries, buffers, strict)
+    return entries, buffers
 
 
 def _load(engine, plan, start_up):

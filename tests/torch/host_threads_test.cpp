@@ -55,6 +55,12 @@ TEST(HostThreads, OfTheRankThatReadsAllAreWhatTheOthersLeave) {
   EXPECT_EQ(reference_threads(std::nullopt, 1), alone);
 }
 
+TEST(HostThreads, ReadWithinBounds) {
+  EXPECT_EQ(reading_threads(1), 4);
+  EXPECT_EQ(reading_threads(12), 12);
+  EXPECT_EQ(reading_threads(64), 16);
+}
+
 TEST(HostThreads, CountTheRanksOfThisHostAlone) {
   EXPECT_GE(usable_cores(), 1);
   {

@@ -11,9 +11,6 @@
 namespace strata::device {
 namespace {
 
-// Mapped at once. A growth is as large as the unit that comes next, so that growing beside memory
-// that shrinks overlaps by little; each piece costs its mapping, here and at every peer.
-constexpr Bytes kPiece = 512_MiB;
 // No driver maps in larger granules.
 constexpr Bytes kGranuleMax = 2_MiB;
 // Host memory above this is touched by several threads.
@@ -181,7 +178,7 @@ void CudaGrowableMemory::grow_to(Bytes bytes) {
                               fmt::format("{} free", to_string(free)));
   }
   const CudaContext::Scope scope(*pool_.context);
-  while (backed_ < target) map_piece(std::min(kPiece, target - backed_));
+  map_piece(target - backed_);
   pool_.context->driver().check(pool_.context->driver().StreamSynchronize(CU_STREAM_LEGACY),
                                 "cuStreamSynchronize");
 }

@@ -47,11 +47,6 @@ std::span<std::byte> StagingRing::buffer(std::size_t turn) {
   return slot(turn).memory.bytes();
 }
 
-bool StagingRing::ready(std::size_t turn) {
-  const Slot& each = slot(turn);
-  return each.transfer == nullptr && (each.event == nullptr || each.event->done());
-}
-
 void StagingRing::started(std::size_t turn, std::unique_ptr<io::Transfer> transfer) {
   STRATA_ASSERT(slot(turn).transfer == nullptr);
   slot(turn).transfer = std::move(transfer);

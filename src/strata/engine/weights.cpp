@@ -66,11 +66,17 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
 }
 
 void Weights::back(int unit) {
-  for (auto next = master_blocks_.size(); next <= static_cast<std::size_t>(unit); ++next) {
+  const auto begin = master_blocks_.size();
+  const auto end = static_cast<std::size_t>(unit) + 1;
+  if (begin >= end) return;
+  const auto bytes_of_unit = [&](const Unit& u) {
+    return align_up(local_bytes(u.layout, u.whole, place_.parts), kPage);
+  };
+  // At once: every growth costs a mapping, here and at every peer.
+  memory_->back(units_[end - 1].slices.first_offset + bytes_of_unit(units_[end - 1]));
+  for (auto next = begin; next < end; ++next) {
     const Unit& u = units_[next];
-    const Bytes bytes = align_up(local_bytes(u.layout, u.whole, place_.parts), kPage);
-    memory_->back(u.slices.first_offset + bytes);
-    charge_.grow(bytes);
+    charge_.grow(bytes_of_unit(u));
     const Bytes masters = plan::master_bytes(master_form(u.id), u.layout.shard());
     STRATA_ASSERT(master_form(u.id) != plan::MasterForm::kRemainder ||
                   masters == kernels::remainder_bytes(u.layout.shard()));

@@ -90,14 +90,13 @@ HWY_INLINE std::size_t add_lines(const std::byte* bytes, std::byte* target, std:
     hwy::Prefetch(bytes + i * kWord + kAhead);
     for (std::size_t k = 0; k < kLineWords; k += kWidth) {
       const Vector word = hn::LoadU(d, elements<std::uint64_t>(bytes + (i + k) * kWord));
-      if constexpr (kCopies) hn::Stream(word, d, elements<std::uint64_t>(target + (i + k) * kWord));
+      if constexpr (kCopies) hn::Store(word, d, elements<std::uint64_t>(target + (i + k) * kWord));
       first = hn::Add(first, multiplied(word, first_key));
       second = hn::Add(second, multiplied(word, second_key));
       first_key = hn::Add(first_key, first_step);
       second_key = hn::Add(second_key, second_step);
     }
   }
-  if constexpr (kCopies) hwy::FlushStream();
   hn::Store(first, d, lanes[0]);
   hn::Store(second, d, lanes[1]);
   for (std::size_t k = 0; k < kWidth; ++k) sum += {lanes[0][k], lanes[1][k]};

@@ -41,8 +41,8 @@ inline constexpr Fingerprint mixed_word(std::uint64_t word, std::uint64_t index)
 
 Fingerprint fingerprint(std::span<const std::byte> bytes, ThreadPool* pool);
 
-// The same in one thread, and copies the bytes to `target` on the way, past the caches: for those
-// that a device reads next. No slower than the copy alone.
+// The same in one thread, and copies the bytes to `target` on the way. No slower than the copy
+// alone.
 Fingerprint fingerprint_and_copy(std::byte* target, std::span<const std::byte> bytes);
 
 }  // namespace strata::kernels

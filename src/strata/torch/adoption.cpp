@@ -267,6 +267,7 @@ void Adoption::exchange_places() {
   }
   for (const int param : order_) originals_.give_up(param);
   release_cached_memory(place_);
+  engine_.weights().back_all();
   engine::InitReport::Phase phase(engine_.init_report(), "move in", total);
   HostIntake intake(engine_, threads_, nullptr, phase);
   for (std::size_t i = 0; i < order_.size(); ++i)
@@ -276,6 +277,8 @@ void Adoption::exchange_places() {
 }
 
 bool Adoption::run(plan::InitTier tier) {
+  const bool beside = tier == plan::InitTier::kBornFlat || tier == plan::InitTier::kDeviceCopy;
+  if (beside || those(false).empty()) engine_.weights().back_all();
   move_in(&comparison_);
   if (comparison_.wanted()) {
     engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
@@ -289,6 +292,7 @@ bool Adoption::run(plan::InitTier tier) {
   }
   if (distributed || tier == plan::InitTier::kHost) {
     move_out();
+    engine_.weights().back_all();
     move_in(nullptr);
   }
   take_over();

@@ -1,7 +1,10 @@
 #include "strata/torch/host_intake.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <memory>
+#include <thread>
 
 #include "strata/base/error.h"
 #include "strata/kernels/fingerprint.h"
@@ -10,11 +13,92 @@
 namespace strata::torch {
 namespace {
 
-// One buffer is filled while the link drains those before it; filling is the faster of the two.
-constexpr engine::StagingOptions kRing{4, 32_MiB};
+// All ranks' rings together fit the last cache of a processor, and one buffer is a copy that costs
+// the device little to begin.
+constexpr engine::StagingOptions kRing{8, 4_MiB};
+// Buffers that the device drains, or is about to, while threads fill the others.
+constexpr std::size_t kDrained = 3;
 constexpr Bytes kAlignment = 256_B;  // at which values of a parameter begin in a buffer
 
 }  // namespace
+
+// Threads that fill buffers turn by turn, as these are opened to them.
+class HostIntake::Filling {
+ public:
+  Filling(HostIntake& intake, ThreadPool& threads)
+      : blocks_(intake.blocks_),
+        looks_(intake.looks_),
+        buffers_(intake.turns_.size()),
+        left_(std::make_unique<std::atomic<std::int64_t>[]>(intake.turns_.size())) {
+    for (std::size_t i = 0; i < intake.turns_.size(); ++i) left_[i] = intake.turns_[i].blocks;
+    leader_ = std::jthread([this, &threads] {
+      // After the blocks a turn for each thread to help with what is left to look at.
+      const auto kept = static_cast<std::int64_t>(blocks_.size());
+      threads.parallel_for(kept + threads.threads(), 1, [this](std::int64_t i, std::int64_t) {
+        if (static_cast<std::size_t>(i) < blocks_.size()) {
+          fill(blocks_[static_cast<std::size_t>(i)]);
+        } else {
+          while (look()) {
+          }
+        }
+      });
+    });
+  }
+
+  // Unless all turns were opened there has been an error: what is not begun is left alone.
+  ~Filling() {
+    if (opened_ < buffers_.size()) stopped_ = true;
+    opened_ = buffers_.size();
+    opened_.notify_all();
+  }
+
+  // The next turn's.
+  void open(std::byte* buffer) {
+    buffers_[opened_] = buffer;
+    ++opened_;
+    opened_.notify_all();
+  }
+
+  // Waits until a turn's buffer is full.
+  const std::byte* filled(std::size_t turn) {
+    for (std::int64_t left = left_[turn]; left > 0; left = left_[turn]) left_[turn].wait(left);
+    return buffers_[turn];
+  }
+
+ private:
+  bool look() {
+    const std::size_t next = next_look_.fetch_add(1);
+    if (next >= looks_.size() || stopped_) return false;
+    write_sums(looks_[next], kernels::fingerprint(looks_[next].bytes, nullptr));
+    return true;
+  }
+
+  void fill(const Block& block) {
+    for (std::size_t opened = opened_; opened <= block.turn; opened = opened_) {
+      if (!look()) opened_.wait(opened);
+    }
+    if (stopped_) return;
+    kernels::Fingerprint sums =
+        kernels::fingerprint_and_copy(buffers_[block.turn] + block.at, block.kept);
+    const bool all = block.kept.size() == block.bytes.size();
+    if (!all && block.fingerprint != nullptr) sums = kernels::fingerprint(block.bytes, nullptr);
+    write_sums(block, sums);
+    if (left_[block.turn].fetch_sub(1) == 1) left_[block.turn].notify_all();
+  }
+
+  static void write_sums(const Block& block, const kernels::Fingerprint& sums) {
+    if (block.fingerprint != nullptr) std::memcpy(block.fingerprint, &sums, sizeof(sums));
+  }
+
+  const std::vector<Block>& blocks_;
+  const std::vector<Block>& looks_;
+  std::vector<std::byte*> buffers_;                    // by turn
+  std::atomic<std::size_t> opened_{0};                 // turns whose buffers are there
+  std::unique_ptr<std::atomic<std::int64_t>[]> left_;  // blocks that are not there yet, by turn
+  std::atomic<std::size_t> next_look_{0};
+  std::atomic<bool> stopped_{false};
+  std::jthread leader_;  // the last: it ends before the others go
+};
 
 HostIntake::HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
                        engine::InitReport::Phase& phase)
@@ -52,94 +136,58 @@ void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
       block.kept = bytes_from(low, high);
       keep(param, low, high - low, block, dtype);
     } else if (block.fingerprint != nullptr) {
-      later_.push_back(block);
+      looks_.push_back(block);
     }
   }
 }
 
-void HostIntake::keep(int param, Numel begin, Numel count, const Block& block, DType dtype) {
-  const Bytes bytes(block.kept.size());
-  bool goes_on = !stores_.empty() && stores_.back().param == param &&
-                 stores_.back().begin + stores_.back().count == begin;
-  std::byte* const target = take_room(bytes, goes_on);
-  goes_on = goes_on && !stores_.empty();  // else a new buffer was begun
-  blocks_.push_back(block);
-  blocks_.back().target = target;
-  if (goes_on) {
-    stores_.back().count += count;
+void HostIntake::keep(int param, Numel begin, Numel count, Block block, DType dtype) {
+  const auto next_store = [&](const Turn& turn) {
+    return !turn.stores.empty() && turn.stores.back().param == param &&
+           turn.stores.back().begin + turn.stores.back().count == begin;
+  };
+  const auto place_in = [&](const Turn& turn) {
+    const Bytes used(static_cast<std::int64_t>(turn.used));
+    return (next_store(turn) ? used : align_up(used, kAlignment)).size();
+  };
+  const std::size_t room = kRing.buffer_bytes.size();
+  if (turns_.empty() || place_in(turns_.back()) + block.kept.size() > room) turns_.emplace_back();
+  Turn& turn = turns_.back();
+  block.turn = turns_.size() - 1;
+  block.at = place_in(turn);
+  if (next_store(turn)) {
+    turn.stores.back().count += count;
   } else {
-    stores_.push_back({param, begin, count, target, dtype});
+    turn.stores.push_back({param, begin, count, block.at, dtype});
   }
+  turn.used = block.at + block.kept.size();
+  ++turn.blocks;
+  blocks_.push_back(block);
 }
 
-std::byte* HostIntake::take_room(Bytes bytes, bool goes_on) {
-  Bytes at = goes_on ? used_ : align_up(used_, kAlignment);
-  if (!buffer_.empty() && at + bytes > Bytes(buffer_.size())) {
-    run();
-    at = Bytes();
-  }
-  if (buffer_.empty()) {
-    if (!ring_) ring_.emplace(kRing, engine_.device());
-    while (!later_.empty() && !ring_->ready(turn_)) {
-      take_later(2 * thread_count());
-      work_on_all();
-    }
-    buffer_ = ring_->buffer(turn_);
-  }
-  used_ = at + bytes;
-  return buffer_.data() + at.size();
-}
-
-void HostIntake::run() {
-  take_later(thread_count());  // for threads that find no block of the buffer any more
-  work_on_all();
-  for (const Store& store : stores_) {
-    engine_.weights().enqueue_store(store.param, store.begin, store.count, store.source,
+void HostIntake::enqueue(std::size_t turn, const std::byte* buffer) {
+  for (const Store& store : turns_[turn].stores) {
+    engine_.weights().enqueue_store(store.param, store.begin, store.count, buffer + store.at,
                                     store.dtype);
     phase_.moved(bytes_of(store.count, store.dtype));
   }
-  stores_.clear();
-  ring_->used_until(turn_, engine_.device().compute_stream().record());
-  ++turn_;
-  buffer_ = {};
-  used_ = Bytes();
-}
-
-std::size_t HostIntake::thread_count() const {
-  return static_cast<std::size_t>(threads_.threads());
-}
-
-void HostIntake::take_later(std::size_t most) {
-  const auto stop = later_.begin() + static_cast<std::ptrdiff_t>(std::min(later_.size(), most));
-  blocks_.insert(blocks_.end(), later_.begin(), stop);
-  later_.erase(later_.begin(), stop);
-}
-
-void HostIntake::work_on_all() {
-  threads_.parallel_for(static_cast<std::int64_t>(blocks_.size()), 1,
-                        [&](std::int64_t begin, std::int64_t end) {
-                          for (std::int64_t i = begin; i < end; ++i)
-                            work_on(blocks_[static_cast<std::size_t>(i)]);
-                        });
-  blocks_.clear();
-}
-
-void HostIntake::work_on(const Block& block) {
-  kernels::Fingerprint sums;
-  if (block.kept.empty()) {
-    sums = kernels::fingerprint(block.bytes, nullptr);
-  } else {
-    sums = kernels::fingerprint_and_copy(block.target, block.kept);
-    const bool all = block.kept.size() == block.bytes.size();
-    if (!all && block.fingerprint != nullptr) sums = kernels::fingerprint(block.bytes, nullptr);
-  }
-  if (block.fingerprint != nullptr) std::memcpy(block.fingerprint, &sums, sizeof(sums));
+  ring_->used_until(turns_done_ + turn, engine_.device().compute_stream().record());
 }
 
 void HostIntake::flush() {
-  if (!buffer_.empty()) run();
-  take_later(later_.size());
-  work_on_all();
+  if (!turns_.empty() && !ring_) ring_.emplace(kRing, engine_.device());
+  {
+    Filling filling(*this, threads_);
+    const std::size_t ahead = ring_ ? ring_->size() - kDrained : 0;  // turns that are being filled
+    for (std::size_t step = 0; step < turns_.size() + ahead; ++step) {
+      if (step >= ahead) enqueue(step - ahead, filling.filled(step - ahead));
+      if (step < turns_.size()) filling.open(ring_->buffer(turns_done_ + step).data());
+    }
+  }
+  turns_done_ += turns_.size();
+  turns_.clear();
+  blocks_.clear();
+  looks_.clear();
 }
 
 }  // namespace strata::torch

@@ -1,15 +1,16 @@
 // Values on the host on their way into the engine's weights. Several threads read each byte once:
 // they compute the fingerprints by which ranks compare, and copy what this rank keeps into a ring
-// of pinned buffers, which the device drains meanwhile. Blocks of which only the fingerprint is
-// wanted are read while all buffers are full, and in the end: the link waits for none of them.
-// Threads: the engine's, and those of the pool. Ownership: borrows all; values until flush(). Work
-// is in order with the current stream. Errors: OutOfMemoryError for the buffers, or as the engine's
+// of pinned buffers, which the device drains meanwhile. The ring is small enough to stay in the
+// processor's cache: what is written to it and read from it costs the memory nothing, and the model
+// is read at the memory's speed. Blocks of which only the fingerprint is wanted are read while all
+// buffers are full, and in the end: the link waits for none of them. Threads: the engine's, those
+// of the pool, and one that leads them. Ownership: borrows all; values until flush(). Work is in
+// order with the current stream. Errors: OutOfMemoryError for the buffers, or as the engine's
 // memory grows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
 #include <optional>
 #include <vector>
 
@@ -30,45 +31,47 @@ class HostIntake {
   // Elements of `param` from `begin` on have these values; contiguous. With a comparison it is the
   // whole parameter.
   void add(int param, Numel begin, const at::Tensor& values);
-  // All that was added has been read; the device may still be busy with it.
+  // Moves what was added. All of it has been read then; the device may still be busy with it.
   void flush();
   // Whether units that stay whole have been given whole: other ranks' parts were not, here.
   bool complete() const { return complete_; }
 
  private:
+  // What one thread reads at once.
   struct Block {
     std::span<const std::byte> bytes;  // to fingerprint
     char* fingerprint;                 // null: not wanted
-    std::span<const std::byte> kept;   // of them, what goes to `target`
-    std::byte* target;
+    std::span<const std::byte> kept;   // of them, what goes to the buffer
+    std::size_t turn;                  // of kept bytes: whose buffer
+    std::size_t at;                    // and where in it
   };
   struct Store {
     int param;
     Numel begin;
     Numel count;
-    const std::byte* source;
+    std::size_t at;  // in the buffer
     DType dtype;
   };
+  // What goes through one buffer.
+  struct Turn {
+    std::int64_t blocks = 0;
+    std::vector<Store> stores;
+    std::size_t used = 0;  // bytes of the buffer
+  };
+  class Filling;
 
-  void keep(int param, Numel begin, Numel count, const Block& block, DType dtype);
-  std::byte* take_room(Bytes bytes, bool goes_on);
-  void run();
-  void take_later(std::size_t most);
-  void work_on_all();
-  std::size_t thread_count() const;
-  static void work_on(const Block& block);
+  void keep(int param, Numel begin, Numel count, Block block, DType dtype);
+  void enqueue(std::size_t turn, const std::byte* buffer);
 
   engine::Engine& engine_;
   ThreadPool& threads_;
   Comparison* comparison_;
   engine::InitReport::Phase& phase_;
   std::optional<engine::StagingRing> ring_;  // none until something is kept
-  std::size_t turn_ = 0;
-  std::span<std::byte> buffer_;  // of this turn; empty: not taken yet
-  Bytes used_;                   // of it
-  std::vector<Block> blocks_;    // to be worked on next
-  std::vector<Store> stores_;    // of this turn
-  std::deque<Block> later_;      // only to be fingerprinted
+  std::size_t turns_done_ = 0;               // of the ring, before those below
+  std::vector<Turn> turns_;
+  std::vector<Block> blocks_;  // to be kept, in the order of their turns
+  std::vector<Block> looks_;   // only to be fingerprinted
   bool complete_ = true;
 };
 

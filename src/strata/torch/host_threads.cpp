@@ -75,4 +75,8 @@ int reference_threads(std::optional<int> wanted, int world_size) {
   return std::clamp(left, share, 2 * kMostHostThreads);
 }
 
+int reading_threads(int threads) {
+  return std::clamp(threads, 4, 16);
+}
+
 }  // namespace strata::torch

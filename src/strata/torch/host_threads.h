@@ -25,4 +25,8 @@ int host_threads(std::optional<int> wanted, int world_size);
 // keeps, at the speed of its link: rank 0 takes the cores that the links leave, too.
 int reference_threads(std::optional<int> wanted, int world_size);
 
+// Of a rank's `threads` those that read files at once: as many as the page cache needs to be read
+// at the memory's speed, and as a drive needs to be busy.
+int reading_threads(int threads);
+
 }  // namespace strata::torch

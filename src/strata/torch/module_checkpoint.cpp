@@ -13,6 +13,7 @@
 #include "strata/engine/weight_saver.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/dtype.h"
+#include "strata/torch/host_threads.h"
 
 namespace strata::torch {
 namespace {
@@ -111,7 +112,7 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   engine::together(collectives, fmt::format("loading '{}'", path), [&] {
-    io::ThreadEngine io;
+    io::ThreadEngine io({.threads = reading_threads(model.threads())});
     engine::load_weights(engine, plan->index, *plan->map, params, io, {},
                          io::read_way_from(model.config().strata.init_read).value());
     for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);

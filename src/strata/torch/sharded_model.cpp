@@ -77,8 +77,9 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
     give_back(originals);
     throw;
   }
-  freeing_ = std::jthread([values = originals.release()]() mutable { free(std::move(values)); });
-  release_cached_memory(runtime_.place);
+  std::vector<at::Tensor> values = originals.release();
+  release_cached_memory(runtime_.place);  // maps nothing while much is unmapped
+  freeing_ = std::jthread([values = std::move(values)]() mutable { free(std::move(values)); });
 }
 
 // Before anything is asked that ranks answer together.

@@ -113,6 +113,7 @@ class ShardedModel {
   const engine::Config& config() const { return config_; }
   ParameterSet& parameters() { return parameters_; }
   c10::Device place() const { return runtime_.place; }
+  int threads() const { return runtime_.threads; }  // that work on host memory
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
   // What the ledger will say of the device when this model has been trained for some steps.
   forecast::MemoryForecast memory_forecast();
