@@ -98,6 +98,8 @@ struct Given {
   bool complete = false;
 };
 
+constexpr engine::StagingOptions kSmallRing{4, 1_MiB};
+
 // Gives a live engine new values through the ring, and compares them over the ranks.
 Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameters) {
   Given given;
@@ -106,7 +108,7 @@ Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameter
   Comparison comparison(engine.collectives(), parameters);
   {
     engine::InitReport::Phase phase(engine.init_report(), "move in", Bytes());
-    HostIntake intake(engine, threads, &comparison, phase);
+    HostIntake intake(engine, threads, &comparison, phase, /*at_once=*/true, kSmallRing);
     for (const engine::Unit& unit : engine.weights().units()) {
       for (const int param : unit.spec.params)
         intake.add(param, Numel(), parameters[static_cast<std::size_t>(param)].variable.detach());

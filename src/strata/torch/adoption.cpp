@@ -39,7 +39,7 @@ class Adoption {
   std::vector<bool> blocks_kept(int param) const;
   void look_at(Fingerprints& fingerprints, int param);
   void look_in_place();
-  void move_in(Comparison* comparison);
+  void move_in(Comparison* comparison, bool at_once);
   void take_over();
   void take_in(int param);
   void take_all(bool piecewise);
@@ -148,11 +148,11 @@ void Adoption::look_in_place() {
 
 // This rank's own values from the host. With a comparison the ranks have yet to compare; what rank
 // 0 has otherwise comes on top.
-void Adoption::move_in(Comparison* comparison) {
+void Adoption::move_in(Comparison* comparison, bool at_once) {
   const std::vector<int> params = those(true);
   if (params.empty()) return;
   engine::InitReport::Phase phase(engine_.init_report(), "move in", owned_bytes(params));
-  HostIntake intake(engine_, threads_, comparison, phase);
+  HostIntake intake(engine_, threads_, comparison, phase, at_once);
   for (const int param : params) {
     const at::Tensor values = originals_.of(param).contiguous();
     intake.add(param, Numel(), values);
@@ -209,6 +209,7 @@ void Adoption::take_in(int param) {
 
 // `piecewise`: the values' memory goes back to the system as the engine's grows.
 void Adoption::take_all(bool piecewise) {
+  if (!piecewise) engine_.weights().back_all();
   engine::InitReport::Phase phase(engine_.init_report(), "place values", whole_bytes(those(false)));
   Bytes freed;
   for (const int param : order_) {
@@ -267,9 +268,8 @@ void Adoption::exchange_places() {
   }
   for (const int param : order_) originals_.give_up(param);
   release_cached_memory(place_);
-  engine_.weights().back_all();
   engine::InitReport::Phase phase(engine_.init_report(), "move in", total);
-  HostIntake intake(engine_, threads_, nullptr, phase);
+  HostIntake intake(engine_, threads_, nullptr, phase, true);
   for (std::size_t i = 0; i < order_.size(); ++i)
     intake.add(order_[i], engine_.weights().owned_range(order_[i]).first, parts[i]);
   intake.flush();
@@ -278,8 +278,7 @@ void Adoption::exchange_places() {
 
 bool Adoption::run(plan::InitTier tier) {
   const bool beside = tier == plan::InitTier::kBornFlat || tier == plan::InitTier::kDeviceCopy;
-  if (beside || those(false).empty()) engine_.weights().back_all();
-  move_in(&comparison_);
+  move_in(&comparison_, beside || those(false).empty());
   if (comparison_.wanted()) {
     engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
     look_in_place();
@@ -292,8 +291,7 @@ bool Adoption::run(plan::InitTier tier) {
   }
   if (distributed || tier == plan::InitTier::kHost) {
     move_out();
-    engine_.weights().back_all();
-    move_in(nullptr);
+    move_in(nullptr, true);
   }
   take_over();
   take_all(tier == plan::InitTier::kDeviceGrow);

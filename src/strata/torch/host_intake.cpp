@@ -13,11 +13,6 @@
 namespace strata::torch {
 namespace {
 
-// All ranks' rings together fit the last cache of a processor, and one buffer is a copy that costs
-// the device little to begin.
-constexpr engine::StagingOptions kRing{8, 4_MiB};
-// Buffers that the device drains, or is about to, while threads fill the others.
-constexpr std::size_t kDrained = 3;
 constexpr Bytes kAlignment = 256_B;  // at which values of a parameter begin in a buffer
 
 }  // namespace
@@ -101,8 +96,16 @@ class HostIntake::Filling {
 };
 
 HostIntake::HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
-                       engine::InitReport::Phase& phase)
-    : engine_(engine), threads_(threads), comparison_(comparison), phase_(phase) {}
+                       engine::InitReport::Phase& phase, bool at_once,
+                       const engine::StagingOptions& ring)
+    : engine_(engine),
+      threads_(threads),
+      comparison_(comparison),
+      phase_(phase),
+      at_once_(at_once),
+      ring_options_(ring) {
+  STRATA_ASSERT(ring.buffers > static_cast<int>(kDrained) && ring.buffer_bytes >= kBlock);
+}
 
 void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
   STRATA_ASSERT(values.is_cpu() && values.is_contiguous());
@@ -150,7 +153,7 @@ void HostIntake::keep(int param, Numel begin, Numel count, Block block, DType dt
     const Bytes used(static_cast<std::int64_t>(turn.used));
     return (next_store(turn) ? used : align_up(used, kAlignment)).size();
   };
-  const std::size_t room = kRing.buffer_bytes.size();
+  const std::size_t room = ring_options_.buffer_bytes.size();
   if (turns_.empty() || place_in(turns_.back()) + block.kept.size() > room) turns_.emplace_back();
   Turn& turn = turns_.back();
   block.turn = turns_.size() - 1;
@@ -175,11 +178,12 @@ void HostIntake::enqueue(std::size_t turn, const std::byte* buffer) {
 }
 
 void HostIntake::flush() {
-  if (!turns_.empty() && !ring_) ring_.emplace(kRing, engine_.device());
   {
-    Filling filling(*this, threads_);
+    Filling filling(*this, threads_);  // looks, until there are buffers
+    if (!turns_.empty() && !ring_) ring_.emplace(ring_options_, engine_.device());
     const std::size_t ahead = ring_ ? ring_->size() - kDrained : 0;  // turns that are being filled
     for (std::size_t step = 0; step < turns_.size() + ahead; ++step) {
+      if (step == ahead && at_once_) engine_.weights().back_all();  // while buffers are filled
       if (step >= ahead) enqueue(step - ahead, filling.filled(step - ahead));
       if (step < turns_.size()) filling.open(ring_->buffer(turns_done_ + step).data());
     }

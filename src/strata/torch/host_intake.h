@@ -23,10 +23,18 @@ namespace strata::torch {
 
 class HostIntake {
  public:
+  // All ranks' rings together fit the last cache of a processor, and one buffer is a copy that
+  // costs the device little to begin.
+  static constexpr engine::StagingOptions kRing{8, 4_MiB};
+  // Buffers that the device drains, or is about to, while threads fill the others.
+  static constexpr std::size_t kDrained = 3;
+
   // `comparison`: gets the fingerprints; null: nothing is compared any more. `phase` is told what
-  // was moved.
+  // was moved. `at_once`: there is room for all of the engine's weights, so they need not grow unit
+  // by unit. `ring`: more than kDrained buffers of at least kBlock.
   HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
-             engine::InitReport::Phase& phase);
+             engine::InitReport::Phase& phase, bool at_once,
+             const engine::StagingOptions& ring = kRing);
 
   // Elements of `param` from `begin` on have these values; contiguous. With a comparison it is the
   // whole parameter.
@@ -67,6 +75,8 @@ class HostIntake {
   ThreadPool& threads_;
   Comparison* comparison_;
   engine::InitReport::Phase& phase_;
+  bool at_once_;
+  engine::StagingOptions ring_options_;
   std::optional<engine::StagingRing> ring_;  // none until something is kept
   std::size_t turns_done_ = 0;               // of the ring, before those below
   std::vector<Turn> turns_;
