@@ -1,4 +1,4 @@
-// How fast a file is read as loading reads: through a ring of sixteen buffers of 2 MiB, by threads.
+// How fast a file is read as loading reads: through a ring of eight buffers of 4 MiB, by threads.
 //   strata_bench_io [--folder .] [--mib 2048] [--threads 4] [--repetitions 3]
 // Makes a file in the folder, and removes it. Rows: the file outside of the page cache (written
 // back, then dropped) and inside; columns: buffered and direct reads in turns, GB/s, median; and
@@ -23,8 +23,8 @@
 namespace strata::io {
 namespace {
 
-constexpr Bytes kBuffer = 2_MiB;
-constexpr std::size_t kBuffers = 16;
+constexpr Bytes kBuffer = 4_MiB;
+constexpr std::size_t kBuffers = 8;
 
 struct Request {
   std::string folder = ".";
@@ -90,7 +90,7 @@ class Bench {
         sample_(request, memory_.bytes()),
         file_(sample_.path(), File::Mode::kRead),
         direct_(file_.direct()),
-        io_({.threads = request.threads}) {
+        io_({.threads = request.threads, .piece = 1_MiB}) {
     for (std::size_t i = 0; i < kBuffers; ++i) {
       buffers_.push_back(memory_.bytes().subspan(i * kBuffer.size(), kBuffer.size()));
     }

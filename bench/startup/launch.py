@@ -7,8 +7,7 @@ import memory_use
 from engine_processes import EngineProcesses
 from rank import LIMIT, rank_main
 
-SAMPLE_S = 0.02
-SAMPLE_SHARE = 0.05  # of the time at most: the kernel holds a process's memory map while it counts
+SAMPLE_S = 0.01
 
 
 class Ranks(EngineProcesses):
@@ -28,7 +27,7 @@ class Ranks(EngineProcesses):
 
         Returns:
             [what a rank told]: the dicts of "ready" and "done" in one, with "data_peak": the most bytes of
-            proportional memory seen until it was ready. Of the limit, what it measured.
+            data seen until it was ready. Of the limit, what it measured.
         """
         deadline = time.monotonic() + deadline_s
         self.order(changes)
@@ -42,8 +41,7 @@ class Ranks(EngineProcesses):
 
     def _sample(self, peaks):
         """Takes memory into ``peaks``; the seconds until the next time."""
-        started = time.perf_counter()
         for index, pid in enumerate(self.pids()):
             with contextlib.suppress(OSError):
-                peaks[index] = max(peaks[index], memory_use.proportional_data(pid))
-        return max(SAMPLE_S, (time.perf_counter() - started) / SAMPLE_SHARE)
+                peaks[index] = max(peaks[index], memory_use.resident_data(pid))
+        return SAMPLE_S

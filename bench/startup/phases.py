@@ -22,7 +22,7 @@ class Clock:
         self.phases = []
         self.meet()
         memory_use.forget_peak()
-        self.data_at_start = memory_use.proportional_data()
+        self.data_at_start = memory_use.resident_data()
         self.device_at_start = self._sampler.used()
         self.meet()
         self._sampler.start()
@@ -70,6 +70,7 @@ class Clock:
             "device_ready": self._sampler.used(),
             "longest_sample_gap_s": self._sampler.longest_gap_s,
             "data_at_start": self.data_at_start,
-            "data_ready": memory_use.proportional_data(),
+            "data_ready": memory_use.resident_data(),
+            "pss_ready": memory_use.proportional_data(),
             "peak_resident": memory_use.peak_resident(),
         }

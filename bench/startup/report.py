@@ -31,6 +31,7 @@ def summarise(told):
         "device_ready": most("device_ready"),
         "longest_sample_gap_s": most("longest_sample_gap_s"),
         "host_data_peak": most("data_peak"),
+        "host_pss_ready": most("pss_ready"),
         "host_data_added": max(a["data_peak"] - a["data_at_start"] for a in told),
         "host_peak_resident": most("peak_resident"),
         "pinned": max(pinned, default=None),
@@ -58,13 +59,14 @@ def summarise_limit(told):
 def engine_table(rows):
     """A line for each engine that ran."""
     headings = ["engine", "load s", "init s", "ready s", "CPU s", "dev start", "dev peak", "dev ready"]
-    headings += ["host peak", "host added", "VmHWM", "pinned", "loss"]
+    headings += ["host peak", "host added", "Pss", "VmHWM", "pinned", "loss"]
     lines = [headings]
     for name, row in rows.items():
         seconds = [f"{row[key]:.2f}" for key in ("load_s", "initialize_s", "total_s")]
         device = [gib(row[key]) if row["device_peak"] else "-" for key in ("device_at_start", "device_peak")]
         device.append(gib(row["device_ready"]) if row["device_peak"] else "-")
-        host = [gib(row[key]) for key in ("host_data_peak", "host_data_added", "host_peak_resident", "pinned")]
+        host_keys = ("host_data_peak", "host_data_added", "host_pss_ready", "host_peak_resident", "pinned")
+        host = [gib(row[key]) for key in host_keys]
         loss = f"{row['losses'][-1]:.4f}" if row["losses"] else "-"
         lines.append([name, *seconds, f"{row['cpu_s']:.1f}", *device, *host, loss])
     return columns(lines)

@@ -147,7 +147,7 @@ void bind_checkpoint(py::module_& module) {
       "load_ranges",
       [](ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
          const std::vector<int>& params) {
-        io::ThreadEngine io({.threads = torch::reading_threads(model.threads())});
+        io::ThreadEngine io(torch::reading_options(model.threads()));
         return engine::load_weights(model.engine(), checkpoint.index(), map, params, io, {},
                                     io::read_way_from(model.config().strata.init_read).value())
             .read.value;

@@ -71,6 +71,41 @@ TYPED_TEST_P(StateStoreConformance, ABlockBeginsAsZeroesOfItsSize) {
   }
 }
 
+TYPED_TEST_P(StateStoreConformance, BlocksThatComeTogetherAreBlocksLikeOthers) {
+  const auto kinds = {memory::Kind::kMasterWeights, memory::Kind::kOptimizerState};
+  this->add("before", 100_B);
+  std::vector<BlockSpec> specs;
+  for (int i = 0; i < 4; ++i) {
+    for (const memory::Kind kind : kinds)
+      specs.push_back({"block " + std::to_string(i), Bytes(i * 1001), kind});
+  }
+  const std::vector<BlockId> blocks = this->store_->add_all(specs);
+  ASSERT_EQ(blocks.size(), specs.size());
+  std::vector<std::unique_ptr<Lease>> leases;
+  std::vector<std::vector<std::byte>> contents;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    EXPECT_EQ(this->read(blocks[i]), std::vector<std::byte>(specs[i].bytes.size()));
+    leases.push_back(this->store_->fetch(blocks[i], Access::kReadWrite));
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(leases[i]->bytes().data()) % 64, 0U);
+    contents.push_back(this->random_content(specs[i].bytes, static_cast<std::uint32_t>(i)));
+    this->harness_.write(leases[i]->bytes(), contents[i]);
+  }
+  leases.clear();
+  for (std::size_t i = 0; i < specs.size(); ++i) EXPECT_EQ(this->read(blocks[i]), contents[i]);
+  EXPECT_TRUE(this->store_->add_all({}).empty());
+  for (const memory::Kind kind : kinds) EXPECT_GE(this->harness_.charged(kind), 6006_B);
+}
+
+TYPED_TEST_P(StateStoreConformance, OfBlocksThatDoNotFitTogetherNoneIsThere) {
+  const Bytes half = TypeParam::kRoom - 1000_B;
+  EXPECT_THROW(this->store_->add_all({{"one", half, memory::Kind::kMasterWeights},
+                                      {"other", half, memory::Kind::kOptimizerState}}),
+               OutOfMemoryError);
+  EXPECT_EQ(this->harness_.charged(memory::Kind::kMasterWeights), 0_B);
+  EXPECT_THROW(this->store_->size_of(0), UsageError);
+  EXPECT_EQ(this->store_->size_of(this->add("fits", half)), half);
+}
+
 TYPED_TEST_P(StateStoreConformance, ALeaseIsAlignedTo64Bytes) {
   for (int i = 1; i < 6; ++i) {
     const BlockId block = this->add("block", Bytes(i * 7));
@@ -180,7 +215,9 @@ TYPED_TEST_P(StateStoreConformance, ChargesItsTierByKindUntilItGoes) {
 }
 
 REGISTER_TYPED_TEST_SUITE_P(StateStoreConformance, SaysItsTier, ABlockBeginsAsZeroesOfItsSize,
-                            ALeaseIsAlignedTo64Bytes, WhatWasWrittenSurvivesManyFetchesInAnyOrder,
+                            BlocksThatComeTogetherAreBlocksLikeOthers,
+                            OfBlocksThatDoNotFitTogetherNoneIsThere, ALeaseIsAlignedTo64Bytes,
+                            WhatWasWrittenSurvivesManyFetchesInAnyOrder,
                             SeveralBlocksAreLeasedTogether, AWrongReadAheadIsHarmless,
                             ASecondLeaseOfABlockIsRefusedByName, AnUnknownBlockIsAnError,
                             RunningOutAtAddLeavesTheEarlierBlocksAsTheyWere,

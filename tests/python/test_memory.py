@@ -49,8 +49,9 @@ def test_each_rank_holds_its_share(world, dtype):
     for told in run_ranks(world, _shares, dtype, live):
         shard, peaks = told["shard"], told["peaks"]
         assert peaks["weights"] <= told["width"] * shard + 4096 * len(told["units"])  # units start on pages
-        # Beside bf16 weights, what they lack of fp32: 17 bits.
-        assert peaks.get("master weights", 0) == (17 * shard // 8 if dtype == "bf16" else 0)
+        # Beside bf16 weights, what they lack of fp32: 17 bits, each unit's in whole lines of the cache.
+        masters = 17 * shard // 8 if dtype == "bf16" else 0
+        assert masters <= peaks.get("master weights", 0) <= masters + 63 * len(told["units"]) * bool(masters)
         assert peaks["optimizer state"] == 8 * shard
         assert peaks["gathered weights"] <= max(live, 2 * told["largest"])
         assert 4 * shard <= peaks["gradient shards"] <= 4 * shard + 4096 * len(told["units"])

@@ -225,9 +225,10 @@ class SmallStore final : public offload::StateStore {
   SmallStore(std::shared_ptr<offload::StateStore> store, int most)
       : store_(std::move(store)), most_(most) {}
   memory::Tier tier() const override { return store_->tier(); }
-  offload::BlockId add(std::string name, Bytes bytes, memory::Kind kind) override {
-    if (most_-- == 0) throw OutOfMemoryError("the store is full");
-    return store_->add(std::move(name), bytes, kind);
+  std::vector<offload::BlockId> add_all(std::vector<offload::BlockSpec> blocks) override {
+    most_ -= static_cast<int>(blocks.size());
+    if (most_ < 0) throw OutOfMemoryError("the store is full");
+    return store_->add_all(std::move(blocks));
   }
   Bytes size_of(offload::BlockId block) const override { return store_->size_of(block); }
   std::unique_ptr<offload::Lease> fetch(offload::BlockId block, offload::Access access) override {

@@ -56,9 +56,9 @@ TEST(HostThreads, OfTheRankThatReadsAllAreWhatTheOthersLeave) {
 }
 
 TEST(HostThreads, ReadWithinBounds) {
-  EXPECT_EQ(reading_threads(1), 4);
-  EXPECT_EQ(reading_threads(12), 12);
-  EXPECT_EQ(reading_threads(64), 16);
+  EXPECT_EQ(reading_options(1).threads, 4);
+  EXPECT_EQ(reading_options(12).threads, 12);
+  EXPECT_EQ(reading_options(64).threads, 16);
 }
 
 TEST(HostThreads, CountTheRanksOfThisHostAlone) {

@@ -19,15 +19,16 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
 
 void AdamOptimizer::prepare() {
   if (!states_.empty()) return;
+  std::vector<offload::BlockSpec> blocks;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const Bytes bytes = bytes_of(unit.layout.shard(), DType::kFloat32);
-    const auto kind = memory::Kind::kOptimizerState;
-    states_.push_back({store_.add(unit.name() + ".exp_avg", bytes, kind),
-                       store_.add(unit.name() + ".exp_avg_sq", bytes, kind)});
-    fetch_list_.push_back(states_.back().exp_avg);
-    fetch_list_.push_back(states_.back().exp_avg_sq);
+    for (const char* const state : {".exp_avg", ".exp_avg_sq"})
+      blocks.push_back({unit.name() + state, bytes, memory::Kind::kOptimizerState});
   }
+  fetch_list_ = store_.add_all(std::move(blocks));
+  for (std::size_t i = 0; i < fetch_list_.size(); i += 2)
+    states_.push_back({fetch_list_[i], fetch_list_[i + 1]});
 }
 
 void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,

@@ -23,8 +23,8 @@ namespace strata::engine {
 // is read from the page cache into larger ones goes through the memory three times instead of once,
 // and takes twice as long.
 struct StagingOptions {
-  int buffers = 16;
-  Bytes buffer_bytes = 2_MiB;
+  int buffers = 8;
+  Bytes buffer_bytes = 4_MiB;
 };
 
 class StagingRing {

@@ -74,16 +74,27 @@ void Weights::back(int unit) {
   };
   // At once: every growth costs a mapping, here and at every peer.
   memory_->back(units_[end - 1].slices.first_offset + bytes_of_unit(units_[end - 1]));
-  for (auto next = begin; next < end; ++next) {
-    const Unit& u = units_[next];
-    charge_.grow(bytes_of_unit(u));
-    const Bytes masters = plan::master_bytes(master_form(u.id), u.layout.shard());
-    STRATA_ASSERT(master_form(u.id) != plan::MasterForm::kRemainder ||
-                  masters == kernels::remainder_bytes(u.layout.shard()));
-    master_blocks_.push_back(
-        masters.value > 0 ? states_.add(u.name() + ".master", masters, memory::Kind::kMasterWeights)
-                          : -1);
+  const auto added = std::span(units_).subspan(begin, end - begin);
+  const auto has_masters = [&](const Unit& u) { return masters_of(u).value > 0; };
+  std::vector<offload::BlockSpec> blocks;
+  for (const Unit& u : added) {
+    if (has_masters(u))
+      blocks.push_back({u.name() + ".master", masters_of(u), memory::Kind::kMasterWeights});
   }
+  const std::vector<offload::BlockId> ids = states_.add_all(std::move(blocks));
+  auto next = ids.begin();
+  for (const Unit& u : added) {
+    charge_.grow(bytes_of_unit(u));
+    master_blocks_.push_back(has_masters(u) ? *next++ : -1);
+  }
+}
+
+Bytes Weights::masters_of(const Unit& unit) const {
+  const plan::MasterForm form = master_form(unit.id);
+  const Bytes bytes = plan::master_bytes(form, unit.layout.shard());
+  STRATA_ASSERT(form != plan::MasterForm::kRemainder ||
+                bytes == kernels::remainder_bytes(unit.layout.shard()));
+  return bytes;
 }
 
 void Weights::back_all() {

@@ -72,6 +72,7 @@ class Weights {
  private:
   // Takes the memory of the units up to this one.
   void back(int unit);
+  Bytes masters_of(const Unit& unit) const;
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype);
   void write(std::byte* target, DType dtype, Numel numel, const std::byte* source,

@@ -35,9 +35,10 @@ struct MasterRemainder {
   MasterRemainder from(std::size_t first) const { return {low + first, halves_up + first / 8}; }
 };
 
-// The memory of `numel` elements, and the arrays in it.
+// The memory of `numel` elements, in whole lines of 64 bytes so that one may follow another, and the
+// arrays in it.
 inline Bytes remainder_bytes(Numel numel) {
-  return Bytes(2 * numel.value + (numel.value + 7) / 8);
+  return align_up(Bytes(2 * numel.value + (numel.value + 7) / 8), 64_B);
 }
 inline MasterRemainder remainder_over(std::span<std::byte> memory, Numel numel) {
   return {reinterpret_cast<std::uint16_t*>(memory.data()),

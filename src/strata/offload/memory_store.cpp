@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <map>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -10,6 +11,8 @@
 
 namespace strata::offload {
 namespace {
+
+constexpr Bytes kAlignment = 64_B;  // of a block in its buffer
 
 class HostMemory final : public device::Memory {
  public:
@@ -43,7 +46,8 @@ memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& bu
 struct MemoryStore::Block {
   std::string name;
   Bytes size;
-  std::unique_ptr<device::Memory> memory;
+  std::shared_ptr<device::Memory> memory;
+  Bytes offset;
   bool leased = false;
 };
 
@@ -55,7 +59,9 @@ class MemoryStore::BlockLease final : public Lease {
   ~BlockLease() override { block_->leased = false; }
   BlockLease(const BlockLease&) = delete;
   BlockLease& operator=(const BlockLease&) = delete;
-  std::span<std::byte> bytes() override { return block_->memory->bytes(); }
+  std::span<std::byte> bytes() override {
+    return block_->memory->bytes().subspan(block_->offset.size(), block_->size.size());
+  }
 
  private:
   const std::shared_ptr<Block> block_;
@@ -87,14 +93,26 @@ std::unique_ptr<MemoryStore> MemoryStore::on_host(HostStoreOptions options) {
 MemoryStore::MemoryStore(memory::Tier tier, Allocate allocate)
     : tier_(tier), allocate_(std::move(allocate)) {}
 
-BlockId MemoryStore::add(std::string name, Bytes bytes, memory::Kind kind) {
-  STRATA_ASSERT(bytes.value >= 0);
-  auto block = std::make_shared<Block>();
-  block->name = std::move(name);
-  block->size = bytes;
-  block->memory = allocate_(bytes, kind);
-  blocks_.push_back(std::move(block));
-  return static_cast<BlockId>(blocks_.size() - 1);
+std::vector<BlockId> MemoryStore::add_all(std::vector<BlockSpec> blocks) {
+  std::map<memory::Kind, Bytes> used;
+  std::vector<std::shared_ptr<Block>> added;
+  for (BlockSpec& spec : blocks) {
+    STRATA_ASSERT(spec.bytes.value >= 0);
+    Bytes& end = used[spec.kind];
+    const Bytes offset = align_up(end, kAlignment);
+    end = offset + spec.bytes;
+    added.push_back(std::make_shared<Block>(
+        Block{std::move(spec.name), spec.bytes, nullptr, offset, /*leased=*/false}));
+  }
+  std::map<memory::Kind, std::shared_ptr<device::Memory>> memory;
+  for (const auto& [kind, bytes] : used) memory[kind] = allocate_(bytes, kind);
+  std::vector<BlockId> ids;
+  for (std::size_t i = 0; i < added.size(); ++i) {
+    added[i]->memory = memory.at(blocks[i].kind);
+    ids.push_back(static_cast<BlockId>(blocks_.size()));
+    blocks_.push_back(std::move(added[i]));
+  }
+  return ids;
 }
 
 Bytes MemoryStore::size_of(BlockId block) const {

@@ -1,6 +1,7 @@
-// StateStore in memory: every block is a buffer of its own, a lease is that buffer. One class for
-// the device and the host tier, which differ only in who allocates.
-// Threads: one at a time. Ownership: the store owns the blocks; a lease keeps its own block alive.
+// StateStore in memory: a lease is the block itself. Blocks that were added together lie in one
+// buffer, each at a multiple of 64 bytes; the buffer is charged. One class for the device and the
+// host tier, which differ only in who allocates.
+// Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own alive.
 // On a device, work on a lease is complete before the lease is given back.
 // Errors: OutOfMemoryError from add(); UsageError for a block that does not exist or is leased
 // already.
@@ -36,7 +37,7 @@ class MemoryStore final : public StateStore {
   static std::unique_ptr<MemoryStore> on_host(HostStoreOptions options);
 
   memory::Tier tier() const override { return tier_; }
-  BlockId add(std::string name, Bytes bytes, memory::Kind kind) override;
+  std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
   Bytes size_of(BlockId block) const override;
   std::unique_ptr<Lease> fetch(BlockId block, Access access) override;
   void read_ahead(std::span<const BlockId> /*blocks*/) override {}  // all blocks are in memory

@@ -13,6 +13,8 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
@@ -22,6 +24,12 @@ namespace strata::offload {
 using BlockId = std::int32_t;
 
 enum class Access { kRead, kReadWrite };
+
+struct BlockSpec {
+  std::string name;
+  Bytes bytes;
+  memory::Kind kind;
+};
 
 // Borrowed memory of one block. Giving it back (destroying it) after kReadWrite keeps what was
 // written.
@@ -35,8 +43,12 @@ class StateStore {
  public:
   virtual ~StateStore() = default;
   virtual memory::Tier tier() const = 0;
-  // Declares a block of zeroes. Space is taken now, so that a store that is too small fails here.
-  virtual BlockId add(std::string name, Bytes bytes, memory::Kind kind) = 0;
+  // Declares blocks of zeroes. Space is taken now, so that a store that is too small fails here,
+  // and has none of them then. Blocks that come together cost one allocation a kind.
+  virtual std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) = 0;
+  BlockId add(std::string name, Bytes bytes, memory::Kind kind) {
+    return add_all({{std::move(name), bytes, kind}}).front();
+  }
   virtual Bytes size_of(BlockId block) const = 0;
   virtual std::unique_ptr<Lease> fetch(BlockId block, Access access) = 0;
   // Announces the next fetches, in order. A hint: a wrong one costs time only.

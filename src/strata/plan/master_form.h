@@ -31,7 +31,7 @@ inline Bytes master_bytes(MasterForm form, Numel numel) {
     case MasterForm::kFloat32:
       return bytes_of(numel, DType::kFloat32);
     case MasterForm::kRemainder:
-      return Bytes(2 * numel.value + (numel.value + 7) / 8);
+      return align_up(Bytes(2 * numel.value + (numel.value + 7) / 8), 64_B);
   }
   return Bytes();
 }

@@ -75,8 +75,8 @@ int reference_threads(std::optional<int> wanted, int world_size) {
   return std::clamp(left, share, 2 * kMostHostThreads);
 }
 
-int reading_threads(int threads) {
-  return std::clamp(threads, 4, 16);
+io::ThreadEngineOptions reading_options(int threads) {
+  return {.threads = std::clamp(threads, 4, 16), .piece = 1_MiB};
 }
 
 }  // namespace strata::torch

@@ -6,6 +6,8 @@
 
 #include <optional>
 
+#include "strata/io/thread_engine.h"
+
 namespace strata::torch {
 
 // More than these bring no more bytes a second from one socket's memory.
@@ -25,8 +27,8 @@ int host_threads(std::optional<int> wanted, int world_size);
 // keeps, at the speed of its link: rank 0 takes the cores that the links leave, too.
 int reference_threads(std::optional<int> wanted, int world_size);
 
-// Of a rank's `threads` those that read files at once: as many as the page cache needs to be read
-// at the memory's speed, and as a drive needs to be busy.
-int reading_threads(int threads);
+// How a rank of `threads` reads files: with as many at once as the page cache needs to be read at
+// the memory's speed, and as a drive needs to be busy, all of them on the buffers of one ring.
+io::ThreadEngineOptions reading_options(int threads);
 
 }  // namespace strata::torch

@@ -112,7 +112,7 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   engine::together(collectives, fmt::format("loading '{}'", path), [&] {
-    io::ThreadEngine io({.threads = reading_threads(model.threads())});
+    io::ThreadEngine io(reading_options(model.threads()));
     engine::load_weights(engine, plan->index, *plan->map, params, io, {},
                          io::read_way_from(model.config().strata.init_read).value());
     for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
