@@ -35,8 +35,8 @@ struct MasterRemainder {
   MasterRemainder from(std::size_t first) const { return {low + first, halves_up + first / 8}; }
 };
 
-// The memory of `numel` elements, in whole lines of 64 bytes so that one may follow another, and the
-// arrays in it.
+// The memory of `numel` elements, in whole lines of 64 bytes so that one may follow another, and
+// the arrays in it.
 inline Bytes remainder_bytes(Numel numel) {
   return align_up(Bytes(2 * numel.value + (numel.value + 7) / 8), 64_B);
 }
