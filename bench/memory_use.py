@@ -6,11 +6,7 @@ MIB = 1 << 20
 def peak_resident(pid="self"):
     """Bytes: the most that was resident since the start or the last ``forget_peak``. Pages of shared memory
     count in full in every process that touched them."""
-    with open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return _sum_of(f"/proc/{pid}/status", "VmHWM:")
 
 
 def forget_peak():
@@ -25,22 +21,18 @@ def forget_peak():
 def resident_data(pid="self"):
     """Bytes of data: anonymous and shared memory, the latter in full. What the kernel keeps count of: unlike
     ``proportional_data``, which walks all pages and has the process wait meanwhile whenever it maps memory."""
-    kibibytes = 0
-    with open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                kibibytes += int(line.split()[1])
-    return kibibytes * 1024
+    return _sum_of(f"/proc/{pid}/status", "RssAnon:", "RssShmem:")
 
 
 def proportional_data(pid="self"):
     """Bytes of data: anonymous and shared memory, the latter divided by the processes that map it. Pages of
     files (libraries, code) are left out."""
-    kibibytes = 0
-    with open(f"/proc/{pid}/smaps_rollup") as file:
-        for line in file:
-            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                kibibytes += int(line.split()[1])
-    return kibibytes * 1024
+    return _sum_of(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
+
+
+def _sum_of(path, *keys):
+    """Bytes, of lines such as "VmHWM:  12 kB"."""
+    with open(path) as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(keys))
 
 

@@ -11,6 +11,7 @@ each rank puts its part on its GPU, and the same all-gather follows.
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PIECES = (8 << 20, 2 << 20)  # that a thread reads at once: small ones stay in the cache, large ones cost fewer calls
@@ -185,14 +186,12 @@ class Limit:
         def look(index, at, size):
             self._model[at // 8 : (at + size) // 8].sum()
 
-        readers = None
-        if self._context.rank == 0:
+        with ThreadPoolExecutor(1) as beside:
+            end = self._model.nbytes if self._context.rank == 0 else self._end
             threads = max(self._threads, self._context.cores - (self._world - 1) * LINK_THREADS)
-            readers = threading.Thread(target=_in_threads, args=(threads, self._end, self._model.nbytes, look))
-            readers.start()
-        _in_threads(self._threads, self._first, self._end, move, piece)
-        if readers is not None:
-            readers.join()
+            looking = beside.submit(_in_threads, threads, self._end, end, look)
+            _in_threads(self._threads, self._first, self._end, move, piece)
+            looking.result()
 
     def _gather(self):
         """In place, in one collective where the backend takes any size, else piece by piece of every share."""
