@@ -113,7 +113,8 @@ def touch_host_memory(gib, threads):
 
 def compile_for_deepspeed(names, options, deadline_s):
     """Builds FusedAdam before any rank needs it; why not, or None."""
-    if options["torch_adam"] or options["optimizer"] != "AdamW" or not any(ENGINES[report.base_name(n)].package == "deepspeed" for n in names):
+    packages = {ENGINES[report.base_name(name)].package for name in names}
+    if options["torch_adam"] or options["optimizer"] != "AdamW" or "deepspeed" not in packages:
         return None
     return compile_fused_adam(deadline_s)
 

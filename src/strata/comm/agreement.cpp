@@ -1,5 +1,8 @@
 #include "strata/comm/agreement.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <functional>
 
 #include "strata/base/error.h"
@@ -23,6 +26,20 @@ std::vector<std::uint64_t> agree(Collectives& control, const std::string& what, 
   for (auto value = values.begin(); value != end - 2; ++value)
     numbers.push_back(static_cast<std::uint64_t>(*value));
   return numbers;
+}
+
+std::optional<std::size_t> first_to_say(std::span<const std::string> texts) {
+  const auto first = std::ranges::find_if(texts, [](const auto& text) { return !text.empty(); });
+  if (first == texts.end()) return std::nullopt;
+  return static_cast<std::size_t>(first - texts.begin());
+}
+
+void require_that_all_can(std::span<const std::string> errors, std::string_view what,
+                          RankNames names) {
+  const std::optional<std::size_t> rank = first_to_say(errors);
+  if (!rank) return;
+  throw CommError(
+      fmt::format("rank {} cannot {}: {}", names.of(static_cast<int>(*rank)), what, errors[*rank]));
 }
 
 }  // namespace strata::comm

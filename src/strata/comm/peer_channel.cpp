@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/comm/descriptor_socket.h"
 
 namespace strata::comm {
@@ -77,12 +78,7 @@ PeerChannel::PeerChannel(Collectives& control, Service& service, RankNames names
   } catch (const CommError& caught) {
     error = caught.what();
   }
-  const std::vector<std::string> errors = control.all_gather_text(error);
-  for (std::size_t r = 0; r < errors.size(); ++r) {
-    if (!errors[r].empty())
-      throw CommError(fmt::format("rank {} cannot reach the others: {}",
-                                  names_.of(static_cast<int>(r)), errors[r]));
-  }
+  require_that_all_can(control.all_gather_text(error), "reach the others", names_);
   thread_ = std::thread([this] { serve(); });
 }
 

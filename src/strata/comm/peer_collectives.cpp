@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/comm/bulk_operation.h"
 #include "strata/comm/peer_inbox.h"
 #include "strata/comm/peer_link.h"
@@ -182,12 +183,7 @@ void PeerCollectives::broadcast_on_device(std::span<std::byte> bytes, int root) 
 }
 
 void PeerCollectives::agree_that_all_can(const std::string& error) {
-  const std::vector<std::string> errors = all_gather_text(error);
-  for (std::size_t r = 0; r < errors.size(); ++r) {
-    if (!errors[r].empty())
-      throw CommError(fmt::format("rank {} cannot read its peers' memory: {}",
-                                  link_->names().of(static_cast<int>(r)), errors[r]));
-  }
+  require_that_all_can(all_gather_text(error), "read its peers' memory", link_->names());
 }
 
 void PeerCollectives::prove() {

@@ -49,13 +49,7 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
   if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
   channel_ = std::make_unique<PeerChannel>(*control_, *this, names_);
   if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
-  const std::vector<std::string> errors = control_->all_gather_text(error);
-  for (std::size_t r = 0; r < errors.size(); ++r) {
-    if (!errors[r].empty()) {
-      throw CommError(fmt::format("rank {} cannot share memory with the others: {}",
-                                  names_.of(static_cast<int>(r)), errors[r]));
-    }
-  }
+  require_that_all_can(control_->all_gather_text(error), "share memory with the others", names_);
   buffers_->set_before_unmap([this] {
     transfers_->synchronize();
     device_->compute_stream().synchronize();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/comm/peer_process.h"
 #include "strata/comm/pull_collectives.h"
 #include "strata/comm/shared_segment.h"
@@ -56,13 +57,7 @@ class ShmPeerMemory final : public PeerMemory {
 
 // A rank that fails takes part in the exchanges all the same, so that every rank gets the error.
 void agree_that_all_succeeded(Bootstrap& bootstrap, const std::string& error, RankNames names) {
-  const std::vector<std::string> errors = bootstrap.exchange(error);
-  for (std::size_t r = 0; r < errors.size(); ++r) {
-    if (!errors[r].empty()) {
-      throw CommError(fmt::format("rank {} cannot join through shared memory: {}",
-                                  names.of(static_cast<int>(r)), errors[r]));
-    }
-  }
+  require_that_all_can(bootstrap.exchange(error), "join through shared memory", names);
 }
 
 }  // namespace

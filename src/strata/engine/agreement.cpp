@@ -1,7 +1,10 @@
 #include "strata/engine/agreement.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
+
+#include "strata/comm/agreement.h"
 
 namespace strata::engine {
 namespace {
@@ -48,14 +51,15 @@ Failure failure_of(const std::exception_ptr& error) {
 void agree(comm::Collectives& collectives, std::string_view what, const Failure& mine) {
   const std::string text = mine.kind.empty() ? "" : mine.kind + "\n" + mine.message;
   const std::vector<std::string> all = collectives.all_gather_text(text);
-  const auto first = std::find_if(all.begin(), all.end(), [](const auto& t) { return !t.empty(); });
-  if (first == all.end()) return;
-  const std::size_t line = first->find('\n');
-  const std::string kind = first->substr(0, line);
-  const std::string message = first->substr(line + 1);
-  const auto same = std::count(all.begin(), all.end(), *first);
+  const std::optional<std::size_t> rank = comm::first_to_say(all);
+  if (!rank) return;
+  const std::string& first = all[*rank];
+  const std::size_t line = first.find('\n');
+  const std::string kind = first.substr(0, line);
+  const std::string message = first.substr(line + 1);
+  const auto same = std::count(all.begin(), all.end(), first);
   if (static_cast<std::size_t>(same) == all.size()) throw_as(kind, message);
-  throw_as(kind, fmt::format("{} failed on rank {}: {}", what, first - all.begin(), message));
+  throw_as(kind, fmt::format("{} failed on rank {}: {}", what, *rank, message));
 }
 
 }  // namespace strata::engine

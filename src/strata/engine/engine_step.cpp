@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/engine/engine.h"
 
 namespace strata::engine {
@@ -82,18 +84,16 @@ Engine::Finding Engine::measure_gradients(double loss_scale) {
 
 void Engine::report_unused() {
   const int param = reducer_.unused_param();
-  const std::vector<std::string> texts =
-      collectives_->all_gather_text(param >= 0 ? weights_.param(param).name : "");
-  std::string where;
-  for (std::size_t r = 0; r < texts.size() && where.empty(); ++r) {
-    if (!texts[r].empty()) where = fmt::format("'{}' on rank {}", texts[r], r);
-  }
+  const std::vector<std::string> names = collectives_->all_gather_text(
+      param >= 0 ? fmt::format("'{}'", weights_.param(param).name) : "");
+  const std::size_t first = comm::first_to_say(names).value();
   zero_gradients();
   throw UsageError(
       fmt::format("a trainable parameter got no gradient in this step, which "
                   "zero_optimization.ignore_unused_parameters=false makes an error; use it in the "
-                  "loss, freeze it, or allow it. The step's gradients are dropped. First: {}",
-                  where));
+                  "loss, freeze it, or allow it. The step's gradients are dropped. First: {} on "
+                  "rank {}",
+                  names[first], first));
 }
 
 int Engine::first_not_finite() {
@@ -107,12 +107,13 @@ int Engine::first_not_finite() {
 
 // `mine`: a unit in which this rank found one; -1: none.
 void Engine::report_not_finite(int mine, std::string_view which) {
-  std::string where;
   const std::vector<std::string> texts = collectives_->all_gather_text(
       mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
-  for (std::size_t r = 0; r < texts.size() && where.empty(); ++r) {
-    if (!texts[r].empty()) where = fmt::format("unit '{}' in the shard of rank {}", texts[r], r);
-  }
+  // Of finite gradients, too, the squares may add up to more than a number can be.
+  const std::optional<std::size_t> first = comm::first_to_say(texts);
+  const std::string where =
+      first ? fmt::format("unit '{}' in the shard of rank {}", texts[*first], *first)
+            : "none; their norm is too large for a number";
   zero_gradients();
   throw NumericsError(
       fmt::format("the gradients of {} are not finite (NaN or infinity; usually the loss "

@@ -3,7 +3,7 @@
 // host tier, which differ only in who allocates.
 // Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own alive.
 // On a device, work on a lease is complete before the lease is given back.
-// Errors: OutOfMemoryError from add(); UsageError for a block that does not exist or is leased
+// Errors: OutOfMemoryError from add_all(); UsageError for a block that does not exist or is leased
 // already.
 #pragma once
 

@@ -11,8 +11,7 @@
 namespace strata::torch {
 namespace {
 
-constexpr engine::StagingOptions kRing{4, 16_MiB};
-constexpr Bytes kPart = 1_MiB;       // that one thread copies
+constexpr Bytes kPart = 256_KiB;     // that one thread copies
 constexpr Bytes kAlignment = 256_B;  // of a source in a buffer
 
 }  // namespace
@@ -29,7 +28,7 @@ at::Tensor empty_on_host(const at::Tensor& like) {
 
 HostExport::HostExport(engine::Engine& engine, ThreadPool& threads,
                        engine::InitReport::Phase& phase)
-    : engine_(engine), threads_(threads), phase_(phase), ring_(kRing, engine.device()) {}
+    : engine_(engine), threads_(threads), phase_(phase), ring_({}, engine.device()) {}
 
 void HostExport::add(std::span<std::byte> target, std::span<const std::byte> source) {
   STRATA_ASSERT(target.size() == source.size());

@@ -23,9 +23,6 @@ namespace strata::torch {
 
 class HostIntake {
  public:
-  // All ranks' rings together fit the last cache of a processor, and one buffer is a copy that
-  // costs the device little to begin.
-  static constexpr engine::StagingOptions kRing{8, 4_MiB};
   // Buffers that the device drains, or is about to, while threads fill the others.
   static constexpr std::size_t kDrained = 3;
 
@@ -34,7 +31,7 @@ class HostIntake {
   // by unit. `ring`: more than kDrained buffers of at least kBlock.
   HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
              engine::InitReport::Phase& phase, bool at_once,
-             const engine::StagingOptions& ring = kRing);
+             const engine::StagingOptions& ring = {});
 
   // Elements of `param` from `begin` on have these values; contiguous. With a comparison it is the
   // whole parameter.

@@ -35,8 +35,7 @@ int intake_threads(const ModelInput& input, const engine::Config& config,
   }
   const comm::Collectives& collectives = *runtime.collectives;
   if (on_host && collectives.world_size() > 1 && collectives.rank() == 0)
-    return std::max(runtime.threads,
-                    reference_threads(config.strata.threads, collectives.world_size()));
+    return reference_threads(config.strata.threads, collectives.world_size());
   return any ? runtime.threads : 1;
 }
 
