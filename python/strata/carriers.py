@@ -159,7 +159,7 @@ def nccl_backend(part, device, timeout_s):
     if backend is None or backend.name() != "nccl":
         backend = part.new_group("nccl", timeout_s)._get_backend(device)
     try:
-        backend.allreduce([torch.zeros(1, device=device)]).wait()
+        backend.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
         torch.cuda.synchronize(device)
     except Exception as error:
         raise _C.CommError(

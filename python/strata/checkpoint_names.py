@@ -3,6 +3,7 @@ says for its models (renamings, fused experts, a base model's prefix)."""
 
 import re
 import sys
+from copy import deepcopy
 
 from . import _C
 from .ranges import RangeTensor
@@ -66,17 +67,16 @@ class _Groups:
     """Tensors of a checkpoint, by the tensor of the model that they become."""
 
     def __init__(self, converters):
+        from transformers.core_model_loading import WeightRenaming
+
+        self._renaming = WeightRenaming
         self._by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         self._groups = {}
 
     def add(self, target, name, pattern, tensor):
-        from copy import deepcopy
-
-        from transformers.core_model_loading import WeightRenaming
-
         if target not in self._groups:
             self._groups[target] = (
-                WeightRenaming(name, target) if pattern is None else deepcopy(self._by_pattern[pattern])
+                self._renaming(name, target) if pattern is None else deepcopy(self._by_pattern[pattern])
             )
         self._groups[target].add_tensor(target, name, name if pattern is None else pattern, tensor)
 
@@ -126,7 +126,8 @@ def preferred_names(model, names):
 
 def leaves(tensors):
     """{name: RangeTensor} of [(name, shape, dtype)]."""
-    return {name: RangeTensor.leaf(name, shape, dtype) for name, shape, dtype in tensors}
+    alike = {}  # (shape, dtype) -> meta tensor; ten thousand tensors have a dozen
+    return {name: RangeTensor.leaf(name, shape, dtype, alike) for name, shape, dtype in tensors}
 
 
 def _in_natural_order(names):
@@ -134,14 +135,13 @@ def _in_natural_order(names):
     name's parts, of which ten thousand names have some hundred."""
     from transformers.core_model_loading import dot_natural_key
 
-    keys = {}
+    class Keys(dict):
+        def __missing__(self, part):
+            (self[part],) = dot_natural_key(part)
+            return self[part]
 
-    def key_of(part):
-        if part not in keys:
-            (keys[part],) = dot_natural_key(part)
-        return keys[part]
-
-    return sorted(names, key=lambda name: [key_of(part) for part in name.split(".")])
+    key_of = Keys().__getitem__
+    return sorted(names, key=lambda name: [*map(key_of, name.split("."))])
 
 
 def _is_ignored(model, name):

@@ -98,7 +98,8 @@ def initialize(
         with start_up.phase("connect"):
             if dist_init_required is not False:
                 init_distributed()
-            parsed, device, collectives = connect(_find_config(args, config, config_params), model)
+            parsed, device = prepare(_find_config(args, config, config_params), model)
+            collectives = make_collectives(parsed, device)
         assembled = assemble(
             model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up,
@@ -107,15 +108,15 @@ def initialize(
         return assembled
 
 
-def connect(config, model=None):
-    """(_C.Config, torch.device, _C.Collectives) of this rank, for a model that lies there already or nowhere."""
+def prepare(config, model=None):
+    """(_C.Config, torch.device) of this rank, for a model that lies there already or nowhere. What ``make_collectives``
+    then brings together."""
     with telling_the_others():
         parsed = parse_config(config)
         if rank_and_world_size()[0] == 0:
             require_writable(parsed.init_report)
             require_writable(parsed.trace, "strata.trace")
-        device = choose_device(parsed, model)
-    return parsed, device, make_collectives(parsed, device)
+        return parsed, choose_device(parsed, model)
 
 
 def assemble(

@@ -3,18 +3,20 @@
 import copy
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from . import _C
 from .born_flat import build_model, make_flat, tie_as_checkpoint
 from .checkpoint_names import is_transformers_model, model_tensors, preferred_names, saved_tensors, state_names
-from .initialize import assemble, connect
+from .initialize import assemble, prepare
 from .joint import together
 from .load_plan import Contents, LoadPlan
 from .ranges import RangeTensor
-from .runtime import init_distributed
+from .runtime import init_distributed, make_collectives
 from .start_up import StartUp
 
 
@@ -56,23 +58,19 @@ def load_pretrained(
         IoError: a file cannot be read. Either is raised on every rank and names the first that failed.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
-    # What needs neither the GPU nor other ranks is done beside what waits for them.
-    with StartUp() as start_up, ThreadPoolExecutor(1, "strata-checkpoint") as beside:
+    with StartUp() as start_up, _beside() as beside:
         opening = beside.submit(_open, path)
         with start_up.phase("connect"):
             init_distributed()
-            parsed, device, collectives = connect(config)
+            parsed, device = prepare(config)
+            building = beside.submit(_build_flat, path, opening, model_class, parsed, model_arguments)
+            planning = beside.submit(_plan, path, opening, building, strict)
+            collectives = make_collectives(parsed, device)
         with together(collectives, f"opening the checkpoint '{path}'"):
             with start_up.phase("open checkpoint"):
-                checkpoint, contents = opening.result()
+                opening.result()
             with start_up.phase("build model"):
-                model = _build(path, model_class, getattr(torch, parsed.dtype), model_arguments)
-            with start_up.phase("plan"):
-                _tie(model, checkpoint, contents)
-                shapes = make_flat(model)
-                parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
-                planning = beside.submit(LoadPlan, model, checkpoint, path, *_named(model, parameters, parsed), strict,
-                                         contents)
+                model, shapes, _ = building.result()
                 if callable(model_parameters):
                     model_parameters = model_parameters(model)
         assembled = assemble(
@@ -148,6 +146,40 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
             _save_configuration(model, folder, engine._config.dtype)
 
 
+@contextmanager
+def _beside():
+    """An executor for what needs neither the GPU nor other ranks, beside what waits for them. Two threads: headers are
+    read without Python's lock, while the model is built under it. Python hands the lock over often meanwhile, since
+    the main thread calls much that waits and comes back."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, 5e-4))
+    try:
+        with ThreadPoolExecutor(2, "strata-checkpoint") as beside:
+            yield beside
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _open(path):
+    checkpoint = _C.Checkpoint(os.fspath(path))
+    return checkpoint, Contents(checkpoint)
+
+
+def _build_flat(path, opening, model_class, config, model_arguments):
+    """(model, {id(parameter): full shape}, what ``_named`` gives): tied as the checkpoint is, without memory."""
+    model = _build(path, model_class, getattr(torch, config.dtype), model_arguments)
+    _tie(model, *opening.result())
+    shapes = make_flat(model)
+    parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
+    return model, shapes, _named(model, parameters, config)
+
+
+def _plan(path, opening, building, strict):
+    checkpoint, contents = opening.result()
+    model, _, named = building.result()
+    return LoadPlan(model, checkpoint, path, *named, strict, contents)
+
+
 def _build(path, model_class, dtype, model_arguments):
     import transformers
 
@@ -164,11 +196,6 @@ def _build(path, model_class, dtype, model_arguments):
     if model.can_generate() and os.path.exists(os.path.join(path, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model
-
-
-def _open(path):
-    checkpoint = _C.Checkpoint(os.fspath(path))
-    return checkpoint, Contents(checkpoint)
 
 
 def _tie(model, checkpoint, contents):

@@ -24,10 +24,19 @@ class RangeTensor(torch.Tensor):
     """
 
     @staticmethod
-    def leaf(source, shape, dtype):
-        """The whole of ``source``, any hashable object."""
-        values = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return _make(values, source, [(source, 0, values.numel())], None, None)
+    def leaf(source, shape, dtype, alike=None):
+        """The whole of ``source``, any hashable object.
+
+        Args:
+            alike: a dict that remembers meta tensors between calls: to make one takes longer than all else here.
+        """
+        key = (tuple(shape), dtype)
+        values = None if alike is None else alike.get(key)
+        if values is None:
+            values = torch.empty(key[0], dtype=dtype, device="meta")
+            if alike is not None:
+                alike[key] = values
+        return _make(values, source, [(source, 0, math.prod(key[0]))], None, None)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -142,6 +151,11 @@ def _join(result, args, kwargs):
     if outer * len(parts) > _RUNS_MAX:
         return None
     runs = _Runs()
+    if outer == 1:  # one after the other
+        for part in parts:
+            for run in part.runs:
+                runs.add(*run)
+        return [runs.list]
     takers = [_Taker(p.runs) for p in parts]
     for i in range(outer):
         for part, taker in zip(parts, takers):

@@ -11,7 +11,11 @@
 namespace strata::torch {
 namespace {
 
-constexpr Bytes kPart = 256_KiB;     // that one thread copies
+// Targets are new memory, whose pages come as they are first written: parts and buffers are larger
+// than on other ways, so that many threads are given pages at once, and few of them the same huge
+// one.
+constexpr engine::StagingOptions kRing{4, 16_MiB};
+constexpr Bytes kPart = 1_MiB;       // that one thread copies
 constexpr Bytes kAlignment = 256_B;  // of a source in a buffer
 
 }  // namespace
@@ -28,7 +32,7 @@ at::Tensor empty_on_host(const at::Tensor& like) {
 
 HostExport::HostExport(engine::Engine& engine, ThreadPool& threads,
                        engine::InitReport::Phase& phase)
-    : engine_(engine), threads_(threads), phase_(phase), ring_({}, engine.device()) {}
+    : engine_(engine), threads_(threads), phase_(phase), ring_(kRing, engine.device()) {}
 
 void HostExport::add(std::span<std::byte> target, std::span<const std::byte> source) {
   STRATA_ASSERT(target.size() == source.size());
