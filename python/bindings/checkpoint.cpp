@@ -4,7 +4,7 @@
 
 #include "bindings.h"
 #include "strata/engine/agreement.h"
-#include "strata/engine/weight_loader.h"
+#include "strata/engine/joint_loading.h"
 #include "strata/engine/weight_saver.h"
 #include "strata/format/same_tensor.h"
 #include "strata/io/thread_engine.h"
@@ -143,13 +143,15 @@ void bind_checkpoint(py::module_& module) {
   py::class_<format::WeightMap>(module, "WeightMap")
       .def(py::init(&make_map), py::arg("sources"), py::arg("checkpoint"))
       .def_property_readonly("unused", &format::WeightMap::unused);
+  // Collective.
   module.def(
       "load_ranges",
       [](ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
          const std::vector<int>& params) {
         io::ThreadEngine io(torch::reading_options(model.threads()));
-        return engine::load_weights(model.engine(), checkpoint.index(), map, params, io, {},
-                                    io::read_way_from(model.config().strata.init_read).value())
+        const io::ReadWay way = io::read_way_from(model.config().strata.init_read).value();
+        return engine::load_weights_together(model.engine(),
+                                             {checkpoint.index(), map, params, io, {}, way})
             .read.value;
       },
       py::arg("model"), py::arg("checkpoint"), py::arg("map"), py::arg("params"), unlocked);

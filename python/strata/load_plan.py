@@ -86,14 +86,18 @@ class LoadPlan:
         self.absent_buffers = absent
 
     def read(self, core):
-        """Reads this rank's part of what lies in the files as it is.
+        """Collective: reads this rank's part of what lies in the files as it is.
 
         Memory: the engine's staging ring.
+
+        Raises:
+            IoError: on every rank; names the first that failed.
         """
         _C.load_ranges(core, self._checkpoint, self._map, self._indices)
 
     def compute(self, core):
-        """The rest: tensors that must be computed, and buffers; then all ranks call ``_C.weights_changed``.
+        """The rest, after ``read``: tensors that must be computed, and buffers; then all ranks call
+        ``_C.weights_changed``.
 
         Memory: one of the tensors and its sources.
         """

@@ -226,10 +226,9 @@ def _named(model, parameters, config):
 
 
 def _load(engine, plan, start_up):
-    with together(engine._collectives, "reading the weights"), torch.no_grad():
-        plan.read(engine.core)
-        with start_up.phase("compute"):
-            plan.compute(engine.core)
+    plan.read(engine.core)
+    with together(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
+        plan.compute(engine.core)
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:
         plan.warn()

@@ -106,12 +106,19 @@ void Engine::weights_changed(bool complete) {
     return;
   }
   Bytes whole;
-  for (const Unit& unit : weights_.units()) whole += Bytes(unit.resident.size());
+  for (const Unit& unit : weights_.units()) {
+    if (!gatherer_.begun(unit.id)) whole += Bytes(unit.resident.size());
+  }
   InitReport::Phase phase(init_report_, "all-gather", whole);
   collectives_->barrier();  // every rank's shards are written before anybody reads them
   gatherer_.refresh_whole(Changed::kAll, /*late=*/false);
   device_->compute_stream().synchronize();
   phase.moved(whole);
+}
+
+void Engine::gather_early(std::span<const int> units) {
+  collectives_->group_barrier();  // every rank's shards are written before anybody reads them
+  gatherer_.fetch_first(units);
 }
 
 void Engine::adopt_flat(std::span<const int> params) {

@@ -66,6 +66,9 @@ class Engine {
   // Collective: call when store() has been called for every parameter, on every rank.
   // `complete`: every rank has written the units that stay whole in full, so nothing is gathered.
   void weights_changed(bool complete = false);
+  // Collective: every rank has called store() for all of these units, which stay whole, and will
+  // not again; they come from all ranks beside what follows. weights_changed() ends it.
+  void gather_early(std::span<const int> units);
   // Takes all memory that the engine keeps: what is still missing of the weights, and the states of
   // the optimizer. Done by the first step otherwise.
   void prepare();

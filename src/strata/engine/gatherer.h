@@ -83,6 +83,10 @@ class Gatherer {
   // Starts to bring these units, whose shards are new on every rank by now, to where the next pass
   // finds them. Collective as far as they stay whole; refresh_whole() ends it.
   void fetch_first(std::span<const int> units);
+  // Whether fetch_first() has begun with this whole unit.
+  bool begun(int unit) const;
+  // Ends what fetch_first() has begun with, and nothing else: the shards are no good.
+  void abandon_refresh();
   // Frees what no one pins.
   void evict_all();
 

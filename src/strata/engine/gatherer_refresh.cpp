@@ -26,7 +26,7 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
 void Gatherer::refresh_whole(Changed changed, bool late) {
   if (collectives_.shard_place().held_count() == 1) return;
   for (const int index : whole_units(changed)) {
-    if (std::ranges::find(refreshing_, index) == refreshing_.end()) start_refresh(index);
+    if (!begun(index)) start_refresh(index);
   }
   for (const int index : std::exchange(refreshing_, {})) {
     slot(index).awaited = late && bounds_.refresh_late && views_.await(index);
@@ -63,6 +63,15 @@ void Gatherer::fetch_first(std::span<const int> units) {
       start_if_it_fits(index);
     }
   }
+}
+
+bool Gatherer::begun(int index) const {
+  return std::ranges::find(refreshing_, index) != refreshing_.end();
+}
+
+void Gatherer::abandon_refresh() {
+  complete_all();
+  refreshing_.clear();
 }
 
 void Gatherer::start_refresh(int index) {

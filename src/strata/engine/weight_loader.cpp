@@ -114,36 +114,40 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
   return plan;
 }
 
-LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoint,
-                         const format::WeightMap& map, std::span<const int> params,
-                         io::IoEngine& io, const StagingOptions& staging, io::ReadWay way) {
+LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts) {
   Weights& weights = engine.weights();
-  const std::vector<format::RangeCopy> copies = map.intersect(owned_ranges(weights, params));
-  const Sources sources(checkpoint, copies, way);
+  const std::span<const int> params = source.params;
+  const std::vector<format::RangeCopy> copies = source.map.intersect(owned_ranges(weights, params));
+  const Sources sources(source.checkpoint, copies, source.way);
   device::Stream& stream = engine.device().compute_stream();
-  StagingRing ring(staging, engine.device());
+  StagingRing ring(source.staging, engine.device());
   const io::ReadChoice choice = [&] {
     const InitReport::Phase phase(engine.init_report(), "probe", {});
-    return sources.choose(way, io, ring);
+    return sources.choose(source.way, source.io, ring);
   }();
   if (!copies.empty()) engine.init_report().set_reading(choice);
   const ReadPlan plan =
-      plan_reads(copies, staging.buffer_bytes, choice.direct ? io::File::kDirectBlock : 1_B);
+      plan_reads(copies, source.staging.buffer_bytes, choice.direct ? io::File::kDirectBlock : 1_B);
   const auto start = [&](std::size_t turn) {
     if (turn >= plan.batches.size()) return;
     const std::span<std::byte> buffer = ring.buffer(turn);
-    ring.started(turn, sources.read(plan.batches[turn], choice.direct, io, buffer));
+    ring.started(turn, sources.read(plan.batches[turn], choice.direct, source.io, buffer));
   };
   for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
   // A buffer is read into again some turns after its bytes were queued, when the device has taken
   // them.
   const std::size_t lag = ring.size() / 4;
+  std::size_t halt = 0;
+  const auto halt_before = [&](const format::FilePlace& next) {
+    for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) halts.reached(halt);
+  };
   LoadedBytes loaded;
   Bytes total;
   for (const ReadBatch& batch : plan.batches) total += batch.bytes;
   InitReport::Phase phase(engine.init_report(), "read", total);
   for (std::size_t turn = 0; turn < plan.batches.size(); ++turn) {
     const ReadBatch& batch = plan.batches[turn];
+    halt_before({batch.file, batch.offset});
     const std::span<std::byte> bytes = ring.buffer(turn);
     for (std::size_t i = 0; i < batch.piece_count; ++i) {
       const format::RangeCopy& piece = plan.pieces[batch.first_piece + i];
@@ -156,6 +160,7 @@ LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoi
     phase.moved(batch.bytes);
     if (turn >= lag) start(turn - lag + ring.size());
   }
+  halt_before({source.checkpoint.files().size(), Bytes()});
   stream.synchronize();
   return loaded;
 }

@@ -1,12 +1,12 @@
 // Loads weights from a checkpoint: each rank reads the ranges of the files that its own shards
 // hold, in the order of the files, and casts them where the dtypes differ; through the page cache
-// or past it, whichever is faster here (io/read_probe.h). Not a collective, that choice included:
-// wrap it in together(), and call Engine::weights_changed() when every rank is done. Threads: the
-// engine's. Memory: a StagingRing, whatever the model's size, and a few words a range. Errors:
-// IoError (the shards hold a mixture then: load again or give the engine up), UsageError for a map
-// of other parameters.
+// or past it, whichever is faster here (io/read_probe.h). Not a collective, that choice included;
+// engine/joint_loading.h is what all ranks do together. Threads: the engine's. Memory: a
+// StagingRing, whatever the model's size, and a few words a range. Errors: IoError (the shards hold
+// a mixture then: load again or give the engine up), UsageError for a map of other parameters.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -45,11 +45,24 @@ struct LoadedBytes {
   Bytes read;  // of the files
 };
 
-// `params`: by the map's parameters, their indices in the engine. Told to the engine's init report:
-// the choice, and the phases "probe" and "read".
-LoadedBytes load_weights(Engine& engine, const format::CheckpointIndex& checkpoint,
-                         const format::WeightMap& map, std::span<const int> params,
-                         io::IoEngine& io, const StagingOptions& staging = {},
-                         io::ReadWay way = io::ReadWay::kAuto);
+// What is read, and how.
+struct LoadSource {
+  const format::CheckpointIndex& checkpoint;
+  const format::WeightMap& map;
+  std::span<const int> params;  // by the map's parameters, their indices in the engine
+  io::IoEngine& io;
+  StagingOptions staging = {};
+  io::ReadWay way = io::ReadWay::kAuto;
+};
+
+// Places in the files, ascending, at which a reader halts: reached(i) is called when stores are
+// queued of all that this rank keeps from before places[i]. Reads go on meanwhile.
+struct Halts {
+  std::vector<format::FilePlace> places;
+  std::function<void(std::size_t)> reached;
+};
+
+// Told to the engine's init report: the choice, and the phases "probe" and "read".
+LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts = {});
 
 }  // namespace strata::engine

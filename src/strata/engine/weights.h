@@ -39,6 +39,9 @@ class Weights {
   Unit& unit_of(int param) {
     return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
   }
+  const Unit& unit_of(int param) const {
+    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  }
   const plan::Slot& slot_of(int param) const;
   int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
 

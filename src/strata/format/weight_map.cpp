@@ -176,4 +176,12 @@ std::vector<RangeCopy> WeightMap::intersect(std::span<const ParamRange> ranges) 
   return wanted;
 }
 
+FilePlace WeightMap::end_of(std::size_t param) const {
+  STRATA_ASSERT(param < copies_.size());
+  FilePlace end;
+  for (const RangeCopy& copy : copies_[param])
+    end = std::max(end, {copy.file, copy.offset + bytes_of(copy.numel, copy.source_dtype)});
+  return end;
+}
+
 }  // namespace strata::format

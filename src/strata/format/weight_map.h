@@ -9,6 +9,7 @@
 // beyond their parameter.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <optional>
 #include <span>
@@ -54,6 +55,13 @@ struct RangeCopy {
   bool operator==(const RangeCopy&) const = default;
 };
 
+// A place in the checkpoint, in the order of reading.
+struct FilePlace {
+  std::size_t file = 0;
+  Bytes offset;
+  auto operator<=>(const FilePlace&) const = default;
+};
+
 class WeightMap {
  public:
   // `origin` names the checkpoint in messages.
@@ -63,6 +71,8 @@ class WeightMap {
   // The copies that fill these ranges and nothing else, by file and offset, so that reading goes
   // forward.
   std::vector<RangeCopy> intersect(std::span<const ParamRange> ranges) const;
+  // Behind the last byte that the parameter takes; the beginning where it takes none.
+  FilePlace end_of(std::size_t param) const;
   // Tensors of the checkpoint that no piece names, in the checkpoint's order.
   const std::vector<std::string>& unused() const { return unused_; }
 

@@ -9,7 +9,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/agreement.h"
-#include "strata/engine/weight_loader.h"
+#include "strata/engine/joint_loading.h"
 #include "strata/engine/weight_saver.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/dtype.h"
@@ -111,10 +111,10 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   });
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
+  io::ThreadEngine io(reading_options(model.threads()));
+  const io::ReadWay way = io::read_way_from(model.config().strata.init_read).value();
+  engine::load_weights_together(engine, {plan->index, *plan->map, params, io, {}, way});
   engine::together(collectives, fmt::format("loading '{}'", path), [&] {
-    io::ThreadEngine io(reading_options(model.threads()));
-    engine::load_weights(engine, plan->index, *plan->map, params, io, {},
-                         io::read_way_from(model.config().strata.init_read).value());
     for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
   });
   engine.weights_changed();

@@ -16,6 +16,7 @@
 #include "strata/device/cpu_device.h"
 #include "strata/engine/engine.h"
 #include "strata/format/safetensors_writer.h"
+#include "strata/format/weight_map.h"
 #include "strata/io/thread_engine.h"
 #include "strata/offload/memory_store.h"
 
@@ -85,6 +86,25 @@ struct RankModel {
   plan::ModelPlan plan;
   std::unique_ptr<engine::Engine> model;
 };
+
+// Of the engine, all of them.
+inline std::vector<int> all_params(const RankModel& rank) {
+  std::vector<int> params;
+  for (int p = 0; p < static_cast<int>(rank.params.size()); ++p) params.push_back(p);
+  return params;
+}
+
+// Every parameter is the tensor of its name.
+inline std::vector<format::ParamSources> sources_of(const RankModel& rank) {
+  std::vector<format::ParamSources> sources;
+  for (const plan::ParamSpec& param : rank.params) {
+    sources.push_back({param.name,
+                       param.shape,
+                       param.dtype,
+                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
+  }
+  return sources;
+}
 
 // Runs `body(rank's collectives)` on every rank; "" or "threw: <message>" by rank.
 inline std::vector<std::string> on_ranks(

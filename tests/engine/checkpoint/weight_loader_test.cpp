@@ -17,31 +17,16 @@
 namespace strata::engine {
 namespace {
 
+using testing::all_params;
 using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using testing::RankModel;
+using testing::sources_of;
 
 constexpr StagingOptions kSmallRing{2, 4_KiB};
 // Buffers of two blocks of direct reads, so that some batches begin and end within blocks.
 constexpr StagingOptions kBlockRing{3, 8_KiB};
-
-std::vector<int> all_params(const RankModel& rank) {
-  std::vector<int> params;
-  for (int p = 0; p < static_cast<int>(rank.params.size()); ++p) params.push_back(p);
-  return params;
-}
-
-std::vector<format::ParamSources> sources_of(const RankModel& rank) {
-  std::vector<format::ParamSources> sources;
-  for (const plan::ParamSpec& param : rank.params) {
-    sources.push_back({param.name,
-                       param.shape,
-                       param.dtype,
-                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
-  }
-  return sources;
-}
 
 Bytes load(RankModel& rank, const std::string& path, const StagingOptions& staging = kSmallRing,
            io::ReadWay way = io::ReadWay::kAuto) {
@@ -50,7 +35,8 @@ Bytes load(RankModel& rank, const std::string& path, const StagingOptions& stagi
     const format::CheckpointIndex checkpoint(path);
     const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
     io::ThreadEngine io;
-    read = load_weights(*rank.model, checkpoint, map, all_params(rank), io, staging, way).read;
+    const std::vector<int> params = all_params(rank);
+    read = load_weights(*rank.model, {checkpoint, map, params, io, staging, way}).read;
   });
   rank.model->weights_changed();
   return read;
@@ -139,8 +125,8 @@ TEST(WeightLoaderWay, SystemsThatRefuseDirectReadsAreReadThroughTheCache) {
     const format::CheckpointIndex checkpoint(path);
     const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
     io::ThreadEngine io({.threads = 2, .piece = 5000_B, .queue_max = 4}, calls);
-    load_weights(*rank.model, checkpoint, map, all_params(rank), io, kBlockRing,
-                 io::ReadWay::kDirect);
+    const std::vector<int> params = all_params(rank);
+    load_weights(*rank.model, {checkpoint, map, params, io, kBlockRing, io::ReadWay::kDirect});
     rank.model->weights_changed();
     EXPECT_EQ(calls->direct_bytes(), 0_B);
     EXPECT_EQ(calls->direct_calls() > 0, rank.model->init_report().reading()->direct);
@@ -213,8 +199,10 @@ TEST(WeightLoaderErrors, AFileThatShrinksAfterItsHeaderWasReadIsAnErrorOnEveryRa
     if (ranks->rank() == 0) std::filesystem::resize_file(path, 4096);
     ranks->barrier();
     io::ThreadEngine io;
-    together(*ranks, "reading the weights",
-             [&] { load_weights(*rank.model, checkpoint, map, all_params(rank), io, kSmallRing); });
+    const std::vector<int> params = all_params(rank);
+    together(*ranks, "reading the weights", [&] {
+      load_weights(*rank.model, {checkpoint, map, params, io, kSmallRing});
+    });
   });
   EXPECT_THAT(outcomes, Each(HasSubstr("failed on rank")));
 }
