@@ -62,6 +62,23 @@ def test_rank_0s_values_arrive_bit_for_bit(kind, stage, on_host):
     run_ranks(2, _adopted, kind, stage, on_host)
 
 
+def _gathered_after_the_comparison(kind):
+    model = Odd()
+    if rank_and_world()[0] > 0:
+        with torch.no_grad():
+            DIFFERENCES[kind](model)
+    engine = make_engine(model, config_of(2))
+    gathered = next(phase["bytes"] for phase in engine.init_report["phases"] if phase["name"] == "all-gather")
+    engine.destroy()
+    return gathered
+
+
+@pytest.mark.skipif(not ON_GPU, reason="where host and device are one, nothing is moved in")
+def test_a_model_on_the_host_is_gathered_beside_the_comparison_and_again_where_ranks_differ():
+    assert set(run_ranks(2, _gathered_after_the_comparison, "nothing")) == {0}
+    assert min(run_ranks(2, _gathered_after_the_comparison, "the last element")) > 0
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world", [1, 3])
 def test_any_number_of_ranks_takes_the_values_in(world, stage):

@@ -95,6 +95,7 @@ std::vector<Net> make_nets(int count, int blocks, int width = 700) {
 struct Given {
   std::vector<at::Tensor> values;  // by parameter, in fp32
   std::vector<std::vector<Comparison::Run>> runs;
+  bool differs = false;
   bool complete = false;
 };
 
@@ -113,10 +114,16 @@ Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameter
       for (const int param : unit.spec.params)
         intake.add(param, Numel(), parameters[static_cast<std::size_t>(param)].variable.detach());
     }
-    intake.flush();
+    std::vector<int> whole;
+    for (const engine::Unit& unit : engine.weights().units()) {
+      if (unit.whole) whole.push_back(unit.id);
+    }
+    intake.flush([&] { engine.gather_early(whole); });
     given.complete = intake.complete();
   }
   comparison.exchange();
+  given.differs = comparison.any();
+  if (given.differs) engine.gatherer().abandon_refresh();
   engine.weights_changed(given.complete);
   for (int i = 0; i < model.parameters().size(); ++i) {
     const int params[] = {i};
@@ -158,6 +165,7 @@ TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
     expected[kParam].view({-1})[place] = 77.0;
 
     const Given given = bring_in(model, parameters);
+    EXPECT_TRUE(given.differs);
     EXPECT_EQ(given.complete, GetParam() == 3);
     for (std::size_t i = 0; i < expected.size(); ++i) {
       EXPECT_TRUE(at::equal(given.values[i], expected[i])) << "parameter " << i;
@@ -167,6 +175,36 @@ TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
         EXPECT_EQ(run.differs, holds) << "parameter " << i << ", block " << run.begin;
       }
     }
+    model.destroy(false);
+  });
+}
+
+Bytes gathered_at_the_end(const engine::InitReport& report) {
+  Bytes bytes;
+  for (const engine::InitPhase& phase : report.phases()) {
+    if (phase.name == "all-gather") bytes = phase.bytes;
+  }
+  return bytes;
+}
+
+TEST_P(HostIntakeAtStage, WhatIsStoredIsGatheredWhileTheRestIsLookedAt) {
+  constexpr int kWorld = 3;
+  const std::vector<Net> nets = make_nets(kWorld, 12);
+  const std::vector<Net> others = make_nets(kWorld, 12);
+  run_ranks(kWorld, [&](const std::shared_ptr<comm::Collectives>& collectives) {
+    const auto rank = static_cast<std::size_t>(collectives->rank());
+    const ModuleDescription description = describe_module(*nets[rank]);
+    ShardedModel model(description.input, config_of(GetParam(), kWorld), engine::UpdateRule::kNone,
+                       make_runtime(kHere, 2, collectives), "engine");
+    const std::vector<ModelParameter> parameters = describe_module(*others[rank]).input.parameters;
+    for (const ModelParameter& parameter : parameters) parameter.variable.detach().mul_(3.0);
+    const Given given = bring_in(model, parameters);
+    EXPECT_FALSE(given.differs);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor expected = parameters[i].variable.detach().to(at::kBFloat16).to(at::kFloat);
+      EXPECT_TRUE(at::equal(given.values[i], expected)) << "parameter " << i;
+    }
+    EXPECT_EQ(gathered_at_the_end(model.engine().init_report()), Bytes());
     model.destroy(false);
   });
 }

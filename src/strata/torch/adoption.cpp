@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/torch/comparison.h"
@@ -40,6 +42,7 @@ class Adoption {
   void look_at(Fingerprints& fingerprints, int param);
   void look_in_place();
   void move_in(Comparison* comparison, bool at_once);
+  std::function<void()> gathering_early();
   void take_over();
   void take_in(int param);
   void take_all(bool piecewise);
@@ -146,9 +149,28 @@ void Adoption::look_in_place() {
   fingerprints.flush();
 }
 
+// Collective. Begins to gather the units that stay whole, where every rank has all values on the
+// host: when it is called all of them have been stored. Null where there is nothing to gather.
+std::function<void()> Adoption::gathering_early() {
+  const bool all = order_.size() == parameters_.size() && those(false).empty();
+  double least[] = {all ? 1.0 : 0.0};
+  engine_.collectives().all_reduce(least, comm::ReduceOp::kMin);
+  const comm::ShardPlace place = engine_.collectives().shard_place();
+  if (least[0] == 0.0 || place.held_count() == 1 || place.parts > 1) return {};
+  std::vector<int> whole;
+  for (const engine::Unit& unit : engine_.weights().units()) {
+    if (unit.whole) whole.push_back(unit.id);
+  }
+  if (whole.empty()) return {};
+  return [this, whole = std::move(whole)] { engine_.gather_early(whole); };
+}
+
 // This rank's own values from the host. With a comparison the ranks have yet to compare; what rank
-// 0 has otherwise comes on top.
+// 0 has otherwise comes on top. Rank 0, which reads all of its model for that, has stored what it
+// keeps long before: units are gathered meanwhile.
 void Adoption::move_in(Comparison* comparison, bool at_once) {
+  const bool compares = comparison != nullptr && comparison->wanted();
+  const std::function<void()> stored = compares ? gathering_early() : nullptr;
   const std::vector<int> params = those(true);
   if (params.empty()) return;
   engine::InitReport::Phase phase(engine_.init_report(), "move in", owned_bytes(params));
@@ -158,7 +180,7 @@ void Adoption::move_in(Comparison* comparison, bool at_once) {
     intake.add(param, Numel(), values);
     if (!originals_.of(param).is_contiguous()) intake.flush();  // one copy at a time
   }
-  intake.flush();
+  intake.flush(stored);
   engine_.device().compute_stream().synchronize();
   complete_ = complete_ && intake.complete();
 }
@@ -283,6 +305,7 @@ bool Adoption::run(plan::InitTier tier) {
     engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
     look_in_place();
     comparison_.exchange();
+    if (comparison_.any()) engine_.gatherer().abandon_refresh();  // of values that do not stay
   }
   const bool distributed = tier == plan::InitTier::kDistributed && all_in_place();
   if (distributed && !comparison_.any()) {

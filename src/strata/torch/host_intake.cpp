@@ -177,7 +177,7 @@ void HostIntake::enqueue(std::size_t turn, const std::byte* buffer) {
   ring_->used_until(turns_done_ + turn, engine_.device().compute_stream().record());
 }
 
-void HostIntake::flush() {
+void HostIntake::flush(const std::function<void()>& stored) {
   {
     Filling filling(*this, threads_);  // looks, until there are buffers
     if (!turns_.empty() && !ring_) ring_.emplace(ring_options_, engine_.device());
@@ -187,6 +187,7 @@ void HostIntake::flush() {
       if (step >= ahead) enqueue(step - ahead, filling.filled(step - ahead));
       if (step < turns_.size()) filling.open(ring_->buffer(turns_done_ + step).data());
     }
+    if (stored) stored();
   }
   turns_done_ += turns_.size();
   turns_.clear();

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -37,7 +38,8 @@ class HostIntake {
   // whole parameter.
   void add(int param, Numel begin, const at::Tensor& values);
   // Moves what was added. All of it has been read then; the device may still be busy with it.
-  void flush();
+  // `stored`: called when all that this rank keeps has been stored, while the rest is looked at.
+  void flush(const std::function<void()>& stored = {});
   // Whether units that stay whole have been given whole: other ranks' parts were not, here.
   bool complete() const { return complete_; }
 
