@@ -96,7 +96,11 @@ def limit_table(limit, world_size):
 
 
 def ratio_table(rows, engines, limit):
-    """Ours over the limit, and the fastest peer over ours; each turn of an engine has a line."""
+    """Ours over the limit and peers over ours; each turn of an engine has a line.
+
+    From the files all of it counts, beside the fastest peer. Of a model that is there before, ``initialize`` alone,
+    beside DeepSpeed's of a model that lies at the same place.
+    """
     peers = {n: r for n, r in rows.items() if engines[base_name(n)].package != "strata"}
     lines = [["engine", "of the limit", "faster than the fastest peer", "its initialize against DeepSpeed's"]]
     lines[0].append("dev peak over ready, MiB")
@@ -104,24 +108,28 @@ def ratio_table(rows, engines, limit):
         engine = engines[base_name(name)]
         if engine.package != "strata":
             continue
-        of_limit = _over_limit(engine, row, limit) if limit else "-"
         over = f"{(row['device_peak'] - row['device_ready']) / MIB:.0f}" if row["device_peak"] else "-"
-        line = [name, of_limit, "-", "-", over]
-        if peers:
-            fastest = min(peers, key=lambda n: peers[n]["total_s"])
-            line[2] = f"{peers[fastest]['total_s'] / row['total_s']:.1f}x ({fastest})"
-        same = [r["initialize_s"] for n, r in peers.items() if base_name(n) in ("ds-z2", "ds-live-z2")]
-        if same and engine.stage == 2 and row["initialize_s"]:
-            line[3] = f"{min(same) / row['initialize_s']:.1f}x"
+        line = [name, "-", "-", "-", over]
+        if "on_gpu" not in engine.arguments:
+            if limit:
+                line[1] = f"{row['total_s'] / limit[f'stage{engine.stage}_s']:.2f}x"
+            if peers:
+                fastest = min(peers, key=lambda n: peers[n]["total_s"])
+                line[2] = f"{peers[fastest]['total_s'] / row['total_s']:.1f}x ({fastest})"
+        else:
+            if limit and engine.moves_in:
+                line[1] = f"{row['initialize_s'] / limit['host_stage2_s']:.2f}x"
+            line[3] = _against_deepspeed(engine, row, peers, engines)
         lines.append(line)
     return columns(lines) if len(lines) > 1 else ""
 
 
-def _over_limit(engine, row, limit):
-    """From the files; of a model on the host, which was there before, ``initialize`` alone."""
-    if engine.moves_in:
-        return f"{row['initialize_s'] / limit['host_stage2_s']:.2f}x"
-    return f"{row['total_s'] / limit[f'stage{engine.stage}_s']:.2f}x"
+def _against_deepspeed(engine, row, peers, engines):
+    alike = {n: r["initialize_s"] for n, r in peers.items()
+             if engines[base_name(n)].stage == engine.stage == 2
+             and engines[base_name(n)].arguments.get("on_gpu", False) == engine.arguments["on_gpu"]}
+    fastest = min(alike, key=alike.get, default=None)
+    return f"{alike[fastest] / row['initialize_s']:.1f}x ({fastest})" if fastest else "-"
 
 
 def phase_table(name, row):
