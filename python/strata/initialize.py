@@ -9,7 +9,7 @@ import torch
 from . import _C
 from .engine import Engine
 from .joint import together
-from .model_input import named_parameters
+from .model_input import parameters_of
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
 from .placement import choose_device
 from .runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
@@ -169,7 +169,7 @@ def make_optimizer(config, model, optimizer, model_parameters):
     """(ShardedOptimizer or None, rule): the last three are ``initialize``'s."""
     parameters = model_parameters
     if parameters is None:
-        parameters = [p for _, p in named_parameters(model) if p.requires_grad]
+        parameters = [p for p in parameters_of(model) if p.requires_grad]
     parameters = list(parameters)
     if optimizer is None:
         return optimizer_from_config(config, parameters)

@@ -23,8 +23,33 @@ def walk(model):
             continue
         seen.add(id(module))
         yield path, module, parent
-        prefix = f"{path}." if path else ""
-        waiting += [(prefix + name, m, module) for name, m in reversed(module._modules.items()) if m is not None]
+        if module._modules:
+            prefix = f"{path}." if path else ""
+            waiting += [(prefix + name, m, module) for name, m in reversed(module._modules.items()) if m is not None]
+
+
+def modules_of(model):
+    """The modules of ``walk(model)``, in its order: names take half of the time."""
+    seen = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield module
+        if module._modules:
+            waiting += [m for m in reversed(module._modules.values()) if m is not None]
+
+
+def parameters_of(model):
+    """Every parameter of ``model`` once, in the order of ``model.parameters()``."""
+    found = {}
+    for module in modules_of(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), parameter)
+    return list(found.values())
 
 
 def named_parameters(model):

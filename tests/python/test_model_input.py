@@ -1,7 +1,7 @@
 """How a model is described to the engine: as torch itself walks it."""
 
 import torch
-from strata.model_input import describe_modules, describe_parameters, named_parameters, walk
+from strata.model_input import describe_modules, describe_parameters, modules_of, named_parameters, parameters_of, walk
 from torch import nn
 
 
@@ -26,6 +26,8 @@ def test_modules_and_parameters_come_as_torch_names_them():
     ours, torchs = list(named_parameters(model)), list(model.named_parameters())
     assert [name for name, _ in ours] == [name for name, _ in torchs]
     assert all(a is b for (_, a), (_, b) in zip(ours, torchs, strict=True))
+    assert list(modules_of(model)) == list(model.modules())
+    assert all(a is b for a, b in zip(parameters_of(model), model.parameters(), strict=True))
 
 
 def test_a_module_in_two_places_belongs_to_where_it_is_met_first():
