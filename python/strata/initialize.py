@@ -142,7 +142,7 @@ def assemble(
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
         The others are ``initialize``'s.
     """
-    with start_up.phase("make optimizer"), together(collectives, "making the optimizer"):
+    with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
         sharded_optimizer, rule = make_optimizer(config, model, optimizer, model_parameters)
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):

@@ -66,7 +66,7 @@ def load_pretrained(
             building = beside.submit(_build_flat, path, opening, model_class, parsed, model_arguments)
             planning = beside.submit(_plan, path, opening, building, strict)
             collectives = make_collectives(parsed, device)
-        with together(collectives, f"opening the checkpoint '{path}'"):
+        with start_up.phase("meet"), together(collectives, f"opening the checkpoint '{path}'"):
             with start_up.phase("open checkpoint"):
                 opening.result()
             with start_up.phase("build model"):
@@ -78,8 +78,9 @@ def load_pretrained(
             start_up, shapes,
         )
         try:
-            with together(collectives, f"opening the checkpoint '{path}'"), start_up.phase("plan"):
-                plan = planning.result()
+            with start_up.phase("meet"), together(collectives, f"opening the checkpoint '{path}'"):
+                with start_up.phase("plan"):
+                    plan = planning.result()
             _load(assembled[0], plan, start_up)
             start_up.finish(assembled[0])
         except BaseException:
@@ -226,9 +227,10 @@ def _named(model, parameters, config):
 
 
 def _load(engine, plan, start_up):
-    plan.read(engine.core)
-    with together(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
-        plan.compute(engine.core)
+    with start_up.phase("meet"):
+        plan.read(engine.core)
+        with together(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
+            plan.compute(engine.core)
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:
         plan.warn()

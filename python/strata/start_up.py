@@ -20,7 +20,8 @@ _OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go betwee
 class StartUp:
     """The clock of one start-up on this rank; a context manager around all of it.
 
-    What is named neither here nor by the engine is the phase "other", so that the phases add up to the total.
+    What is named neither here nor by the engine is the phase "other", so that the phases add up to the total. "meet" is
+    what this rank waits for others, where all must have come as far.
 
     Meanwhile Python's collector of cycles rests: a start makes objects for every tensor, which makes it go through all
     that a program with transformers has loaded, for longer than a small model takes to start.
@@ -51,13 +52,13 @@ class StartUp:
 
     @contextmanager
     def phase(self, name):
-        """Counts the time inside; phases of one name are one."""
+        """Counts the time inside, without that of phases within; phases of one name are one."""
         self._note(name)
-        began, counted = time.perf_counter(), self._engine_seconds()
+        began, counted = time.perf_counter(), self._counted()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began - (self._engine_seconds() - counted)
+            seconds = time.perf_counter() - began - (self._counted() - counted)
             self._own[name] = self._own.get(name, 0.0) + max(0.0, seconds)
             self._note(*(entry["name"] for entry in self._engine_phases()))
 
@@ -105,8 +106,8 @@ class StartUp:
     def _engine_phases(self):
         return self.core.init_report()["phases"] if self.core is not None else []
 
-    def _engine_seconds(self):
-        return sum(entry["seconds"] for entry in self._engine_phases())
+    def _counted(self):
+        return sum(self._own.values()) + sum(entry["seconds"] for entry in self._engine_phases())
 
 
 def merged(accounts):
@@ -124,8 +125,9 @@ def merged(accounts):
             most = phases.setdefault(entry["name"], {"seconds": 0.0, "bytes": 0})
             for what in most:
                 most[what] = max(most[what], entry[what])
-    if "other" in phases:
-        phases["other"] = phases.pop("other")
+    for last in ("meet", "other"):
+        if last in phases:
+            phases[last] = phases.pop(last)
     link = first["link_gb_per_s"]
     listed = []
     for name, most in phases.items():
