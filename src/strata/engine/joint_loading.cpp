@@ -47,7 +47,6 @@ Bytes whole_bytes(const Weights& weights) {
 
 LoadedBytes load_with_meetings(Engine& engine, const LoadSource& source, Bytes enough,
                                const std::function<void()>& meet) {
-  engine.gatherer().invalidate(Changed::kAll);
   const comm::ShardPlace place = engine.collectives().shard_place();
   std::vector<Meeting> meetings;
   if (place.held_count() > 1 && place.parts == 1)
@@ -87,6 +86,8 @@ std::vector<Meeting> plan_meetings(const Weights& weights, const format::WeightM
 LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
                                   std::optional<Bytes> enough) {
   comm::Collectives& collectives = engine.collectives();
+  // Nobody stores before all have let go of what they had gathered.
+  together(collectives, kWhat, [&] { engine.gatherer().invalidate(Changed::kAll); });
   std::exception_ptr agreed;  // an error that is on its way to every rank
   const auto meet = [&](const Failure& mine) {
     try {

@@ -3,7 +3,7 @@
 // them have read their parts of by then begins to come from everywhere, over the link between
 // devices, which reading leaves idle. Collective; outcomes are agreed on (engine/agreement.h).
 // Threads: the engine's. Errors: those of load_weights(), on every rank, of the first rank that had
-// one; CommError.
+// one; UsageError where a rank has a sharded unit in use: nothing is stored then; CommError.
 #pragma once
 
 #include <optional>

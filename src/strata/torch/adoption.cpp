@@ -312,7 +312,7 @@ bool Adoption::run(plan::InitTier tier) {
     exchange_places();
     return false;
   }
-  if (distributed || tier == plan::InitTier::kHost) {
+  if (distributed || (tier == plan::InitTier::kHost && !those(false).empty())) {
     move_out();
     move_in(nullptr, true);
   }
