@@ -30,13 +30,11 @@ class RangeTensor(torch.Tensor):
         Args:
             alike: a dict that remembers meta tensors between calls: to make one takes longer than all else here.
         """
+        alike = {} if alike is None else alike
         key = (tuple(shape), dtype)
-        values = None if alike is None else alike.get(key)
-        if values is None:
-            values = torch.empty(key[0], dtype=dtype, device="meta")
-            if alike is not None:
-                alike[key] = values
-        return _make(values, source, [(source, 0, math.prod(key[0]))], None, None)
+        if key not in alike:
+            alike[key] = torch.empty(key[0], dtype=dtype, device="meta")
+        return _make(alike[key], source, [(source, 0, math.prod(key[0]))], None, None)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -88,37 +88,32 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
   comm::Collectives& collectives = engine.collectives();
   // Nobody stores before all have let go of what they had gathered.
   together(collectives, kWhat, [&] { engine.gatherer().invalidate(Changed::kAll); });
-  std::exception_ptr agreed;  // an error that is on its way to every rank
+  bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
   const auto meet = [&](const Failure& mine) {
-    try {
-      agree(collectives, kWhat, mine);
-    } catch (const CommError&) {
-      throw;
-    } catch (...) {
-      agreed = std::current_exception();
-      throw;
-    }
+    agreeing = true;
+    agree(collectives, kWhat, mine);
+    agreeing = false;
   };
   LoadedBytes loaded;
-  Failure mine;
   try {
-    if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kMeetings);
-    loaded = load_with_meetings(engine, source, *enough, [&] { meet({}); });
-  } catch (const CommError&) {
-    throw;  // the others know already
-  } catch (...) {
-    if (agreed == nullptr) mine = failure_of(std::current_exception());
-  }
-  try {
-    if (agreed == nullptr) meet(mine);
+    Failure mine;
+    try {
+      if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kMeetings);
+      loaded = load_with_meetings(engine, source, *enough, [&] { meet({}); });
+    } catch (const CommError&) {
+      throw;  // the others know already
+    } catch (...) {
+      if (agreeing) throw;
+      mine = failure_of(std::current_exception());
+    }
+    meet(mine);
   } catch (const CommError&) {
     throw;
   } catch (...) {
-    STRATA_ASSERT(agreed != nullptr);
+    engine.gatherer().abandon_refresh();
+    throw;
   }
-  if (agreed == nullptr) return loaded;
-  engine.gatherer().abandon_refresh();
-  std::rethrow_exception(agreed);
+  return loaded;
 }
 
 }  // namespace strata::engine

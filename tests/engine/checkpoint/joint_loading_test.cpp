@@ -136,14 +136,14 @@ class PlanMeetings : public ::testing::Test {
   PlanMeetings() { testing::write_checkpoint(folder_ / "model.safetensors", DType::kFloat32); }
 
   // (units) by meeting, of the map's parameters `params`.
-  std::vector<std::vector<int>> meetings(RankModel& rank, std::vector<int> params, Bytes least) {
+  std::vector<std::vector<int>> meetings(RankModel& rank, std::vector<int> params, Bytes enough) {
     const format::CheckpointIndex checkpoint(folder_ / "model.safetensors");
     std::vector<format::ParamSources> sources;
     for (const int param : params)
       sources.push_back(sources_of(rank)[static_cast<std::size_t>(param)]);
     const format::WeightMap map(sources, checkpoint.tensors(), checkpoint.path());
     std::vector<std::vector<int>> units;
-    for (const Meeting& meeting : plan_meetings(rank.model->weights(), map, params, least))
+    for (const Meeting& meeting : plan_meetings(rank.model->weights(), map, params, enough))
       units.push_back(meeting.units);
     return units;
   }
