@@ -135,30 +135,45 @@ Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameter
   return given;
 }
 
+// On every rank: a live engine, and the parameters of another model, three times what the engine
+// has; more blocks of them than the ring holds at once.
+void on_live_engines(
+    int world, int stage,
+    const std::function<void(ShardedModel&, const std::vector<ModelParameter>&)>& body) {
+  constexpr int kBlocks = 12;
+  const std::vector<Net> nets = make_nets(world, kBlocks);
+  const std::vector<Net> others = make_nets(world, kBlocks);
+  run_ranks(world, [&](const std::shared_ptr<comm::Collectives>& collectives) {
+    const auto rank = static_cast<std::size_t>(collectives->rank());
+    const ModuleDescription description = describe_module(*nets[rank]);
+    ShardedModel model(description.input, config_of(stage, world), engine::UpdateRule::kNone,
+                       make_runtime(kHere, 2, collectives), "engine");
+    const std::vector<ModelParameter> parameters = describe_module(*others[rank]).input.parameters;
+    for (const ModelParameter& parameter : parameters) parameter.variable.detach().mul_(3.0);
+    body(model, parameters);
+    model.destroy(false);
+  });
+}
+
+// As the engine keeps them.
+at::Tensor rounded(const ModelParameter& parameter) {
+  return parameter.variable.detach().to(at::kBFloat16).to(at::kFloat);
+}
+
 class HostIntakeAtStage : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Stages, HostIntakeAtStage, testing::Values(1, 3));
 
 TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
-  constexpr int kWorld = 3;
-  constexpr int kBlocks = 12;  // more than the ring holds at once
-  const std::vector<Net> nets = make_nets(kWorld, kBlocks);
-  const std::vector<Net> others = make_nets(kWorld, kBlocks);
-  run_ranks(kWorld, [&](const std::shared_ptr<comm::Collectives>& collectives) {
-    const auto rank = static_cast<std::size_t>(collectives->rank());
-    const ModuleDescription description = describe_module(*nets[rank]);
-    ShardedModel model(description.input, config_of(GetParam(), kWorld), engine::UpdateRule::kNone,
-                       make_runtime(kHere, 2, collectives), "engine");
-    const std::vector<ModelParameter> parameters = describe_module(*others[rank]).input.parameters;
+  on_live_engines(3, GetParam(), [&](ShardedModel& model, const auto& parameters) {
+    comm::Collectives& collectives = model.engine().collectives();
+    const int rank = collectives.rank();
     std::vector<at::Tensor> expected;
-    for (const ModelParameter& parameter : parameters) {
-      parameter.variable.detach().mul_(3.0);
-      expected.push_back(parameter.variable.detach().to(at::kBFloat16).to(at::kFloat));
-    }
+    for (const ModelParameter& parameter : parameters) expected.push_back(rounded(parameter));
     // Rank 1 alone has another number at the place that it owns of this parameter, if of any.
     constexpr int kParam = 6;
     const auto [begin, end] = model.engine().weights().owned_range(kParam);
     double where[] = {rank == 1 && begin < end ? static_cast<double>(begin.value) : -1.0};
-    collectives->all_reduce(where, comm::ReduceOp::kMax);
+    collectives.all_reduce(where, comm::ReduceOp::kMax);
     ASSERT_GE(where[0], 0.0);
     const auto place = static_cast<std::int64_t>(where[0]);
     if (rank == 1) parameters[kParam].variable.detach().view({-1})[place] = 77.0;
@@ -175,7 +190,6 @@ TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
         EXPECT_EQ(run.differs, holds) << "parameter " << i << ", block " << run.begin;
       }
     }
-    model.destroy(false);
   });
 }
 
@@ -188,24 +202,12 @@ Bytes gathered_at_the_end(const engine::InitReport& report) {
 }
 
 TEST_P(HostIntakeAtStage, WhatIsStoredIsGatheredWhileTheRestIsLookedAt) {
-  constexpr int kWorld = 3;
-  const std::vector<Net> nets = make_nets(kWorld, 12);
-  const std::vector<Net> others = make_nets(kWorld, 12);
-  run_ranks(kWorld, [&](const std::shared_ptr<comm::Collectives>& collectives) {
-    const auto rank = static_cast<std::size_t>(collectives->rank());
-    const ModuleDescription description = describe_module(*nets[rank]);
-    ShardedModel model(description.input, config_of(GetParam(), kWorld), engine::UpdateRule::kNone,
-                       make_runtime(kHere, 2, collectives), "engine");
-    const std::vector<ModelParameter> parameters = describe_module(*others[rank]).input.parameters;
-    for (const ModelParameter& parameter : parameters) parameter.variable.detach().mul_(3.0);
+  on_live_engines(3, GetParam(), [&](ShardedModel& model, const auto& parameters) {
     const Given given = bring_in(model, parameters);
     EXPECT_FALSE(given.differs);
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor expected = parameters[i].variable.detach().to(at::kBFloat16).to(at::kFloat);
-      EXPECT_TRUE(at::equal(given.values[i], expected)) << "parameter " << i;
-    }
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      EXPECT_TRUE(at::equal(given.values[i], rounded(parameters[i]))) << "parameter " << i;
     EXPECT_EQ(gathered_at_the_end(model.engine().init_report()), Bytes());
-    model.destroy(false);
   });
 }
 
