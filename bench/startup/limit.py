@@ -3,22 +3,17 @@
 Rank r of N reads the r-th part of the files from the page cache, in threads, into pinned pieces, and copies them to
 its place in a flat buffer on its GPU; an all-gather in place makes the buffer whole on every GPU. Memory is made
 before the clock starts. On the CPU the files are read straight into the buffer.
-
-Where every rank has a model on the host already, its own copy, and rank 0's values win: rank 0 reads all of its own,
-each rank puts its part on its GPU, and the same all-gather follows.
 """
 
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PIECES = (8 << 20, 2 << 20)  # that a thread reads at once: small ones stay in the cache, large ones cost fewer calls
 PIECE = PIECES[0]
 ALIGNMENT = 1 << 20
 MAX_GATHER = 1 << 30  # bytes a rank gives in one collective
-LINK_THREADS = 8  # that keep the link of a GPU busy; rank 0 has the others' remaining cores to read with
 
 
 class FileRange:
@@ -106,12 +101,6 @@ class _Ring:
                 free.record()
 
 
-def _copy(view, source):
-    import numpy
-
-    numpy.copyto(numpy.frombuffer(view, dtype="uint8"), source)
-
-
 class Limit:
     """One rank's part of the measurement. Collective."""
 
@@ -130,15 +119,6 @@ class Limit:
         self._threads = max(1, min(16, context.cores // self._world))
         self._rings = [_Ring(torch, context.device) for _ in range(self._threads)] if context.on_gpu else None
         self._host = None if context.on_gpu else memoryview(self._flat.numpy())
-        self._model = self._make_model() if context.host_limit else None
-
-    def _make_model(self):
-        """As many bytes on the host as the files have, in whole words, every page touched."""
-        import numpy
-
-        words = numpy.empty(self._share * self._world // 8, dtype=numpy.int64)
-        _in_threads(self._threads, 0, words.nbytes, lambda _, at, size: words[at // 8 : (at + size) // 8].fill(1))
-        return words
 
     def measure(self, repetitions=3):
         """{"bytes", "threads", and lists of seconds}: read, copy, load (both, one under the other), gather."""
@@ -147,7 +127,6 @@ class Limit:
         result["copy_s"] = self._time(2, lambda piece: self._pass(piece, read=False, copy=True)) if self._rings else []
         result["load_s"] = self._time(repetitions, lambda piece: self._pass(piece, read=True, copy=True))
         result["gather_s"] = self._time(repetitions, lambda _: self._gather(), [None]) if self._world > 1 else []
-        result["host_s"] = [] if self._model is None else self._time(repetitions, self._move_model)
         self._files.close()
         return result
 
@@ -171,27 +150,6 @@ class Limit:
             self._rings[index].move(self._flat[at : at + size], fill, copy)
 
         _in_threads(self._threads, self._first, self._end, work, piece)
-
-    def _move_model(self, piece):
-        """From this rank's model on the host; rank 0, whose part is the first, reads the rest of its own as well."""
-        numpy_bytes = self._model.view("uint8")
-
-        def move(index, at, size):
-            source, target = numpy_bytes[at : at + size], self._flat[at : at + size]
-            if self._rings is None:
-                _copy(target.numpy(), source)
-            else:
-                self._rings[index].move(target, lambda view: _copy(view, source), True)
-
-        def look(index, at, size):
-            self._model[at // 8 : (at + size) // 8].sum()
-
-        with ThreadPoolExecutor(1) as beside:
-            end = self._model.nbytes if self._context.rank == 0 else self._end
-            threads = max(self._threads, self._context.cores - (self._world - 1) * LINK_THREADS)
-            looking = beside.submit(_in_threads, threads, self._end, end, look)
-            _in_threads(self._threads, self._first, self._end, move, piece)
-            looking.result()
 
     def _gather(self):
         """In place, in one collective where the backend takes any size, else piece by piece of every share."""

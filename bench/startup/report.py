@@ -49,10 +49,9 @@ def summarise_limit(told):
         repetitions = [max(times) for times in zip(*(answer[key] for answer in told))]
         return min(repetitions, default=None)
 
-    seconds = {key: best(key) for key in ("read_s", "copy_s", "load_s", "gather_s", "host_s")}
+    seconds = {key: best(key) for key in ("read_s", "copy_s", "load_s", "gather_s")}
     gather = seconds["gather_s"] or 0.0
     both = {"stage3_s": seconds["load_s"], "stage2_s": seconds["load_s"] + gather}
-    both["host_stage2_s"] = seconds["host_s"] and seconds["host_s"] + gather
     return {"bytes": told[0]["bytes"], "threads": told[0]["threads"], **seconds, **both}
 
 
@@ -81,7 +80,6 @@ def limit_table(limit, world_size):
         "copy_s": "host to device, all ranks",
         "load_s": "both, one under the other",
         "gather_s": "all-gather in place, bytes received by a rank",
-        "host_s": "from models on the host, of which rank 0 reads all",
     }
     for key, text in names.items():
         if limit[key]:
@@ -89,9 +87,6 @@ def limit_table(limit, world_size):
             lines.append([text, f"{limit[key]:.3f}", f"{moved / GB / limit[key]:.1f}"])
     lines.append(["ready at stage 3", f"{limit['stage3_s']:.3f}", f"{size / GB / limit['stage3_s']:.1f}"])
     lines.append(["ready at stage 2", f"{limit['stage2_s']:.3f}", f"{size / GB / limit['stage2_s']:.1f}"])
-    if limit["host_s"]:
-        seconds = limit["host_stage2_s"]
-        lines.append(["ready at stage 2, from the host", f"{seconds:.3f}", f"{size / GB / seconds:.1f}"])
     return columns(lines)
 
 
@@ -99,7 +94,8 @@ def ratio_table(rows, engines, limit):
     """Ours over the limit and peers over ours; each turn of an engine has a line.
 
     From the files all of it counts, beside the fastest peer. Of a model that is there before, ``initialize`` alone,
-    beside DeepSpeed's of a model that lies at the same place.
+    beside DeepSpeed's of a model that lies at the same place: from the host the limit is that of files in the page
+    cache, since rank 0's bytes have to be read there and put on GPUs once as well.
     """
     peers = {n: r for n, r in rows.items() if engines[base_name(n)].package != "strata"}
     lines = [["engine", "of the limit", "faster than the fastest peer", "its initialize against DeepSpeed's"]]
@@ -118,7 +114,7 @@ def ratio_table(rows, engines, limit):
                 line[2] = f"{peers[fastest]['total_s'] / row['total_s']:.1f}x ({fastest})"
         else:
             if limit and engine.moves_in:
-                line[1] = f"{row['initialize_s'] / limit['host_stage2_s']:.2f}x"
+                line[1] = f"{row['initialize_s'] / limit[f'stage{engine.stage}_s']:.2f}x"
             line[3] = _against_deepspeed(engine, row, peers, engines)
         lines.append(line)
     return columns(lines) if len(lines) > 1 else ""

@@ -76,7 +76,6 @@ def options_of(a):
         "torch_adam": a.torch_adam or device == "cpu",
         "strata_json": json.loads(a.strata),
         "unfuse": a.unfuse_live,
-        "host_limit": any(ENGINES[name].moves_in for name in a.engines.split(",") if name in ENGINES),
         "toy": None,
     }
 

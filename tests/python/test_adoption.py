@@ -62,6 +62,32 @@ def test_rank_0s_values_arrive_bit_for_bit(kind, stage, on_host):
     run_ranks(2, _adopted, kind, stage, on_host)
 
 
+def _adopted_from_rank_0(kind, stage, dtype):
+    rank, _ = rank_and_world()
+    model = Odd()
+    model.turned.data = model.turned.data.contiguous()
+    expected = {name: value.to(test_device()) for name, value in _values(model).items()}
+    if rank > 0:
+        with torch.no_grad():
+            DIFFERENCES[kind](model)
+    engine = make_engine(model, config_of(stage, dtype, live_bytes=1))
+    phases = [phase["name"] for phase in engine.init_report["phases"]]
+    assert "move in" in phases and "compare ranks" not in phases
+    for name, value in expected.items():
+        if value.is_floating_point():
+            expected[name] = value.to(DTYPES[dtype])
+    assert differences(full_parameters(model), expected) == []
+    engine.destroy(keep_values=True)
+    assert differences(_values(model), expected) == []
+
+
+@pytest.mark.skipif(not ON_GPU, reason="where host and device are one, nothing is moved in")
+@pytest.mark.parametrize("stage, dtype", [(1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_ranks_of_one_host_read_rank_0s_values_where_they_are(world, stage, dtype):
+    run_ranks(world, _adopted_from_rank_0, "everything", stage, dtype)
+
+
 def _gathered_after_the_comparison(kind):
     model = Odd()
     if rank_and_world()[0] > 0:
@@ -74,7 +100,7 @@ def _gathered_after_the_comparison(kind):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="where host and device are one, nothing is moved in")
-def test_a_model_on_the_host_is_gathered_beside_the_comparison_and_again_where_ranks_differ():
+def test_a_model_on_the_host_that_is_not_contiguous_is_gathered_beside_the_comparison_and_again_where_ranks_differ():
     assert set(run_ranks(2, _gathered_after_the_comparison, "nothing")) == {0}
     assert min(run_ranks(2, _gathered_after_the_comparison, "the last element")) > 0
 

@@ -2,95 +2,32 @@
 // itself; and what a start that fails leaves. Ranks are threads of this process.
 #include "strata/torch/adoption.h"
 
-#include <ATen/Functions.h>
 #include <gmock/gmock.h>
-#include <torch/nn/modules/container/modulelist.h>
-#include <torch/nn/modules/linear.h>
 
 #include <functional>
-#include <thread>
 
 #include "comm/grouped_ranks.h"
 #include "strata/base/error.h"
-#include "strata/comm/local_collectives.h"
 #include "strata/offload/memory_store.h"
 #include "strata/torch/host_export.h"
 #include "strata/torch/host_intake.h"
-#include "strata/torch/module_description.h"
+#include "torch/live_engines.h"
 
 namespace strata::torch {
 namespace {
 
-namespace nn = ::torch::nn;
+using testing::config_of;
+using testing::gathered_at_the_end;
 using ::testing::HasSubstr;
-
-const c10::Device kHere(c10::DeviceType::CPU);
-
-// Blocks of a width at which weights are of several of kBlock, and of part of one.
-struct NetImpl : nn::Module {
-  explicit NetImpl(int blocks, int width) {
-    register_module("blocks", list);
-    for (int i = 0; i < blocks; ++i) list->push_back(nn::Linear(width, width));
-  }
-  nn::ModuleList list;
-};
-TORCH_MODULE(Net);
-
-Net make_net(int blocks, int width = 700) {
-  ::torch::manual_seed(5);
-  return Net(blocks, width);
-}
-
-using RankBody = std::function<void(std::shared_ptr<comm::Collectives>)>;
-
-// `group`: has a rank(int).
-template <typename Group>
-void run_ranks(Group& group, int world, const RankBody& rank) {
-  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back(
-        [&, r, collectives = std::shared_ptr<comm::Collectives>(group.rank(r))]() mutable {
-          try {
-            rank(std::move(collectives));
-          } catch (...) {
-            failures[static_cast<std::size_t>(r)] = std::current_exception();
-          }
-        });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const auto& failure : failures) {
-    if (failure) std::rethrow_exception(failure);
-  }
-}
-
-void run_ranks(int world, const RankBody& rank) {
-  comm::LocalGroup group(world);
-  run_ranks(group, world, rank);
-}
-
-engine::Config config_of(int stage, int world, const std::string& tier = "auto") {
-  engine::Config config = engine::Config::parse(fmt::format(
-      R"({{"train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": true}},
-           "zero_optimization": {{"stage": {}, "stage3_param_persistence_threshold": 0}},
-           "strata": {{"max_live_bytes": 1, "wrap": ["Linear"], "init": {{"tier": "{}"}}}}}})",
-      stage, tier));
-  config.complete_batch(world);
-  return config;
-}
-
-std::vector<at::Tensor> values_of(const Net& net) {
-  std::vector<at::Tensor> values;
-  for (const at::Tensor& p : net->parameters()) values.push_back(p.detach().clone());
-  return values;
-}
-
-// Equal ones, made by one thread: they share torch's generator.
-std::vector<Net> make_nets(int count, int blocks, int width = 700) {
-  std::vector<Net> nets;
-  for (int i = 0; i < count; ++i) nets.push_back(make_net(blocks, width));
-  return nets;
-}
+using testing::kHere;
+using testing::make_net;
+using testing::make_nets;
+using testing::Net;
+using testing::on_live_engines;
+using testing::rounded;
+using testing::run_ranks;
+using testing::values_in;
+using testing::values_of;
 
 struct Given {
   std::vector<at::Tensor> values;  // by parameter, in fp32
@@ -125,43 +62,13 @@ Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameter
   given.differs = comparison.any();
   if (given.differs) engine.gatherer().abandon_refresh();
   engine.weights_changed(given.complete);
-  for (int i = 0; i < model.parameters().size(); ++i) {
-    const int params[] = {i};
-    model.gather(params);
-    given.values.push_back(model.parameters().full_view(i).to(at::kFloat));
-    model.release(params, true);
-    given.runs.push_back(comparison.runs(i, 1));
-  }
+  given.values = values_in(model);
+  for (int i = 0; i < model.parameters().size(); ++i) given.runs.push_back(comparison.runs(i, 1));
   return given;
 }
 
-// On every rank: a live engine, and the parameters of another model, three times what the engine
-// has; more blocks of them than the ring holds at once.
-void on_live_engines(
-    int world, int stage,
-    const std::function<void(ShardedModel&, const std::vector<ModelParameter>&)>& body) {
-  constexpr int kBlocks = 12;
-  const std::vector<Net> nets = make_nets(world, kBlocks);
-  const std::vector<Net> others = make_nets(world, kBlocks);
-  run_ranks(world, [&](const std::shared_ptr<comm::Collectives>& collectives) {
-    const auto rank = static_cast<std::size_t>(collectives->rank());
-    const ModuleDescription description = describe_module(*nets[rank]);
-    ShardedModel model(description.input, config_of(stage, world), engine::UpdateRule::kNone,
-                       make_runtime(kHere, 2, collectives), "engine");
-    const std::vector<ModelParameter> parameters = describe_module(*others[rank]).input.parameters;
-    for (const ModelParameter& parameter : parameters) parameter.variable.detach().mul_(3.0);
-    body(model, parameters);
-    model.destroy(false);
-  });
-}
-
-// As the engine keeps them.
-at::Tensor rounded(const ModelParameter& parameter) {
-  return parameter.variable.detach().to(at::kBFloat16).to(at::kFloat);
-}
-
-class HostIntakeAtStage : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Stages, HostIntakeAtStage, testing::Values(1, 3));
+class HostIntakeAtStage : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Stages, HostIntakeAtStage, ::testing::Values(1, 3));
 
 TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
   on_live_engines(3, GetParam(), [&](ShardedModel& model, const auto& parameters) {
@@ -191,14 +98,6 @@ TEST_P(HostIntakeAtStage, EveryRankBringsItsPartAndAllLearnWhatDiffers) {
       }
     }
   });
-}
-
-Bytes gathered_at_the_end(const engine::InitReport& report) {
-  Bytes bytes;
-  for (const engine::InitPhase& phase : report.phases()) {
-    if (phase.name == "all-gather") bytes = phase.bytes;
-  }
-  return bytes;
 }
 
 TEST_P(HostIntakeAtStage, WhatIsStoredIsGatheredWhileTheRestIsLookedAt) {
@@ -313,8 +212,8 @@ TEST(FailedStart, LeavesTheModelAsItWas) {
 TEST(FailedStart, SaysSoWhereTheModelsMemoryHadBeenGivenUp) {
   const Net net = make_net(4, 30);
   EXPECT_THAT(start_with_room_for(2, "device_grow", net),
-              testing::AllOf(HasSubstr("the store is full. The memory of 4 of 8 parameters"),
-                             HasSubstr("build the model again")));
+              ::testing::AllOf(HasSubstr("the store is full. The memory of 4 of 8 parameters"),
+                               HasSubstr("build the model again")));
   int empty = 0;
   for (const at::Tensor& p : net->parameters()) empty += p.numel() == 0 ? 1 : 0;
   EXPECT_EQ(empty, 4);

@@ -14,7 +14,7 @@ namespace {
 // No driver maps in larger granules.
 constexpr Bytes kGranuleMax = 2_MiB;
 // Host memory above this is touched by several threads.
-constexpr Bytes kTouchAlone = 32_MiB;
+constexpr Bytes kTouchAlone = 4_MiB;
 constexpr unsigned kTouchThreads = 8;
 
 std::byte* as_pointer(CUdeviceptr address) {

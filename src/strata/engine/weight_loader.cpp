@@ -58,15 +58,15 @@ std::vector<format::ParamRange> owned_ranges(const Weights& weights, std::span<c
 // The files that some copies come from, for both ways of reading them.
 class Sources {
  public:
-  Sources(const format::CheckpointIndex& checkpoint, std::span<const format::RangeCopy> copies,
-          io::ReadWay way)
-      : direct_(checkpoint.files().size()), ways_(direct_.size()) {
+  Sources(const LoadSource& source, std::span<const format::RangeCopy> copies)
+      : direct_(source.files.size()), ways_(direct_.size()) {
+    const bool buffered = source.way.value_or(io::ReadWay::kBuffered) == io::ReadWay::kBuffered;
     for (const format::RangeCopy& copy : copies) {
       ranges_.push_back({copy.file, copy.offset, bytes_of_copy(copy)});
       io::ReadableFile& ways = ways_[copy.file];
       if (ways.buffered != nullptr) continue;
-      ways.buffered = ways.direct = &checkpoint.files()[copy.file].file();
-      if (way == io::ReadWay::kBuffered) continue;
+      ways.buffered = ways.direct = source.files[copy.file];
+      if (buffered) continue;
       ways.direct = &direct_[copy.file].emplace(ways.buffered->direct());
     }
   }
@@ -99,6 +99,17 @@ class Sources {
 
 }  // namespace
 
+std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params) {
+  std::vector<format::ParamSources> sources;
+  for (const plan::ParamSpec& param : params) {
+    sources.push_back({param.name,
+                       param.shape,
+                       param.dtype,
+                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
+  }
+  return sources;
+}
+
 ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes, Bytes block) {
   ReadPlan plan;
   for (const format::RangeCopy& copy : copies) {
@@ -118,14 +129,15 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   Weights& weights = engine.weights();
   const std::span<const int> params = source.params;
   const std::vector<format::RangeCopy> copies = source.map.intersect(owned_ranges(weights, params));
-  const Sources sources(source.checkpoint, copies, source.way);
+  const Sources sources(source, copies);
   device::Stream& stream = engine.device().compute_stream();
   StagingRing ring(source.staging, engine.device());
-  const io::ReadChoice choice = [&] {
+  io::ReadChoice choice;
+  if (source.way) {
     const InitReport::Phase phase(engine.init_report(), "probe", {});
-    return sources.choose(source.way, source.io, ring);
-  }();
-  if (!copies.empty()) engine.init_report().set_reading(choice);
+    choice = sources.choose(*source.way, source.io, ring);
+    if (!copies.empty()) engine.init_report().set_reading(choice);
+  }
   const ReadPlan plan =
       plan_reads(copies, source.staging.buffer_bytes, choice.direct ? io::File::kDirectBlock : 1_B);
   const auto start = [&](std::size_t turn) {
@@ -144,7 +156,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   LoadedBytes loaded;
   Bytes total;
   for (const ReadBatch& batch : plan.batches) total += batch.bytes;
-  InitReport::Phase phase(engine.init_report(), "read", total);
+  InitReport::Phase phase(engine.init_report(), source.phase, total);
   for (std::size_t turn = 0; turn < plan.batches.size(); ++turn) {
     const ReadBatch& batch = plan.batches[turn];
     halt_before({batch.file, batch.offset});
@@ -160,7 +172,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
     phase.moved(batch.bytes);
     if (turn >= lag) start(turn - lag + ring.size());
   }
-  halt_before({source.checkpoint.files().size(), Bytes()});
+  halt_before({source.files.size(), Bytes()});
   stream.synchronize();
   return loaded;
 }

@@ -1,23 +1,28 @@
-// Loads weights from a checkpoint: each rank reads the ranges of the files that its own shards
-// hold, in the order of the files, and casts them where the dtypes differ; through the page cache
-// or past it, whichever is faster here (io/read_probe.h). Not a collective, that choice included;
+// Loads weights from a checkpoint, or from what is read like one: each rank reads the ranges of the
+// files that its own shards hold, in the order of the files, and casts them where the dtypes
+// differ; through the page cache or past it, whichever is faster here (io/read_probe.h). Not a
+// collective, that choice included;
 // engine/joint_loading.h is what all ranks do together. Threads: the engine's. Memory: a
 // StagingRing, whatever the model's size, and a few words a range. Errors: IoError (the shards hold
 // a mixture then: load again or give the engine up), UsageError for a map of other parameters.
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "strata/engine/engine.h"
 #include "strata/engine/staging_ring.h"
-#include "strata/format/checkpoint_index.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/io_engine.h"
 #include "strata/io/read_choice.h"
 
 namespace strata::engine {
+
+// Every parameter is the tensor of its name: for a WeightMap.
+std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params);
 
 // One read of a file, and the copies that it serves: pieces [first_piece, first_piece +
 // piece_count).
@@ -47,12 +52,13 @@ struct LoadedBytes {
 
 // What is read, and how.
 struct LoadSource {
-  const format::CheckpointIndex& checkpoint;
+  std::vector<const io::File*> files;  // by the map's file
   const format::WeightMap& map;
   std::span<const int> params;  // by the map's parameters, their indices in the engine
   io::IoEngine& io;
   StagingOptions staging = {};
-  io::ReadWay way = io::ReadWay::kAuto;
+  std::optional<io::ReadWay> way = io::ReadWay::kAuto;  // nullopt: there is but one
+  std::string phase = "read";
 };
 
 // Places in the files, ascending, at which a reader halts: reached(i) is called when stores are
@@ -62,7 +68,8 @@ struct Halts {
   std::function<void(std::size_t)> reached;
 };
 
-// Told to the engine's init report: the choice, and the phases "probe" and "read".
+// Told to the engine's init report: the phase of the source, and, where there are ways, the choice
+// and the phase "probe".
 LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts = {});
 
 }  // namespace strata::engine

@@ -109,6 +109,12 @@ void CheckpointIndex::sort_names() {
       files_[tensors_[*std::next(twice)].file].path()));
 }
 
+std::vector<const io::File*> CheckpointIndex::open_files() const {
+  std::vector<const io::File*> files;
+  for (const SafetensorsFile& file : files_) files.push_back(&file.file());
+  return files;
+}
+
 const CheckpointTensor* CheckpointIndex::find(std::string_view name) const {
   const auto found = std::lower_bound(
       by_name_.begin(), by_name_.end(), name,

@@ -27,6 +27,8 @@ class CheckpointIndex {
 
   const std::string& path() const { return path_; }
   const std::vector<SafetensorsFile>& files() const { return files_; }
+  // The same, as what reads them asks for them; the index's own.
+  std::vector<const io::File*> open_files() const;
   // By file, then by offset. With an index, only what it names.
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }
   // Null if there is none of that name.

@@ -12,6 +12,7 @@
 #include "strata/torch/host_export.h"
 #include "strata/torch/host_intake.h"
 #include "strata/torch/placement.h"
+#include "strata/torch/rank_0_values.h"
 #include "strata/torch/value_intake.h"
 
 namespace strata::torch {
@@ -299,6 +300,7 @@ void Adoption::exchange_places() {
 }
 
 bool Adoption::run(plan::InitTier tier) {
+  if (take_from_rank_0(engine_, originals_, those(true), threads_.threads())) return false;
   const bool beside = tier == plan::InitTier::kBornFlat || tier == plan::InitTier::kDeviceCopy;
   move_in(&comparison_, beside || those(false).empty());
   if (comparison_.wanted()) {

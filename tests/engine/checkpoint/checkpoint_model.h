@@ -94,18 +94,6 @@ inline std::vector<int> all_params(const RankModel& rank) {
   return params;
 }
 
-// Every parameter is the tensor of its name.
-inline std::vector<format::ParamSources> sources_of(const RankModel& rank) {
-  std::vector<format::ParamSources> sources;
-  for (const plan::ParamSpec& param : rank.params) {
-    sources.push_back({param.name,
-                       param.shape,
-                       param.dtype,
-                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
-  }
-  return sources;
-}
-
 // Runs `body(rank's collectives)` on every rank; "" or "threw: <message>" by rank.
 inline std::vector<std::string> on_ranks(
     int world, const std::function<void(std::shared_ptr<comm::Collectives>)>& body) {

@@ -21,15 +21,15 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::on_ranks;
 using testing::RankModel;
-using testing::sources_of;
 
 constexpr StagingOptions kSmallRing{2, 4_KiB};
 
 LoadedBytes load(RankModel& rank, const format::CheckpointIndex& checkpoint) {
-  const format::WeightMap map(sources_of(rank), checkpoint.tensors(), checkpoint.path());
+  const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), checkpoint.path());
   const std::vector<int> params = all_params(rank);
   io::ThreadEngine io;
-  return load_weights_together(*rank.model, {checkpoint, map, params, io, kSmallRing}, 1_B);
+  return load_weights_together(*rank.model, {checkpoint.open_files(), map, params, io, kSmallRing},
+                               1_B);
 }
 
 void expect_values(RankModel& rank, DType dtype) {
@@ -140,7 +140,7 @@ class PlanMeetings : public ::testing::Test {
     const format::CheckpointIndex checkpoint(folder_ / "model.safetensors");
     std::vector<format::ParamSources> sources;
     for (const int param : params)
-      sources.push_back(sources_of(rank)[static_cast<std::size_t>(param)]);
+      sources.push_back(whole_tensors(rank.params)[static_cast<std::size_t>(param)]);
     const format::WeightMap map(sources, checkpoint.tensors(), checkpoint.path());
     std::vector<std::vector<int>> units;
     for (const Meeting& meeting : plan_meetings(rank.model->weights(), map, params, enough))

@@ -22,7 +22,6 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using testing::RankModel;
-using testing::sources_of;
 
 constexpr StagingOptions kSmallRing{2, 4_KiB};
 // Buffers of two blocks of direct reads, so that some batches begin and end within blocks.
@@ -33,10 +32,10 @@ Bytes load(RankModel& rank, const std::string& path, const StagingOptions& stagi
   Bytes read;
   together(*rank.collectives, "reading the weights", [&] {
     const format::CheckpointIndex checkpoint(path);
-    const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
+    const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
     io::ThreadEngine io;
     const std::vector<int> params = all_params(rank);
-    read = load_weights(*rank.model, {checkpoint, map, params, io, staging, way}).read;
+    read = load_weights(*rank.model, {checkpoint.open_files(), map, params, io, staging, way}).read;
   });
   rank.model->weights_changed();
   return read;
@@ -123,10 +122,11 @@ TEST(WeightLoaderWay, SystemsThatRefuseDirectReadsAreReadThroughTheCache) {
   const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kFloat32, 3);
     const format::CheckpointIndex checkpoint(path);
-    const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
+    const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
     io::ThreadEngine io({.threads = 2, .piece = 5000_B, .queue_max = 4}, calls);
     const std::vector<int> params = all_params(rank);
-    load_weights(*rank.model, {checkpoint, map, params, io, kBlockRing, io::ReadWay::kDirect});
+    load_weights(*rank.model,
+                 {checkpoint.open_files(), map, params, io, kBlockRing, io::ReadWay::kDirect});
     rank.model->weights_changed();
     EXPECT_EQ(calls->direct_bytes(), 0_B);
     EXPECT_EQ(calls->direct_calls() > 0, rank.model->init_report().reading()->direct);
@@ -194,14 +194,14 @@ TEST(WeightLoaderErrors, AFileThatShrinksAfterItsHeaderWasReadIsAnErrorOnEveryRa
   const auto outcomes = testing::on_ranks(2, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kFloat32, 3);
     const format::CheckpointIndex checkpoint(path);
-    const format::WeightMap map(sources_of(rank), checkpoint.tensors(), path);
+    const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
     ranks->barrier();
     if (ranks->rank() == 0) std::filesystem::resize_file(path, 4096);
     ranks->barrier();
     io::ThreadEngine io;
     const std::vector<int> params = all_params(rank);
     together(*ranks, "reading the weights", [&] {
-      load_weights(*rank.model, {checkpoint, map, params, io, kSmallRing});
+      load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kSmallRing});
     });
   });
   EXPECT_THAT(outcomes, Each(HasSubstr("failed on rank")));

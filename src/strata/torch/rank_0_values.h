@@ -1,0 +1,24 @@
+// Values that rank 0 has on a host which all ranks share: each rank reads its own part where rank 0
+// has it, so that rank 0's values win, nobody compares anything, and every byte is read once. Units
+// that stay whole are gathered meanwhile (engine/joint_loading.h). Threads: the engine's, and those
+// that read. Ownership: borrows all.
+#pragma once
+
+#include <span>
+
+#include "strata/engine/engine.h"
+#include "strata/torch/original_values.h"
+
+namespace strata::torch {
+
+// Collective. `on_host`: this rank's parameters with values there, as the engine's memory grows.
+// Whether it was done, the same on every rank; else nothing has happened. It cannot be done where a
+// rank has other values, or none, of a parameter, or cannot read rank 0's memory; nor where rank 0
+// has values that are not contiguous, or in pages that another process has, too, which reading
+// would double. Follow with Engine::weights_changed(). Errors: those of load_weights_together(),
+// whose phase is "move in". `threads`: that
+// work on host memory (host_threads.h).
+bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
+                      std::span<const int> on_host, int threads);
+
+}  // namespace strata::torch

@@ -1,0 +1,119 @@
+// Values that ranks read where rank 0 has them. Ranks are threads of this process.
+#include "strata/torch/rank_0_values.h"
+
+#include <ATen/ops/from_blob.h>
+#include <gmock/gmock.h>
+#include <sys/mman.h>
+
+#include "strata/base/error.h"
+#include "torch/live_engines.h"
+
+namespace strata::torch {
+namespace {
+
+using testing::gathered_at_the_end;
+using testing::on_live_engines;
+using testing::rounded;
+using testing::values_in;
+
+bool take(ShardedModel& model, const std::vector<ModelParameter>& parameters,
+          const std::vector<int>& on_host) {
+  const OriginalValues originals(parameters);
+  const bool taken = take_from_rank_0(model.engine(), originals, on_host, 3);
+  if (taken) model.engine().weights_changed();
+  return taken;
+}
+
+// In the order of units, as an engine's memory grows: not that of parameters.
+std::vector<int> params_by_unit(ShardedModel& model) {
+  std::vector<int> params;
+  for (const engine::Unit& unit : model.engine().weights().units())
+    params.insert(params.begin(), unit.spec.params.begin(), unit.spec.params.end());
+  return params;
+}
+
+class FromRank0AtStage : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Stages, FromRank0AtStage, ::testing::Values(1, 3));
+
+TEST_P(FromRank0AtStage, EveryRankTakesItsPartOfRank0sValuesWhateverItHasItself) {
+  on_live_engines(3, GetParam(), [&](ShardedModel& model, const auto& parameters) {
+    std::vector<at::Tensor> expected;
+    for (const ModelParameter& parameter : parameters) expected.push_back(rounded(parameter));
+    model.engine().collectives().barrier();
+    if (model.engine().collectives().rank() > 0) {
+      for (const ModelParameter& parameter : parameters) parameter.variable.detach().add_(1.0);
+    }
+    EXPECT_TRUE(take(model, parameters, params_by_unit(model)));
+    const std::vector<at::Tensor> values = values_in(model);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      EXPECT_TRUE(at::equal(values[i], expected[i])) << "parameter " << i;
+    const Bytes late = gathered_at_the_end(model.engine().init_report());
+    EXPECT_LT(late.value, GetParam() == 1 ? 12 * 700 * 701 * 2 : 1);
+  });
+}
+
+using Change = std::function<void(int rank, std::vector<ModelParameter>&, std::vector<int>&)>;
+
+void expect_nothing_is_taken(const Change& change) {
+  on_live_engines(3, 1, [&](ShardedModel& model, const auto& given) {
+    std::vector<ModelParameter> parameters = given;
+    std::vector<int> on_host = params_by_unit(model);
+    change(model.engine().collectives().rank(), parameters, on_host);
+    const std::vector<at::Tensor> before = values_in(model);
+    EXPECT_FALSE(take(model, parameters, on_host));
+    const std::vector<at::Tensor> after = values_in(model);
+    for (std::size_t i = 0; i < before.size(); ++i)
+      EXPECT_TRUE(at::equal(after[i], before[i])) << "parameter " << i;
+  });
+}
+
+TEST(FromRank0, NothingIsTakenWhereARankHasOtherPlaces) {
+  expect_nothing_is_taken([](int rank, auto& /*parameters*/, std::vector<int>& on_host) {
+    if (rank == 2) on_host.pop_back();
+  });
+}
+
+TEST(FromRank0, NothingIsTakenWhereRank0sMemoryHasAnotherOrder) {
+  expect_nothing_is_taken([](int rank, std::vector<ModelParameter>& parameters, auto& /*on_host*/) {
+    if (rank == 0) parameters[2].variable = parameters[2].variable.detach().t();
+  });
+}
+
+// Memory of which the system lets nobody see anything.
+class Forbidden {
+ public:
+  explicit Forbidden(std::size_t bytes)
+      : bytes_(bytes),
+        memory_(::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
+  ~Forbidden() { ::munmap(memory_, bytes_); }
+  Forbidden(const Forbidden&) = delete;
+  Forbidden& operator=(const Forbidden&) = delete;
+  void* data() const { return memory_; }
+
+ private:
+  std::size_t bytes_;
+  void* memory_;
+};
+
+TEST(FromRank0, WhatCannotBeReadAfterAllIsAnErrorOnEveryRank) {
+  on_live_engines(3, 1, [&](ShardedModel& model, const auto& given) {
+    std::vector<ModelParameter> parameters = given;
+    at::Tensor& last = parameters.back().variable;
+    const Forbidden memory(last.nbytes());
+    if (model.engine().collectives().rank() == 0)
+      last = at::from_blob(memory.data(), last.sizes(), last.options().requires_grad(false));
+    std::string message = "no error";
+    try {
+      take(model, parameters, params_by_unit(model));
+    } catch (const IoError& error) {
+      message = error.what();
+    }
+    EXPECT_THAT(message, ::testing::AllOf(
+                             ::testing::HasSubstr("reading the weights failed on rank"),
+                             ::testing::HasSubstr("/mem"), ::testing::HasSubstr("Bad address")));
+    model.engine().collectives().barrier();  // rank 0's model is there until all have tried
+  });
+}
+
+}  // namespace
+}  // namespace strata::torch
