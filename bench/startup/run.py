@@ -167,12 +167,20 @@ def compare(a, turns, options, logs):
             prepared(turn, ranks, waiting, result, a.timeout)
         for turn in list(waiting):
             take_turn(turn, waiting.pop(turn), result, a, changes)
-            if a.json:
-                Path(a.json).write_text(json.dumps(result, indent=1, default=str))
+            save(a, result)
+    except KeyboardInterrupt:
+        print("interrupted; so far:", flush=True)
+        result["failed"]["the rest"] = "interrupted"
+        save(a, result)
     finally:
         for ranks in waiting.values():
             ranks.close()
     return result
+
+
+def save(a, result):
+    if a.json:
+        Path(a.json).write_text(json.dumps(result, indent=1, default=str))
 
 
 def prepared(turn, ranks, waiting, result, timeout):

@@ -94,6 +94,7 @@ def _gathered_after_the_comparison(kind):
         with torch.no_grad():
             DIFFERENCES[kind](model)
     engine = make_engine(model, config_of(2))
+    assert "rank 0: some values are not contiguous" in engine.init_report["reason"]
     gathered = next(phase["bytes"] for phase in engine.init_report["phases"] if phase["name"] == "all-gather")
     engine.destroy()
     return gathered

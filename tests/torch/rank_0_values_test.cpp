@@ -54,7 +54,8 @@ TEST_P(FromRank0AtStage, EveryRankTakesItsPartOfRank0sValuesWhateverItHasItself)
 
 using Change = std::function<void(int rank, std::vector<ModelParameter>&, std::vector<int>&)>;
 
-void expect_nothing_is_taken(const Change& change) {
+// `reason`: of the ranks that have all values on the host.
+void expect_nothing_is_taken(const std::string& reason, const Change& change) {
   on_live_engines(3, 1, [&](ShardedModel& model, const auto& given) {
     std::vector<ModelParameter> parameters = given;
     std::vector<int> on_host = params_by_unit(model);
@@ -64,19 +65,25 @@ void expect_nothing_is_taken(const Change& change) {
     const std::vector<at::Tensor> after = values_in(model);
     for (std::size_t i = 0; i < before.size(); ++i)
       EXPECT_TRUE(at::equal(after[i], before[i])) << "parameter " << i;
+    if (on_host.size() == given.size()) {
+      EXPECT_THAT(model.engine().init_report().reason(), ::testing::HasSubstr(reason));
+    }
   });
 }
 
 TEST(FromRank0, NothingIsTakenWhereARankHasOtherPlaces) {
-  expect_nothing_is_taken([](int rank, auto& /*parameters*/, std::vector<int>& on_host) {
-    if (rank == 2) on_host.pop_back();
-  });
+  expect_nothing_is_taken("(rank 2: not all values are on the host)",
+                          [](int rank, auto& /*parameters*/, std::vector<int>& on_host) {
+                            if (rank == 2) on_host.pop_back();
+                          });
 }
 
 TEST(FromRank0, NothingIsTakenWhereRank0sMemoryHasAnotherOrder) {
-  expect_nothing_is_taken([](int rank, std::vector<ModelParameter>& parameters, auto& /*on_host*/) {
-    if (rank == 0) parameters[2].variable = parameters[2].variable.detach().t();
-  });
+  expect_nothing_is_taken("(rank 0: some values are not contiguous)",
+                          [](int rank, std::vector<ModelParameter>& parameters, auto& /*on_host*/) {
+                            if (rank == 0)
+                              parameters[2].variable = parameters[2].variable.detach().t();
+                          });
 }
 
 // Memory of which the system lets nobody see anything.

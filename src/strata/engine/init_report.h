@@ -55,6 +55,8 @@ class InitReport {
     tier_ = std::move(tier);
     reason_ = std::move(reason);
   }
+  // What came to light afterwards.
+  void add_reason(const std::string& more) { reason_ += "; " + more; }
   void set_reading(io::ReadChoice choice) { reading_ = std::move(choice); }
 
   const std::string& tier() const { return tier_; }

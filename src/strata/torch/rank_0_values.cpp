@@ -1,5 +1,7 @@
 #include "strata/torch/rank_0_values.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -7,6 +9,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/engine/joint_loading.h"
 #include "strata/io/process_memory.h"
 #include "strata/io/thread_engine.h"
@@ -27,23 +30,34 @@ std::vector<std::span<const std::byte>> parts_of(const OriginalValues& values,
   return parts;
 }
 
-// What rank 0 lets the others read; null: it had better not.
-std::unique_ptr<io::OfferedMemory> offer(const OriginalValues& values,
-                                         std::span<const int> params) {
-  const bool contiguous =
-      std::ranges::all_of(params, [&](int param) { return values.of(param).is_contiguous(); });
-  if (!contiguous) return nullptr;
-  std::vector<std::span<const std::byte>> parts = parts_of(values, params);
-  if (memory::shares_pages(parts)) return nullptr;
-  return std::make_unique<io::OfferedMemory>(std::move(parts));
+bool all_contiguous(const OriginalValues& values, std::span<const int> params) {
+  return std::ranges::all_of(params, [&](int param) { return values.of(param).is_contiguous(); });
 }
 
-std::shared_ptr<io::ProcessMemory> open(const std::string& text) {
-  if (text.empty()) return nullptr;
+// One rank's part in finding out whether all can read rank 0's memory.
+struct Attempt {
+  std::unique_ptr<io::OfferedMemory> offered;  // rank 0's
+  std::shared_ptr<io::ProcessMemory> memory;   // as every rank reads it
+  std::string why_not;
+};
+
+void offer(Attempt& attempt, const OriginalValues& values, std::span<const int> params) {
+  std::vector<std::span<const std::byte>> parts = parts_of(values, params);
+  if (!all_contiguous(values, params)) {
+    attempt.why_not = "some values are not contiguous";
+  } else if (memory::shares_pages(parts)) {
+    attempt.why_not = "another process has the same pages";
+  } else {
+    attempt.offered = std::make_unique<io::OfferedMemory>(std::move(parts));
+  }
+}
+
+void open(Attempt& attempt, const std::string& text) {
+  if (text.empty()) return;
   try {
-    return std::make_shared<io::ProcessMemory>(text);
-  } catch (const IoError&) {
-    return nullptr;
+    attempt.memory = std::make_shared<io::ProcessMemory>(text);
+  } catch (const IoError& error) {
+    attempt.why_not = error.what();
   }
 }
 
@@ -70,22 +84,30 @@ bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
   comm::Collectives& ranks = engine.collectives();
   if (ranks.world_size() == 1) return false;
   const bool all = on_host.size() == static_cast<std::size_t>(values.size());
-  std::unique_ptr<io::OfferedMemory> offered;
-  if (all && ranks.rank() == 0) offered = offer(values, on_host);
-  const std::string text =
-      ranks.all_gather_text(offered != nullptr ? offered->to_text() : std::string()).front();
-  const std::shared_ptr<io::ProcessMemory> memory = all ? open(text) : nullptr;
-  double least[] = {memory != nullptr ? 1.0 : 0.0};
-  ranks.all_reduce(least, comm::ReduceOp::kMin);
-  if (least[0] == 0.0) return false;
+  Attempt attempt;
+  if (!all) attempt.why_not = "not all values are on the host";
+  if (all && ranks.rank() == 0) offer(attempt, values, on_host);
+  const std::string text = attempt.offered != nullptr ? attempt.offered->to_text() : "";
+  const std::string offered = ranks.all_gather_text(text).front();
+  if (all) open(attempt, offered);
+  const std::vector<std::string> reasons = ranks.all_gather_text(attempt.why_not);
+  if (const auto rank = comm::first_to_say(reasons)) {
+    if (all) {
+      engine.init_report().add_reason(fmt::format(
+          "ranks compare their values, since rank 0's cannot be read where they are (rank {}: {})",
+          *rank, reasons[*rank]));
+    }
+    return false;
+  }
   const engine::Weights& weights = engine.weights();
   const format::WeightMap map(engine::whole_tensors(weights.params()),
-                              tensors_of(weights, values, on_host, *memory), memory->file().path());
+                              tensors_of(weights, values, on_host, *attempt.memory),
+                              attempt.memory->file().path());
   std::vector<int> params(on_host.size());
   std::iota(params.begin(), params.end(), 0);
-  io::ThreadEngine io(reading_options(threads), memory);
-  engine::load_weights_together(engine,
-                                {{&memory->file()}, map, params, io, {}, std::nullopt, "move in"});
+  io::ThreadEngine io(reading_options(threads), attempt.memory);
+  engine::load_weights_together(
+      engine, {{&attempt.memory->file()}, map, params, io, {}, std::nullopt, "move in"});
   return true;
 }
 

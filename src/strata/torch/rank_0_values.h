@@ -15,9 +15,9 @@ namespace strata::torch {
 // Whether it was done, the same on every rank; else nothing has happened. It cannot be done where a
 // rank has other values, or none, of a parameter, or cannot read rank 0's memory; nor where rank 0
 // has values that are not contiguous, or in pages that another process has, too, which reading
-// would double. Follow with Engine::weights_changed(). Errors: those of load_weights_together(),
-// whose phase is "move in". `threads`: that
-// work on host memory (host_threads.h).
+// would double; the init report says why then. Follow with Engine::weights_changed(). Errors: those
+// of load_weights_together(), whose phase is "move in". `threads`: that work on host memory
+// (host_threads.h).
 bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
                       std::span<const int> on_host, int threads);
 
