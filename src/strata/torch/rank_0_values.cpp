@@ -61,6 +61,11 @@ void open(Attempt& attempt, const std::string& text) {
   }
 }
 
+void tell(engine::Engine& engine, const std::string& why_not) {
+  engine.init_report().add_reason(fmt::format(
+      "ranks compare their values, since rank 0's cannot be read where they are ({})", why_not));
+}
+
 // Rank 0's memory as a file of tensors, in this order.
 std::vector<format::CheckpointTensor> tensors_of(const engine::Weights& weights,
                                                  const OriginalValues& values,
@@ -92,11 +97,7 @@ bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
   if (all) open(attempt, offered);
   const std::vector<std::string> reasons = ranks.all_gather_text(attempt.why_not);
   if (const auto rank = comm::first_to_say(reasons)) {
-    if (all) {
-      engine.init_report().add_reason(fmt::format(
-          "ranks compare their values, since rank 0's cannot be read where they are (rank {}: {})",
-          *rank, reasons[*rank]));
-    }
+    if (all) tell(engine, fmt::format("rank {}: {}", *rank, reasons[*rank]));
     return false;
   }
   const engine::Weights& weights = engine.weights();
@@ -106,8 +107,13 @@ bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
   std::vector<int> params(on_host.size());
   std::iota(params.begin(), params.end(), 0);
   io::ThreadEngine io(reading_options(threads), attempt.memory);
-  engine::load_weights_together(
-      engine, {{&attempt.memory->file()}, map, params, io, {}, std::nullopt, "move in"});
+  try {
+    engine::load_weights_together(
+        engine, {{&attempt.memory->file()}, map, params, io, {}, std::nullopt, "move in"});
+  } catch (const IoError& error) {  // on every rank: memory of a driver, perhaps
+    tell(engine, error.what());
+    return false;
+  }
   return true;
 }
 

@@ -12,12 +12,12 @@
 namespace strata::torch {
 
 // Collective. `on_host`: this rank's parameters with values there, as the engine's memory grows.
-// Whether it was done, the same on every rank; else nothing has happened. It cannot be done where a
-// rank has other values, or none, of a parameter, or cannot read rank 0's memory; nor where rank 0
-// has values that are not contiguous, or in pages that another process has, too, which reading
-// would double; the init report says why then. Follow with Engine::weights_changed(). Errors: those
-// of load_weights_together(), whose phase is "move in". `threads`: that work on host memory
-// (host_threads.h).
+// Whether it was done, the same on every rank; else the engine's weights are a mixture, if
+// anything, and the init report says why. It cannot be done where a rank has other values, or none,
+// of a parameter, or cannot read rank 0's memory; nor where rank 0 has values that are not
+// contiguous, or in pages that another process has, too, which reading would double. Follow with
+// Engine::weights_changed(). `threads`: that work on host memory (host_threads.h). Phase: "move
+// in". Errors: those of load_weights_together() but IoError.
 bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
                       std::span<const int> on_host, int threads);
 
