@@ -170,7 +170,7 @@ def compare(a, turns, options, logs):
             save(a, result)
     except KeyboardInterrupt:
         print("interrupted; so far:", flush=True)
-        result["failed"]["the rest"] = "interrupted"
+        result["failed"] |= {turn: "interrupted" for turn in turns if turn != LIMIT and turn not in result["engines"]}
         save(a, result)
     finally:
         for ranks in waiting.values():

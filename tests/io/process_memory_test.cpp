@@ -6,8 +6,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <memory>
-#include <numeric>
+#include <sstream>
 
 #include "strata/base/error.h"
 #include "strata/io/thread_engine.h"
@@ -92,7 +93,8 @@ class OtherProcess {
     ::close(end[1]);
     {
       const Model own(model);  // elsewhere in memory than this test's
-      const OfferedMemory offered(own.spans());
+      OfferedMemory offered(own.spans());
+      offered.permit_siblings();
       const std::string text = offered.to_text();
       for (std::size_t at = 0; at < text.size();)
         at += static_cast<std::size_t>(::write(to, text.data() + at, text.size() - at));
@@ -123,6 +125,20 @@ TEST(ProcessMemory, IsReadInAnotherProcess) {
   EXPECT_TRUE(equal_everywhere(std::make_shared<ProcessMemory>(other.text()), model));
 }
 
+// Where the system wants a permission, this is what needs it.
+TEST(ProcessMemory, IsReadByAChildOfTheSameParent) {
+  const Model model;
+  const OtherProcess other(model);
+  const pid_t reader = ::fork();
+  if (reader == 0) {
+    const bool equal = equal_everywhere(std::make_shared<ProcessMemory>(other.text()), model);
+    ::_exit(equal ? 0 : 1);
+  }
+  int status = -1;
+  ::waitpid(reader, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 std::string failure_of(const std::function<void()>& action) {
   try {
     action();
@@ -149,18 +165,26 @@ TEST(ProcessMemory, SaysWhatIsWrongWithAProcessThatHasEnded) {
   const auto memory = std::make_shared<ProcessMemory>(other.text());
   other.end();
   EXPECT_THAT(failure_of([&] { read(memory, 0, 10); }), HasSubstr("No such process"));
-  EXPECT_THAT(failure_of([&] { ProcessMemory again(other.text()); }), HasSubstr("cannot open"));
+  EXPECT_THAT(failure_of([&] { ProcessMemory again(other.text()); }),
+              HasSubstr("it has ended, or is on another host"));
 }
 
+// Whose number is the same, on another host or in another namespace.
 TEST(ProcessMemory, OfAProcessThatIsNotTheOneMeantIsRefused) {
   const Model model;
-  OtherProcess other(model);
-  std::string text = other.text();
-  const std::string number = "\"pid\":";
-  const std::size_t at = text.find(number) + number.size();
-  text.replace(at, text.find_first_of(",}", at) - at, std::to_string(::getpid()));
+  const OfferedMemory offered(model.spans());
+  std::istringstream numbers(offered.to_text());
+  std::vector<std::string> words{std::istream_iterator<std::string>(numbers), {}};
+  words[2].back() = words[2].back() == '0' ? '1' : '0';  // of the key
+  std::string text;
+  for (const std::string& word : words) text += word + " ";
+  EXPECT_THAT(failure_of([&] { ProcessMemory memory(text); }), HasSubstr("it has other memory"));
+  words[1] = "64";  // where nobody has anything
+  text.clear();
+  for (const std::string& word : words) text += word + " ";
   EXPECT_THAT(failure_of([&] { ProcessMemory memory(text); }),
-              ::testing::AnyOf(HasSubstr("is another one"), HasSubstr("Bad address")));
+              AllOf(HasSubstr("another PID namespace"), HasSubstr("Bad address")));
+  EXPECT_THAT(failure_of([] { ProcessMemory memory("no offer"); }), HasSubstr("'no offer'"));
 }
 
 TEST(ProcessMemory, IsNotWrittenTo) {

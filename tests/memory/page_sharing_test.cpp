@@ -19,13 +19,13 @@ class Pages {
   Pages()
       : memory_(
             ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
-    write();
+    write(kBytes);
   }
   ~Pages() { ::munmap(memory_, kBytes); }
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
 
-  void write() { std::memset(memory_, 1, kBytes); }
+  void write(std::size_t bytes) { std::memset(memory_, 1, bytes); }
   std::span<const std::byte> bytes() const { return {static_cast<std::byte*>(memory_), kBytes}; }
 
  private:
@@ -66,11 +66,20 @@ TEST(PageSharing, PagesAreSharedFromAForkUntilSomebodyWrites) {
   {
     const Fork child;
     EXPECT_TRUE(shares_pages(parts));
-    own.write();
-    other.write();
+    own.write(kBytes);
+    other.write(kBytes);
     EXPECT_FALSE(shares_pages(parts));
   }
   EXPECT_FALSE(shares_pages(parts));
+}
+
+TEST(PageSharing, AFewPagesDoNotCount) {
+  Pages own;
+  const std::array parts{own.bytes()};
+  const Fork child;
+  own.write(kBytes / 64 * 61);
+  EXPECT_FALSE(shares_pages(parts));
+  EXPECT_TRUE(shares_pages(std::array{own.bytes().last(kBytes / 8)}));
 }
 
 TEST(PageSharing, NothingIsSharedWhereTheSystemDoesNotSay) {

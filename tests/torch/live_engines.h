@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "strata/comm/local_collectives.h"
+#include "strata/torch/comparison.h"
+#include "strata/torch/host_intake.h"
 #include "strata/torch/module_description.h"
 #include "strata/torch/sharded_model.h"
 
@@ -134,6 +136,44 @@ inline Bytes gathered_at_the_end(const engine::InitReport& report) {
     if (phase.name == "all-gather") bytes = phase.bytes;
   }
   return bytes;
+}
+
+struct Given {
+  std::vector<at::Tensor> values;  // by parameter, in fp32
+  std::vector<std::vector<Comparison::Run>> runs;
+  bool differs = false;
+  bool complete = false;
+};
+
+inline constexpr engine::StagingOptions kSmallRing{4, 1_MiB};
+
+// Gives a live engine new values through the ring, and compares them over the ranks.
+inline Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameters) {
+  Given given;
+  engine::Engine& engine = model.engine();
+  ThreadPool threads(3);
+  Comparison comparison(engine.collectives(), parameters);
+  {
+    engine::InitReport::Phase phase(engine.init_report(), "move in", Bytes());
+    HostIntake intake(engine, threads, &comparison, phase, /*at_once=*/true, kSmallRing);
+    for (const engine::Unit& unit : engine.weights().units()) {
+      for (const int param : unit.spec.params)
+        intake.add(param, Numel(), parameters[static_cast<std::size_t>(param)].variable.detach());
+    }
+    std::vector<int> whole;
+    for (const engine::Unit& unit : engine.weights().units()) {
+      if (unit.whole) whole.push_back(unit.id);
+    }
+    intake.flush([&] { engine.gather_early(whole); });
+    given.complete = intake.complete();
+  }
+  comparison.exchange();
+  given.differs = comparison.any();
+  if (given.differs) engine.gatherer().abandon_refresh();
+  engine.weights_changed(given.complete);
+  given.values = values_in(model);
+  for (int i = 0; i < model.parameters().size(); ++i) given.runs.push_back(comparison.runs(i, 1));
+  return given;
 }
 
 }  // namespace strata::torch::testing

@@ -1,5 +1,6 @@
 #include "strata/io/process_memory.h"
 
+#include <fmt/format.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -7,10 +8,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <random>
+#include <sstream>
 
-#include "strata/base/error.h"
 #include "strata/io/errno_text.h"
 
 namespace strata::io {
@@ -18,20 +18,44 @@ namespace {
 
 constexpr std::size_t kMostParts = 64;  // of one call
 
+using Key = std::array<std::uint64_t, 2>;
+
+// What a process tells others of its offer: numbers in decimal.
+struct Offer {
+  pid_t pid = 0;
+  std::uint64_t key_at = 0;
+  Key key{};
+  std::uint64_t parts_at = 0;
+  std::uint64_t parts = 0;
+};
+
+Offer offer_from(const std::string& text) {
+  Offer offer;
+  std::istringstream stream(text);
+  stream >> offer.pid >> offer.key_at >> offer.key[0] >> offer.key[1] >> offer.parts_at >>
+      offer.parts;
+  if (stream.fail()) throw IoError(fmt::format("this is no offer of memory: '{}'", text));
+  return offer;
+}
+
+std::uint64_t address_of(const void* memory) {
+  return reinterpret_cast<std::uintptr_t>(memory);
+}
+
+iovec range_of(std::uint64_t address, std::size_t bytes) {
+  return {reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)), bytes};
+}
+
+Key random_key() {
+  std::random_device random;
+  const auto word = [&random] { return (std::uint64_t{random()} << 32U) | random(); };
+  return {word(), word()};
+}
+
 bool only_parents_may_read() {
   std::ifstream file("/proc/sys/kernel/yama/ptrace_scope");
   int scope = 0;
   return file >> scope && scope == 1;
-}
-
-std::uintptr_t address_of(const void* memory) {
-  return reinterpret_cast<std::uintptr_t>(memory);
-}
-
-std::array<std::uint64_t, 2> random_key() {
-  std::random_device random;
-  const auto word = [&random] { return (std::uint64_t{random()} << 32U) | random(); };
-  return {word(), word()};
 }
 
 std::int64_t read_process(pid_t pid, std::span<const iovec> remote, std::span<std::byte> target) {
@@ -40,74 +64,82 @@ std::int64_t read_process(pid_t pid, std::span<const iovec> remote, std::span<st
   return moved >= 0 ? moved : -errno;
 }
 
+[[noreturn]] void throw_elsewhere(pid_t pid, const std::string& reason) {
+  throw IoError(
+      fmt::format("process {} is not here: it has ended, or is on another host or in another PID "
+                  "namespace ({})",
+                  pid, reason));
+}
+
+// All of it, or an error.
+void read_whole(pid_t pid, std::uint64_t address, std::span<std::byte> target) {
+  while (!target.empty()) {
+    const iovec there = range_of(address, target.size());
+    const std::int64_t got = read_process(pid, {&there, 1}, target);
+    if (got == -EPERM || got == -EACCES || got == -ENOSYS) {
+      throw NotPermitted(fmt::format(
+          "the system does not let this process read the memory of process {}; run all ranks of a "
+          "host as one user in one container that permits process_vm_readv (Yama, seccomp): {}",
+          pid, errno_text(static_cast<int>(-got))));
+    }
+    if (got < 0) throw_elsewhere(pid, errno_text(static_cast<int>(-got)));
+    if (got == 0) throw_elsewhere(pid, "nothing to read");
+    address += static_cast<std::uint64_t>(got);
+    target = target.subspan(static_cast<std::size_t>(got));
+  }
+}
+
 }  // namespace
 
-OfferedMemory::OfferedMemory(std::vector<std::span<const std::byte>> parts)
-    : parts_(std::move(parts)), key_(random_key()) {
-  if (only_parents_may_read())
-    permitted_ = ::prctl(PR_SET_PTRACER, static_cast<unsigned long>(::getppid()), 0, 0, 0) == 0;
+OfferedMemory::OfferedMemory(std::span<const std::span<const std::byte>> parts)
+    : key_(random_key()) {
+  for (const auto part : parts) parts_.push_back({address_of(part.data()), part.size()});
 }
 
 OfferedMemory::~OfferedMemory() {
   if (permitted_) ::prctl(PR_SET_PTRACER, 0UL, 0, 0, 0);
 }
 
+void OfferedMemory::permit_siblings() {
+  const pid_t parent = ::getppid();
+  if (parent <= 1 || !only_parents_may_read()) return;  // of 1 everybody is a child
+  permitted_ = ::prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0) == 0;
+}
+
 std::string OfferedMemory::to_text() const {
-  nlohmann::json text = {{"pid", ::getpid()}, {"key_at", address_of(key_.data())}, {"key", key_}};
-  for (const std::span<const std::byte> part : parts_)
-    text["parts"].push_back({address_of(part.data()), part.size()});
-  return text.dump();
+  return fmt::format("{} {} {} {} {} {}", ::getpid(), address_of(key_.data()), key_[0], key_[1],
+                     address_of(parts_.data()), parts_.size());
 }
 
-ProcessMemory::Offer ProcessMemory::Offer::from_text(const std::string& text) {
-  const nlohmann::json json = nlohmann::json::parse(text);
-  Offer offer{json["pid"], json["key_at"], json["key"], {}};
+ProcessMemory::ProcessMemory(const std::string& text) {
+  const Offer offer = offer_from(text);
+  pid_ = offer.pid;
+  Key key{};
+  read_whole(pid_, offer.key_at, std::as_writable_bytes(std::span(key)));
+  if (key != offer.key) throw_elsewhere(pid_, "it has other memory");
+  parts_.resize(offer.parts);
+  read_whole(pid_, offer.parts_at, std::as_writable_bytes(std::span(parts_)));
   Bytes offset;
-  if (json.contains("parts")) {
-    for (const auto& part : json["parts"]) {
-      offer.parts.push_back(
-          {offset, part[0].get<std::uintptr_t>(), Bytes(part[1].get<std::int64_t>())});
-      offset += offer.parts.back().bytes;
-    }
+  for (const MemoryPart& part : parts_) {
+    offsets_.push_back(offset);
+    offset += Bytes(static_cast<std::int64_t>(part.bytes));
   }
-  return offer;
-}
-
-ProcessMemory::ProcessMemory(const std::string& text) : ProcessMemory(Offer::from_text(text)) {}
-
-ProcessMemory::ProcessMemory(Offer offer)
-    : pid_(offer.pid),
-      parts_(std::move(offer.parts)),
-      file_(fmt::format("/proc/{}/mem", pid_), File::Mode::kRead) {
-  std::array<std::uint64_t, 2> key{};
-  const iovec there{reinterpret_cast<void*>(offer.key_address), sizeof(key)};
-  const std::int64_t got = read_process(pid_, {&there, 1}, std::as_writable_bytes(std::span(key)));
-  if (got < 0) {
-    throw IoError(fmt::format(
-        "cannot read the memory of another process; run all ranks of a host as one user in one "
-        "container: path={} {}",
-        file_.path(), errno_text(static_cast<int>(-got))));
-  }
-  if (key != offer.key) {
-    throw IoError(fmt::format(
-        "the process of this number is another one: it is on another host, or in another PID "
-        "namespace: path={}",
-        file_.path()));
-  }
+  file_.emplace(fmt::format("/proc/{}/mem", pid_), File::Mode::kRead);
 }
 
 std::int64_t ProcessMemory::read_at(int /*fd*/, std::span<std::byte> target, Bytes offset) {
-  auto part = std::partition_point(parts_.begin(), parts_.end(), [&](const Part& candidate) {
-    return candidate.offset + candidate.bytes <= offset;
-  });
+  // The last part that begins no later, or what is behind all of them.
+  const auto after = std::upper_bound(offsets_.begin(), offsets_.end(), offset);
   std::array<iovec, kMostParts> remote{};
   std::size_t count = 0;
-  Bytes wanted(target.size());
-  for (; part != parts_.end() && wanted > Bytes() && count < kMostParts; ++part) {
-    const Bytes skipped = offset > part->offset ? offset - part->offset : Bytes();
-    const Bytes taken = std::min(part->bytes - skipped, wanted);
-    if (taken == Bytes()) continue;
-    remote[count++] = {reinterpret_cast<void*>(part->address + skipped.size()), taken.size()};
+  std::size_t wanted = target.size();
+  for (auto i = static_cast<std::size_t>(after - offsets_.begin());
+       i <= parts_.size() && i > 0 && wanted > 0 && count < kMostParts; ++i) {
+    const MemoryPart& part = parts_[i - 1];
+    const std::size_t skipped = offset > offsets_[i - 1] ? (offset - offsets_[i - 1]).size() : 0;
+    if (skipped >= part.bytes) continue;
+    const std::size_t taken = std::min<std::size_t>(part.bytes - skipped, wanted);
+    remote[count++] = range_of(part.address + skipped, taken);
     wanted -= taken;
   }
   if (count == 0) return 0;  // behind the end

@@ -11,6 +11,7 @@ namespace strata::memory {
 namespace {
 
 constexpr std::size_t kSamples = 256;
+constexpr std::size_t kFew = 16;  // shared ones of them that do not matter
 // Bits of an entry of /proc/PID/pagemap.
 constexpr std::uint64_t kExclusive = std::uint64_t{1} << 56U;
 constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61U;
@@ -33,16 +34,17 @@ bool shares_pages(std::span<const std::span<const std::byte>> parts,
   const auto page_size = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   std::size_t total = 0;
   for (const auto part : parts) total += part.size();
+  std::size_t shared = 0;
   const std::size_t step = total / kSamples + 1;
   std::size_t next = step / 2;  // of all bytes, the one to look at
   for (const auto part : parts) {
     for (; next < part.size(); next += step) {
       const auto address = reinterpret_cast<std::uintptr_t>(part.data() + next);
-      if (is_shared(pagemap.get(), address, page_size)) return true;
+      if (is_shared(pagemap.get(), address, page_size)) ++shared;
     }
     next -= part.size();
   }
-  return false;
+  return shared > kFew;
 }
 
 }  // namespace strata::memory

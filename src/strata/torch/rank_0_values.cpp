@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
@@ -19,6 +22,8 @@
 
 namespace strata::torch {
 namespace {
+
+constexpr std::string_view kNotPermitted = "not permitted: ";
 
 std::vector<std::span<const std::byte>> parts_of(const OriginalValues& values,
                                                  std::span<const int> params) {
@@ -34,31 +39,39 @@ bool all_contiguous(const OriginalValues& values, std::span<const int> params) {
   return std::ranges::all_of(params, [&](int param) { return values.of(param).is_contiguous(); });
 }
 
-// One rank's part in finding out whether all can read rank 0's memory.
+// One rank's part in reading rank 0's memory.
 struct Attempt {
   std::unique_ptr<io::OfferedMemory> offered;  // rank 0's
   std::shared_ptr<io::ProcessMemory> memory;   // as every rank reads it
+  std::optional<format::WeightMap> map;
+  std::unique_ptr<io::ThreadEngine> io;
   std::string why_not;
 };
 
-void offer(Attempt& attempt, const OriginalValues& values, std::span<const int> params) {
-  std::vector<std::span<const std::byte>> parts = parts_of(values, params);
-  if (!all_contiguous(values, params)) {
-    attempt.why_not = "some values are not contiguous";
-  } else if (memory::shares_pages(parts)) {
-    attempt.why_not = "another process has the same pages";
-  } else {
-    attempt.offered = std::make_unique<io::OfferedMemory>(std::move(parts));
+// What a rank does between two meetings: whatever happens, it comes to the next one.
+template <typename Step>
+void attempt_to(Attempt& attempt, Step&& step) {
+  try {
+    attempt.why_not.clear();
+    std::forward<Step>(step)();
+  } catch (const io::NotPermitted& error) {
+    attempt.why_not = std::string(kNotPermitted) + error.what();
+  } catch (const std::exception& error) {
+    attempt.why_not = error.what();
   }
 }
 
-void open(Attempt& attempt, const std::string& text) {
-  if (text.empty()) return;
-  try {
-    attempt.memory = std::make_shared<io::ProcessMemory>(text);
-  } catch (const IoError& error) {
-    attempt.why_not = error.what();
-  }
+void offer(Attempt& attempt, const OriginalValues& values, std::span<const int> params) {
+  const std::vector<std::span<const std::byte>> parts = parts_of(values, params);
+  if (!all_contiguous(values, params)) throw UsageError("some values are not contiguous");
+  if (memory::shares_pages(parts)) throw UsageError("another process has the same pages");
+  attempt.offered = std::make_unique<io::OfferedMemory>(parts);
+}
+
+bool nobody_but_the_system_objects(std::span<const std::string> reasons) {
+  const auto refused = [](const std::string& why) { return why.starts_with(kNotPermitted); };
+  return std::ranges::any_of(reasons, refused) &&
+         std::ranges::all_of(reasons, [&](const auto& why) { return why.empty() || refused(why); });
 }
 
 void tell(engine::Engine& engine, const std::string& why_not) {
@@ -82,6 +95,15 @@ std::vector<format::CheckpointTensor> tensors_of(const engine::Weights& weights,
   return tensors;
 }
 
+void open(Attempt& attempt, const std::string& text, const engine::Weights& weights,
+          const OriginalValues& values, std::span<const int> params, int threads) {
+  attempt.memory = std::make_shared<io::ProcessMemory>(text);
+  attempt.map.emplace(engine::whole_tensors(weights.params()),
+                      tensors_of(weights, values, params, *attempt.memory),
+                      attempt.memory->file().path());
+  attempt.io = std::make_unique<io::ThreadEngine>(reading_options(threads), attempt.memory);
+}
+
 }  // namespace
 
 bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
@@ -90,28 +112,39 @@ bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
   if (ranks.world_size() == 1) return false;
   const bool all = on_host.size() == static_cast<std::size_t>(values.size());
   Attempt attempt;
-  if (!all) attempt.why_not = "not all values are on the host";
-  if (all && ranks.rank() == 0) offer(attempt, values, on_host);
-  const std::string text = attempt.offered != nullptr ? attempt.offered->to_text() : "";
-  const std::string offered = ranks.all_gather_text(text).front();
-  if (all) open(attempt, offered);
-  const std::vector<std::string> reasons = ranks.all_gather_text(attempt.why_not);
+  if (all && ranks.rank() == 0) attempt_to(attempt, [&] { offer(attempt, values, on_host); });
+  const std::string mine = attempt.offered != nullptr ? attempt.offered->to_text() : "";
+  const std::string offered = ranks.all_gather_text(mine).front();
+  const auto meet_with_readers = [&] {
+    if (!all) attempt.why_not = "not all values are on the host";
+    if (all && !offered.empty())
+      attempt_to(attempt,
+                 [&] { open(attempt, offered, engine.weights(), values, on_host, threads); });
+    return ranks.all_gather_text(attempt.why_not);
+  };
+  std::vector<std::string> reasons = meet_with_readers();
+  if (nobody_but_the_system_objects(reasons)) {
+    if (attempt.offered != nullptr) attempt.offered->permit_siblings();
+    ranks.barrier();
+    reasons = meet_with_readers();
+  }
   if (const auto rank = comm::first_to_say(reasons)) {
     if (all) tell(engine, fmt::format("rank {}: {}", *rank, reasons[*rank]));
     return false;
   }
-  const engine::Weights& weights = engine.weights();
-  const format::WeightMap map(engine::whole_tensors(weights.params()),
-                              tensors_of(weights, values, on_host, *attempt.memory),
-                              attempt.memory->file().path());
   std::vector<int> params(on_host.size());
   std::iota(params.begin(), params.end(), 0);
-  io::ThreadEngine io(reading_options(threads), attempt.memory);
   try {
-    engine::load_weights_together(
-        engine, {{&attempt.memory->file()}, map, params, io, {}, std::nullopt, "move in"});
+    engine::load_weights_together(engine, {{&attempt.memory->file()},
+                                           *attempt.map,
+                                           params,
+                                           *attempt.io,
+                                           {},
+                                           std::nullopt,
+                                           "move in"});
   } catch (const IoError& error) {  // on every rank: memory of a driver, perhaps
     tell(engine, error.what());
+    ranks.barrier();  // reads that were begun have ended everywhere
     return false;
   }
   return true;
