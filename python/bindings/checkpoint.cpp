@@ -150,8 +150,8 @@ void bind_checkpoint(py::module_& module) {
          const std::vector<int>& params) {
         io::ThreadEngine io(torch::reading_options(model.threads()));
         const io::ReadWay way = io::read_way_from(model.config().strata.init_read).value();
-        return engine::load_weights_together(model.engine(),
-                                             {checkpoint.index().open_files(), map, params, io, {}, way})
+        return engine::load_weights_together(
+                   model.engine(), {checkpoint.index().open_files(), map, params, io, {}, way})
             .read.value;
       },
       py::arg("model"), py::arg("checkpoint"), py::arg("map"), py::arg("params"), unlocked);

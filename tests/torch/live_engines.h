@@ -9,14 +9,13 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "strata/comm/local_collectives.h"
 #include "strata/torch/comparison.h"
 #include "strata/torch/host_intake.h"
 #include "strata/torch/module_description.h"
 #include "strata/torch/sharded_model.h"
+#include "torch/thread_ranks.h"
 
 namespace strata::torch::testing {
 
@@ -39,34 +38,6 @@ struct Net : nn::ModuleHolder<NetImpl> {
 inline Net make_net(int blocks, int width = 700) {
   ::torch::manual_seed(5);
   return Net(blocks, width);
-}
-
-using RankBody = std::function<void(std::shared_ptr<comm::Collectives>)>;
-
-// `group`: has a rank(int).
-template <typename Group>
-void run_ranks(Group& group, int world, const RankBody& rank) {
-  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back(
-        [&, r, collectives = std::shared_ptr<comm::Collectives>(group.rank(r))]() mutable {
-          try {
-            rank(std::move(collectives));
-          } catch (...) {
-            failures[static_cast<std::size_t>(r)] = std::current_exception();
-          }
-        });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const auto& failure : failures) {
-    if (failure) std::rethrow_exception(failure);
-  }
-}
-
-inline void run_ranks(int world, const RankBody& rank) {
-  comm::LocalGroup group(world);
-  run_ranks(group, world, rank);
 }
 
 inline engine::Config config_of(int stage, int world, const std::string& tier = "auto") {

@@ -8,17 +8,16 @@
 #include <torch/nn/modules/linear.h>
 
 #include <array>
-#include <functional>
-#include <thread>
 
 #include "strata/base/error.h"
-#include "strata/comm/local_collectives.h"
+#include "torch/thread_ranks.h"
 
 namespace strata::torch {
 namespace {
 
 namespace nn = ::torch::nn;
 using ::testing::HasSubstr;
+using testing::run_ranks;
 using ::testing::ThrowsMessage;
 
 // So few live bytes that a unit goes as soon as nothing holds it.
@@ -69,26 +68,6 @@ std::vector<Model> make_models(int count) {
     models.emplace_back();
   }
   return models;
-}
-
-// Runs `rank` on every rank; a failure of one is rethrown here.
-void run_ranks(int world, const std::function<void(std::shared_ptr<comm::Collectives>)>& rank) {
-  comm::LocalGroup group(world);
-  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r, collectives = std::shared_ptr(group.rank(r))]() mutable {
-      try {
-        rank(std::move(collectives));
-      } catch (...) {
-        failures[static_cast<std::size_t>(r)] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const auto& failure : failures) {
-    if (failure) std::rethrow_exception(failure);
-  }
 }
 
 at::Tensor part_of(const at::Tensor& all, int rank, int world) {

@@ -95,14 +95,16 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   std::optional<LoadPlan> plan;
   engine::together(collectives, fmt::format("opening the checkpoint '{}'", path), [&] {
     plan.emplace(path);
-    plan->map.emplace(engine::whole_tensors(engine.weights().params()), plan->index.tensors(), path);
+    plan->map.emplace(engine::whole_tensors(engine.weights().params()), plan->index.tensors(),
+                      path);
     for (const auto& buffer : buffers) check_buffer(plan->index, buffer.key(), buffer.value());
   });
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   io::ThreadEngine io(reading_options(model.threads()));
   const io::ReadWay way = io::read_way_from(model.config().strata.init_read).value();
-  engine::load_weights_together(engine, {plan->index.open_files(), *plan->map, params, io, {}, way});
+  engine::load_weights_together(engine,
+                                {plan->index.open_files(), *plan->map, params, io, {}, way});
   engine::together(collectives, fmt::format("loading '{}'", path), [&] {
     for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
   });
