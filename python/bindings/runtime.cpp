@@ -5,6 +5,7 @@
 #include "strata/comm/peer_collectives.h"
 #include "strata/comm/shm_collectives.h"
 #include "strata/comm/split_collectives.h"
+#include "strata/engine/staging_ring.h"
 #include "strata/torch/c10d_collectives.h"
 #include "strata/torch/device_collectives.h"
 #include "strata/torch/host_threads.h"
@@ -160,13 +161,20 @@ void bind_runtime(py::module_& module) {
 
   // What a rank's models run on; several may share one, and with it a device's streams and kernels.
   py::class_<torch::ModelRuntime>(module, "Runtime")
-      .def(py::init([](std::shared_ptr<comm::Collectives> collectives, c10::Device device,
-                       std::optional<int> threads) {
+      .def(py::init([](c10::Device device, std::optional<int> threads, int world_size) {
              const py::gil_scoped_release release;
-             const int count = torch::host_threads(threads, collectives->world_size());
-             return torch::make_runtime(device, count, std::move(collectives));
+             return torch::make_runtime(device, torch::host_threads(threads, world_size));
            }),
-           py::arg("collectives"), py::arg("device"), py::arg("threads"));
+           py::arg("device"), py::arg("threads"), py::arg("world_size"))
+      .def_property_readonly("device", [](const torch::ModelRuntime& r) { return r.place; })
+      // Values will come from files, or from the host: what they pass through is made meanwhile.
+      .def("expect_values",
+           [](torch::ModelRuntime& r) { engine::StagingRing::expect({}, *r.device); })
+      // The same with the collectives of ranks that are connected by now.
+      .def("joined", [](torch::ModelRuntime r, std::shared_ptr<comm::Collectives> collectives) {
+        r.collectives = std::move(collectives);
+        return r;
+      });
 
   module.def("single_rank", &torch::single_rank, py::arg("device"));
   // GPUs that torch and this build can both use.

@@ -37,7 +37,7 @@ class Engine(torch.nn.Module):
             gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
     """
 
-    def __init__(self, model, config, optimizer, rule, collectives, device, born_flat=None, progress=None):
+    def __init__(self, model, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
         super().__init__()
         self.module = model
         self.optimizer = optimizer
@@ -51,9 +51,8 @@ class Engine(torch.nn.Module):
         parameters = describe_parameters(model, groups, born_flat)
         _refuse_unoptimised(parameters, groups, rule)
         modules, module_objects = describe_modules(model, parameters)
-        runtime = _C.Runtime(collectives, device, config.threads)
         self.core = _C.ShardedModel(parameters, modules, config, rule, runtime, "engine", progress)
-        move_buffers(model, device)
+        move_buffers(model, runtime.device)
         self._described = parameters
         take_ownership(self.core, parameters)
         self._interception = intercept(self.core, module_objects)

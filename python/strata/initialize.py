@@ -98,10 +98,10 @@ def initialize(
         with start_up.phase("connect"):
             if dist_init_required is not False:
                 init_distributed()
-            parsed, device = prepare(_find_config(args, config, config_params), model)
-            collectives = make_collectives(parsed, device)
+            parsed, runtime = prepare(_find_config(args, config, config_params), model)
+            collectives = make_collectives(parsed, runtime.device)
         assembled = assemble(
-            model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            model, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up,
         )
         start_up.finish(assembled[0])
@@ -109,21 +109,29 @@ def initialize(
 
 
 def prepare(config, model=None):
-    """(_C.Config, torch.device) of this rank, for a model that lies there already or nowhere. What ``make_collectives``
-    then brings together."""
+    """(_C.Config, _C.Runtime) of this rank, for a model that lies there already, or nowhere and comes from files. What
+    ``make_collectives`` then brings together."""
+    rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)
-        if rank_and_world_size()[0] == 0:
+        if rank == 0:
             require_writable(parsed.init_report)
             require_writable(parsed.trace, "strata.trace")
-        return parsed, choose_device(parsed, model)
+        runtime = _C.Runtime(choose_device(parsed, model), parsed.threads, world_size)
+        if model is None or _comes_from_the_host(model, runtime.device):
+            runtime.expect_values()
+        return parsed, runtime
+
+
+def _comes_from_the_host(model, device):
+    return device.type != "cpu" and any(p.device.type == "cpu" for p in parameters_of(model))
 
 
 def assemble(
     model,
     config,
     collectives,
-    device,
+    runtime,
     optimizer,
     model_parameters,
     training_data,
@@ -137,7 +145,7 @@ def assemble(
     Args:
         config: a _C.Config.
         collectives: a _C.Collectives.
-        device: torch.device, of ``choose_device``.
+        runtime: a _C.Runtime, of ``prepare``.
         start_up: the StartUp that counts.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
         The others are ``initialize``'s.
@@ -146,7 +154,8 @@ def assemble(
         sharded_optimizer, rule = make_optimizer(config, model, optimizer, model_parameters)
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):
-        engine = Engine(model, config, sharded_optimizer, rule, collectives, device, born_flat, progress)
+        runtime = runtime.joined(collectives)
+        engine = Engine(model, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
         start_up.core = engine.core
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)

@@ -62,10 +62,10 @@ def load_pretrained(
         opening = beside.submit(_open, path)
         with start_up.phase("connect"):
             init_distributed()
-            parsed, device = prepare(config)
+            parsed, runtime = prepare(config)
             building = beside.submit(_build_flat, path, opening, model_class, parsed, model_arguments)
             planning = beside.submit(_plan, path, opening, building, strict)
-            collectives = make_collectives(parsed, device)
+            collectives = make_collectives(parsed, runtime.device)
         with start_up.phase("meet"), together(collectives, f"opening the checkpoint '{path}'"):
             with start_up.phase("open checkpoint"):
                 opening.result()
@@ -74,7 +74,7 @@ def load_pretrained(
                 if callable(model_parameters):
                     model_parameters = model_parameters(model)
         assembled = assemble(
-            model, parsed, collectives, device, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            model, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up, shapes,
         )
         try:

@@ -80,6 +80,30 @@ TYPED_TEST_P(DeviceConformance, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKe
   }
 }
 
+TYPED_TEST_P(DeviceConformance, HostMemoryThatIsExpectedIsGivenOnce) {
+  const auto& ledger = *this->device_->ledger();
+  const auto held = [&] { return ledger.held(memory::Tier::kHost, memory::Kind::kStaging); };
+  this->device_->expect_host(30000_B, memory::Kind::kStaging);
+  this->device_->expect_host(20000_B, memory::Kind::kStaging);
+  auto host = this->device_->allocate_host(20000_B, memory::Kind::kStaging);
+  EXPECT_EQ(host->bytes().size(), 20000U);
+  EXPECT_EQ(held(), 20000_B);
+  const auto next = this->device_->allocate_host(20000_B, memory::Kind::kStaging);
+  EXPECT_NE(next->bytes().data(), host->bytes().data());
+  host.reset();
+  EXPECT_EQ(held(), 20000_B);
+}
+
+TYPED_TEST_P(DeviceConformance, HostMemoryThatWasExpectedInVainGoesWithTheDevice) {
+  const std::shared_ptr<memory::Ledger> ledger = this->device_->ledger();
+  this->device_->expect_host(20000_B, memory::Kind::kStaging);
+  const auto other = this->device_->allocate_host(40000_B, memory::Kind::kStaging);
+  EXPECT_EQ(other->bytes().size(), 40000U);
+  this->stream_.reset();
+  this->device_.reset();
+  EXPECT_EQ(ledger->held(memory::Tier::kHost, memory::Kind::kStaging), 40000_B);
+}
+
 TYPED_TEST_P(DeviceConformance, OrdinaryHostMemoryIsTheHostsOwn) {
   const std::vector<std::byte> ordinary(100);
   EXPECT_TRUE(this->device_->host_accessible(ordinary.data()));
@@ -300,6 +324,7 @@ REGISTER_TYPED_TEST_SUITE_P(
     AMappingOutlivesTheSharedMemory, AStreamWaitsForAFlagThatTheHostOrAnotherStreamWrites,
     SaysItsName, MemoryIsAlignedAndOfTheSizeAskedFor, MemoryIsChargedByKindUntilItGoes,
     UnchargedMemoryIsLeftToItsUserToCharge, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKernels,
+    HostMemoryThatIsExpectedIsGivenOnce, HostMemoryThatWasExpectedInVainGoesWithTheDevice,
     OrdinaryHostMemoryIsTheHostsOwn, TheComputeStreamIsOrderedWithOtherStreamsByEvents,
     RunningOutSaysWhatWasWantedAndWhatIsHeld, FreeBytesFallWithWhatALimitedDeviceHolds,
     CopiesBetweenHostAndDeviceInEveryDirection, ACopyTouchesNothingBesideItsTarget, FillsWithZeroes,

@@ -38,6 +38,7 @@ class CpuDevice : public Device {
   std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override;
   std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override;
   std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
+  void expect_host(Bytes, memory::Kind) override {}  // pins nothing
   Bytes free_bytes() const override;
   bool host_accessible(const std::byte* pointer) const override;
   bool device_accessible(const std::byte* pointer) const override;

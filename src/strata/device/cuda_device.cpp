@@ -3,8 +3,11 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <future>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/device/cuda_kernels.h"
@@ -23,6 +26,13 @@ CUstream handle_of(const Stream& stream) {
   STRATA_ASSERT(ours != nullptr);
   return ours->handle();
 }
+
+// Host memory that somebody will ask for.
+struct ExpectedHost {
+  Bytes bytes;
+  memory::Kind kind;
+  std::future<std::unique_ptr<HostMemory>> memory;
+};
 
 class CudaDevice final : public Device {
  public:
@@ -57,9 +67,8 @@ class CudaDevice final : public Device {
   std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override {
     return std::make_unique<CudaHostRegistration>(context_, host);
   }
-  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override {
-    return std::make_unique<CudaHostMemory>(pool_, bytes, kind);
-  }
+  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
+  void expect_host(Bytes bytes, memory::Kind kind) override;
   Bytes free_bytes() const override { return pool_.free_bytes(); }
   bool host_accessible(const std::byte* pointer) const override;
   bool device_accessible(const std::byte* pointer) const override;
@@ -122,7 +131,35 @@ class CudaDevice final : public Device {
   std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; null: none yet
   std::mutex chunk_sums_mutex_;
   std::map<CUstream, std::unique_ptr<CudaMemory>> chunk_sums_;  // scratch; guarded
+  std::mutex expected_mutex_;
+  std::optional<ExpectedHost> expected_;  // guarded; the last: it is being made with what is above
 };
+
+std::unique_ptr<HostMemory> CudaDevice::allocate_host(Bytes bytes, memory::Kind kind) {
+  std::optional<ExpectedHost> expected;
+  {
+    const std::lock_guard lock(expected_mutex_);
+    if (expected_ && expected_->bytes == bytes && expected_->kind == kind)
+      expected = std::exchange(expected_, std::nullopt);
+  }
+  if (expected) {
+    try {
+      return expected->memory.get();
+    } catch (const Error&) {
+      // There was no memory then: there may be some now, and else it is this call that fails.
+    }
+  }
+  return std::make_unique<CudaHostMemory>(pool_, bytes, kind);
+}
+
+void CudaDevice::expect_host(Bytes bytes, memory::Kind kind) {
+  const std::lock_guard lock(expected_mutex_);
+  expected_.reset();  // before the next is begun
+  expected_.emplace(
+      bytes, kind, std::async(std::launch::async, [this, bytes, kind] {
+        return std::unique_ptr<HostMemory>(std::make_unique<CudaHostMemory>(pool_, bytes, kind));
+      }));
+}
 
 unsigned CudaDevice::kind_of(const std::byte* pointer) const {
   const CudaContext::Scope scope(*context_);

@@ -98,6 +98,10 @@ class Device {
   // Host memory for transfers, charged to the host tier: pinned, so that they run at the link's
   // speed and beside the host, unless the system refuses to lock more (pinned() is false then).
   virtual std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) = 0;
+  // Begins to make what the next allocate_host() of so many bytes will give, beside the caller,
+  // where that takes long: to pin is to wait for the driver. Charged from now on; goes with the
+  // device where nobody asks for it. One at a time: another one drops the first.
+  virtual void expect_host(Bytes bytes, memory::Kind kind) = 0;
   // What a new allocation may take, by the system's own count.
   virtual Bytes free_bytes() const = 0;
   // Whether the host may read and write the memory behind `pointer`. Always, on the CPU device.

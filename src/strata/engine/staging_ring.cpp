@@ -5,6 +5,22 @@
 #include "strata/base/error.h"
 
 namespace strata::engine {
+namespace {
+
+Bytes granule_of(const StagingOptions& options) {
+  const bool small = options.buffer_bytes < io::File::kDirectBlock;
+  return small ? memory::Arena::kDefaultGranule : io::File::kDirectBlock;
+}
+
+Bytes room_of(const StagingOptions& options) {
+  return align_up(options.buffer_bytes, granule_of(options)) * options.buffers;
+}
+
+}  // namespace
+
+void StagingRing::expect(const StagingOptions& options, device::Device& device) {
+  device.expect_host(room_of(options), memory::Kind::kStaging);
+}
 
 StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
     : buffer_bytes_(options.buffer_bytes) {
@@ -13,11 +29,8 @@ StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
         fmt::format("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
                     options.buffers, options.buffer_bytes.value));
   }
-  const Bytes granule = buffer_bytes_ < io::File::kDirectBlock ? memory::Arena::kDefaultGranule
-                                                               : io::File::kDirectBlock;
-  const Bytes room = align_up(buffer_bytes_, granule) * options.buffers;
-  memory_ = device.allocate_host(room, memory::Kind::kStaging);
-  memory::Arena arena(memory_->bytes(), granule);
+  memory_ = device.allocate_host(room_of(options), memory::Kind::kStaging);
+  memory::Arena arena(memory_->bytes(), granule_of(options));
   for (int i = 0; i < options.buffers; ++i) {
     auto extent = arena.try_allocate(buffer_bytes_);
     STRATA_ASSERT(extent.has_value());

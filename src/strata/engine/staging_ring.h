@@ -29,6 +29,9 @@ struct StagingOptions {
 
 class StagingRing {
  public:
+  // Tells a device that a ring with these options will be made: it makes its memory beside the
+  // caller.
+  static void expect(const StagingOptions& options, device::Device& device);
   // UsageError if an option is not positive.
   StagingRing(const StagingOptions& options, device::Device& device);
   // Waits for the transfers, and drops their errors.

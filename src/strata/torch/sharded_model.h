@@ -62,7 +62,7 @@ struct ModelInput {
 };
 
 // What a model runs on. `collectives` carry memory of `device`, which is the engine's view of
-// `place`.
+// `place`; null until the ranks are connected.
 struct ModelRuntime {
   c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<comm::Collectives> collectives;
@@ -74,7 +74,7 @@ struct ModelRuntime {
 
 // `threads`: that work on host memory (host_threads.h).
 ModelRuntime make_runtime(c10::Device place, int threads,
-                          std::shared_ptr<comm::Collectives> collectives);
+                          std::shared_ptr<comm::Collectives> collectives = nullptr);
 
 class ShardedModel {
  public:
