@@ -1,5 +1,6 @@
 // ShardedModel as Python drives it.
 #include "bindings.h"
+#include "mapped_files.h"
 #include "strata/torch/model_plan.h"
 #include "strata/torch/placement.h"
 
@@ -36,6 +37,12 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
   return input;
 }
 
+std::vector<at::Tensor> tensors_of(const std::vector<ParameterTuple>& parameters) {
+  std::vector<at::Tensor> tensors;
+  for (const ParameterTuple& parameter : parameters) tensors.push_back(std::get<1>(parameter));
+  return tensors;
+}
+
 std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& parameters,
                                          const std::vector<ModuleTuple>& modules,
                                          const engine::Config& config, const std::string& rule,
@@ -43,9 +50,15 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                          const py::object& progress) {
   const torch::ModelInput input = input_from(parameters, modules);
   runtime.progress = progress_from(progress);
-  const py::gil_scoped_release release;
-  return std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
-                                        std::move(name));
+  MappedFiles files(tensors_of(parameters));
+  std::shared_ptr<ShardedModel> model;
+  {
+    const py::gil_scoped_release release;
+    model = std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
+                                           std::move(name));
+  }
+  model->free_beside(files.take_unused());
+  return model;
 }
 
 // None at a micro-step that is no boundary, else whether the weights were updated.
@@ -233,6 +246,11 @@ void bind_model(py::module_& module) {
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
+  // How many files these tensors are views of; unmap_unused() says how many it unmapped.
+  py::class_<MappedFiles>(module, "MappedFiles")
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
+      .def("__len__", &MappedFiles::size)
+      .def("unmap_unused", [](MappedFiles& files) { return files.take_unused().size(); });
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
              py::arg("ranks_per_host"));

@@ -1,7 +1,9 @@
 #include "strata/torch/original_values.h"
 
+#include <ATen/MapAllocator.h>
 #include <ATen/ops/empty.h>
 
+#include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 
 namespace strata::torch {
@@ -67,6 +69,16 @@ void free(std::vector<at::Tensor> values) noexcept {
       memory::give_back_pages({static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()});
     }
     one.reset();
+  }
+}
+
+void unmap(std::vector<c10::DataPtr> mapped_files) noexcept {
+  for (c10::DataPtr& file : mapped_files) {
+    const auto* const mapping = at::MapAllocator::fromDataPtr(file);
+    STRATA_ASSERT(mapping != nullptr);
+    memory::give_back_pages(
+        {static_cast<std::byte*>(mapping->data()), static_cast<std::size_t>(mapping->size())});
+    file.clear();
   }
 }
 

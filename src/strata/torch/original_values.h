@@ -43,5 +43,7 @@ class OriginalValues {
 // Values on the host that nobody else has, in an order and in pieces that let other threads map
 // memory meanwhile.
 void free(std::vector<at::Tensor> values) noexcept;
+// Files that torch has mapped, and that nobody reads any more, in the same way.
+void unmap(std::vector<c10::DataPtr> mapped_files) noexcept;
 
 }  // namespace strata::torch

@@ -78,7 +78,12 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   }
   std::vector<at::Tensor> values = originals.release();
   release_cached_memory(runtime_.place);  // maps nothing while much is unmapped
-  freeing_ = std::jthread([values = std::move(values)]() mutable { free(std::move(values)); });
+  freeing_.emplace_back([values = std::move(values)]() mutable { free(std::move(values)); });
+}
+
+void ShardedModel::free_beside(std::vector<c10::DataPtr> mapped_files) {
+  if (mapped_files.empty()) return;
+  freeing_.emplace_back([files = std::move(mapped_files)]() mutable { unmap(std::move(files)); });
 }
 
 // Before anything is asked that ranks answer together.

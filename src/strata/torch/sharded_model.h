@@ -127,6 +127,8 @@ class ShardedModel {
     engine().collectives().barrier();
   }
   bool alive() const { return engine_ != nullptr; }
+  // Unmaps files beside what follows.
+  void free_beside(std::vector<c10::DataPtr> mapped_files);
 
  private:
   void check_ranks(const ModelInput& input) const;
@@ -151,7 +153,7 @@ class ShardedModel {
   std::unique_ptr<Scopes> scopes_;
   std::unique_ptr<GradientHooks> hooks_;
   std::optional<c10::Stream> step_stream_;  // of the last step
-  std::jthread freeing_;                    // of the values that the parameters had
+  std::vector<std::jthread> freeing_;       // what the parameters had
 };
 
 }  // namespace strata::torch
