@@ -93,8 +93,10 @@ Engine::~Engine() {
 }
 
 void Engine::prepare() {
-  weights_.back_all();
+  // In this order: peers map the weights as soon as they are there, and the driver lets nobody else
+  // have memory meanwhile.
   if (optimizer_ != nullptr) optimizer_->prepare();
+  weights_.back_all();
 }
 
 void Engine::weights_changed(bool complete) {

@@ -39,6 +39,10 @@ int intake_threads(const ModelInput& input, const engine::Config& config,
   return any ? runtime.threads : 1;
 }
 
+bool comes_from_files(const ModelInput& input) {
+  return std::ranges::none_of(input.parameters, &ModelParameter::has_values);
+}
+
 }  // namespace
 
 ModelRuntime make_runtime(c10::Device place, int threads,
@@ -106,6 +110,7 @@ void ShardedModel::start(const ModelInput& input, engine::UpdateRule rule, std::
                                              parameters_);
   engine_->init_report().set_progress(std::move(runtime_.progress));
   engine_->init_report().set_tier(std::string(name_of(choice.tier)), choice.reason);
+  if (comes_from_files(input)) engine_->prepare();  // nothing has to go first
   const bool complete =
       adopt_values(*engine_, runtime_.place, input.parameters, choice.tier, threads, originals);
   parameters_.bind(engine_->weights());
