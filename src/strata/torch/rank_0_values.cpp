@@ -25,22 +25,33 @@ namespace {
 
 constexpr std::string_view kNotPermitted = "not permitted: ";
 
-std::vector<std::span<const std::byte>> parts_of(const OriginalValues& values,
-                                                 std::span<const int> params) {
-  std::vector<std::span<const std::byte>> parts;
+// As they are where they are contiguous, else copies.
+std::vector<at::Tensor> dense_values(const OriginalValues& values, std::span<const int> params,
+                                     Bytes copied_most) {
+  std::vector<at::Tensor> dense;
+  Bytes copied;
   for (const int param : params) {
     const at::Tensor& tensor = values.of(param);
-    parts.emplace_back(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
+    if (!tensor.is_contiguous()) copied += Bytes(tensor.nbytes());
+    if (copied > copied_most) {
+      throw UsageError(
+          fmt::format("more than {} of values are not contiguous", to_string(copied_most)));
+    }
+    dense.push_back(tensor.contiguous());
   }
-  return parts;
+  return dense;
 }
 
-bool all_contiguous(const OriginalValues& values, std::span<const int> params) {
-  return std::ranges::all_of(params, [&](int param) { return values.of(param).is_contiguous(); });
+std::vector<std::span<const std::byte>> parts_of(std::span<const at::Tensor> dense) {
+  std::vector<std::span<const std::byte>> parts;
+  for (const at::Tensor& tensor : dense)
+    parts.emplace_back(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
+  return parts;
 }
 
 // One rank's part in reading rank 0's memory.
 struct Attempt {
+  std::vector<at::Tensor> values;              // rank 0's, in the order of its parameters
   std::unique_ptr<io::OfferedMemory> offered;  // rank 0's
   std::shared_ptr<io::ProcessMemory> memory;   // as every rank reads it
   std::optional<format::WeightMap> map;
@@ -61,9 +72,10 @@ void attempt_to(Attempt& attempt, Step&& step) {
   }
 }
 
-void offer(Attempt& attempt, const OriginalValues& values, std::span<const int> params) {
-  const std::vector<std::span<const std::byte>> parts = parts_of(values, params);
-  if (!all_contiguous(values, params)) throw UsageError("some values are not contiguous");
+void offer(Attempt& attempt, const OriginalValues& values, std::span<const int> params,
+           Bytes copied_most) {
+  attempt.values = dense_values(values, params, copied_most);
+  const std::vector<std::span<const std::byte>> parts = parts_of(attempt.values);
   if (memory::shares_pages(parts)) throw UsageError("another process has the same pages");
   attempt.offered = std::make_unique<io::OfferedMemory>(parts);
 }
@@ -107,12 +119,13 @@ void open(Attempt& attempt, const std::string& text, const engine::Weights& weig
 }  // namespace
 
 bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
-                      std::span<const int> on_host, int threads) {
+                      std::span<const int> on_host, int threads, Bytes copied_most) {
   comm::Collectives& ranks = engine.collectives();
   if (ranks.world_size() == 1) return false;
   const bool all = on_host.size() == static_cast<std::size_t>(values.size());
   Attempt attempt;
-  if (all && ranks.rank() == 0) attempt_to(attempt, [&] { offer(attempt, values, on_host); });
+  if (all && ranks.rank() == 0)
+    attempt_to(attempt, [&] { offer(attempt, values, on_host, copied_most); });
   const std::string mine = attempt.offered != nullptr ? attempt.offered->to_text() : "";
   const std::string offered = ranks.all_gather_text(mine).front();
   const auto meet_with_readers = [&] {
