@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -155,10 +156,14 @@ std::unique_ptr<HostMemory> CudaDevice::allocate_host(Bytes bytes, memory::Kind 
 void CudaDevice::expect_host(Bytes bytes, memory::Kind kind) {
   const std::lock_guard lock(expected_mutex_);
   expected_.reset();  // before the next is begun
-  expected_.emplace(
-      bytes, kind, std::async(std::launch::async, [this, bytes, kind] {
-        return std::unique_ptr<HostMemory>(std::make_unique<CudaHostMemory>(pool_, bytes, kind));
-      }));
+  try {
+    expected_.emplace(
+        bytes, kind, std::async(std::launch::async, [this, bytes, kind] {
+          return std::unique_ptr<HostMemory>(std::make_unique<CudaHostMemory>(pool_, bytes, kind));
+        }));
+  } catch (const std::system_error&) {
+    return;  // the system has no thread for it: allocate_host() makes it
+  }
 }
 
 unsigned CudaDevice::kind_of(const std::byte* pointer) const {

@@ -100,7 +100,8 @@ class Device {
   virtual std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) = 0;
   // Begins to make what the next allocate_host() of so many bytes will give, beside the caller,
   // where that takes long: to pin is to wait for the driver. Charged from now on; goes with the
-  // device where nobody asks for it. One at a time: another one drops the first.
+  // device where nobody asks for it. One at a time: another one drops the first. What fails is
+  // tried again by allocate_host(), which says so.
   virtual void expect_host(Bytes bytes, memory::Kind kind) = 0;
   // What a new allocation may take, by the system's own count.
   virtual Bytes free_bytes() const = 0;

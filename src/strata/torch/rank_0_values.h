@@ -17,10 +17,10 @@ namespace strata::torch {
 // why. It cannot be done where a rank has values elsewhere, or none, of a parameter, or cannot read
 // rank 0's memory; nor where rank 0 has values in pages that another process has, too, which
 // reading would double, or more than `copied_most` that are not contiguous: of these it offers
-// copies. Where the system wants a permission for it, rank 0
-// gives it for that time (io::OfferedMemory). Follow with Engine::weights_changed(). `threads`:
-// that work on host memory (host_threads.h). Phase: "move in". Errors: those of
-// load_weights_together() but IoError.
+// copies, on the host until this returns. Where the system wants a permission for it, rank 0 gives
+// it for that time (io::OfferedMemory). Follow with Engine::weights_changed(). `threads`: that work
+// on host memory (host_threads.h). Phase: "move in". Errors: those of load_weights_together() but
+// IoError.
 bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
                       std::span<const int> on_host, int threads, Bytes copied_most = 1_GiB);
 
