@@ -85,7 +85,7 @@ class Init:
     def _make_runtime(self, module):
         with telling_the_others():
             device = choose_device(self._config, module)
-        return _C.Runtime(device, 1, 1).joined(make_collectives(self._config, device))
+        return _C.Runtime(device, threads=1, world_size=1).joined(make_collectives(self._config, device))
 
     def _shard(self, module):
         new = [p for p in module.parameters() if owner_of(p)[0] is None]

@@ -124,7 +124,8 @@ def prepare(config, model=None):
 
 
 def _comes_from_the_host(model, device):
-    return device.type != "cpu" and any(p.device.type == "cpu" for p in parameters_of(model))
+    first = next(model.parameters(), None)  # choose_device has seen that all are where one is
+    return device.type != "cpu" and first is not None and first.device.type == "cpu"
 
 
 def assemble(
