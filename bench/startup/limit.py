@@ -2,103 +2,100 @@
 
 Rank r of N reads the r-th part of the files from the page cache, in threads, into pinned pieces, and copies them to
 its place in a flat buffer on its GPU; an all-gather in place makes the buffer whole on every GPU. Memory is made
-before the clock starts. On the CPU the files are read straight into the buffer.
+before the clock starts. On the CPU the files are read straight into the buffer. What is timed is C++ (load_loop.cpp):
+Python's lock would be the limit.
 """
 
+import ctypes
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
-PIECES = (8 << 20, 2 << 20)  # that a thread reads at once: small ones stay in the cache, large ones cost fewer calls
-PIECE = PIECES[0]
+LIBRARY = "startup_limit.so"
+PIECES = (1 << 20, 2 << 20)  # that a thread reads at once: two of each thread's together fit the last cache
+WARMING_PIECE = 8 << 20
 ALIGNMENT = 1 << 20
 MAX_GATHER = 1 << 30  # bytes a rank gives in one collective
 
 
-class FileRange:
-    """The bytes of several files, one after another. Threads may read at once."""
-
-    def __init__(self, folder):
-        self._files, self.size = [], 0
-        for path in sorted(Path(folder).glob("*.safetensors")):
-            size = path.stat().st_size
-            self._files.append((self.size, self.size + size, os.open(path, os.O_RDONLY)))
-            self.size += size
-        if not self._files:
-            raise FileNotFoundError(f"{folder}: no *.safetensors files")
-
-    def read(self, at, into):
-        """Fills the memoryview ``into`` with the bytes from ``at`` on; stops at the end."""
-        for first, end, descriptor in self._files:
-            while len(into) > 0 and first <= at < end:
-                got = os.preadv(descriptor, [into[: end - at]], at - first)
-                at, into = at + got, into[got:]
-
-    def close(self):
-        for _, _, descriptor in self._files:
-            os.close(descriptor)
+def find_library():
+    """The path of load_loop.cpp as it was built; None where it was not."""
+    beside = Path(__file__).resolve().parents[2] / "build" / "python" / "pkg"
+    return next((path for folder in (*sys.path, beside) if (path := Path(folder or ".") / LIBRARY).is_file()), None)
 
 
 def warm_page_cache(folder, threads):
     """Reads every file once, so that all engines find it in memory. (bytes, seconds)."""
-    files = FileRange(folder)
     started = time.perf_counter()
-    scratch = [memoryview(bytearray(PIECE)) for _ in range(threads)]
-    _in_threads(threads, 0, files.size, lambda index, at, size: files.read(at, scratch[index][:size]))
-    seconds = time.perf_counter() - started
-    files.close()
-    return files.size, seconds
+    pieces, sizes = [], {path: path.stat().st_size for path in _files(folder)}
+    for path, size in sizes.items():
+        pieces += [(path, at) for at in range(0, size, WARMING_PIECE)]
+
+    def read():
+        scratch = bytearray(WARMING_PIECE)
+        while pieces:
+            try:
+                path, at = pieces.pop()
+            except IndexError:
+                return
+            with open(path, "rb", buffering=0) as file:
+                file.seek(at)
+                file.readinto(scratch)
+
+    readers = [threading.Thread(target=read) for _ in range(threads)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return sum(sizes.values()), time.perf_counter() - started
 
 
-def _in_threads(threads, first, end, work, piece=PIECE):
-    """work(thread, at, bytes) for all pieces of [first, end), as threads become free."""
-    lock, at, failures = threading.Lock(), [first], []
-
-    def run(index):
-        try:
-            while not failures:
-                with lock:
-                    here = at[0]
-                    at[0] += piece
-                if here >= end:
-                    return
-                work(index, here, min(piece, end - here))
-        except Exception as error:
-            failures.append(error)
-
-    workers = [threading.Thread(target=run, args=(index,)) for index in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if failures:
-        raise failures[0]
+def _files(folder):
+    found = sorted(Path(folder).glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"{folder}: no *.safetensors files")
+    return found
 
 
-class _Ring:
-    """Two pinned pieces of a thread, used in turns, and the stream that empties them."""
+class LoadLoop:
+    """The timed loop, with ``threads`` that read ``piece`` bytes at once; a context manager.
 
-    def __init__(self, torch, device):
-        self._torch = torch
-        self._stream = torch.cuda.Stream(device)
-        self._slots = []
-        for _ in range(2):
-            host = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            self._slots.append((host, memoryview(host.numpy()), torch.cuda.Event()))
-        self._turn = 0
+    Args:
+        paths: the files, read as if they lay one behind the other.
+        gpu: the index of this rank's, or None.
+    """
 
-    def move(self, target, fill, copy):
-        """Fills a piece with ``fill`` and copies it to ``target``; either may be left out."""
-        host, view, free = self._slots[self._turn]
-        self._turn = 1 - self._turn
-        free.synchronize()
-        if fill is not None:
-            fill(view[: target.numel()])
-        if copy:
-            with self._torch.cuda.stream(self._stream):
-                target.copy_(host[: target.numel()], non_blocking=True)
-                free.record()
+    def __init__(self, library, paths, gpu, threads, piece):
+        self._calls = ctypes.CDLL(os.fspath(library))
+        self._calls.strata_load_loop_open.restype = ctypes.c_void_p
+        self._calls.strata_load_loop_error.restype = ctypes.c_char_p
+        self._calls.strata_load_loop_pass.restype = ctypes.c_double
+        names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
+        index = -1 if gpu is None else gpu
+        opened = self._calls.strata_load_loop_open(names, len(paths), index, threads, ctypes.c_int64(piece))
+        self._loop = ctypes.c_void_p(opened)
+
+    def __enter__(self):
+        self._check()
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        self._calls.strata_load_loop_close(self._loop)
+        return False
+
+    def move(self, first, end, target, read, copy):
+        """Seconds in which bytes [first, end) of the files came to the address ``target``; either half may be
+        left out."""
+        range_ = ctypes.c_int64(first), ctypes.c_int64(end), ctypes.c_void_p(target)
+        seconds = self._calls.strata_load_loop_pass(self._loop, *range_, int(read), int(copy))
+        self._check()
+        return seconds
+
+    def _check(self):
+        if error := self._calls.strata_load_loop_error(self._loop):
+            raise OSError(error.decode())
 
 
 class Limit:
@@ -109,47 +106,49 @@ class Limit:
         import torch.distributed as dist
 
         self._torch, self._dist, self._context = torch, dist, context
-        self._files = FileRange(context.model)
+        self._library = find_library()
+        if self._library is None:
+            raise FileNotFoundError(f"{LIBRARY} is not on Python's path: build the preset 'python', or pass --no-limit")
+        self._paths = _files(context.model)
+        self._size = sum(path.stat().st_size for path in self._paths)
         self._world, rank = context.world_size, context.rank
         step = self._world * ALIGNMENT
-        self._share = (self._files.size + step - 1) // step * ALIGNMENT
-        self._first = min(rank * self._share, self._files.size)
-        self._end = min(self._first + self._share, self._files.size)
+        self._share = (self._size + step - 1) // step * ALIGNMENT
+        self._first = min(rank * self._share, self._size)
+        self._end = min(self._first + self._share, self._size)
         self._flat = torch.zeros(self._share * self._world, dtype=torch.uint8, device=context.device)
-        self._threads = max(1, min(16, context.cores // self._world))
-        self._rings = [_Ring(torch, context.device) for _ in range(self._threads)] if context.on_gpu else None
-        self._host = None if context.on_gpu else memoryview(self._flat.numpy())
 
     def measure(self, repetitions=3):
-        """{"bytes", "threads", and lists of seconds}: read, copy, load (both, one under the other), gather."""
-        result = {"bytes": self._files.size, "threads": self._threads}
-        result["read_s"] = self._time(2, lambda piece: self._pass(piece, read=True, copy=False))
-        result["copy_s"] = self._time(2, lambda piece: self._pass(piece, read=False, copy=True)) if self._rings else []
-        result["load_s"] = self._time(repetitions, lambda piece: self._pass(piece, read=True, copy=True))
-        result["gather_s"] = self._time(repetitions, lambda _: self._gather(), [None]) if self._world > 1 else []
-        self._files.close()
+        """{"bytes", "threads", and lists of seconds}: read, copy, load (both, one under the other), gather. Each loop
+        with all of a rank's cores, and with three of four."""
+        cores = max(1, min(16, self._context.cores // self._world))
+        result = {"bytes": self._size, "threads": cores, "read_s": [], "copy_s": [], "load_s": [], "gather_s": []}
+        gpu = self._context.device.index if self._context.on_gpu else None
+        for threads in sorted({cores, max(1, cores * 3 // 4)}):
+            for piece in PIECES:
+                with LoadLoop(self._library, self._paths, gpu, threads, piece) as loop:
+                    result["read_s"] += self._moves(loop, 2, read=True, copy=False)
+                    if gpu is not None:
+                        result["copy_s"] += self._moves(loop, 2, read=False, copy=True)
+                    result["load_s"] += self._moves(loop, repetitions, read=True, copy=True)
+        if self._world > 1:
+            result["gather_s"] = [self._timed_gather() for _ in range(repetitions)]
         return result
 
-    def _time(self, repetitions, action, pieces=PIECES):
+    def _moves(self, loop, repetitions, read, copy):
         seconds = []
-        for piece in [piece for piece in pieces for _ in range(repetitions)]:
+        for _ in range(repetitions):
             self._context.meet()
-            started = time.perf_counter()
-            action(piece)
-            if self._context.on_gpu:
-                self._torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(loop.move(self._first, self._end, self._flat[self._first :].data_ptr(), read, copy))
         return seconds
 
-    def _pass(self, piece, read, copy):
-        def work(index, at, size):
-            if self._rings is None:
-                self._files.read(at, self._host[at : at + size])
-                return
-            fill = (lambda view: self._files.read(at, view)) if read else None
-            self._rings[index].move(self._flat[at : at + size], fill, copy)
-
-        _in_threads(self._threads, self._first, self._end, work, piece)
+    def _timed_gather(self):
+        self._context.meet()
+        started = time.perf_counter()
+        self._gather()
+        if self._context.on_gpu:
+            self._torch.cuda.synchronize()
+        return time.perf_counter() - started
 
     def _gather(self):
         """In place, in one collective where the backend takes any size, else piece by piece of every share."""

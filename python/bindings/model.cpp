@@ -57,7 +57,7 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
     model = std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
                                            std::move(name));
   }
-  model->free_beside(files.take_unused());
+  model->hold_files(files.take_unused());
   return model;
 }
 
@@ -216,6 +216,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("index_of", &ShardedModel::index_of)
       .def("gathered", &ShardedModel::gathered)
       .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
+      .def("free_originals", &ShardedModel::free_originals)
       .def("is_sharded",
            [](ShardedModel& m, int p) { return !m.engine().weights().unit_of(p).whole; })
       .def("scopes",

@@ -102,6 +102,7 @@ class Init:
         own = {id(p) for p in new}
         owners = [m for m in module.modules() if any(id(p) in own for p in m._parameters.values())]
         intercept(core, owners, scopes=False)
+        core.free_originals()
 
 
 class _OwnParameters(torch.nn.Module):

@@ -56,6 +56,7 @@ class Engine(torch.nn.Module):
         self._described = parameters
         take_ownership(self.core, parameters)
         self._interception = intercept(self.core, module_objects)
+        self.core.free_originals()
         atexit.register(_leave_together, weakref.ref(self.core))
 
     # --- the pass ---

@@ -51,8 +51,10 @@ LoadedBytes load_with_meetings(Engine& engine, const LoadSource& source, Bytes e
   std::vector<Meeting> meetings;
   if (place.held_count() > 1 && place.parts == 1)
     meetings = plan_meetings(engine.weights(), source.map, source.params, enough);
-  if (!meetings.empty()) engine.weights().back_all();
   Halts halts;
+  // Peers map this memory at once, and their driver lets no first copy begin meanwhile: ranks that
+  // have copied something go on beside it.
+  if (!meetings.empty()) halts.begun = [&engine] { engine.weights().back_all(); };
   for (const Meeting& meeting : meetings) halts.places.push_back(meeting.place);
   halts.reached = [&](std::size_t i) {
     meet();

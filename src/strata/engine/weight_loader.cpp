@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/io/read_probe.h"
@@ -150,8 +151,15 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   // them.
   const std::size_t lag = ring.size() / 4;
   std::size_t halt = 0;
+  bool begun = false;
+  const auto begin = [&] {
+    if (!std::exchange(begun, true) && halts.begun) halts.begun();
+  };
   const auto halt_before = [&](const format::FilePlace& next) {
-    for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) halts.reached(halt);
+    for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) {
+      begin();
+      halts.reached(halt);
+    }
   };
   LoadedBytes loaded;
   Bytes total;
@@ -168,10 +176,12 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
                             piece.source_dtype);
     }
     ring.used_until(turn, stream.record());
+    begin();
     loaded.read += batch.bytes;
     phase.moved(batch.bytes);
     if (turn >= lag) start(turn - lag + ring.size());
   }
+  begin();
   halt_before({source.files.size(), Bytes()});
   stream.synchronize();
   return loaded;

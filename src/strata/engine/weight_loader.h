@@ -66,6 +66,9 @@ struct LoadSource {
 struct Halts {
   std::vector<format::FilePlace> places;
   std::function<void(std::size_t)> reached;
+  // Called once, before any place is reached and when the first bytes, if there are any, are on
+  // their way to the device; may be empty.
+  std::function<void()> begun = nullptr;
 };
 
 // Told to the engine's init report: the phase of the source, and, where there are ways, the choice

@@ -76,7 +76,7 @@ int reference_threads(std::optional<int> wanted, int world_size) {
 }
 
 io::ThreadEngineOptions reading_options(int threads) {
-  return {.threads = std::clamp(threads, 4, 16), .piece = 1_MiB};
+  return {.threads = std::clamp(threads * 3 / 4, 4, 16), .piece = 1_MiB};
 }
 
 }  // namespace strata::torch

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/engine/consistency.h"
@@ -80,14 +81,19 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
     give_back(originals);
     throw;
   }
-  std::vector<at::Tensor> values = originals.release();
+  originals_ = originals.release();
   release_cached_memory(runtime_.place);  // maps nothing while much is unmapped
-  freeing_.emplace_back([values = std::move(values)]() mutable { free(std::move(values)); });
 }
 
-void ShardedModel::free_beside(std::vector<c10::DataPtr> mapped_files) {
-  if (mapped_files.empty()) return;
-  freeing_.emplace_back([files = std::move(mapped_files)]() mutable { unmap(std::move(files)); });
+void ShardedModel::free_originals() {
+  if (!originals_.empty()) {
+    freeing_.emplace_back(
+        [values = std::exchange(originals_, {})]() mutable { free(std::move(values)); });
+  }
+  if (!files_.empty()) {
+    freeing_.emplace_back(
+        [files = std::exchange(files_, {})]() mutable { unmap(std::move(files)); });
+  }
 }
 
 // Before anything is asked that ranks answer together.

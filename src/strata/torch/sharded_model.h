@@ -127,8 +127,12 @@ class ShardedModel {
     engine().collectives().barrier();
   }
   bool alive() const { return engine_ != nullptr; }
-  // Unmaps files beside what follows.
-  void free_beside(std::vector<c10::DataPtr> mapped_files);
+  // Files that were mapped for what the parameters had, and that nobody reads any more.
+  void hold_files(std::vector<c10::DataPtr> mapped_files) { files_ = std::move(mapped_files); }
+  // Once the model is set up, since the system does much of it with all of the process's memory
+  // locked: what the parameters had, and those files, are freed from here on, by threads, beside
+  // what follows. Until then they stay.
+  void free_originals();
 
  private:
   void check_ranks(const ModelInput& input) const;
@@ -153,7 +157,9 @@ class ShardedModel {
   std::unique_ptr<Scopes> scopes_;
   std::unique_ptr<GradientHooks> hooks_;
   std::optional<c10::Stream> step_stream_;  // of the last step
-  std::vector<std::jthread> freeing_;       // what the parameters had
+  std::vector<at::Tensor> originals_;       // what the parameters had, if it is not being freed
+  std::vector<c10::DataPtr> files_;         // of which that was a part
+  std::vector<std::jthread> freeing_;
 };
 
 }  // namespace strata::torch

@@ -96,6 +96,7 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
   model_ = std::make_shared<ShardedModel>(description.input, config, rule,
                                           make_runtime(place, threads, collectives_), "engine");
   scopes_ = std::make_shared<ModuleScopes>(model_, description);
+  model_->free_originals();
   make_scheduler();
 }
 

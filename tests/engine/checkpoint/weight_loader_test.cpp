@@ -147,6 +147,34 @@ TEST(WeightLoaderWay, BuffersOfLessThanTwoBlocksAreFilledThroughTheCache) {
   EXPECT_THAT(outcomes, Each(""));
 }
 
+// How often a load had begun before each place that it reached.
+std::vector<int> begun_before_places(RankModel& rank, const std::string& path,
+                                     std::span<const int> params) {
+  const format::CheckpointIndex checkpoint(path);
+  const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
+  io::ThreadEngine io;
+  int begun = 0;
+  std::vector<int> before;
+  const Halts halts{.places = {{0, Bytes()}, {0, 600_B}, {1, Bytes()}},
+                    .reached = [&](std::size_t) { before.push_back(begun); },
+                    .begun = [&] { ++begun; }};
+  load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kSmallRing}, halts);
+  before.push_back(begun);
+  return before;
+}
+
+TEST(WeightLoaderHalts, ALoadBeginsOnceAndBeforeItReachesAnyPlace) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kFloat32, 3);
+    EXPECT_THAT(begun_before_places(rank, path, all_params(rank)), Each(1));
+    EXPECT_THAT(begun_before_places(rank, path, {}), Each(1));  // nothing to read
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
+
 TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
