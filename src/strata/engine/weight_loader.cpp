@@ -150,6 +150,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   // A buffer is read into again some turns after its bytes were queued, when the device has taken
   // them.
   const std::size_t lag = ring.size() / 4;
+  OwedMasters owed;
   std::size_t halt = 0;
   bool begun = false;
   const auto begin = [&] {
@@ -158,6 +159,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   const auto halt_before = [&](const format::FilePlace& next) {
     for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) {
       begin();
+      weights.make_masters(owed);  // while ranks meet
       halts.reached(halt);
     }
   };
@@ -172,8 +174,8 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
     for (std::size_t i = 0; i < batch.piece_count; ++i) {
       const format::RangeCopy& piece = plan.pieces[batch.first_piece + i];
       weights.enqueue_store(params[piece.param], piece.param_begin, piece.numel,
-                            bytes.data() + (piece.offset - batch.offset).size(),
-                            piece.source_dtype);
+                            bytes.data() + (piece.offset - batch.offset).size(), piece.source_dtype,
+                            &owed);
     }
     ring.used_until(turn, stream.record());
     begin();
@@ -183,6 +185,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   }
   begin();
   halt_before({source.files.size(), Bytes()});
+  weights.make_masters(owed);
   stream.synchronize();
   return loaded;
 }

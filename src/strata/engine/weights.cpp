@@ -127,7 +127,7 @@ void Weights::store(int param, Numel begin, Numel numel, const std::byte* source
 }
 
 void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
-                            DType source_dtype) {
+                            DType source_dtype, OwedMasters* owed) {
   const plan::Slot& slot = slot_of(param);
   if (begin.value < 0 || numel.value < 0 || begin + numel > slot.numel) {
     throw UsageError(fmt::format("elements [{}, {}) do not lie in parameter '{}' of {} elements",
@@ -143,7 +143,7 @@ void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte
   const Numel shard_offset = slot.offset + low - unit.layout.shard() * place_.index;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   if (source_dtype == unit.layout.dtype() || device_.device_accessible(first)) {
-    store_piece(unit, shard_offset, high - low, first, source_dtype);
+    store_piece(unit, shard_offset, high - low, first, source_dtype, owed);
   } else {
     store_through_scratch(unit, shard_offset, high - low, first, source_dtype);
   }
@@ -200,15 +200,32 @@ void Weights::store_through_scratch(const Unit& unit, Numel shard_offset, Numel 
 
 // `source`: in the weights' dtype, or memory that kernels can read.
 void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
-                          const std::byte* source, DType source_dtype) {
+                          const std::byte* source, DType source_dtype, OwedMasters* owed) {
   const DType dtype = unit.layout.dtype();
-  device::Stream& stream = device_.compute_stream();
   std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
   if (weights != source) {  // else a unit that is whole was written in place
     write(weights, dtype, numel, source, source_dtype);
     if (dtype == source_dtype) source = weights;  // which need not be read over a link again
   }
   if (master_blocks_[static_cast<std::size_t>(unit.id)] < 0) return;
+  if (owed != nullptr && dtype == source_dtype) {
+    owed->add({unit.id, shard_offset, shard_offset + numel});
+  } else {
+    make_master(unit, shard_offset, numel, source, source_dtype);
+  }
+}
+
+void Weights::make_masters(OwedMasters& owed) {
+  for (const auto& [index, begin, end] : owed.take()) {
+    const Unit& unit = units_[static_cast<std::size_t>(index)];
+    const DType dtype = unit.layout.dtype();
+    make_master(unit, begin, end - begin, unit.shard.data() + bytes_of(begin, dtype).size(), dtype);
+  }
+}
+
+void Weights::make_master(const Unit& unit, Numel shard_offset, Numel numel,
+                          const std::byte* source, DType source_dtype) {
+  device::Stream& stream = device_.compute_stream();
   const auto lease = lease_master(unit.id);
   if (master_form(unit.id) == plan::MasterForm::kRemainder) {
     device_.store_remainder(kernels::remainder_over(lease->bytes(), unit.layout.shard()),

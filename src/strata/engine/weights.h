@@ -14,6 +14,7 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/engine_options.h"
+#include "strata/engine/owed_masters.h"
 #include "strata/engine/unit.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/state_store.h"
@@ -49,8 +50,11 @@ class Weights {
   // shard is ignored. The source may be host or device memory, and may change when this returns.
   void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
   // The same, queued on the device's compute stream: the source must stay until that is reached.
+  // `owed`: takes what masters can be made of the weights later, by make_masters(), instead of now.
   void enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
-                     DType source_dtype);
+                     DType source_dtype, OwedMasters* owed = nullptr);
+  // Queues the making of all masters that are owed. Until then they are what they were.
+  void make_masters(OwedMasters& owed);
   // As enqueue_store(), and where the unit stays whole its other ranks' parts are written, too: no
   // gather is needed when every rank does so for every value.
   void enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
@@ -77,6 +81,8 @@ class Weights {
   void back(int unit);
   Bytes masters_of(const Unit& unit) const;
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
+                   DType source_dtype, OwedMasters* owed = nullptr);
+  void make_master(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype);
   void write(std::byte* target, DType dtype, Numel numel, const std::byte* source,
              DType source_dtype);

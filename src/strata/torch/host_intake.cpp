@@ -168,10 +168,10 @@ void HostIntake::keep(int param, Numel begin, Numel count, Block block, DType dt
   blocks_.push_back(block);
 }
 
-void HostIntake::enqueue(std::size_t turn, const std::byte* buffer) {
+void HostIntake::enqueue(std::size_t turn, const std::byte* buffer, engine::OwedMasters& owed) {
   for (const Store& store : turns_[turn].stores) {
     engine_.weights().enqueue_store(store.param, store.begin, store.count, buffer + store.at,
-                                    store.dtype);
+                                    store.dtype, &owed);
     phase_.moved(bytes_of(store.count, store.dtype));
   }
   ring_->used_until(turns_done_ + turn, engine_.device().compute_stream().record());
@@ -181,12 +181,14 @@ void HostIntake::flush(const std::function<void()>& stored) {
   {
     Filling filling(*this, threads_);  // looks, until there are buffers
     if (!turns_.empty() && !ring_) ring_.emplace(ring_options_, engine_.device());
+    engine::OwedMasters owed;
     const std::size_t ahead = ring_ ? ring_->size() - kDrained : 0;  // turns that are being filled
     for (std::size_t step = 0; step < turns_.size() + ahead; ++step) {
       if (step == ahead && at_once_) engine_.weights().back_all();  // while buffers are filled
-      if (step >= ahead) enqueue(step - ahead, filling.filled(step - ahead));
+      if (step >= ahead) enqueue(step - ahead, filling.filled(step - ahead), owed);
       if (step < turns_.size()) filling.open(ring_->buffer(turns_done_ + step).data());
     }
+    engine_.weights().make_masters(owed);
     if (stored) stored();
   }
   turns_done_ += turns_.size();

@@ -68,7 +68,7 @@ class HostIntake {
   class Filling;
 
   void keep(int param, Numel begin, Numel count, Block block, DType dtype);
-  void enqueue(std::size_t turn, const std::byte* buffer);
+  void enqueue(std::size_t turn, const std::byte* buffer, engine::OwedMasters& owed);
 
   engine::Engine& engine_;
   ThreadPool& threads_;

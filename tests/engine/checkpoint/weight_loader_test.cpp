@@ -202,6 +202,64 @@ TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
   EXPECT_THAT(outcomes, Each(""));
 }
 
+// Elements of this rank's shards whose masters are not their weights.
+std::int64_t masters_apart(Weights& weights) {
+  std::int64_t apart = 0;
+  for (const Unit& unit : weights.units()) {
+    if (weights.master_form(unit.id) != plan::MasterForm::kRemainder) continue;
+    const auto lease = weights.lease_master(unit.id);
+    const Numel numel = unit.layout.shard();
+    std::vector<float> masters(numel.size());
+    kernels::join_masters(masters, unit.shard.data(),
+                          kernels::remainder_over(lease->bytes(), numel));
+    std::vector<kernels::BFloat16> rounded(numel.size());
+    std::memcpy(rounded.data(), unit.shard.data(), unit.shard.size());
+    for (std::size_t i = 0; i < masters.size(); ++i)
+      apart += masters[i] == kernels::to_float(rounded[i]) ? 0 : 1;
+  }
+  return apart;
+}
+
+TEST(WeightLoaderMasters, OfAnEarlierLoadAreReplacedToTheLastElement) {
+  const testing::TemporaryFolder folder;
+  testing::write_checkpoint(folder / "model.safetensors", DType::kBFloat16);
+  for (const int world : {1, 3}) {
+    const auto outcomes = testing::on_ranks(world, [&](const auto& ranks) {
+      RankModel rank(ranks, DType::kBFloat16, 2);
+      Weights& weights = rank.model->weights();
+      for (const int param : all_params(rank)) {
+        const Numel numel = weights.param(param).numel();
+        const std::vector<float> thirds(numel.size(), 1.0F / 3.0F);
+        weights.store(param, Numel(), numel, std::as_bytes(std::span(thirds)).data(),
+                      DType::kFloat32);
+      }
+      EXPECT_GT(masters_apart(weights), 0);
+      load(rank, folder / "model.safetensors");
+      EXPECT_EQ(masters_apart(weights), 0);
+      ranks->barrier();
+    });
+    EXPECT_THAT(outcomes, Each(""));
+  }
+}
+
+TEST(OwedMasters, AreTakenOnceWithNeighboursAsOne) {
+  OwedMasters owed;
+  const auto add = [&](int unit, int begin, int end) {
+    owed.add({unit, Numel(begin), Numel(end)});
+  };
+  add(1, 20, 30);
+  add(0, 0, 5);
+  add(1, 0, 10);
+  add(1, 10, 20);
+  add(0, 6, 8);
+  std::vector<std::tuple<int, std::int64_t, std::int64_t>> taken;
+  for (const auto& [unit, begin, end] : owed.take())
+    taken.emplace_back(unit, begin.value, end.value);
+  EXPECT_THAT(taken, ::testing::ElementsAre(std::tuple(0, 0, 5), std::tuple(0, 6, 8),
+                                            std::tuple(1, 0, 30)));
+  EXPECT_TRUE(owed.take().empty());
+}
+
 TEST(WeightLoaderErrors, AFileTruncatedOnOneRankIsAnErrorOnEveryRank) {
   const testing::TemporaryFolder whole;
   const testing::TemporaryFolder cut;
