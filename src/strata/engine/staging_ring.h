@@ -23,7 +23,7 @@ namespace strata::engine {
 // is read from the page cache into larger ones goes through the memory three times instead of once,
 // and takes twice as long.
 struct StagingOptions {
-  int buffers = 8;
+  int buffers = 12;
   Bytes buffer_bytes = 4_MiB;
 };
 
