@@ -3,10 +3,11 @@ says for its models (renamings, fused experts, a base model's prefix)."""
 
 import re
 import sys
+from contextlib import suppress
 from copy import deepcopy
 
 from . import _C
-from .ranges import RangeTensor
+from .repeated_blocks import RepeatedBlocks
 
 
 def is_transformers_model(model):
@@ -36,7 +37,7 @@ def model_tensors(model, known, tensors):
         model: of transformers; then the conversions that were used are noted on it, as ``from_pretrained``
             does, and ``saved_tensors`` reverts these. Or any other module.
         known: names of the model's parameters and buffers.
-        tensors: {name in the checkpoint: RangeTensor}.
+        tensors: of the checkpoint, ``Leaves``.
 
     Returns:
         ({name in the model: RangeTensor}, [names in the checkpoint that the model has no use for]).
@@ -44,14 +45,27 @@ def model_tensors(model, known, tensors):
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
+    blocks = RepeatedBlocks(tensors, [pattern for c in mapping for pattern in c.source_patterns])
+    answer = None
+    if blocks.repeat:
+        with suppress(_C.FormatError):  # which all names together may not give, or give better
+            answer = blocks.complete(*_converted(model, mapping, known, tensors, blocks.asked), known)
+    found, unexpected = answer or _converted(model, mapping, known, tensors, tensors)
+    model._weight_conversions = [c for c in mapping if c.was_used()]
+    return found, [n for n in _in_natural_order(unexpected) if not _is_ignored(model, n)]
+
+
+def _converted(model, mapping, known, tensors, asked):
+    """``model_tensors`` for the names ``asked``, by transformers' conversions ``mapping``."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
     renamings = [c for c in mapping if isinstance(c, WeightRenaming)]
     converters = [c for c in mapping if not isinstance(c, WeightRenaming)]
     names = dict.fromkeys(known, True)
     groups, unexpected = _Groups(converters), []
-    for name in _in_natural_order(tensors):
+    for name in _in_natural_order(asked):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         if target not in names and name in names:
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
@@ -59,8 +73,7 @@ def model_tensors(model, known, tensors):
             groups.add(target, name, pattern, tensors[name])
         else:
             unexpected.append(name)
-    model._weight_conversions = [c for c in mapping if c.was_used()]
-    return groups.convert(model), [n for n in unexpected if not _is_ignored(model, n)]
+    return groups.convert(model), unexpected
 
 
 class _Groups:
@@ -122,12 +135,6 @@ def preferred_names(model, names):
             chosen[id(parameter)] = name
     kept = set(chosen.values())
     return [name for name in names if name in kept]
-
-
-def leaves(tensors):
-    """{name: RangeTensor} of [(name, shape, dtype)]."""
-    alike = {}  # (shape, dtype) -> meta tensor; ten thousand tensors have a dozen
-    return {name: RangeTensor.leaf(name, shape, dtype, alike) for name, shape, dtype in tensors}
 
 
 def _in_natural_order(names):

@@ -4,7 +4,8 @@ that does not fit is refused before anything is stored."""
 import logging
 
 from . import _C
-from .checkpoint_names import leaves, model_tensors
+from .checkpoint_names import model_tensors
+from .repeated_blocks import Leaves
 
 logger = logging.getLogger("strata")
 
@@ -15,7 +16,7 @@ class Contents:
     def __init__(self, checkpoint):
         listed = checkpoint.tensors()
         self.shapes = {name: shape for name, shape, _ in listed}
-        self.tensors = leaves(listed)
+        self.tensors = Leaves(listed)
 
 
 class LoadPlan:

@@ -36,6 +36,11 @@ class RangeTensor(torch.Tensor):
             alike[key] = torch.empty(key[0], dtype=dtype, device="meta")
         return _make(alike[key], source, [(source, 0, math.prod(key[0]))], None, None)
 
+    @staticmethod
+    def of_runs(runs, shape, dtype):
+        """What is made of these runs of elements of its sources."""
+        return _make(torch.empty(tuple(shape), dtype=dtype, device="meta"), None, runs, None, None)
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,6 +64,8 @@ class RangeTensor(torch.Tensor):
             if isinstance(item, RangeTensor):
                 if item.source is not None:
                     found[item.source] = True
+                elif item._call is None:
+                    found.update((source, True) for source, _, _ in item.runs)
                 else:
                     pending.extend(item._call[1:])
             elif isinstance(item, (list, tuple)):
@@ -77,6 +84,9 @@ class RangeTensor(torch.Tensor):
                     if item.source not in done:
                         done[item.source] = read(item.source)
                     return done[item.source]
+                if item._call is None:
+                    parts = [read(source).reshape(-1)[begin : begin + numel] for source, begin, numel in item.runs]
+                    return torch.cat(parts).view(item.shape)
                 key = id(item._call)
                 if key not in done:
                     func, args, kwargs = item._call
