@@ -34,9 +34,6 @@ class Leaves:
     def __iter__(self):
         return iter(self._listed)
 
-    def __len__(self):
-        return len(self._listed)
-
     def items(self):
         return ((name, self[name]) for name in self)
 
