@@ -81,16 +81,16 @@ engine::ExternalOptimizer& external(ShardedModel& model) {
   return *optimizer;
 }
 
-// [(group, fp32 weight [numel], fp32 gradient [numel])]: views of the engine's memory.
-std::vector<std::tuple<int, at::Tensor, at::Tensor>> segments(ShardedModel& model) {
-  std::vector<std::tuple<int, at::Tensor, at::Tensor>> result;
-  const auto view = [&model](std::span<float> values) {
-    return torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size()), at::kFloat,
-                              model.place());
-  };
-  for (const engine::ExternalSegment& s : external(model).segments()) {
-    result.emplace_back(s.group, view(s.weight), view(s.gradient));
-  }
+at::Tensor view_of(std::span<float> values, at::Device place) {
+  return torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size()), at::kFloat,
+                            place);
+}
+
+// [(group, fp32 weight [numel])]: views of the engine's memory.
+std::vector<std::tuple<int, at::Tensor>> segments(ShardedModel& model) {
+  std::vector<std::tuple<int, at::Tensor>> result;
+  for (const engine::ExternalSegment& s : external(model).segments())
+    result.emplace_back(s.group, view_of(s.weight, model.place()));
   return result;
 }
 
@@ -124,10 +124,16 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
       torch::forecast_job(input, config, rule_from(rule), {world_size, device, ranks_per_host}));
 }
 
+// `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
+// None.
 void set_update(ShardedModel& model, py::function update) {
-  external(model).set_update([shared = held(std::move(update))] {
+  external(model).set_update([shared = held(std::move(update)),
+                              place = model.place()](std::span<const std::span<float>> gradients) {
     const py::gil_scoped_acquire acquire;
-    (*shared)();
+    py::list views;
+    for (const std::span<float> gradient : gradients)
+      views.append(gradient.empty() ? py::none() : py::cast(view_of(gradient, place)));
+    (*shared)(views);
   });
 }
 

@@ -103,20 +103,21 @@ def run_on_shards(sharded, model):
     inner = sharded.inner
     for group in inner.param_groups:
         group["params"] = []
-    pairs = []
-    for group_index, weight, gradient in model.segments():
-        segment = torch.nn.Parameter(weight)
-        pairs.append((segment, gradient))
-        inner.param_groups[group_index]["params"].append(segment)
+    segments = []
+    for group_index, weight in model.segments():
+        segments.append(torch.nn.Parameter(weight))
+        inner.param_groups[group_index]["params"].append(segments[-1])
     if inner.state:  # Adagrad's, say, which exists from the start
         groups = [dict(group) for group in inner.param_groups]
         inner.state.clear()
         inner.state.update(type(inner)(groups, **inner.defaults).state)
 
-    def update():
-        for segment, gradient in pairs:
+    def update(gradients):
+        for segment, gradient in zip(segments, gradients, strict=True):
             segment.grad = gradient
         inner.step()
+        for segment in segments:
+            segment.grad = None  # the memory is the engine's again
 
     model.set_update(update)
 

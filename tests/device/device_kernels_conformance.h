@@ -69,6 +69,8 @@ TYPED_TEST_P(DeviceKernelsConformance, ScalesEachElementWithOneRounding) {
     auto expected = values;
     for (float& value : expected) value *= 0.3F;
     EXPECT_EQ(this->download_floats(*target), expected) << count << " elements";
+    this->device_->scale(this->floats(*source), this->floats(*source), 0.3F, *this->stream_);
+    EXPECT_EQ(this->download_floats(*source), expected) << count << " elements in place";
   }
 }
 

@@ -5,23 +5,37 @@
 namespace strata::engine {
 
 ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& device)
-    : shards_(shards), device_(device) {}
+    : shards_(shards), device_(device), widened_(shards.units().size()) {}
 
 void ExternalOptimizer::prepare() {
-  if (!gradients_.empty()) return;
+  if (prepared_) return;
+  shards_.weights().back_all();  // at once: every growth costs a mapping, here and at every peer
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
-    const std::span<std::byte> master = shards_.weights().hold_master(shard.unit);
-    gradients_.push_back(device_.allocate(bytes_of(unit.layout.shard(), DType::kFloat32),
-                                          memory::Kind::kGradientShards));
-    auto* weight = reinterpret_cast<float*>(master.data());
-    auto* gradient = reinterpret_cast<float*>(gradients_.back()->bytes().data());
+    auto* weight = reinterpret_cast<float*>(shards_.weights().hold_master(shard.unit).data());
     for (const plan::GroupSegment& segment : shard.segments) {
-      const std::size_t begin = segment.begin.size();
       const std::size_t numel = (segment.end - segment.begin).size();
-      segments_.push_back({segment.group, {weight + begin, numel}, {gradient + begin, numel}});
+      segments_.push_back({segment.group, {weight + segment.begin.size(), numel}});
     }
   }
+  prepared_ = true;
+}
+
+// Of the trainable unit `index`; empty where none came.
+std::span<float> ExternalOptimizer::scaled_gradient(std::size_t index, float scale) {
+  const int unit = shards_.units()[index].unit;
+  GradientShards& gradients = shards_.gradients();
+  if (!gradients.filled(unit)) return {};
+  const std::span<float> values = gradients.values(unit);
+  if (gradients.dtype() == DType::kFloat32) {
+    if (scale != 1.0F) device_.scale(values, values, scale, device_.compute_stream());
+    return values;
+  }
+  std::unique_ptr<device::Memory>& memory = widened_[index];
+  if (memory == nullptr)
+    memory = device_.allocate(Bytes(values.size_bytes()), memory::Kind::kGradientShards);
+  const std::span<float> wide{reinterpret_cast<float*>(memory->bytes().data()), values.size()};
+  device_.scale(wide, values, scale, device_.compute_stream());
+  return wide;
 }
 
 void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const GradientScale& scale,
@@ -29,18 +43,15 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   STRATA_ASSERT(update_ != nullptr);
   prepare();
   ++steps_;
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    const int unit = shards_.units()[i].unit;
-    const std::span<std::byte> target = gradients_[i]->bytes();
-    if (!shards_.gradients().filled(unit)) {
-      device_.fill_zero(target, device_.compute_stream());
-      continue;
+  std::vector<std::span<float>> gradients;
+  for (std::size_t i = 0; i < shards_.units().size(); ++i) {
+    const std::span<float> all = scaled_gradient(i, scale.value);
+    for (const plan::GroupSegment& segment : shards_.units()[i].segments) {
+      const std::size_t numel = (segment.end - segment.begin).size();
+      gradients.push_back(all.empty() ? all : all.subspan(segment.begin.size(), numel));
     }
-    const std::span<const float> values = shards_.gradients().values(unit);
-    device_.scale({reinterpret_cast<float*>(target.data()), values.size()}, values, scale.value,
-                  device_.compute_stream());
   }
-  update_();
+  update_(gradients);
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     shards_.weights().round_masters(shard.unit);
     updated(shard.unit);

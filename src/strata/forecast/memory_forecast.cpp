@@ -40,7 +40,7 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   engine.weights_changed(/*complete=*/true);
   engine.prepare();
   if (auto* external = dynamic_cast<engine::ExternalOptimizer*>(engine.optimizer()))
-    external->set_update([] {});
+    external->set_update([](std::span<const std::span<float>>) {});
   const DryModel model(params, plan, tree);
   const std::vector<engine::GroupScalars> groups(groups_of(params));
   for (int step = 0; step < kSteps; ++step) {

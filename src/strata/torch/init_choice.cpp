@@ -58,14 +58,12 @@ plan::OptimizerNeeds needs_of(engine::UpdateRule rule) {
   needs.remainders = engine::takes_remainders(rule);
   switch (rule) {
     case engine::UpdateRule::kNone:
+    case engine::UpdateRule::kExternal:  // what it keeps is its own
       needs.states_per_master = 0;
       break;
     case engine::UpdateRule::kAdam:
     case engine::UpdateRule::kAdamW:
       needs.states_per_master = 2;
-      break;
-    case engine::UpdateRule::kExternal:
-      needs.states_per_master = 1;  // the gradients that it reads; what else it keeps is its own
       break;
   }
   return needs;

@@ -231,52 +231,103 @@ TEST(TrainingStepOrder, GradientsThatAreDroppedLeaveNothingBehind) {
   }
 }
 
-TEST(TrainingStepExternal, AUsersOptimizerSeesScaledGradientsAndItsMastersAreRounded) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const FakeModel model(small_builder(dtype));
-    expect_no_errors(run_ranks(3, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
-      RankOptions options;
-      options.rule = UpdateRule::kExternal;
-      options.engine.gradient_clipping = 0.5;
-      FakeRank rank(model, options, std::move(collectives));
-      auto* external = dynamic_cast<ExternalOptimizer*>(rank.engine().optimizer());
-      ASSERT_NE(external, nullptr);
-      external->set_update([&] {
-        for (const ExternalSegment& segment : external->segments()) {
-          for (std::size_t i = 0; i < segment.weight.size(); ++i) {
-            const float move = 0.5F * segment.gradient[i];
-            segment.weight[i] -= move;
-          }
-        }
-      });
-      rank.forward();
-      add_all(rank, all_gradients(model, 0, 0, r), {}, true);
-      const double norm = rank.engine().step({}, 2.0, false).grad_norm.value();
-      const auto scale = static_cast<float>(0.5 * std::min(1.0, 0.5 / (norm + 1e-6)));
-      for (int p = 0; p < model.count(); ++p) {
-        Values wanted = model.initial(p);
-        if (model.params[static_cast<std::size_t>(p)].trainable) {
-          std::vector<Values> all;
-          std::vector<const std::byte*> sources;
-          for (int i = 0; i < 3; ++i) {
-            all.push_back(*all_gradients(model, 0, 0, i)[static_cast<std::size_t>(p)]);
-          }
-          for (const Values& v : all) {
-            sources.push_back(reinterpret_cast<const std::byte*>(v.data()));
-          }
-          Values mean(wanted.size());
-          kernels::sum_in_order_reference(mean, sources, DType::kFloat32, 1.0F / 3.0F, false);
-          for (std::size_t i = 0; i < wanted.size(); ++i) {
-            const float gradient = scale * mean[i];
-            const float move = 0.5F * gradient;
-            wanted[i] -= move;
-          }
-        }
-        ASSERT_EQ(rank.weight(p), rounded(wanted, dtype)) << "parameter " << p;
-      }
-    }));
-  }
+// The mean of the ranks' gradients of a parameter, as the shards keep it.
+Values mean_gradient(const FakeModel& model, int param, int world, DType kept_in) {
+  std::vector<Values> all;
+  std::vector<const std::byte*> sources;
+  for (int r = 0; r < world; ++r)
+    all.push_back(*all_gradients(model, 0, 0, r)[static_cast<std::size_t>(param)]);
+  for (const Values& v : all) sources.push_back(reinterpret_cast<const std::byte*>(v.data()));
+  Values mean(all.front().size());
+  kernels::sum_in_order_reference(mean, sources, DType::kFloat32, 1.0F / static_cast<float>(world),
+                                  false);
+  const std::vector<std::byte> kept = rounded(mean, kept_in);
+  kernels::cast_reference(reinterpret_cast<std::byte*>(mean.data()), DType::kFloat32, kept.data(),
+                          kept_in, Numel(mean.size()));
+  return mean;
 }
+
+class TrainingStepExternal : public ::testing::TestWithParam<std::tuple<DType, DType>> {};
+
+TEST_P(TrainingStepExternal, AUsersOptimizerSeesScaledGradientsAndItsMastersAreRounded) {
+  const auto [dtype, kept_in] = GetParam();
+  const FakeModel model(small_builder(dtype));
+  const auto unused = [&](int p) {
+    return model.params[static_cast<std::size_t>(p)].name.starts_with("layers.1.");
+  };
+  expect_no_errors(run_ranks(3, [&, kept_in = kept_in, dtype = dtype](
+                                    int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.rule = UpdateRule::kExternal;
+    options.engine.gradient_clipping = 0.5;
+    options.engine.accumulation_dtype = kept_in;
+    FakeRank rank(model, options, std::move(collectives));
+    auto* external = dynamic_cast<ExternalOptimizer*>(rank.engine().optimizer());
+    ASSERT_NE(external, nullptr);
+    external->set_update([&](std::span<const std::span<float>> gradients) {
+      ASSERT_EQ(gradients.size(), external->segments().size());
+      for (std::size_t s = 0; s < gradients.size(); ++s) {
+        const std::span<float> weight = external->segments()[s].weight;
+        ASSERT_EQ(gradients[s].size(), weight.size());
+        for (std::size_t i = 0; i < weight.size(); ++i) {
+          const float move = 0.5F * gradients[s][i];
+          weight[i] -= move;
+        }
+      }
+    });
+    rank.forward();
+    Gradients mine = all_gradients(model, 0, 0, r);
+    for (int p = 0; p < model.count(); ++p) {
+      if (unused(p)) mine[static_cast<std::size_t>(p)].reset();
+    }
+    add_all(rank, mine, {}, true);
+    const double norm = rank.engine().step({}, 2.0, false).grad_norm.value();
+    const auto scale = static_cast<float>(0.5 * std::min(1.0, 0.5 / (norm + 1e-6)));
+    for (int p = 0; p < model.count(); ++p) {
+      Values wanted = model.initial(p);
+      if (model.params[static_cast<std::size_t>(p)].trainable && !unused(p)) {
+        const Values mean = mean_gradient(model, p, 3, kept_in);
+        for (std::size_t i = 0; i < wanted.size(); ++i) {
+          const float gradient = scale * mean[i];
+          const float move = 0.5F * gradient;
+          wanted[i] -= move;
+        }
+      }
+      ASSERT_EQ(rank.weight(p), rounded(wanted, dtype)) << "parameter " << p;
+    }
+  }));
+}
+
+TEST(TrainingStepExternalWithout, AGradientIsEmptyAndItsWeightsStay) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  expect_no_errors(run_ranks(2, [&](int, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.rule = UpdateRule::kExternal;
+    options.engine.reduce_at_boundary = true;
+    FakeRank rank(model, options, std::move(collectives));
+    auto* external = dynamic_cast<ExternalOptimizer*>(rank.engine().optimizer());
+    std::size_t empty = 0;
+    external->set_update([&](std::span<const std::span<float>> gradients) {
+      empty = static_cast<std::size_t>(std::ranges::count_if(
+          gradients, [](std::span<float> gradient) { return gradient.empty(); }));
+    });
+    rank.forward();
+    add_all(rank, Gradients(model.params.size()), {}, /*boundary=*/false);
+    rank.engine().step({}, 1.0, false);
+    EXPECT_EQ(empty, external->segments().size());
+    EXPECT_GT(empty, 0U);
+    for (int p = 0; p < model.count(); ++p)
+      EXPECT_EQ(rank.weight(p), rounded(model.initial(p), DType::kBFloat16)) << p;
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, TrainingStepExternal,
+                         ::testing::Combine(::testing::Values(DType::kFloat32, DType::kBFloat16),
+                                            ::testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         [](const auto& dtypes) {
+                           return fmt::format("{}GradientsIn{}", name_of(std::get<0>(dtypes.param)),
+                                              name_of(std::get<1>(dtypes.param)));
+                         });
 
 }  // namespace
 }  // namespace strata::engine::fake
