@@ -78,12 +78,19 @@ class LoadLoop:
         self._loop = ctypes.c_void_p(opened)
 
     def __enter__(self):
-        self._check()
+        try:
+            self._check()
+        except OSError:
+            self._close()
+            raise
         return self
 
     def __exit__(self, kind, value, traceback):
-        self._calls.strata_load_loop_close(self._loop)
+        self._close()
         return False
+
+    def _close(self):
+        self._calls.strata_load_loop_close(self._loop)
 
     def move(self, first, end, target, read, copy):
         """Seconds in which bytes [first, end) of the files came to the address ``target``; either half may be
