@@ -20,7 +20,13 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 def _start(*command):
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), PYTHONUNBUFFERED="1")
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True, **both)
+    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True, preexec_fn=_heed_interrupts,
+                            **both)
+
+
+def _heed_interrupts():
+    """What a shell starts in the background ignores them, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _compare(checkpoint, figures, *arguments):
