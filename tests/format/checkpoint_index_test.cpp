@@ -60,6 +60,35 @@ TEST_F(Checkpoint, FindsTheFileOfEachTensorByTheIndex) {
   EXPECT_EQ(index.find("unlisted"), nullptr);
 }
 
+TEST_F(Checkpoint, AnIndexMayNameTensorsInAnyOrderBesideOtherThings) {
+  folder_.write("2.safetensors", file_of({"c", "a"}));
+  folder_.write("1.safetensors", file_of({"d", "b"}));
+  folder_.write("model.safetensors.index.json",
+                R"({"of":[[{"weight_map":{"x":1}}],null],"weight_map":{"d":"1.safetensors",)"
+                R"("a":"2.safetensors","c":"2.safetensors","b":"1.safetensors"},"last":true})");
+  const CheckpointIndex index(folder_.path());
+  std::string by_place;
+  for (const auto& tensor : index.tensors()) by_place += tensor.info.name;
+  EXPECT_EQ(by_place, "dbca");  // by file, then by offset
+  for (const char* name : {"a", "b", "c", "d"}) {
+    const auto* tensor = index.find(name);
+    ASSERT_NE(tensor, nullptr) << name;
+    EXPECT_EQ(index.files()[tensor->file].find(name)->offset, tensor->info.offset) << name;
+  }
+}
+
+TEST_F(Checkpoint, TheFirstOfManyFilesThatLieIsNamed) {
+  std::string map;
+  for (int i = 0; i < 20; ++i) {
+    const std::string file = fmt::format("{:02}.safetensors", i);
+    folder_.write(file, file_of({fmt::format("t{}", i)}) + (i == 7 || i == 13 ? "x" : ""));
+    map += fmt::format(R"({}"t{}":"{}")", i == 0 ? "{" : ",", i, file);
+  }
+  write_index(map + "}");
+  for (int turn = 0; turn < 10; ++turn)
+    EXPECT_THAT(refusal(), HasSubstr("belong to no tensor: path=" + folder_ / "07.safetensors"));
+}
+
 TEST_F(Checkpoint, TakesTheSingleFileBeforeAnIndexAsTransformersDoes) {
   folder_.write("model.safetensors", file_of({"a"}));
   write_index(R"({"x":"absent.safetensors"})");
@@ -131,9 +160,21 @@ TEST_F(Checkpoint, RefusesAnIndexThatIsNotOne) {
   EXPECT_THAT(with_text("[]"), HasSubstr("no object 'weight_map'"));
   EXPECT_THAT(with_text("{}"), HasSubstr("no object 'weight_map'"));
   EXPECT_THAT(with_text(R"({"weight_map":[]})"), HasSubstr("no object 'weight_map'"));
-  EXPECT_THAT(with_text(R"({"weight_map":{"t":1}})"),
-              HasSubstr("tensor='t' wanted=a string found=number"));
-  EXPECT_THAT(with_text(R"({"weight_map":{"t":"a","t":"b"}})"), HasSubstr("a key twice"));
+  EXPECT_THAT(with_text(R"({"weight_map":"t","of":{"weight_map":{"t":"a"}}})"),
+              HasSubstr("no object 'weight_map'"));
+  EXPECT_THAT(with_text(R"([{"weight_map":{"t":"a"}}])"), HasSubstr("no object 'weight_map'"));
+  const std::pair<const char*, const char*> kinds[] = {
+      {"1", "number"},     {"-1", "number"}, {"0.5", "number"},         {"null", "null"},
+      {"true", "boolean"}, {"[]", "array"},  {R"({"u":"a"})", "object"}};
+  for (const auto& [value, kind] : kinds) {
+    EXPECT_THAT(with_text(fmt::format(R"({{"weight_map":{{"t":{}}}}})", value)),
+                HasSubstr(fmt::format("tensor='t' wanted=a string found={}", kind)));
+  }
+  EXPECT_THAT(
+      with_text(R"({"weight_map":{"t":"a","s":"b","t":"b"}})"),
+      HasSubstr("a key twice: path=" + folder_ / "model.safetensors.index.json" + " key='t'"));
+  EXPECT_THAT(with_text(R"({"metadata":{"of":[{"k":1,"k":1}]},"weight_map":{}})"),
+              HasSubstr("key='k'"));
   EXPECT_THAT(with_text(R"({"weight_map":{},"weight_map":{}})"), HasSubstr("key='weight_map'"));
   EXPECT_THAT(with_text(std::string(200000, '[')), HasSubstr("not valid JSON"));
 }

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <map>
 #include <numeric>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
 #include "strata/format/message_text.h"
 #include "strata/format/shard_plan.h"
 #include "strata/format/weight_map_json.h"
@@ -30,11 +32,11 @@ CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
   const std::string single = path + "/" + kSingleFileName;
   const std::string index = path + "/" + kIndexFileName;
   if (fs::is_regular_file(path, error)) {
-    add_file(path);
+    read_files({path});
   } else if (!is_there(path)) {
     throw FormatError(fmt::format("there is no checkpoint: no such file or folder: path={}", path));
   } else if (is_there(single)) {
-    add_file(single);
+    read_files({single});
   } else if (is_there(index)) {
     open_indexed(index);
   } else {
@@ -44,23 +46,31 @@ CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
                     "them as safetensors first): path={}",
                     kSingleFileName, kIndexFileName, path));
   }
+}
+
+void CheckpointIndex::read_files(const std::vector<std::string>& paths) {
+  std::vector<std::optional<SafetensorsFile>> opened(paths.size());
+  const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
+  ThreadPool threads(static_cast<int>(std::clamp<std::size_t>(paths.size(), 1, cores)));
+  threads.parallel_for(
+      static_cast<std::int64_t>(paths.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+        for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i)
+          opened[i].emplace(paths[i]);
+      });
+  for (std::optional<SafetensorsFile>& file : opened) {
+    for (const TensorInfo& info : file->tensors()) tensors_.push_back({files_.size(), info});
+    files_.push_back(std::move(*file));
+  }
   sort_names();
 }
 
-void CheckpointIndex::add_file(const std::string& path) {
-  files_.emplace_back(path);
-  for (const TensorInfo& info : files_.back().tensors()) {
-    tensors_.push_back(CheckpointTensor{files_.size() - 1, info});
-  }
-}
-
 void CheckpointIndex::open_indexed(const std::string& index_path) {
-  const FileOfTensor file_of_tensor = read_weight_map_json(index_path);
-  std::map<std::string, std::size_t> number_of_file;
-  for (const auto& [tensor, file] : file_of_tensor) number_of_file.emplace(file, 0);
+  const WeightFiles wanted = read_weight_map_json(index_path);
+  std::vector<std::string> paths;
   std::vector<std::string> missing;
-  for (const auto& [file, number] : number_of_file) {
-    if (!is_there(path_ + "/" + file)) missing.push_back(in_quotes(file));
+  for (const std::string& file : wanted.files) {
+    paths.push_back(path_ + "/" + file);
+    if (!is_there(paths.back())) missing.push_back(in_quotes(file));
   }
   if (!missing.empty()) {
     throw FormatError(
@@ -69,16 +79,19 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
                     "files={}",
                     index_path, missing.size(), first_ten(missing)));
   }
-  for (auto& [file, number] : number_of_file) {
-    number = files_.size();
-    add_file(path_ + "/" + file);
-  }
-  sort_names();  // refuses a tensor in two files, before those not named by the index are dropped
+  read_files(paths);  // refuses a tensor in two files, before those not named are dropped
   std::vector<std::string> absent;
-  for (const auto& [tensor, file] : file_of_tensor) {
-    const CheckpointTensor* found = find(tensor);
-    if (found == nullptr || found->file != number_of_file.at(file)) {
-      absent.push_back(fmt::format("{} in {}", in_quotes(tensor), in_quotes(file)));
+  std::vector<bool> named(tensors_.size());
+  auto next = by_name_.begin();
+  for (const auto& [tensor, file] : wanted.tensors) {  // both are in the order of names
+    const auto name_of = [this](std::size_t i) -> const std::string& {
+      return tensors_[i].info.name;
+    };
+    while (next != by_name_.end() && name_of(*next) < tensor) ++next;
+    if (next != by_name_.end() && name_of(*next) == tensor && tensors_[*next].file == file) {
+      named[*next] = true;
+    } else {
+      absent.push_back(fmt::format("{} in {}", in_quotes(tensor), in_quotes(wanted.files[file])));
     }
   }
   if (!absent.empty()) {
@@ -87,9 +100,16 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
                     "missing={} tensors={}",
                     index_path, absent.size(), first_ten(absent)));
   }
-  std::erase_if(tensors_, [&](const CheckpointTensor& tensor) {
-    return file_of_tensor.find(tensor.info.name) == file_of_tensor.end();
-  });
+  if (wanted.tensors.size() < tensors_.size()) keep(named);
+}
+
+void CheckpointIndex::keep(const std::vector<bool>& wanted) {
+  std::vector<CheckpointTensor> kept;
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (wanted[i]) kept.push_back(std::move(tensors_[i]));
+  }
+  tensors_ = std::move(kept);
+  sort_names();
 }
 
 void CheckpointIndex::sort_names() {

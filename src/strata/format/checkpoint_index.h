@@ -35,8 +35,9 @@ class CheckpointIndex {
   const CheckpointTensor* find(std::string_view name) const;
 
  private:
-  void add_file(const std::string& path);
+  void read_files(const std::vector<std::string>& paths);
   void open_indexed(const std::string& index_path);
+  void keep(const std::vector<bool>& wanted);
   void sort_names();
 
   std::string path_;

@@ -29,9 +29,11 @@ SafetensorsFile::SafetensorsFile(std::string path)
       header_(read_header(file_)),
       by_name_(header_.tensors.size()) {
   std::iota(by_name_.begin(), by_name_.end(), std::size_t{0});
-  std::sort(by_name_.begin(), by_name_.end(), [this](std::size_t a, std::size_t b) {
+  const auto before = [this](std::size_t a, std::size_t b) {
     return header_.tensors[a].name < header_.tensors[b].name;
-  });
+  };
+  if (!std::is_sorted(by_name_.begin(), by_name_.end(), before))
+    std::sort(by_name_.begin(), by_name_.end(), before);
 }
 
 const TensorInfo* SafetensorsFile::find(std::string_view name) const {

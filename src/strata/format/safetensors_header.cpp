@@ -132,7 +132,9 @@ void refuse_duplicate_names(const std::vector<Entry>& entries, std::string_view 
   std::vector<const std::string*> names;
   names.reserve(entries.size());
   for (const Entry& entry : entries) names.push_back(&entry.name);
-  std::sort(names.begin(), names.end(), [](const auto* a, const auto* b) { return *a < *b; });
+  const auto before = [](const auto* a, const auto* b) { return *a < *b; };
+  if (!std::is_sorted(names.begin(), names.end(), before))  // most writers sort them
+    std::sort(names.begin(), names.end(), before);
   const auto same = std::adjacent_find(names.begin(), names.end(),
                                        [](const auto* a, const auto* b) { return *a == *b; });
   if (same != names.end()) fail(path, **same, "the header names it twice");

@@ -1,10 +1,13 @@
 #include "strata/format/weight_map_json.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <span>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/format/message_text.h"
@@ -29,28 +32,6 @@ std::string read_text(const std::string& path) {
   return text;
 }
 
-// The library keeps the last of two equal keys; here that is an error, since another reader may
-// keep the first and load other weights.
-Json parse_without_duplicates(const std::string& text, const std::string& path) {
-  std::vector<std::set<std::string>> keys_of_open_objects;
-  const auto watch = [&](int, Json::parse_event_t event, Json& value) {
-    if (event == Json::parse_event_t::object_start) keys_of_open_objects.emplace_back();
-    if (event == Json::parse_event_t::object_end) keys_of_open_objects.pop_back();
-    if (event == Json::parse_event_t::key &&
-        !keys_of_open_objects.back().insert(value.get<std::string>()).second) {
-      throw FormatError(fmt::format("an index of a checkpoint has a key twice: path={} key={}",
-                                    path, in_quotes(value.get<std::string>())));
-    }
-    return true;
-  };
-  try {
-    return Json::parse(text, watch);
-  } catch (const Json::exception& error) {
-    throw FormatError(
-        fmt::format("an index of a checkpoint is not valid JSON: path={} {}", path, error.what()));
-  }
-}
-
 bool stays_in_folder(const std::string& file) {
   if (file.empty() || file.find('\0') != std::string::npos) return false;
   const std::filesystem::path path(file);
@@ -61,34 +42,134 @@ bool stays_in_folder(const std::string& file) {
   return true;
 }
 
-}  // namespace
+// Takes the map out of the text as it is parsed: with tens of thousands of tensors a tree of the
+// library's, and a set of its keys, would take longer than all headers of the files.
+class MapReader final : public nlohmann::json_sax<Json> {
+ public:
+  explicit MapReader(const std::string& path) : path_(path) {}
 
-FileOfTensor read_weight_map_json(const std::string& path) {
-  const Json index = parse_without_duplicates(read_text(path), path);
-  const auto map = index.is_object() ? index.find("weight_map") : index.end();
-  if (map == index.end() || !map->is_object()) {
-    throw FormatError(
-        fmt::format("an index of a checkpoint has no object 'weight_map' that names each tensor's "
-                    "file: path={}",
-                    path));
-  }
-  FileOfTensor files;
-  for (const auto& [tensor, value] : map->items()) {
-    if (!value.is_string()) {
+  WeightFiles take() {
+    if (!found_) {
       throw FormatError(
-          fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
-                      "wanted=a string found={}",
-                      path, in_quotes(tensor), value.type_name()));
+          fmt::format("an index of a checkpoint has no object 'weight_map' that names each "
+                      "tensor's file: path={}",
+                      path_));
     }
-    const auto& file = value.get_ref<const std::string&>();
-    if (!stays_in_folder(file)) {
+    if (!std::ranges::is_sorted(files_.tensors, {}, &WeightFiles::Entry::tensor))
+      std::ranges::sort(files_.tensors, {}, &WeightFiles::Entry::tensor);
+    const auto twice = std::ranges::adjacent_find(files_.tensors, {}, &WeightFiles::Entry::tensor);
+    if (twice != files_.tensors.end()) fail_twice(twice->tensor);
+    put_files_in_order();
+    return std::move(files_);
+  }
+
+  bool null() override { return value("null"); }
+  bool boolean(bool) override { return value("boolean"); }
+  bool number_integer(number_integer_t) override { return value("number"); }
+  bool number_unsigned(number_unsigned_t) override { return value("number"); }
+  bool number_float(number_float_t, const string_t&) override { return value("number"); }
+  bool binary(binary_t&) override { return value("binary"); }
+  bool string(string_t& text) override {
+    if (depth_ != kInMap || !in_map_) return true;
+    const std::size_t file = number_of(text);
+    files_.tensors.push_back({std::move(tensor_), file});
+    return true;
+  }
+  bool start_array(std::size_t) override {
+    value("array");
+    ++depth_;
+    return true;
+  }
+  bool end_array() override {
+    --depth_;
+    return true;
+  }
+  bool start_object(std::size_t) override {
+    if (depth_ == 1 && last_key_ == "weight_map") {
+      in_map_ = true;
+      found_ = true;
+    }
+    if (depth_ == kInMap) value("object");
+    ++depth_;
+    keys_.emplace_back();
+    return true;
+  }
+  bool end_object() override {
+    --depth_;
+    keys_.pop_back();
+    if (depth_ == 1) in_map_ = false;
+    return true;
+  }
+  // The library keeps the last of two equal keys; here that is an error, since another reader may
+  // keep the first and load other weights.
+  bool key(string_t& key) override {
+    if (depth_ == kInMap && in_map_) {
+      tensor_ = std::move(key);
+      return true;
+    }
+    if (!keys_.back().insert(key).second) fail_twice(key);
+    if (depth_ == 1) last_key_ = std::move(key);
+    return true;
+  }
+  bool parse_error(std::size_t, const std::string&, const Json::exception& error) override {
+    throw FormatError(
+        fmt::format("an index of a checkpoint is not valid JSON: path={} {}", path_, error.what()));
+  }
+
+ private:
+  static constexpr int kInMap = 2;  // open objects and arrays around a member of the map
+
+  [[noreturn]] void fail_twice(std::string_view key) const {
+    throw FormatError(fmt::format("an index of a checkpoint has a key twice: path={} key={}", path_,
+                                  in_quotes(key)));
+  }
+
+  // One that is no string.
+  bool value(std::string_view kind) const {
+    if (depth_ != kInMap || !in_map_) return true;
+    throw FormatError(
+        fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
+                    "wanted=a string found={}",
+                    path_, in_quotes(tensor_), kind));
+  }
+
+  std::size_t number_of(const std::string& file) {
+    const auto [known, is_new] = number_of_file_.emplace(file, number_of_file_.size());
+    if (is_new && !stays_in_folder(file)) {
       throw FormatError(fmt::format(
           "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
-          path, in_quotes(tensor), in_quotes(file)));
+          path_, in_quotes(tensor_), in_quotes(file)));
     }
-    files.emplace(tensor, file);
+    return known->second;
   }
-  return files;
+
+  void put_files_in_order() {
+    std::vector<std::size_t> place(number_of_file_.size());
+    for (const auto& [file, number] : number_of_file_) {
+      place[number] = files_.files.size();
+      files_.files.push_back(file);
+    }
+    for (WeightFiles::Entry& entry : files_.tensors) entry.file = place[entry.file];
+  }
+
+  const std::string& path_;
+  WeightFiles files_;
+  std::map<std::string, std::size_t> number_of_file_;  // as they came
+  std::string last_key_;                               // of the outermost object
+  std::string tensor_;
+  std::vector<std::set<std::string>> keys_;  // of open objects; the map's are in files_
+  int depth_ = 0;                            // open objects and arrays
+  bool in_map_ = false;
+  bool found_ = false;
+};
+
+}  // namespace
+
+WeightFiles read_weight_map_json(const std::string& path) {
+  const std::string text = read_text(path);
+  MapReader reader(path);
+  Json::sax_parse(text, &reader);
+  return reader.take();
 }
 
 }  // namespace strata::format

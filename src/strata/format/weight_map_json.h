@@ -3,8 +3,9 @@
 // lead out of the folder. Threads: safe everywhere. Errors: IoError, FormatError.
 #pragma once
 
-#include <map>
+#include <cstddef>
 #include <string>
+#include <vector>
 
 #include "strata/base/units.h"
 
@@ -12,9 +13,15 @@ namespace strata::format {
 
 inline constexpr Bytes kIndexBytesMax = 100'000'000_B;
 
-// Tensor name to file name.
-using FileOfTensor = std::map<std::string, std::string>;
+struct WeightFiles {
+  struct Entry {
+    std::string tensor;
+    std::size_t file = 0;  // of `files`
+  };
+  std::vector<std::string> files;  // names, each once, in order
+  std::vector<Entry> tensors;      // each once, in the order of their names
+};
 
-FileOfTensor read_weight_map_json(const std::string& path);
+WeightFiles read_weight_map_json(const std::string& path);
 
 }  // namespace strata::format
