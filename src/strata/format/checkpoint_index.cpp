@@ -18,6 +18,9 @@ namespace fs = std::filesystem;
 
 namespace {
 
+// Of headers at once: every rank of a host reads all of them.
+constexpr unsigned kReadersMax = 8;
+
 // A link into nowhere counts as missing; what cannot be asked for fails when it is opened, with
 // errno.
 bool is_there(const std::string& path) {
@@ -50,8 +53,8 @@ CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
 
 void CheckpointIndex::read_files(const std::vector<std::string>& paths) {
   std::vector<std::optional<SafetensorsFile>> opened(paths.size());
-  const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
-  ThreadPool threads(static_cast<int>(std::clamp<std::size_t>(paths.size(), 1, cores)));
+  const std::size_t cores = std::clamp(std::thread::hardware_concurrency(), 1U, kReadersMax);
+  ThreadPool threads(static_cast<int>(std::clamp(paths.size(), std::size_t{1}, cores)));
   threads.parallel_for(
       static_cast<std::int64_t>(paths.size()), 1, [&](std::int64_t begin, std::int64_t end) {
         for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i)
