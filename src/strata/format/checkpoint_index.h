@@ -1,7 +1,8 @@
 // A Hugging Face checkpoint folder: which tensor lies in which file, and where. model.safetensors
 // if it is there, else the files that model.safetensors.index.json names; a path to one
 // .safetensors file is a checkpoint of that file alone. All headers are read and checked when it is
-// opened. Threads: immutable after construction; safe everywhere. Ownership: holds the open files.
+// opened, those of several files by up to eight threads, which end with that. Threads: immutable
+// after construction; safe everywhere. Ownership: holds the open files.
 // Errors: FormatError for an index that lies (a file outside of the folder, missing files, a tensor
 // that its file lacks, a tensor in two files), what SafetensorsFile throws for each file.
 #pragma once
