@@ -43,16 +43,15 @@ def summarise(told):
 
 
 def summarise_limit(told):
-    """Of every repetition the slowest rank, of those the fastest."""
-
-    def best(key):
-        repetitions = [max(times) for times in zip(*(answer[key] for answer in told))]
-        return min(repetitions, default=None)
-
-    seconds = {key: best(key) for key in ("read_s", "copy_s", "load_s", "gather_s")}
+    """Of every repetition the slowest rank, of those the fastest; "repetitions" has them all, since a host that others
+    use, too, shows in how far they are apart."""
+    keys = ("read_s", "copy_s", "load_s", "gather_s")
+    repetitions = {key: [max(times) for times in zip(*(answer[key] for answer in told))] for key in keys}
+    seconds = {key: min(repetitions[key], default=None) for key in keys}
     gather = seconds["gather_s"] or 0.0
     both = {"stage3_s": seconds["load_s"], "stage2_s": seconds["load_s"] + gather}
-    return {"bytes": told[0]["bytes"], "threads": told[0]["threads"], **seconds, **both}
+    sizes = {"bytes": told[0]["bytes"], "threads": told[0]["threads"]}
+    return {**sizes, **seconds, **both, "repetitions": repetitions}
 
 
 def engine_table(rows):
@@ -74,7 +73,7 @@ def engine_table(rows):
 def limit_table(limit, world_size):
     """What the hardware gave in this run."""
     size = limit["bytes"]
-    lines = [["limit", "s", "GB/s"]]
+    lines = [["limit", "s", "GB/s", "median s", "slowest s"]]
     names = {
         "read_s": "read into host memory, all ranks",
         "copy_s": "host to device, all ranks",
@@ -84,9 +83,12 @@ def limit_table(limit, world_size):
     for key, text in names.items():
         if limit[key]:
             moved = size * (world_size - 1) / world_size if key == "gather_s" else size
-            lines.append([text, f"{limit[key]:.3f}", f"{moved / GB / limit[key]:.1f}"])
-    lines.append(["ready at stage 3", f"{limit['stage3_s']:.3f}", f"{size / GB / limit['stage3_s']:.1f}"])
-    lines.append(["ready at stage 2", f"{limit['stage2_s']:.3f}", f"{size / GB / limit['stage2_s']:.1f}"])
+            times = limit["repetitions"][key]
+            spread = [f"{statistics.median(times):.3f}", f"{max(times):.3f}"]
+            lines.append([text, f"{limit[key]:.3f}", f"{moved / GB / limit[key]:.1f}", *spread])
+    for stage in (3, 2):
+        seconds = limit[f"stage{stage}_s"]
+        lines.append([f"ready at stage {stage}", f"{seconds:.3f}", f"{size / GB / seconds:.1f}", "-", "-"])
     return columns(lines)
 
 

@@ -58,6 +58,8 @@ def test_every_turn_has_its_figures_beside_the_limit(checkpoint, tmp_path):
     assert rows["strata-z2"]["initialize_s"] == 0 < rows["strata-host-z2"]["initialize_s"]
     limit = result["limit"]
     assert limit["stage2_s"] == limit["stage3_s"] + limit["gather_s"] > 0
+    assert all(min(times) == limit[key] for key, times in limit["repetitions"].items() if times)
+    assert "slowest s" in printed
     assert limit["bytes"] == sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     ratio = rows["strata-host-z2"]["initialize_s"] / limit["stage2_s"]
     assert f" {ratio:.2f}x " in printed  # of the limit
