@@ -115,9 +115,11 @@ def run_on_shards(sharded, model):
     def update(gradients):
         for segment, gradient in zip(segments, gradients, strict=True):
             segment.grad = gradient
-        inner.step()
-        for segment in segments:
-            segment.grad = None  # the memory is the engine's again
+        try:
+            inner.step()
+        finally:
+            for segment in segments:
+                segment.grad = None  # the memory is the engine's again
 
     model.set_update(update)
 

@@ -57,6 +57,23 @@ def test_optimizers_of_torch_run_on_the_shards(name):
     run_ranks(2, _optimizer_of_the_user, name)
 
 
+class _Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        assert all(p.grad is not None for group in self.param_groups for p in group["params"])
+        raise ArithmeticError("a rule that does not converge")
+
+
+def test_an_optimizer_that_fails_keeps_no_gradients():
+    """They are lent: the engine's memory, which goes on to other use."""
+    model = make_model()
+    optimizer = _Failing(model.parameters(), lr=0.05)
+    engine, *_ = strata.initialize(model=model, config=config_of(2, optimizer=False), optimizer=optimizer)
+    with pytest.raises(ArithmeticError, match="does not converge"):
+        train_step(engine, make_batches(1, 1)[0][0])
+    segments = [p for group in optimizer.param_groups for p in group["params"]]
+    assert segments and all(p.grad is None for p in segments)
+
+
 @pytest.mark.parametrize("name", ["momentum", "adagrad", "adam"])
 def test_an_optimizer_that_took_steps_is_refused(name):
     """Its state is of whole parameters; a shard of it would have to be cut out, silently or wrongly."""
