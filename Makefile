@@ -80,7 +80,7 @@ test: build  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS) -- $(PYTEST)
 
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill
-# a device or time it are among the C++ ones, which run first and alone.
+# a device or time it are among the C++ ones, which run first and alone, or wait until no other test has ranks.
 GPU_JOBS ?= 8
 test-gpu: build  ## The same with models on the GPU, GPU_JOBS=8 Python tests at once
 	STRATA_TEST_DEVICE=cuda $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs 1 -- \

@@ -5,7 +5,11 @@ A test that starts more ranks than several GPUs is skipped. The numbers are thos
 its weights there, and torch's kernels are the deterministic ones.
 """
 
+import fcntl
 import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +45,17 @@ def skip_without_gpus(world):
     """Skips the running test unless each of ``world`` ranks has a device of its own."""
     if ranks_at_most(world) < world:
         pytest.skip(f"{world} ranks need {world} GPUs; found {torch.cuda.device_count()}")
+
+
+@contextmanager
+def gpus(alone):
+    """Uses the GPUs, beside other tests or, to fill their memory, ``alone``: waits for those that run."""
+    if not ON_GPU:
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / "strata-tests-on-gpus.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def prepare_rank():

@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from devices import prepare_rank, skip_without_gpus
+from devices import gpus, prepare_rank, skip_without_gpus
 
 PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata"]
 PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
@@ -34,7 +34,7 @@ class RankFailure(AssertionError):
     """A rank hung, or ended without an answer, or raised what cannot be pickled."""
 
 
-def run_ranks(world, function, *args, timeout=120.0, may_die=(), env=None):
+def run_ranks(world, function, *args, timeout=120.0, may_die=(), env=None, alone=False):
     """[what ``function(*args)`` returned on rank 0, 1, ...], called once on each of ``world`` processes.
 
     The environment is that of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Where a
@@ -47,13 +47,14 @@ def run_ranks(world, function, *args, timeout=120.0, may_die=(), env=None):
         timeout: seconds for all of it.
         may_die: ranks that may end without an answer; theirs is None.
         env: more environment variables for the ranks.
+        alone: no ranks of another test, in any process, run meanwhile on this machine's GPUs.
 
     Raises:
         RankFailure: a rank hung or died; says which, and where it stood.
         pytest.skip.Exception: where the ranks would have to share GPUs.
     """
     skip_without_gpus(world)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with gpus(alone), tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _Job(world, function, args, Path(folder), env or {})
         try:
             job.collect(time.monotonic() + timeout, frozenset(may_die))
