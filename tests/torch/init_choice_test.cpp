@@ -51,13 +51,12 @@ Crowded runtime_with(Bytes free, const std::shared_ptr<comm::Collectives>& colle
   return crowded;
 }
 
-// What every rank takes when the hogged one has `free` bytes and the others have 256 MiB; an
-// error's text where they refuse.
-struct Outcome {
+struct Outcome {  // by rank
   std::vector<std::string> tiers;
-  std::vector<std::string> reasons;
+  std::vector<std::string> reasons;  // of a rank that refused, its error's text
 };
 
+// A start in which the hogged rank has `free` bytes and the others have 256 MiB.
 Outcome start_beside(Bytes free, const std::vector<Net>& nets, bool looks_at_values = false) {
   Outcome outcome{std::vector<std::string>(kWorld), std::vector<std::string>(kWorld)};
   const std::vector<at::Tensor> expected = values_of(nets[0]);
