@@ -7,6 +7,7 @@ from tables import columns
 GB = 1e9
 MIB = 1 << 20
 GIB = 1 << 30
+MEASURED = ("read_s", "copy_s", "load_s", "gather_s")
 
 
 def summarise(told):
@@ -45,12 +46,20 @@ def summarise(told):
 def summarise_limit(told):
     """Of every repetition the slowest rank, of those the fastest; "repetitions" has them all, since a host that others
     use, too, shows in how far they are apart."""
-    keys = ("read_s", "copy_s", "load_s", "gather_s")
-    repetitions = {key: [max(times) for times in zip(*(answer[key] for answer in told))] for key in keys}
-    seconds = {key: min(repetitions[key], default=None) for key in keys}
-    gather = seconds["gather_s"] or 0.0
-    both = {"stage3_s": seconds["load_s"], "stage2_s": seconds["load_s"] + gather}
-    sizes = {"bytes": told[0]["bytes"], "threads": told[0]["threads"]}
+    repetitions = {key: [max(times) for times in zip(*(answer[key] for answer in told))] for key in MEASURED}
+    return _limit_of({"bytes": told[0]["bytes"], "threads": told[0]["threads"]}, repetitions)
+
+
+def fastest_limit(limits):
+    """The limit of a run that measured it several times: the fastest repetition of all."""
+    first, *_ = limits = list(limits)
+    repetitions = {key: [s for limit in limits for s in limit["repetitions"][key]] for key in MEASURED}
+    return _limit_of({key: first[key] for key in ("bytes", "threads")}, repetitions)
+
+
+def _limit_of(sizes, repetitions):
+    seconds = {key: min(times, default=None) for key, times in repetitions.items()}
+    both = {"stage3_s": seconds["load_s"], "stage2_s": seconds["load_s"] + (seconds["gather_s"] or 0.0)}
     return {**sizes, **seconds, **both, "repetitions": repetitions}
 
 
@@ -70,10 +79,10 @@ def engine_table(rows):
     return columns(lines)
 
 
-def limit_table(limit, world_size):
-    """What the hardware gave in this run."""
+def limit_table(turn, limit, world_size):
+    """What the hardware gave in this turn."""
     size = limit["bytes"]
-    lines = [["limit", "s", "GB/s", "median s", "slowest s"]]
+    lines = [[turn, "s", "GB/s", "median s", "slowest s"]]
     names = {
         "read_s": "read into host memory, all ranks",
         "copy_s": "host to device, all ranks",

@@ -38,7 +38,8 @@ def parse_arguments():
     parser.add_argument("--model", required=True, help="a folder with config.json and *.safetensors")
     parser.add_argument("--world", type=int, required=True, help="ranks; on GPUs, one each")
     parser.add_argument("--engines", default="strata-z2,strata-z3,strata-live-z2,fsdp2,ds-z2,ds-z3",
-                        help=f"names of {', '.join(ENGINES)}; one may be named several times")
+                        help=f"names of {', '.join(ENGINES)}; one may be named several times, and so may "
+                             f"'{LIMIT}', which always comes first: to see whether the host stays as fast")
     parser.add_argument("--steps", type=int, default=0, help="training steps afterwards, not in the clock")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
@@ -130,8 +131,9 @@ def number_turns(names):
 def main():
     a = parse_arguments()
     names = [name for name in a.engines.split(",") if name]
-    if unknown := [name for name in names if name not in ENGINES]:
+    if unknown := [name for name in names if name not in (*ENGINES, LIMIT)]:
         sys.exit(f"unknown engines: {', '.join(unknown)}; there are {', '.join(ENGINES)}")
+    names = [name for name in names if name != LIMIT] if a.no_limit else [LIMIT, *names]
     options = options_of(a)
     logs = tempfile.mkdtemp(prefix="strata-startup-")
     print(f"{a.world} ranks on {options['device']}, {options['cores']} cores; what they print: {logs}", flush=True)
@@ -144,8 +146,7 @@ def main():
         options["toy"] = make_toy(a.model, Path(logs) / "toy")
         if options["toy"] is None:
             print("no toy model of this kind to rehearse with: first-use costs of libraries are in the figures")
-    turns = ([] if a.no_limit else [LIMIT]) + number_turns(names)
-    result = compare(a, turns, options, logs)
+    result = compare(a, number_turns(names), options, logs)
     print_summary(a, result)
     apart = report.losses_apart(result["engines"])
     if apart > LOSS_TOLERANCE:
@@ -155,12 +156,12 @@ def main():
 
 def compare(a, turns, options, logs):
     """Gives every engine its turn; saves what there is after each."""
-    result = {"settings": vars(a) | {"device": options["device"], "cores": options["cores"]}, "limit": None}
-    result |= {"engines": {}, "skipped": {}, "failed": {}}
+    result = {"settings": vars(a) | {"device": options["device"], "cores": options["cores"]}}
+    result |= {"limit": None, "limits": {}, "engines": {}, "skipped": {}, "failed": {}}
     changes = {}
     waiting = {t: Ranks(t, report.base_name(t), options, a.world, logs) for t in turns}
     try:
-        if failure := compile_for_deepspeed([t for t in turns if t != LIMIT], options, a.timeout):
+        if failure := compile_for_deepspeed([t for t in turns if not is_limit(t)], options, a.timeout):
             changes["torch_adam"] = True
             print(f"DeepSpeed runs with torch's AdamW, since its FusedAdam does not compile: {end_of(failure)}")
         for turn, ranks in list(waiting.items()):  # nobody imports while another is timed
@@ -170,12 +171,17 @@ def compare(a, turns, options, logs):
             save(a, result)
     except KeyboardInterrupt:
         print("interrupted; so far:", flush=True)
-        result["failed"] |= {turn: "interrupted" for turn in turns if turn != LIMIT and turn not in result["engines"]}
+        left = [turn for turn in turns if not is_limit(turn) and turn not in result["engines"]]
+        result["failed"] |= dict.fromkeys(left, "interrupted")
         save(a, result)
     finally:
         for ranks in waiting.values():
             ranks.close()
     return result
+
+
+def is_limit(turn):
+    return report.base_name(turn) == LIMIT
 
 
 def save(a, result):
@@ -207,9 +213,10 @@ def take_turn(turn, ranks, result, a, changes):
         return
     finally:
         ranks.close()
-    if turn == LIMIT:
-        result["limit"] = report.summarise_limit(told)
-        print(report.limit_table(result["limit"], a.world), flush=True)
+    if is_limit(turn):
+        result["limits"][turn] = report.summarise_limit(told)
+        result["limit"] = report.fastest_limit(result["limits"].values())
+        print(report.limit_table(turn, result["limits"][turn], a.world), flush=True)
         return
     row = result["engines"][turn] = report.summarise(told)
     losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])

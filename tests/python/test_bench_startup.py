@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory):
 
 def test_every_turn_has_its_figures_beside_the_limit(checkpoint, tmp_path):
     comparing = _compare(checkpoint, tmp_path / "start.json", "--steps", 1, "--tokens", 16, "--ready-marks", "--engines",
-                         "strata-z2,strata-host-z2,strata-z2")
+                         "strata-z2,strata-host-z2,limit,strata-z2")
     printed, _ = comparing.communicate(timeout=300)
     assert comparing.returncode == 0, printed
     result = json.loads((tmp_path / "start.json").read_text())
@@ -56,10 +56,13 @@ def test_every_turn_has_its_figures_beside_the_limit(checkpoint, tmp_path):
         assert len(row["losses"]) == 1
         assert f"\n{name} " in printed and f"{name}: ready in " in printed
     assert rows["strata-z2"]["initialize_s"] == 0 < rows["strata-host-z2"]["initialize_s"]
-    limit = result["limit"]
+    limit, limits = result["limit"], result["limits"]
+    assert list(limits) == ["limit", "limit#2"]
+    assert limit["load_s"] == min(turn["load_s"] for turn in limits.values())
+    assert len(limit["repetitions"]["load_s"]) == sum(len(turn["repetitions"]["load_s"]) for turn in limits.values())
     assert limit["stage2_s"] == limit["stage3_s"] + limit["gather_s"] > 0
     assert all(min(times) == limit[key] for key, times in limit["repetitions"].items() if times)
-    assert "slowest s" in printed
+    assert printed.count("slowest s") == 2
     assert limit["bytes"] == sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     ratio = rows["strata-host-z2"]["initialize_s"] / limit["stage2_s"]
     assert f" {ratio:.2f}x " in printed  # of the limit
