@@ -132,7 +132,7 @@ def main():
     a = parse_arguments()
     names = [name for name in a.engines.split(",") if name]
     if unknown := [name for name in names if name not in (*ENGINES, LIMIT)]:
-        sys.exit(f"unknown engines: {', '.join(unknown)}; there are {', '.join(ENGINES)}")
+        sys.exit(f"unknown engines: {', '.join(unknown)}; there are {', '.join((*ENGINES, LIMIT))}")
     names = [name for name in names if name != LIMIT] if a.no_limit else [LIMIT, *names]
     options = options_of(a)
     logs = tempfile.mkdtemp(prefix="strata-startup-")
