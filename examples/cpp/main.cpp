@@ -12,7 +12,7 @@
 #include <string>
 
 #include "reversal_model.h"
-#include "strata/torch/rank_environment.h"
+#include "strata/torch/ranks/rank_environment.h"
 #include "strata/torch/trainer.h"
 
 namespace {
@@ -77,8 +77,7 @@ double compare_saved(strata::torch::Trainer& trainer, Model& model, const ModelS
   Model plain(sizes);
   const std::string for_evaluation = R"({"train_micro_batch_size_per_gpu": 1})";
   strata::torch::Trainer reader(
-      plain.ptr(),
-      {.config = for_evaluation, .collectives = strata::torch::single_rank(at::kCPU)});
+      plain.ptr(), {.config = for_evaluation, .collectives = strata::torch::single_rank(at::kCPU)});
   reader.load(folder);
   reader.close(/*keep_values=*/true);
   return std::abs(loss_of(plain->forward(batch.inputs), batch.targets).item<double>() - trained);

@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "strata/torch/sharded_model.h"
+#include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
 

@@ -3,14 +3,14 @@
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
-#include "strata/engine/agreement.h"
-#include "strata/engine/joint_loading.h"
-#include "strata/engine/weight_saver.h"
+#include "strata/engine/checkpoint/joint_loading.h"
+#include "strata/engine/checkpoint/weight_saver.h"
+#include "strata/engine/unit/agreement.h"
 #include "strata/format/same_tensor.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/dtype.h"
-#include "strata/torch/host_threads.h"
-#include "strata/torch/value_intake.h"
+#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/host_threads.h"
+#include "strata/torch/start/value_intake.h"
 
 namespace strata::python {
 namespace {

@@ -1,9 +1,9 @@
 // What Python shows of start-up: the engine's account of its phases, progress, and the link.
-#include "strata/engine/init_report.h"
+#include "strata/engine/record/init_report.h"
 
 #include "bindings.h"
 #include "strata/base/error.h"
-#include "strata/torch/placement.h"
+#include "strata/torch/base/placement.h"
 
 namespace strata::python {
 

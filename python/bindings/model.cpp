@@ -1,8 +1,8 @@
 // ShardedModel as Python drives it.
 #include "bindings.h"
 #include "mapped_files.h"
-#include "strata/torch/model_plan.h"
-#include "strata/torch/placement.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/model/model_plan.h"
 
 namespace strata::python {
 namespace {

@@ -1,5 +1,5 @@
 // What Python shows of training steps: the engine's report of one, and its timeline.
-#include "strata/engine/step_report.h"
+#include "strata/engine/record/step_report.h"
 
 #include "bindings.h"
 

@@ -1,4 +1,4 @@
-#include "strata/comm/buffer_directory.h"
+#include "strata/comm/host/buffer_directory.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "strata/comm/bulk_copy.h"
+#include "strata/comm/host/bulk_copy.h"
 
 #include <gtest/gtest.h>
 

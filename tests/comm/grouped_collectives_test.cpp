@@ -1,4 +1,4 @@
-#include "strata/comm/grouped_collectives.h"
+#include "strata/comm/combined/grouped_collectives.h"
 
 #include "comm/collective_network.h"
 #include "comm/collectives_conformance.h"

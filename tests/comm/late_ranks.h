@@ -11,7 +11,7 @@
 
 #include "comm/grouped_ranks.h"
 #include "device/late_device.h"
-#include "strata/comm/peer_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 
 namespace strata::comm::conformance {
 

@@ -1,4 +1,4 @@
-#include "strata/comm/local_collectives.h"
+#include "strata/comm/host/local_collectives.h"
 
 #include "comm/collectives_conformance.h"
 

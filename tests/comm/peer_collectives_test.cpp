@@ -1,10 +1,10 @@
-#include "strata/comm/peer_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 
 #include <atomic>
 
 #include "comm/collectives_conformance.h"
 #include "comm/late_ranks.h"
-#include "strata/comm/local_collectives.h"
+#include "strata/comm/host/local_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

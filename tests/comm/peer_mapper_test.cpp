@@ -7,8 +7,8 @@
 #include <mutex>
 
 #include "comm/conformance_ranks.h"
-#include "strata/comm/local_collectives.h"
-#include "strata/comm/peer_collectives.h"
+#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

@@ -4,9 +4,9 @@
 
 #include "comm/collectives_conformance.h"
 #include "comm/scratch_directory.h"
-#include "strata/comm/file_bootstrap.h"
-#include "strata/comm/peer_collectives.h"
-#include "strata/comm/shm_collectives.h"
+#include "strata/comm/host/file_bootstrap.h"
+#include "strata/comm/host/shm_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

@@ -1,4 +1,4 @@
-#include "strata/comm/shm_collectives.h"
+#include "strata/comm/host/shm_collectives.h"
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -9,7 +9,7 @@
 
 #include "comm/collectives_conformance.h"
 #include "comm/scratch_directory.h"
-#include "strata/comm/file_bootstrap.h"
+#include "strata/comm/host/file_bootstrap.h"
 
 namespace strata::comm::conformance {
 namespace {

@@ -1,9 +1,9 @@
-#include "strata/comm/split_collectives.h"
+#include "strata/comm/combined/split_collectives.h"
 
 #include "comm/collectives_conformance.h"
 #include "comm/split_ranks.h"
-#include "strata/comm/collectives_probe.h"
-#include "strata/comm/local_collectives.h"
+#include "strata/comm/combined/collectives_probe.h"
+#include "strata/comm/host/local_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

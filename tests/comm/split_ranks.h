@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "comm/collective_network.h"
-#include "strata/comm/peer_collectives.h"
-#include "strata/comm/split_collectives.h"
+#include "strata/comm/combined/split_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

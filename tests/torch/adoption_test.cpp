@@ -1,6 +1,6 @@
 // How values get into the engine, where the ways differ from what a model on the CPU meets by
 // itself; and what a start that fails leaves. Ranks are threads of this process.
-#include "strata/torch/adoption.h"
+#include "strata/torch/start/adoption.h"
 
 #include <gmock/gmock.h>
 
@@ -9,8 +9,8 @@
 #include "comm/grouped_ranks.h"
 #include "strata/base/error.h"
 #include "strata/offload/memory_store.h"
-#include "strata/torch/host_export.h"
-#include "strata/torch/host_intake.h"
+#include "strata/torch/start/host_export.h"
+#include "strata/torch/start/host_intake.h"
 #include "torch/live_engines.h"
 
 namespace strata::torch {

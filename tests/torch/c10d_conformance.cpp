@@ -10,12 +10,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/collectives_conformance.h"
-#include "strata/comm/local_collectives.h"
-#include "strata/comm/peer_collectives.h"
-#include "strata/comm/split_collectives.h"
-#include "strata/torch/c10d_collectives.h"
-#include "strata/torch/device_collectives.h"
-#include "strata/torch/placement.h"
+#include "strata/comm/combined/split_collectives.h"
+#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/ranks/c10d_collectives.h"
+#include "strata/torch/ranks/device_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

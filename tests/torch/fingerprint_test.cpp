@@ -1,4 +1,4 @@
-#include "strata/torch/fingerprint.h"
+#include "strata/torch/start/fingerprint.h"
 
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "strata/torch/host_threads.h"
+#include "strata/torch/base/host_threads.h"
 
 #include <gtest/gtest.h>
 

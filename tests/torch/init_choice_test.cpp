@@ -1,6 +1,6 @@
 // What ranks decide together about how a model gets in, when one of them has less memory free than
 // the others. Ranks are threads of this process, each with a device of its own.
-#include "strata/torch/init_choice.h"
+#include "strata/torch/start/init_choice.h"
 
 #include <gmock/gmock.h>
 

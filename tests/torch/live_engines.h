@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "strata/torch/comparison.h"
-#include "strata/torch/host_intake.h"
-#include "strata/torch/module_description.h"
-#include "strata/torch/sharded_model.h"
+#include "strata/torch/cpp/module_description.h"
+#include "strata/torch/sharded/sharded_model.h"
+#include "strata/torch/start/comparison.h"
+#include "strata/torch/start/host_intake.h"
 #include "torch/thread_ranks.h"
 
 namespace strata::torch::testing {

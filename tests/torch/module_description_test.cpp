@@ -1,4 +1,4 @@
-#include "strata/torch/module_description.h"
+#include "strata/torch/cpp/module_description.h"
 
 #include <gmock/gmock.h>
 #include <torch/nn/modules/container/modulelist.h>
@@ -10,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "strata/torch/tensor_search.h"
+#include "strata/torch/base/tensor_search.h"
 
 namespace strata::torch {
 namespace {

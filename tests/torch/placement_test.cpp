@@ -1,4 +1,4 @@
-#include "strata/torch/placement.h"
+#include "strata/torch/base/placement.h"
 
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // Values that ranks read where rank 0 has them. Ranks are threads of this process.
-#include "strata/torch/rank_0_values.h"
+#include "strata/torch/start/rank_0_values.h"
 
 #include <ATen/ops/from_blob.h>
 #include <gmock/gmock.h>

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "strata/comm/local_collectives.h"
+#include "strata/comm/host/local_collectives.h"
 
 namespace strata::torch::testing {
 

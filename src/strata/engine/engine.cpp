@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/adam_optimizer.h"
-#include "strata/engine/consistency.h"
-#include "strata/engine/external_optimizer.h"
-#include "strata/engine/scope_needs.h"
+#include "strata/engine/gather/scope_needs.h"
+#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/unit/consistency.h"
 
 namespace strata::engine {
 namespace {

@@ -22,16 +22,16 @@
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
-#include "strata/engine/engine_options.h"
-#include "strata/engine/gatherer.h"
-#include "strata/engine/gradient_norm.h"
-#include "strata/engine/init_report.h"
-#include "strata/engine/optimizer_shards.h"
-#include "strata/engine/reducer.h"
-#include "strata/engine/step_recorder.h"
-#include "strata/engine/step_report.h"
-#include "strata/engine/step_trace.h"
-#include "strata/engine/weights.h"
+#include "strata/engine/gather/gatherer.h"
+#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/record/init_report.h"
+#include "strata/engine/record/step_recorder.h"
+#include "strata/engine/record/step_report.h"
+#include "strata/engine/record/step_trace.h"
+#include "strata/engine/reduce/gradient_norm.h"
+#include "strata/engine/reduce/reducer.h"
+#include "strata/engine/unit/engine_options.h"
+#include "strata/engine/unit/weights.h"
 
 namespace strata::engine {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "strata/engine/external_optimizer.h"
+#include "strata/engine/optimize/external_optimizer.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
 #include "strata/offload/memory_store.h"

@@ -23,9 +23,9 @@
 #include <utility>
 #include <vector>
 
-#include "strata/torch/module_description.h"
-#include "strata/torch/sharded_model.h"
-#include "strata/torch/tensor_search.h"
+#include "strata/torch/base/tensor_search.h"
+#include "strata/torch/cpp/module_description.h"
+#include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::torch {
 

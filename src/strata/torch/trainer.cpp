@@ -4,10 +4,10 @@
 #include <unordered_map>
 
 #include "strata/base/error.h"
-#include "strata/torch/host_threads.h"
-#include "strata/torch/module_checkpoint.h"
-#include "strata/torch/placement.h"
-#include "strata/torch/rank_environment.h"
+#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/cpp/module_checkpoint.h"
+#include "strata/torch/ranks/rank_environment.h"
 
 namespace strata::torch {
 namespace {

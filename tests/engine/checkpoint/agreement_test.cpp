@@ -1,4 +1,4 @@
-#include "strata/engine/agreement.h"
+#include "strata/engine/unit/agreement.h"
 
 #include <gmock/gmock.h>
 

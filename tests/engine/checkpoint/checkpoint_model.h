@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "strata/comm/local_collectives.h"
+#include "strata/comm/host/local_collectives.h"
 #include "strata/device/cpu_device.h"
 #include "strata/engine/engine.h"
 #include "strata/format/safetensors_writer.h"

@@ -1,4 +1,4 @@
-#include "strata/engine/init_report.h"
+#include "strata/engine/record/init_report.h"
 
 #include <gmock/gmock.h>
 

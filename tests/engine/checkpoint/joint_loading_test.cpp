@@ -1,4 +1,4 @@
-#include "strata/engine/joint_loading.h"
+#include "strata/engine/checkpoint/joint_loading.h"
 
 #include <gmock/gmock.h>
 

@@ -1,4 +1,4 @@
-#include "strata/engine/staging_ring.h"
+#include "strata/engine/checkpoint/staging_ring.h"
 
 #include <gmock/gmock.h>
 

@@ -1,4 +1,4 @@
-#include "strata/engine/weight_loader.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 
 #include <gmock/gmock.h>
 
@@ -12,7 +12,7 @@
 #include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
-#include "strata/engine/agreement.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {

@@ -1,4 +1,4 @@
-#include "strata/engine/weight_saver.h"
+#include "strata/engine/checkpoint/weight_saver.h"
 
 #include <gmock/gmock.h>
 

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "engine/core/fake_model.h"
-#include "strata/comm/peer_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 
 namespace strata::engine::fake {
 namespace {

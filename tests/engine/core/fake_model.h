@@ -20,7 +20,7 @@
 #include "plan/model_builder.h"
 #include "strata/base/error.h"
 #include "strata/comm/comm_options.h"
-#include "strata/comm/local_collectives.h"
+#include "strata/comm/host/local_collectives.h"
 #include "strata/device/cpu_device.h"
 #include "strata/engine/engine.h"
 #include "strata/kernels/elementwise.h"

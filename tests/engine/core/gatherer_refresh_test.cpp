@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "engine/core/short_passes.h"
-#include "strata/engine/gatherer.h"
+#include "strata/engine/gather/gatherer.h"
 
 namespace strata::engine::fake {
 namespace {

@@ -1,4 +1,4 @@
-#include "strata/engine/gatherer.h"
+#include "strata/engine/gather/gatherer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "strata/engine/reducer.h"
+#include "strata/engine/reduce/reducer.h"
 
 #include <gtest/gtest.h>
 

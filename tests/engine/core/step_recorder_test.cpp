@@ -1,4 +1,4 @@
-#include "strata/engine/step_recorder.h"
+#include "strata/engine/record/step_recorder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

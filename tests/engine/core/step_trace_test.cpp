@@ -1,4 +1,4 @@
-#include "strata/engine/step_trace.h"
+#include "strata/engine/record/step_trace.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -15,7 +15,7 @@
 #include "comm/split_ranks.h"
 #include "engine/core/fake_model.h"
 #include "engine/core/reference_step.h"
-#include "strata/comm/peer_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
 
 namespace strata::engine::fake {
 

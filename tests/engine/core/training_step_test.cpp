@@ -5,7 +5,7 @@
 #include <random>
 
 #include "engine/core/training_step_cases.h"
-#include "strata/engine/external_optimizer.h"
+#include "strata/engine/optimize/external_optimizer.h"
 
 namespace strata::engine::fake {
 namespace {

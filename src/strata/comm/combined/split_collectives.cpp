@@ -1,0 +1,114 @@
+#include "strata/comm/combined/split_collectives.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/comm/combined/collectives_pair.h"
+
+namespace strata::comm {
+namespace {
+
+class SplitCollectives final : public Collectives {
+ public:
+  SplitCollectives(std::shared_ptr<Collectives> gathers, std::shared_ptr<Collectives> reductions)
+      : name_(fmt::format("{}/{}", gathers->name(), reductions->name())),
+        pair_(std::make_shared<CollectivesPair>(std::move(gathers), std::move(reductions))) {}
+
+  std::string_view name() const override { return name_; }
+  int rank() const override { return gathers().rank(); }
+  int world_size() const override { return gathers().world_size(); }
+  bool one_sided() const override { return gathers().one_sided(); }
+  bool deterministic() const override { return reductions().deterministic(); }
+  bool sums_in_fp32() const override { return reductions().sums_in_fp32(); }
+  device::Stream* contribution_stream() override { return reductions().contribution_stream(); }
+
+  std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    return pair_->guarded([&] { return owner().allocate(std::move(name), bytes); });
+  }
+  std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
+    return pair_->guarded([&] { return owner().allocate_growing(std::move(name), bytes); });
+  }
+
+  std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
+                                   std::string_view tag) override {
+    return pair_->guarded([&]() -> std::unique_ptr<Work> {
+      std::shared_ptr<Work> work = gathers().all_gather(slices, flat, tag);
+      if (!gathers().gathers_on_device() && gathers_on_device()) {
+        std::erase_if(started_, [](const auto& started) { return started.expired(); });
+        started_.push_back(work);
+      }
+      return std::make_unique<PairWork>(pair_, std::move(work));
+    });
+  }
+
+  std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
+    return pair_->guarded([&]() -> std::unique_ptr<Work> {
+      return std::make_unique<PairWork>(pair_, reductions().reduce_scatter(reduction, tag));
+    });
+  }
+
+  void record_times(bool on) override {
+    gathers().record_times(on);
+    reductions().record_times(on);
+  }
+
+  void all_reduce(std::span<double> values, ReduceOp op) override {
+    pair_->guarded([&] { gathers().all_reduce(values, op); });
+  }
+
+  bool gathers_on_device() const override {
+    return gathers().gathers_on_device() || reductions().gathers_on_device();
+  }
+  void all_gather_on_device(std::span<std::byte> all, std::span<const std::byte> mine) override {
+    pair_->guarded([&] {
+      // The others' are the exchange's own business; those that have ended left the list.
+      for (const auto& gather : std::exchange(started_, {})) {
+        if (const std::shared_ptr<Work> work = gather.lock()) work->wait();
+      }
+      Collectives& carrier = gathers().gathers_on_device() ? gathers() : reductions();
+      carrier.all_gather_on_device(all, mine);
+    });
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    pair_->guarded([&] { gathers().broadcast(bytes, root); });
+  }
+
+  std::vector<std::string> all_gather_text(const std::string& text) override {
+    return pair_->guarded([&] { return gathers().all_gather_text(text); });
+  }
+
+  void barrier() override {
+    pair_->guarded([&] {
+      gathers().barrier();
+      reductions().barrier();
+    });
+  }
+
+  void abort(std::string_view reason) noexcept override { pair_->abort(reason); }
+
+ private:
+  Collectives& gathers() const { return pair_->first(); }
+  Collectives& reductions() const { return pair_->second(); }
+  Collectives& owner() const { return reductions().one_sided() ? reductions() : gathers(); }
+
+  std::string name_;
+  std::shared_ptr<CollectivesPair> pair_;
+  std::vector<std::weak_ptr<Work>> started_;  // gathers that an exchange has to wait for
+};
+
+}  // namespace
+
+std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives> gathers,
+                                                    std::shared_ptr<Collectives> reductions) {
+  STRATA_ASSERT(!gathers->one_sided() || !reductions->one_sided());
+  STRATA_ASSERT(gathers->rank() == reductions->rank() &&
+                gathers->world_size() == reductions->world_size());
+  STRATA_ASSERT(gathers->shard_place().groups == 1 && gathers->shard_place().parts == 1);
+  return std::make_unique<SplitCollectives>(std::move(gathers), std::move(reductions));
+}
+
+}  // namespace strata::comm

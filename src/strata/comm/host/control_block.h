@@ -1,0 +1,73 @@
+// What one rank shows its peers, in memory that all of them map: which operations it has published,
+// how far it has got with them, small messages, and why it stopped. Only the owner writes, except
+// for the bell, which peers ring.
+//
+// Every collective has a number, counted from 0 on each rank; operation k is described by
+// ring[k % kRingSlots]. Order: the owner fills the entry (and the mailbox), then stores published =
+// k+1 (release); a peer that has read published > k (acquire) may read the entry until it stores
+// finished = k+1 in its own block. The owner uses a slot again only when every peer's `finished`
+// has passed it. Mailboxes alternate: a rank that writes the one of round n has seen every peer
+// publish round n-1, and a peer publishes that only when it has read round n-2.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "strata/comm/host/doorbell.h"
+#include "strata/comm/host/shared_text.h"
+
+namespace strata::comm {
+
+constexpr std::size_t kRingSlots = 64;
+constexpr std::size_t kTagChars = 64;
+constexpr std::size_t kReasonChars = 1024;
+constexpr std::size_t kMailboxBytes = std::size_t{64} << 10;
+
+enum class OperationKind : std::uint32_t {
+  kReduceScatter,
+  kAllReduce,
+  kBroadcast,
+  kText,
+  kBarrier
+};
+
+struct OperationEntry {
+  OperationKind kind = OperationKind::kBarrier;
+  std::uint32_t detail = 0;     // DType, ReduceOp or root, by kind
+  std::int64_t count = 0;       // elements of a slice, values or bytes, by kind
+  std::uint64_t tag_hash = 0;   // of the whole tag; `tag` may be cut
+  std::uint64_t buffer_id = 0;  // reduce_scatter: where the contribution lies
+  std::int64_t buffer_offset = 0;
+  std::uint64_t payload_bytes = 0;    // in the mailbox
+  std::uint64_t remaining_bytes = 0;  // of a text: what follows in later rounds
+  std::array<char, kTagChars> tag{};
+};
+
+// Whether two ranks do the same thing.
+bool agree(const OperationEntry& a, const OperationEntry& b);
+// "reduce_scatter of 'layers.3' (4096 elements of bfloat16 a rank)"
+std::string describe(const OperationEntry& entry);
+void set_tag(OperationEntry& entry, std::string_view tag);
+
+// Not 0, so that 0 can mean "none".
+std::uint64_t id_of(std::string_view name);
+
+struct ControlBlock {
+  Doorbell bell;
+  std::atomic<std::uint32_t> stopped{0};  // 1: `reason` is set and stays
+  std::atomic<std::uint32_t> left{0};     // 1: this rank's Collectives were destroyed
+  alignas(64) std::atomic<std::uint64_t> published{0};
+  alignas(64) std::atomic<std::uint64_t> finished{0};  // peers' data of these operations was read
+  alignas(64) SharedText<kTagChars> activity;
+  std::array<char, kReasonChars> reason{};
+  std::array<OperationEntry, kRingSlots> ring{};
+  std::array<std::array<std::byte, kMailboxBytes>, 2> mailbox{};
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+}  // namespace strata::comm

@@ -1,0 +1,84 @@
+// One rank's connection to the others: numbers its operations, publishes them, waits for peers, and
+// turns whatever goes wrong into one CommError that every later call throws again.
+// While it waits it calls `progress`, which does work that peers may be waiting for in turn.
+// Threads: one thread at a time. Errors: see collectives.h.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "strata/comm/comm_options.h"
+#include "strata/comm/host/control_block.h"
+#include "strata/comm/host/rank_memory.h"
+
+namespace strata::comm {
+
+class RankLink {
+ public:
+  // A rank that is not there yet, or kNobody.
+  using Missing = std::function<int()>;
+  static constexpr int kNobody = -1;
+
+  RankLink(std::unique_ptr<RankMemory> memory, const CommOptions& options);
+
+  RankMemory& memory() { return *memory_; }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  // What a rank is called in errors.
+  int name_of(int rank) const { return names_.of(rank); }
+  // Does some of the work that was put off and returns true, or false when nothing can be done now.
+  void set_progress(std::function<bool()> progress) { progress_ = std::move(progress); }
+
+  // At the start of each call: throws if this rank or a peer has stopped.
+  void check_usable();
+  // Shown to peers until the next call.
+  void set_activity(std::string_view text) noexcept;
+
+  // Makes `entry` my next operation and returns its number.
+  std::uint64_t publish(const OperationEntry& entry);
+  // A rank that has not published operation `number`, or kNobody; likewise for finished.
+  int unpublished_by(std::uint64_t number);
+  int unfinished_by(std::uint64_t number);
+  // Every rank has published `number`: fails unless they agree.
+  void check_agreement(std::uint64_t number);
+  const OperationEntry& entry(int rank, std::uint64_t number);
+  void finish(std::uint64_t number);
+
+  // Returns when missing() is kNobody; `what` says in errors what this rank was waiting for.
+  void wait_until(const Missing& missing, const std::function<std::string()>& what);
+  void ring_peers() noexcept;
+
+  // Breaks this object for good, tells the peers, and throws.
+  [[noreturn]] void fail(const std::string& message);
+  bool broken() const { return !broken_.empty(); }
+  void abort(std::string_view reason) noexcept;
+  void leave() noexcept;
+
+ private:
+  ControlBlock& own() { return memory_->control(rank_); }
+  // What is wrong with a peer, or empty. Asking the system costs system calls.
+  std::string stopped_peer();
+  std::string gone_peer(bool ask_system);
+  // Breaks this object without telling the peers, who know it as well.
+  [[noreturn]] void fail_quietly(std::string message);
+  [[noreturn]] void fail_by_timeout(int missing, const std::string& what);
+  void stop(std::string_view reason) noexcept;
+
+  std::unique_ptr<RankMemory> memory_;
+  int rank_;
+  int world_size_;
+  std::chrono::milliseconds timeout_;
+  int spins_;
+  RankNames names_;
+  std::uint64_t next_ = 0;
+  std::function<bool()> progress_;
+  std::string broken_;  // the error's message, empty while all is well
+};
+
+}  // namespace strata::comm

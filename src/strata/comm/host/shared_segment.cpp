@@ -1,0 +1,123 @@
+#include "strata/comm/host/shared_segment.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <random>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::comm {
+namespace {
+
+constexpr Bytes kSmallAlignment = 4_KiB;
+constexpr Bytes kHugeAlignment = 2_MiB;  // lets the kernel use huge pages
+
+Bytes alignment_of(Bytes bytes) {
+  return bytes >= kHugeAlignment ? kHugeAlignment : kSmallAlignment;
+}
+
+FileDescriptor create_memfd(int rank) {
+  FileDescriptor file(::memfd_create("strata", MFD_CLOEXEC));
+  if (!file.valid()) {
+    throw CommError(fmt::format("rank {} cannot create shared memory (memfd_create: {})", rank,
+                                std::strerror(errno)));
+  }
+  return file;
+}
+
+void grow(int fd, Bytes bytes, const std::string& name) {
+  if (::ftruncate(fd, bytes.value) != 0) {
+    throw OutOfMemoryError(
+        fmt::format("cannot grow the shared memory for '{}': check the limits of the process "
+                    "(ulimit -f) and the "
+                    "memory that is free (segment of {}; {})",
+                    name, to_string(bytes), std::strerror(errno)));
+  }
+}
+
+std::uint64_t random_key() {
+  std::random_device device;
+  return (static_cast<std::uint64_t>(device()) << 32) | device();
+}
+
+}  // namespace
+
+class SegmentBuffer final : public SharedBuffer {
+ public:
+  SegmentBuffer(std::shared_ptr<SharedSegment> segment, std::string name,
+                std::shared_ptr<const memory::MappedMemory> memory)
+      : segment_(std::move(segment)), name_(std::move(name)), memory_(std::move(memory)) {}
+  ~SegmentBuffer() override { segment_->free(id_of(name_)); }
+
+  std::span<std::byte> local() override { return memory_->bytes(); }
+  const std::string& name() const override { return name_; }
+
+ private:
+  std::shared_ptr<SharedSegment> segment_;
+  std::string name_;
+  std::shared_ptr<const memory::MappedMemory> memory_;
+};
+
+SharedSegment::SharedSegment(int rank)
+    : rank_(rank),
+      file_(create_memfd(rank)),
+      end_(align_up(Bytes(sizeof(SegmentHeader)), kHugeAlignment)) {
+  grow(fd(), end_, "control block");
+  header_memory_ =
+      memory::MappedMemory::of_file(fd(), Bytes(0), Bytes(sizeof(SegmentHeader)),
+                                    memory::MappedMemory::Access::kReadWrite, "the control block");
+  // New pages are zero, which is the initial state of every member; writing only the key keeps the
+  // unused part of the directory without pages.
+  header_ = std::launder(reinterpret_cast<SegmentHeader*>(header_memory_.bytes().data()));
+  header_->key = random_key();
+}
+
+std::unique_ptr<SharedBuffer> SharedSegment::allocate(std::string name, Bytes bytes) {
+  const std::uint64_t id = id_of(name);
+  if (living_.contains(id)) {
+    throw UsageError(fmt::format(
+        "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
+        rank_));
+  }
+  const BufferPlace place{align_up(end_, alignment_of(bytes)).value, bytes.value};
+  grow(fd(), Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment, name);
+  end_ = Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment;
+  auto memory = std::make_shared<const memory::MappedMemory>(memory::MappedMemory::of_file(
+      fd(), Bytes(place.offset), bytes, memory::MappedMemory::Access::kReadWrite, name));
+  const auto slot = header_->directory.insert(id, place);
+  if (!slot) {
+    throw UsageError(
+        fmt::format("too many shared buffers: put several things into one ('{}' would be "
+                    "number {})",
+                    name, kDirectorySlots + 1));
+  }
+  living_.emplace(id, Living{*slot, place, memory});
+  return std::make_unique<SegmentBuffer>(shared_from_this(), std::move(name), std::move(memory));
+}
+
+std::optional<BufferView> SharedSegment::find(std::uint64_t id) const {
+  const auto found = living_.find(id);
+  if (found == living_.end()) return std::nullopt;
+  return BufferView{found->second.memory, found->second.memory->bytes()};
+}
+
+void SharedSegment::free(std::uint64_t id) {
+  const auto found = living_.find(id);
+  if (found == living_.end()) return;
+  const Living gone = std::move(found->second);
+  living_.erase(found);
+  header_->directory.erase(gone.slot);
+  // Takes the pages back even while peers have them mapped.
+  if (gone.place.bytes > 0) {
+    ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, gone.place.offset,
+                align_up(Bytes(gone.place.bytes), kSmallAlignment).value);
+  }
+}
+
+}  // namespace strata::comm

@@ -1,0 +1,91 @@
+// One rank's shared memory by name, and what it has mapped of its peers'.
+// Threads: allocate(), find() and the buffers' own calls in the rank's thread; share() in the
+// channel's; the others in any. Ownership: buffers may outlive this object; mappings go with it, or
+// when a peer has freed the buffer. Errors: UsageError for names in use; DeviceError,
+// OutOfMemoryError.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "strata/comm/peer/peer_channel.h"
+#include "strata/comm/peer/peer_flags.h"
+#include "strata/device/device.h"
+
+namespace strata::comm {
+
+class PeerBuffers {
+ public:
+  PeerBuffers(std::shared_ptr<device::Device> device, int rank);
+
+  // What runs before a buffer's memory goes: it waits for those who read it.
+  void set_before_free(std::function<void()> action) { before_free_ = std::move(action); }
+  // What runs before peers' memory is unmapped: it waits for this rank's own reads.
+  void set_before_unmap(std::function<void()> action) { before_unmap_ = std::move(action); }
+  void set_flags(PeerFlags flags) { flags_ = flags; }
+
+  // `growing`: no memory at first.
+  static std::unique_ptr<SharedBuffer> allocate(const std::shared_ptr<PeerBuffers>& buffers,
+                                                std::string name, Bytes bytes, bool growing);
+
+  // What peers get; PeerChannel::Service::share(). Keys are "n" and a name, or "#" and a number.
+  std::optional<SharedParts> share(const std::string& key, std::size_t first);
+
+  static std::string key_of_name(const std::string& name) { return fmt::format("n{}", name); }
+  static std::string key_of_number(std::uint64_t number) { return fmt::format("#{}", number); }
+  // The number of a buffer of this rank; nothing where it is not one of these.
+  std::optional<std::uint64_t> number_of(const SharedBuffer& buffer) const;
+
+  struct View {
+    const std::byte* base = nullptr;
+    Bytes bytes;   // that the owner asked for
+    Bytes mapped;  // a prefix
+  };
+  // A peer's buffer, of which at least `needed` bytes are mapped if the owner has so many; nothing
+  // where there is no such buffer. Unmaps what note_freed() found first.
+  std::optional<View> find(PeerChannel& channel, int rank, const std::string& key, Bytes needed);
+  // The same beside the rank's work: maps all that there is, and unmaps nothing.
+  std::optional<View> find_ahead(PeerChannel& channel, int rank, const std::string& key);
+
+  // Whether a buffer of this rank is there still.
+  bool lives(std::uint64_t number) const;
+  // Whether a peer may have freed what is mapped; and asks it, and notes what is gone.
+  bool may_be_freed(int rank) const;
+  void note_freed(PeerChannel& channel, int rank);
+
+ private:
+  class Buffer;
+  struct Mapping {
+    std::uint64_t number = 0;
+    std::uint32_t freed = 0;  // the owner's count when it was asked
+    Bytes bytes;
+    std::unique_ptr<device::PeerMapping> pieces;
+    bool gone = false;  // its owner has freed it
+  };
+  using Place = std::pair<int, std::string>;  // rank and key
+  // mapping_mutex_ is held.
+  std::optional<View> look(PeerChannel& channel, const Place& place, Bytes needed, bool unmaps);
+  void unmap_gone();
+
+  std::shared_ptr<device::Device> device_;
+  int rank_;
+  PeerFlags flags_;
+  std::function<void()> before_free_;
+  std::function<void()> before_unmap_;
+  mutable std::mutex mutex_;               // guards these two
+  std::map<std::string, Buffer*> living_;  // by name
+  std::uint64_t next_number_ = 1;
+  // Guards the mappings, and one question to a peer at a time; never taken by who answers them.
+  mutable std::mutex mapping_mutex_;
+  std::map<Place, Mapping> mappings_;
+  std::map<int, std::uint32_t> looked_;  // each owner's count of freed buffers at the last look
+};
+
+}  // namespace strata::comm

@@ -1,0 +1,124 @@
+// One rank's end of the peer collectives: its shared memory and what it sees of its peers', the
+// flags, the streams, and the one failure that ends them all.
+// Threads: the rank's, but for what PeerChannel::Service says. Ownership: shared by the collectives
+// and the works that they started. Errors: CommError, the same at every later call.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/comm/peer/peer_buffers.h"
+#include "strata/comm/peer/peer_channel.h"
+#include "strata/comm/peer/peer_collectives.h"
+#include "strata/comm/peer/peer_flags.h"
+#include "strata/comm/peer/peer_mapper.h"
+#include "strata/memory/mapped_memory.h"
+
+namespace strata::comm {
+
+class PeerLink final : public PeerChannel::Service {
+ public:
+  // Collective, and throws on every rank or on none.
+  PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
+           const PeerOptions& options);
+  ~PeerLink() override;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  const RankNames& names() const { return names_; }
+  Collectives& control() { return *control_; }
+  device::Device& device() { return *device_; }
+  const std::shared_ptr<PeerBuffers>& buffers() { return buffers_; }
+  device::Flag& flag(PeerFlags::Kind kind, int from, int to) { return flags_.at(kind, from, to); }
+  // Peers in the order in which this rank turns to them: its right neighbour first, so that not all
+  // read from the same one.
+  int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
+  int peers() const { return world_size_ - 1; }
+
+  // Of all that waits for peers or for the model: gathers, contributions, reductions. A second such
+  // stream makes every launch of a kernel on this device longer by half, the model's too.
+  device::Stream& transfers() { return *transfers_; }
+  // Barriers have the compute stream wait for it.
+  void note_reduction(std::unique_ptr<device::Event> added) { reduced_ = std::move(added); }
+
+  // Bytes [offset, offset + bytes) of a peer's buffer; waits for it to be allocated. `what` says in
+  // errors what for.
+  const std::byte* reach(int rank, const std::string& key, std::string_view name, Bytes offset,
+                         Bytes bytes, std::string_view what);
+
+  // Peers' buffers of this name are mapped as they grow, beside what this rank does.
+  void map_ahead(const SharedBuffer& buffer);
+  // Maps a buffer that every rank has, and throws where that cannot be; nothing has failed then.
+  void map_from_all(const std::string& name, Bytes bytes);
+
+  void require_usable();
+  // The failure of this rank; the peers hear of it.
+  [[noreturn]] void fail(const std::string& message);
+  void stop(std::string_view reason) noexcept;
+  // A call of the control plane; what it throws is the end of this link, too.
+  template <typename Call>
+  auto controlled(std::string_view what, Call&& call) -> decltype(call()) {
+    require_usable();
+    try {
+      return std::forward<Call>(call)();
+    } catch (const CommError& error) {
+      fail(fmt::format("{}: {}", what, error.what()));
+    }
+  }
+  // All ranks do the same: else an error that says what each of them does. Returns everybody's
+  // number.
+  std::vector<std::uint64_t> agree(const std::string& what, std::uint64_t number = 0);
+  // After it, in each rank's streams, what any rank did before it is done.
+  void barrier();
+  // Of device memory, in the compute stream, which comes to a barrier by it.
+  void exchange(std::span<std::byte> all, std::span<const std::byte> mine);
+  // Until peers have passed the last barrier in their streams, too.
+  void wait_for_readers() noexcept;
+
+  std::optional<SharedParts> share(const std::string& key, std::size_t first) override;
+  void peer_failed(int rank, const std::string& reason) noexcept override;
+
+ private:
+  FileDescriptor make_flags_file();     // rank 0, who gives it to the others
+  FileDescriptor ask_for_flags_file();  // they
+  void map_flags(FileDescriptor file);
+  Bytes flags_bytes() const;
+  void set_failure(const std::string& message) noexcept;
+  // To the peers, once. A rank that ends because of another's failure says so first: whoever misses
+  // it would blame it.
+  void pass_on_failure() noexcept;
+
+  std::shared_ptr<device::Device> device_;
+  std::shared_ptr<Collectives> control_;
+  int rank_;
+  int world_size_;
+  std::chrono::milliseconds timeout_;
+  RankNames names_;
+  FileDescriptor flags_file_;  // rank 0's
+  memory::MappedMemory flags_memory_;
+  std::unique_ptr<device::HostRegistration> flags_pinned_;
+  PeerFlags flags_;
+  std::shared_ptr<PeerBuffers> buffers_;
+  std::uint32_t barriers_ = 0;
+  std::uint32_t exchanges_ = 0;
+  bool passed_on_ = false;
+
+  std::atomic<bool> failed_ = false;
+  std::atomic<bool> flags_mapped_ = false;
+  std::mutex mutex_;
+  std::string failure_;  // guarded by mutex_; the first one counts
+
+  std::unique_ptr<device::Stream> transfers_;
+  std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
+  std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it
+  std::unique_ptr<PeerMapper> mapper_;      // and its thread those
+};
+
+}  // namespace strata::comm

@@ -1,0 +1,128 @@
+#include "strata/comm/peer/peer_reduction.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+#include "strata/comm/bulk_operation.h"
+
+namespace strata::comm {
+
+using Kind = PeerFlags::Kind;
+
+PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::string_view tag,
+                                              WorkTimes* times) {
+  const BulkOperation reduce = describe_reduction(reduction, link_.world_size(), tag);
+  if (!link_.buffers()->number_of(*reduction.source)) {
+    throw UsageError(
+        fmt::format("the source of a reduce_scatter must be allocated by the same "
+                    "collectives ('{}' of '{}' is not)",
+                    reduction.source->name(), tag));
+  }
+  const Sources sources = sources_of(reduction, reduce.what);
+  device::Device& device = link_.device();
+  if (room_ == nullptr) room_ = device.allocate_uncharged(kReducePiece * link_.peers());
+  begin(reduction.writer != nullptr ? *reduction.writer : device.compute_stream(), times);
+  const std::size_t numel = reduction.result.size();
+  const std::size_t most =
+      kReducePiece.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
+  for (std::size_t at = 0; at < numel; at += most)
+    add_piece(reduction, sources, at, std::min(most, numel - at));
+  return end(times);
+}
+
+PeerReductions::Started PeerReductions::start_arrived(const Reduction& reduction,
+                                                      const Sources& here, WorkTimes* times) {
+  begin(link_.transfers(), times);
+  if (!reduction.result.empty()) {
+    link_.device().sum_in_order(reduction.result, here, reduction.dtype, reduction.scale,
+                                reduction.accumulate, link_.transfers());
+  }
+  return end(times);
+}
+
+// The stream that wrote the contribution waits for nobody before it says so: peers learn of it at
+// once.
+void PeerReductions::begin(device::Stream& writer, WorkTimes* times) {
+  device::Device& device = link_.device();
+  ++count_;
+  if (&writer != &link_.transfers()) link_.transfers().wait_for(*writer.record());
+  if (times != nullptr) times->ready = writer.record_timed();
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_, writer);
+  }
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.wait_flag(link_.flag(Kind::kWritten, link_.peer(turn), link_.rank()), count_,
+                     link_.transfers());
+  }
+  if (times != nullptr) times->begin = link_.transfers().record_timed();
+}
+
+PeerReductions::Started PeerReductions::end(WorkTimes* times) {
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    link_.device().write_flag(link_.flag(Kind::kRead, link_.rank(), link_.peer(turn)), count_,
+                              link_.transfers());
+  }
+  if (times != nullptr) times->end = link_.transfers().record_timed();
+  link_.note_reduction(link_.transfers().record());
+  return {link_.transfers().record(), count_};
+}
+
+bool PeerReductions::read_by_all(std::uint32_t number) const {
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    if (!device::reached(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()).load(), number))
+      return false;
+  }
+  return true;
+}
+
+void PeerReductions::wait_for_readers(std::uint32_t number) {
+  if (read_by_all(number)) return;
+  device::Device& device = link_.device();
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    device.wait_flag(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()), number,
+                     device.compute_stream());
+  }
+}
+
+PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,
+                                                   std::string_view what) {
+  const std::uint64_t number = *link_.buffers()->number_of(*reduction.source);
+  const std::vector<std::uint64_t> numbers = link_.agree(std::string(what), number);
+  const Bytes slice =
+      bytes_of(Numel(static_cast<std::int64_t>(reduction.result.size())), reduction.dtype);
+  const Bytes offset = reduction.source_offset + slice * link_.rank();
+  Sources sources;
+  for (int r = 0; r < link_.world_size(); ++r) {
+    if (r == link_.rank() || slice.value == 0) {
+      sources.push_back(const_cast<SharedBuffer*>(reduction.source)->local().data() +
+                        offset.size());
+      continue;
+    }
+    const std::uint64_t theirs = numbers[static_cast<std::size_t>(r)];
+    sources.push_back(link_.reach(r, PeerBuffers::key_of_number(theirs), reduction.source->name(),
+                                  offset, slice, what));
+  }
+  return sources;
+}
+
+void PeerReductions::add_piece(const Reduction& reduction, const Sources& sources,
+                               std::size_t begin, std::size_t numel) {
+  device::Device& device = link_.device();
+  const auto item = static_cast<std::size_t>(size_of(reduction.dtype).value);
+  std::vector<const std::byte*> pieces(sources.size());
+  for (int turn = 0; turn < link_.peers(); ++turn) {
+    const auto from = static_cast<std::size_t>(link_.peer(turn));
+    const std::span<std::byte> here =
+        room_->bytes().subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
+    device.copy(here, {sources[from] + begin * item, numel * item}, link_.transfers());
+    pieces[from] = here.data();
+  }
+  const auto own = static_cast<std::size_t>(link_.rank());
+  pieces[own] = sources[own] + begin * item;
+  device.sum_in_order(reduction.result.subspan(begin, numel), pieces, reduction.dtype,
+                      reduction.scale, reduction.accumulate, link_.transfers());
+}
+
+}  // namespace strata::comm

@@ -1,0 +1,51 @@
+// Reductions between devices that reach each other's memory: each rank copies its slice of every
+// peer's contribution, piece by piece, and adds the pieces up, all on one stream: of streams that
+// wait the device's scheduler makes every kernel's launch longer, the model's, too.
+// Threads, errors: collectives.h. Ownership: the room for pieces is made at the first reduction and
+// kept.
+#pragma once
+
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "strata/comm/peer/peer_link.h"
+
+namespace strata::comm {
+
+class PeerReductions {
+ public:
+  explicit PeerReductions(PeerLink& link) : link_(link) {}
+
+  struct Started {
+    std::unique_ptr<device::Event> added;  // the result is there
+    std::uint32_t number = 0;              // of the reduction, for the functions below
+  };
+  // Collective. `times`: null where nobody asks for them.
+  Started start(const Reduction& reduction, std::string_view tag, WorkTimes* times);
+
+  using Sources = std::vector<const std::byte*>;  // this rank's slice of each rank's contribution
+  // Collective: of contributions that their ranks write into this rank's memory, on their streams
+  // of transfers, before they come here.
+  Started start_arrived(const Reduction& reduction, const Sources& here, WorkTimes* times);
+
+  // Whether the peers have read this rank's contribution to the first `number` reductions; and has
+  // the compute stream wait until they have.
+  bool read_by_all(std::uint32_t number) const;
+  void wait_for_readers(std::uint32_t number);
+  std::uint32_t count() const { return count_; }
+
+ private:
+  Sources sources_of(const Reduction& reduction, std::string_view what);
+  // What is around the additions: everybody's contribution is there; everybody may know of it.
+  void begin(device::Stream& writer, WorkTimes* times);
+  Started end(WorkTimes* times);
+  void add_piece(const Reduction& reduction, const Sources& sources, std::size_t begin,
+                 std::size_t numel);
+
+  PeerLink& link_;
+  std::uint32_t count_ = 0;
+  std::unique_ptr<device::Memory> room_;  // a piece for each peer
+};
+
+}  // namespace strata::comm

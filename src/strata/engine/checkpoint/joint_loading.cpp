@@ -1,0 +1,121 @@
+#include "strata/engine/checkpoint/joint_loading.h"
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <string_view>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/agreement.h"
+
+namespace strata::engine {
+namespace {
+
+constexpr std::string_view kWhat = "reading the weights";
+constexpr std::int64_t kMeetings = 8;  // each costs what ranks are apart
+
+// Whole units of which the map has every parameter, by the places at which they end.
+std::vector<std::pair<format::FilePlace, int>> whole_units_by_end(const Weights& weights,
+                                                                  const format::WeightMap& map,
+                                                                  std::span<const int> params) {
+  std::vector<std::size_t> missing;
+  std::vector<std::pair<format::FilePlace, int>> ends;
+  for (const Unit& unit : weights.units()) {
+    missing.push_back(unit.spec.params.size());
+    ends.emplace_back(format::FilePlace{}, unit.id);
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    if (params[i] < 0 || params[i] >= weights.param_count()) continue;  // load_weights() tells
+    const auto unit = static_cast<std::size_t>(weights.unit_of(params[i]).id);
+    --missing[unit];
+    ends[unit].first = std::max(ends[unit].first, map.end_of(i));
+  }
+  std::erase_if(ends, [&](const auto& end) {
+    const auto unit = static_cast<std::size_t>(end.second);
+    return missing[unit] > 0 || !weights.units()[unit].whole;
+  });
+  std::ranges::sort(ends);
+  return ends;
+}
+
+Bytes whole_bytes(const Weights& weights) {
+  Bytes bytes;
+  for (const Unit& unit : weights.units()) bytes += Bytes(unit.resident.size());
+  return bytes;
+}
+
+LoadedBytes load_with_meetings(Engine& engine, const LoadSource& source, Bytes enough,
+                               const std::function<void()>& meet) {
+  const comm::ShardPlace place = engine.collectives().shard_place();
+  std::vector<Meeting> meetings;
+  if (place.held_count() > 1 && place.parts == 1)
+    meetings = plan_meetings(engine.weights(), source.map, source.params, enough);
+  Halts halts;
+  // Peers map this memory at once, and their driver lets no first copy begin meanwhile: ranks that
+  // have copied something go on beside it.
+  if (!meetings.empty()) halts.begun = [&engine] { engine.weights().back_all(); };
+  for (const Meeting& meeting : meetings) halts.places.push_back(meeting.place);
+  halts.reached = [&](std::size_t i) {
+    meet();
+    engine.gather_early(meetings[i].units);
+  };
+  return load_weights(engine, source, halts);
+}
+
+}  // namespace
+
+std::vector<Meeting> plan_meetings(const Weights& weights, const format::WeightMap& map,
+                                   std::span<const int> params, Bytes enough) {
+  const auto bytes_of_unit = [&](int unit) {
+    return Bytes(weights.units()[static_cast<std::size_t>(unit)].resident.size());
+  };
+  std::vector<Meeting> meetings;
+  Bytes since = enough;
+  for (const auto& [place, unit] : whole_units_by_end(weights, map, params)) {
+    if (since >= enough) {
+      meetings.emplace_back();
+      since = Bytes();
+    }
+    meetings.back().place = place;
+    meetings.back().units.push_back(unit);
+    since += bytes_of_unit(unit);
+  }
+  if (!meetings.empty()) meetings.pop_back();
+  return meetings;
+}
+
+LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
+                                  std::optional<Bytes> enough) {
+  comm::Collectives& collectives = engine.collectives();
+  // Nobody stores before all have let go of what they had gathered.
+  together(collectives, kWhat, [&] { engine.gatherer().invalidate(Changed::kAll); });
+  bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
+  const auto meet = [&](const Failure& mine) {
+    agreeing = true;
+    agree(collectives, kWhat, mine);
+    agreeing = false;
+  };
+  LoadedBytes loaded;
+  try {
+    Failure mine;
+    try {
+      if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kMeetings);
+      loaded = load_with_meetings(engine, source, *enough, [&] { meet({}); });
+    } catch (const CommError&) {
+      throw;  // the others know already
+    } catch (...) {
+      if (agreeing) throw;
+      mine = failure_of(std::current_exception());
+    }
+    meet(mine);
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {
+    engine.gatherer().abandon_refresh();
+    throw;
+  }
+  return loaded;
+}
+
+}  // namespace strata::engine

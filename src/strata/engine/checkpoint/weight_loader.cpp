@@ -1,0 +1,193 @@
+#include "strata/engine/checkpoint/weight_loader.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/io/read_probe.h"
+
+namespace strata::engine {
+namespace {
+
+// Unwanted bytes between two wanted ranges that are read along, which is cheaper than another read.
+constexpr Bytes kGapMax = 16_KiB;
+
+Bytes bytes_of_copy(const format::RangeCopy& copy) {
+  return bytes_of(copy.numel, copy.source_dtype);
+}
+
+// How far into its block a read begins that must not.
+Bytes past_block(const format::RangeCopy& copy, Bytes block) {
+  const bool aligned = copy.offset % size_of(copy.source_dtype) == Bytes();
+  return aligned ? copy.offset % block : Bytes();
+}
+
+void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_bytes, Bytes block) {
+  const Bytes end = piece.offset + bytes_of_copy(piece);
+  if (!plan.batches.empty()) {
+    ReadBatch& last = plan.batches.back();
+    const Bytes last_end = last.offset + last.bytes;
+    if (last.file == piece.file && piece.offset >= last_end && piece.offset - last_end <= kGapMax &&
+        end - last.offset <= buffer_bytes &&
+        (piece.offset - last.offset) % size_of(piece.source_dtype) == Bytes()) {
+      last.bytes = end - last.offset;
+      ++last.piece_count;
+      plan.pieces.push_back(piece);
+      return;
+    }
+  }
+  const Bytes begin = piece.offset - past_block(piece, block);
+  plan.batches.push_back({piece.file, begin, end - begin, plan.pieces.size(), 1});
+  plan.pieces.push_back(piece);
+}
+
+std::vector<format::ParamRange> owned_ranges(const Weights& weights, std::span<const int> params) {
+  std::vector<format::ParamRange> ranges;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    if (params[i] < 0 || params[i] >= weights.param_count()) {
+      throw UsageError(fmt::format("the model has no parameter {}; it has {}", params[i],
+                                   weights.param_count()));
+    }
+    const auto [begin, end] = weights.owned_range(params[i]);
+    if (begin < end) ranges.push_back({i, begin, end});
+  }
+  return ranges;
+}
+
+// The files that some copies come from, for both ways of reading them.
+class Sources {
+ public:
+  Sources(const LoadSource& source, std::span<const format::RangeCopy> copies)
+      : direct_(source.files.size()), ways_(direct_.size()) {
+    const bool buffered = source.way.value_or(io::ReadWay::kBuffered) == io::ReadWay::kBuffered;
+    for (const format::RangeCopy& copy : copies) {
+      ranges_.push_back({copy.file, copy.offset, bytes_of_copy(copy)});
+      io::ReadableFile& ways = ways_[copy.file];
+      if (ways.buffered != nullptr) continue;
+      ways.buffered = ways.direct = source.files[copy.file];
+      if (buffered) continue;
+      ways.direct = &direct_[copy.file].emplace(ways.buffered->direct());
+    }
+  }
+
+  io::ReadChoice choose(io::ReadWay way, io::IoEngine& io, StagingRing& ring) const {
+    // Into smaller buffers nothing could be read that begins within a block.
+    const bool fits = ring.buffer_bytes() >= io::File::kDirectBlock * 2 &&
+                      ring.buffer_bytes() % io::File::kDirectBlock == Bytes();
+    if (!fits) return io::choose_read(way, {});
+    std::vector<std::span<std::byte>> buffers;
+    for (std::size_t turn = 0; turn < ring.size(); ++turn) buffers.push_back(ring.buffer(turn));
+    return io::ReadProbe(ways_, ranges_).choose(way, io, buffers);
+  }
+
+  // A direct read goes on to the end of a block, or of the file.
+  std::unique_ptr<io::Transfer> read(const ReadBatch& batch, bool direct, io::IoEngine& io,
+                                     std::span<std::byte> buffer) const {
+    const io::ReadableFile& file = ways_[batch.file];
+    if (!direct) return io.read(*file.buffered, batch.offset, buffer.first(batch.bytes.size()));
+    const Bytes whole = std::min({align_up(batch.bytes, io::File::kDirectBlock),
+                                  Bytes(buffer.size()), file.direct->size() - batch.offset});
+    return io.read(*file.direct, batch.offset, buffer.first(std::max(batch.bytes, whole).size()));
+  }
+
+ private:
+  std::vector<std::optional<io::File>> direct_;
+  std::vector<io::ReadableFile> ways_;
+  std::vector<io::FileRange> ranges_;
+};
+
+}  // namespace
+
+std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params) {
+  std::vector<format::ParamSources> sources;
+  for (const plan::ParamSpec& param : params) {
+    sources.push_back({param.name,
+                       param.shape,
+                       param.dtype,
+                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
+  }
+  return sources;
+}
+
+ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes, Bytes block) {
+  ReadPlan plan;
+  for (const format::RangeCopy& copy : copies) {
+    format::RangeCopy piece = copy;
+    for (Numel done; done < copy.numel; done += piece.numel) {
+      piece.offset = copy.offset + bytes_of(done, copy.source_dtype);
+      piece.param_begin = copy.param_begin + done;
+      const Bytes room = buffer_bytes - past_block(piece, block);
+      piece.numel = std::min(Numel(room / size_of(copy.source_dtype)), copy.numel - done);
+      add_piece(plan, piece, buffer_bytes, block);
+    }
+  }
+  return plan;
+}
+
+LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts) {
+  Weights& weights = engine.weights();
+  const std::span<const int> params = source.params;
+  const std::vector<format::RangeCopy> copies = source.map.intersect(owned_ranges(weights, params));
+  const Sources sources(source, copies);
+  device::Stream& stream = engine.device().compute_stream();
+  StagingRing ring(source.staging, engine.device());
+  io::ReadChoice choice;
+  if (source.way) {
+    const InitReport::Phase phase(engine.init_report(), "probe", {});
+    choice = sources.choose(*source.way, source.io, ring);
+    if (!copies.empty()) engine.init_report().set_reading(choice);
+  }
+  const ReadPlan plan =
+      plan_reads(copies, source.staging.buffer_bytes, choice.direct ? io::File::kDirectBlock : 1_B);
+  const auto start = [&](std::size_t turn) {
+    if (turn >= plan.batches.size()) return;
+    const std::span<std::byte> buffer = ring.buffer(turn);
+    ring.started(turn, sources.read(plan.batches[turn], choice.direct, source.io, buffer));
+  };
+  for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
+  // A buffer is read into again some turns after its bytes were queued, when the device has taken
+  // them.
+  const std::size_t lag = ring.size() / 4;
+  OwedMasters owed;
+  std::size_t halt = 0;
+  bool begun = false;
+  const auto begin = [&] {
+    if (!std::exchange(begun, true) && halts.begun) halts.begun();
+  };
+  const auto halt_before = [&](const format::FilePlace& next) {
+    for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) {
+      begin();
+      weights.make_masters(owed);  // while ranks meet
+      halts.reached(halt);
+    }
+  };
+  LoadedBytes loaded;
+  Bytes total;
+  for (const ReadBatch& batch : plan.batches) total += batch.bytes;
+  InitReport::Phase phase(engine.init_report(), source.phase, total);
+  for (std::size_t turn = 0; turn < plan.batches.size(); ++turn) {
+    const ReadBatch& batch = plan.batches[turn];
+    halt_before({batch.file, batch.offset});
+    const std::span<std::byte> bytes = ring.buffer(turn);
+    for (std::size_t i = 0; i < batch.piece_count; ++i) {
+      const format::RangeCopy& piece = plan.pieces[batch.first_piece + i];
+      weights.enqueue_store(params[piece.param], piece.param_begin, piece.numel,
+                            bytes.data() + (piece.offset - batch.offset).size(), piece.source_dtype,
+                            &owed);
+    }
+    ring.used_until(turn, stream.record());
+    begin();
+    loaded.read += batch.bytes;
+    phase.moved(batch.bytes);
+    if (turn >= lag) start(turn - lag + ring.size());
+  }
+  begin();
+  halt_before({source.files.size(), Bytes()});
+  weights.make_masters(owed);
+  stream.synchronize();
+  return loaded;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,78 @@
+// Loads weights from a checkpoint, or from what is read like one: each rank reads the ranges of the
+// files that its own shards hold, in the order of the files, and casts them where the dtypes
+// differ; through the page cache or past it, whichever is faster here (io/read_probe.h). Not a
+// collective, that choice included;
+// engine/checkpoint/joint_loading.h is what all ranks do together. Threads: the engine's. Memory: a
+// StagingRing, whatever the model's size, and a few words a range. Errors: IoError (the shards hold
+// a mixture then: load again or give the engine up), UsageError for a map of other parameters.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/engine/engine.h"
+#include "strata/format/weight_map.h"
+#include "strata/io/io_engine.h"
+#include "strata/io/read_choice.h"
+
+namespace strata::engine {
+
+// Every parameter is the tensor of its name: for a WeightMap.
+std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params);
+
+// One read of a file, and the copies that it serves: pieces [first_piece, first_piece +
+// piece_count).
+struct ReadBatch {
+  std::size_t file = 0;
+  Bytes offset;
+  Bytes bytes;  // up to the end of its last piece
+  std::size_t first_piece = 0;
+  std::size_t piece_count = 0;
+};
+
+struct ReadPlan {
+  std::vector<format::RangeCopy> pieces;  // none larger than a buffer
+  std::vector<ReadBatch> batches;
+};
+
+// Cuts what is larger than a buffer, and reads neighbours together. `copies` by file and offset.
+// Every piece lies in its buffer at a multiple of its element's size. Reads begin at multiples of
+// `block`, which divides a buffer of at least two of them, except those of elements that do not lie
+// at multiples of their size in the file. Pure.
+ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_bytes,
+                    Bytes block = 1_B);
+
+struct LoadedBytes {
+  Bytes read;  // of the files
+};
+
+// What is read, and how.
+struct LoadSource {
+  std::vector<const io::File*> files;  // by the map's file
+  const format::WeightMap& map;
+  std::span<const int> params;  // by the map's parameters, their indices in the engine
+  io::IoEngine& io;
+  StagingOptions staging = {};
+  std::optional<io::ReadWay> way = io::ReadWay::kAuto;  // nullopt: there is but one
+  std::string phase = "read";
+};
+
+// Places in the files, ascending, at which a reader halts: reached(i) is called when stores are
+// queued of all that this rank keeps from before places[i]. Reads go on meanwhile.
+struct Halts {
+  std::vector<format::FilePlace> places;
+  std::function<void(std::size_t)> reached;
+  // Called once, before any place is reached and when the first bytes, if there are any, are on
+  // their way to the device; may be empty.
+  std::function<void()> begun = nullptr;
+};
+
+// Told to the engine's init report: the phase of the source, and, where there are ways, the choice
+// and the phase "probe".
+LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts = {});
+
+}  // namespace strata::engine

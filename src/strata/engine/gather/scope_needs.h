@@ -1,0 +1,26 @@
+// What a model's scopes need of the engine: how much at once, and in which order. Pure functions of
+// the plan.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "strata/engine/unit/engine_options.h"
+#include "strata/engine/unit/unit.h"
+
+namespace strata::engine {
+
+// The most that the units of one scope take when they are whole.
+enum class ScopeUnits { kSharded, kAll };
+Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
+                    ScopeUnits which);
+
+// What may be fetched ahead together whatever other bounds say: the units of a scope, or none.
+Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
+                       std::span<const Unit> units);
+
+// The units in the order of their uses in a pass, as far as one can tell before the first: forward
+// through the scopes, and backward; the units of one come in their order both times.
+std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes);
+
+}  // namespace strata::engine

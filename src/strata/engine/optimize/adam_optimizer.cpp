@@ -1,0 +1,101 @@
+#include "strata/engine/optimize/adam_optimizer.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+std::span<float> floats(offload::Lease& lease) {
+  return {reinterpret_cast<float*>(lease.bytes().data()), lease.bytes().size() / sizeof(float)};
+}
+
+}  // namespace
+
+AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
+                             offload::StateStore& states, bool decoupled)
+    : shards_(shards), device_(device), store_(states), decoupled_(decoupled) {}
+
+void AdamOptimizer::prepare() {
+  if (!states_.empty()) return;
+  std::vector<offload::BlockSpec> blocks;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    const Bytes bytes = bytes_of(unit.layout.shard(), DType::kFloat32);
+    for (const char* const state : {".exp_avg", ".exp_avg_sq"})
+      blocks.push_back({unit.name() + state, bytes, memory::Kind::kOptimizerState});
+  }
+  fetch_list_ = store_.add_all(std::move(blocks));
+  for (std::size_t i = 0; i < fetch_list_.size(); i += 2)
+    states_.push_back({fetch_list_[i], fetch_list_[i + 1]});
+}
+
+void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
+                         std::span<const int> first, const Updated& updated) {
+  prepare();
+  ++steps_;
+  store_.read_ahead(fetch_list_);
+  const auto visit = [&](std::size_t i) {
+    const OptimizerShards::UnitShard& shard = shards_.units()[i];
+    if (shards_.gradients().filled(shard.unit)) update(shard, states_[i], groups, scale);
+    updated(shard.unit);
+  };
+  const std::vector<OptimizerShards::UnitShard>& all = shards_.units();
+  std::vector<bool> visited(all.size());
+  for (const int unit : first) {
+    const auto found = std::find_if(all.begin(), all.end(),
+                                    [unit](const auto& shard) { return shard.unit == unit; });
+    STRATA_ASSERT(found != all.end());
+    const auto i = static_cast<std::size_t>(found - all.begin());
+    visit(i);
+    visited[i] = true;
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (!visited[i]) visit(i);
+  }
+}
+
+void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
+                           std::span<const GroupScalars> groups, const GradientScale& scale) {
+  Weights& weights = shards_.weights();
+  const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
+  const auto master = weights.lease_master(shard.unit);
+  const auto exp_avg = store_.fetch(states.exp_avg, offload::Access::kReadWrite);
+  const auto exp_avg_sq = store_.fetch(states.exp_avg_sq, offload::Access::kReadWrite);
+  const std::span<const float> gradient = shards_.gradients().values(shard.unit);
+  const plan::MasterForm form = weights.master_form(shard.unit);
+  for (const plan::GroupSegment& segment : shard.segments) {
+    STRATA_ASSERT(static_cast<std::size_t>(segment.group) < groups.size());
+    const GroupScalars& group = groups[static_cast<std::size_t>(segment.group)];
+    const std::size_t begin = segment.begin.size();
+    const std::size_t numel = (segment.end - segment.begin).size();
+    kernels::AdamSpans spans;
+    if (form == plan::MasterForm::kRemainder) {
+      // Segments begin where parameters do, at multiples of 256 bytes.
+      spans.remainder = kernels::remainder_over(master->bytes(), unit.layout.shard()).from(begin);
+    } else {
+      spans.weight = floats(*master).subspan(begin, numel);
+    }
+    spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
+    spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
+    spans.gradient = gradient.subspan(begin, numel);
+    if (form != plan::MasterForm::kShard) {
+      spans.weight16 = unit.shard.data() + bytes_of(segment.begin, unit.layout.dtype()).size();
+      spans.weight16_dtype = unit.layout.dtype();
+    }
+    kernels::AdamScalars scalars;
+    scalars.lr = group.lr;
+    scalars.beta1 = group.beta1;
+    scalars.beta2 = group.beta2;
+    scalars.eps = group.eps;
+    scalars.weight_decay = group.weight_decay;
+    scalars.decoupled = decoupled_;
+    scalars.step = steps_;
+    scalars.gradient_scale = scale.value;
+    scalars.late_scale = scale.late;
+    device_.adam_step(spans, scalars, device_.compute_stream());
+  }
+}
+
+}  // namespace strata::engine

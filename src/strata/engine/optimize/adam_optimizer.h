@@ -1,0 +1,45 @@
+// Adam and AdamW over this rank's shards: one pass a segment, states in the StateStore, the 16-bit
+// weight written in the same pass. Threads: one thread at a time. Errors: those of the StateStore;
+// a step that fails half-way leaves later units at their old values, so the caller must not go on.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/offload/state_store.h"
+
+namespace strata::engine {
+
+class AdamOptimizer final : public ShardedOptimizer {
+ public:
+  // `decoupled`: AdamW; else Adam with L2 added to the gradient.
+  AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
+                bool decoupled);
+
+  void prepare() override;
+  void step(std::span<const GroupScalars> groups, const GradientScale& scale,
+            std::span<const int> first, const Updated& updated) override;
+  bool takes_late_scale() const override { return true; }
+  void forget_step() override { --steps_; }
+  std::int64_t steps() const override { return steps_; }
+
+ private:
+  struct States {
+    offload::BlockId exp_avg = -1;
+    offload::BlockId exp_avg_sq = -1;
+  };
+  void update(const OptimizerShards::UnitShard& shard, const States& states,
+              std::span<const GroupScalars> groups, const GradientScale& scale);
+
+  OptimizerShards& shards_;
+  device::Device& device_;
+  offload::StateStore& store_;
+  bool decoupled_;
+  std::int64_t steps_ = 0;
+  std::vector<States> states_;  // by index into shards_.units()
+  std::vector<offload::BlockId> fetch_list_;
+};
+
+}  // namespace strata::engine

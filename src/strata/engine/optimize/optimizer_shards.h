@@ -1,0 +1,76 @@
+// What an optimizer works on: for each trainable unit the fp32 master weights and the fp32 gradient
+// of this rank's shard, cut into segments by param group. Both our Adam and an optimizer of the
+// user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/engine/record/step_recorder.h"
+#include "strata/engine/reduce/gradient_shards.h"
+#include "strata/engine/unit/weights.h"
+#include "strata/plan/flat_layout.h"
+
+namespace strata::engine {
+
+class OptimizerShards {
+ public:
+  OptimizerShards(Weights& weights, GradientShards& gradients, int rank);
+
+  struct UnitShard {
+    int unit = 0;
+    std::vector<plan::GroupSegment> segments;  // empty where the shard holds nothing but padding
+  };
+  const std::vector<UnitShard>& units() const { return units_; }
+  Weights& weights() { return weights_; }
+  GradientShards& gradients() { return gradients_; }
+
+ private:
+  Weights& weights_;
+  GradientShards& gradients_;
+  std::vector<UnitShard> units_;
+};
+
+// Hyper-parameters of one param group, as they are at this step.
+struct GroupScalars {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+};
+
+// What multiplies every gradient first: clipping and loss scale.
+struct GradientScale {
+  float value = 1.0F;
+  // Where not null, in memory of the device, it counts instead, as it is when the update runs; NaN
+  // leaves the shards as they are. Only where takes_late_scale().
+  const float* late = nullptr;
+};
+
+// Updates the shards once.
+class ShardedOptimizer {
+ public:
+  virtual ~ShardedOptimizer() = default;
+  // Takes the memory of the states; before the first step, when the weights have theirs.
+  virtual void prepare() = 0;
+  // Called when the update of a unit has been queued on the compute stream.
+  using Updated = std::function<void(int unit)>;
+  // `groups`: by param group index. `first`: trainable units to update before the others, in this
+  // order, where the optimizer has a choice. `updated` is called once for every trainable unit.
+  virtual void step(std::span<const GroupScalars> groups, const GradientScale& scale,
+                    std::span<const int> first, const Updated& updated) = 0;
+  virtual bool takes_late_scale() const { return false; }
+  // The late scale of the last step() was NaN, so it was none.
+  virtual void forget_step() { STRATA_ASSERT(false); }
+  virtual std::int64_t steps() const = 0;  // updates made
+};
+
+// Its step(), with each unit's part recorded.
+void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
+                  std::span<const GroupScalars> groups, const GradientScale& scale,
+                  std::span<const int> first, const ShardedOptimizer::Updated& updated);
+
+}  // namespace strata::engine

@@ -1,0 +1,71 @@
+#include "strata/engine/record/init_report.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace strata::engine {
+namespace {
+
+// Often enough for a progress bar; asking the driver more often would cost more than it tells.
+constexpr std::chrono::milliseconds kLookEvery(20);
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+InitReport::InitReport(device::Device& device)
+    : device_(device), free_at_start_(device.free_bytes()), least_free_(free_at_start_) {}
+
+void InitReport::sample() {
+  least_free_ = std::min(least_free_, device_.free_bytes());
+}
+
+void InitReport::add(const std::string& name, double seconds, Bytes bytes) {
+  for (InitPhase& phase : phases_) {
+    if (phase.name != name) continue;
+    phase.seconds += seconds;
+    phase.bytes += bytes;
+    return;
+  }
+  phases_.push_back({name, seconds, bytes});
+}
+
+InitReport::Phase::Phase(InitReport& report, std::string name, Bytes total)
+    : report_(report),
+      name_(std::move(name)),
+      total_(total),
+      start_(std::chrono::steady_clock::now()) {}
+
+void InitReport::Phase::moved(Bytes bytes) {
+  done_ += bytes;
+  const auto now = std::chrono::steady_clock::now();
+  if (done_ < total_ && now - report_.last_look_ < kLookEvery) return;
+  report_.last_look_ = now;
+  report_.sample();
+  if (report_.progress_) report_.progress_(name_, done_, total_);
+}
+
+void InitReport::Phase::end() {
+  if (!std::exchange(open_, false)) return;
+  report_.add(name_, seconds_since(start_), done_);
+}
+
+double measure_link(device::Device& device) {
+  constexpr Bytes kSample = 64_MiB;
+  const auto there = device.allocate(kSample, memory::Kind::kStaging);
+  if (device.host_accessible(there->bytes().data())) return 0.0;
+  const auto host = device.allocate_host(kSample, memory::Kind::kStaging);
+  const auto stream = device.create_stream();
+  double best = 0.0;
+  for (int i = 0; i < 3; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    device.copy(there->bytes(), host->bytes(), *stream);
+    stream->synchronize();
+    best = std::max(best, static_cast<double>(kSample.value) / seconds_since(start) * 1e-9);
+  }
+  return best;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,184 @@
+#include "strata/engine/record/step_recorder.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+double epoch_now() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+Activity wait_for(Activity transfer) {
+  switch (transfer) {
+    case Activity::kGather:
+      return Activity::kGatherWait;
+    case Activity::kReduce:
+      return Activity::kReduceWait;
+    default:
+      STRATA_ASSERT(transfer == Activity::kRefresh);
+      return Activity::kRefreshWait;
+  }
+}
+
+}  // namespace
+
+std::string_view name_of(Activity activity) {
+  constexpr std::array<std::string_view, kActivityCount> kNames{
+      "forward pass", "backward pass", "update",      "forward",      "recompute",
+      "backward",     "gather wait",   "reduce wait", "refresh wait", "norm",
+      "optimizer",    "gather",        "refresh",     "reduce",       "peers ready",
+  };
+  return kNames.at(static_cast<std::size_t>(activity));
+}
+
+StepRecorder::StepRecorder(device::Device& device, comm::Collectives& collectives,
+                           std::span<const Unit> units)
+    : device_(device), collectives_(collectives) {
+  for (const Unit& unit : units) labels_.push_back(unit.name());
+}
+
+int StepRecorder::add_label(std::string name) {
+  labels_.push_back(std::move(name));
+  return static_cast<int>(labels_.size()) - 1;
+}
+
+void StepRecorder::begin_step(bool timed) {
+  if (in_step_) return;
+  resolve(false);
+  in_step_ = true;
+  timed_ = timed || wants_times_;
+  counts_ = {};
+  charges_ = device_.ledger()->charges(memory::Tier::kDevice);
+  step_ = {};
+  step_.record.timed = timed_;
+  step_.record.epoch = epoch_now();
+  step_.begin = device_.compute_stream().record_timed();
+}
+
+void StepRecorder::end_step() {
+  if (!in_step_) return;
+  end_phase();
+  step_.record.number = ++ended_;
+  step_.record.counts = counts_;
+  step_.record.counts.device_allocations =
+      device_.ledger()->charges(memory::Tier::kDevice) - charges_;
+  step_.end = device_.compute_stream().record_timed();
+  ended_steps_.push_back(std::move(step_));
+  step_ = {};
+  if (timed_) collectives_.record_times(false);
+  in_step_ = timed_ = false;
+}
+
+void StepRecorder::begin_phase(Activity phase) {
+  if (phase_ != nullptr && phase_->span.activity == phase) return;
+  end_phase();
+  phase_ = begin(phase, -1);
+}
+
+void StepRecorder::end_phase() {
+  end(std::exchange(phase_, nullptr));
+}
+
+void StepRecorder::note_idle() {
+  if (!timed_) return;
+  step_.idle = device_.compute_stream().record_timed();
+  step_.idle_epoch = epoch_now();
+}
+
+StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes bytes) {
+  if (!timed_) return nullptr;
+  auto recording = std::make_shared<Open>();
+  recording->span = {activity, label, bytes};
+  recording->begin = device_.compute_stream().record_timed();
+  step_.open.push_back(recording);
+  return recording;
+}
+
+void StepRecorder::end(const Recording& recording) {
+  if (recording == nullptr || recording->end != nullptr) return;
+  recording->end = device_.compute_stream().record_timed();
+}
+
+void StepRecorder::end(const Recording& recording, int label) {
+  if (recording == nullptr) return;
+  recording->span.label = label;
+  end(recording);
+}
+
+StepRecorder::Recording StepRecorder::begin_transfer(Activity activity, int label, Bytes bytes) {
+  // At each, since several engines may share the collectives.
+  if (timed_) collectives_.record_times(true);
+  return begin(activity, label, bytes);
+}
+
+void StepRecorder::started(const Recording& recording, comm::Work& work) {
+  if (recording == nullptr) return;
+  if (!device_.runs_ahead()) {  // the call itself was waited for
+    add(wait_for(recording->span.activity), recording->span.label, recording->begin,
+        device_.compute_stream().record_timed());
+  }
+  const comm::WorkTimes times = work.times();
+  if (times.begin == nullptr || times.end == nullptr) {
+    if (work.done()) end(recording);  // the call did it all
+    return;
+  }
+  recording->begin = times.begin;
+  recording->end = times.end;
+  if (times.ready != nullptr)
+    add(Activity::kPeersReady, recording->span.label, times.ready, times.begin);
+}
+
+void StepRecorder::add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,
+                       std::shared_ptr<device::TimedEvent> end) {
+  auto recording = std::make_shared<Open>();
+  recording->span = {activity, label, Bytes()};
+  recording->begin = std::move(begin);
+  recording->end = std::move(end);
+  step_.open.push_back(std::move(recording));
+}
+
+void StepRecorder::resolve(bool wait) {
+  while (!ended_steps_.empty() && finished(ended_steps_.front(), wait)) {
+    Step step = std::move(ended_steps_.front());
+    ended_steps_.pop_front();
+    read_times(step);
+    last_ = std::move(step.record);
+    if (listener_) listener_(*last_);
+  }
+}
+
+// Whether every time is there. Spans that nobody will end, or that have no end yet when somebody
+// waits, are forgotten.
+bool StepRecorder::finished(Step& step, bool wait) {
+  const auto over = [wait](device::TimedEvent& event) {
+    if (wait) event.wait();
+    return event.done();
+  };
+  if (!over(*step.end)) return false;
+  std::erase_if(step.open, [wait](const Recording& r) {
+    return r->end == nullptr && (wait || r.use_count() == 1);
+  });
+  return std::all_of(step.open.begin(), step.open.end(), [&](const Recording& r) {
+    return r->end != nullptr && over(*r->begin) && over(*r->end);
+  });
+}
+
+void StepRecorder::read_times(Step& step) {
+  StepRecord& record = step.record;
+  record.seconds = step.end->seconds_since(*step.begin);
+  if (step.idle != nullptr && step.idle->done())
+    record.epoch = step.idle_epoch - step.idle->seconds_since(*step.begin);
+  for (const Recording& r : step.open) {
+    StepSpan span = r->span;
+    span.begin = r->begin->seconds_since(*step.begin);
+    span.end = std::max(span.begin, r->end->seconds_since(*step.begin));
+    record.spans.push_back(span);
+  }
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,120 @@
+// Notes what happens in training steps: counts always, and where a step is timed, spans with their
+// times. Times are those of the device: events with times are queued where the work is queued, and
+// read when the next step begins or somebody asks, so that nobody waits within a step. A step lasts
+// from the first forward after the last one to the end of the update; what happens between steps is
+// not noted.
+//
+// Where nothing is timed a step costs two events, and a span the look at a flag.
+//
+// Threads: those of the engine, one at a time. Ownership: borrows the device and the collectives;
+// a Recording may outlive its step, and one that is let go before its end is forgotten.
+// Errors: DeviceError of a device that is lost.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/record/step_record.h"
+#include "strata/engine/unit/unit.h"
+
+namespace strata::engine {
+
+class StepRecorder {
+ public:
+  struct Open {
+    StepSpan span;  // without times
+    std::shared_ptr<device::TimedEvent> begin;
+    std::shared_ptr<device::TimedEvent> end;  // null: not over
+  };
+  using Recording = std::shared_ptr<Open>;  // null: not recorded
+
+  // What spans are called is a number: of the units, their ids; then those of add_label().
+  StepRecorder(device::Device& device, comm::Collectives& collectives, std::span<const Unit> units);
+
+  int add_label(std::string name);
+  const std::vector<std::string>& labels() const { return labels_; }
+
+  // Steps that begin from now on are timed, or not.
+  void set_timed(bool timed) { wants_times_ = timed; }
+  // Told of every step as soon as its times are there, in order.
+  void set_listener(std::function<void(const StepRecord&)> listener) {
+    listener_ = std::move(listener);
+  }
+
+  // --- steps ---
+  // Nothing within a step. `timed`: also where set_timed() is not.
+  void begin_step(bool timed);
+  void end_step();
+  std::int64_t next_step() const { return ended_ + 1; }
+  // Ends the phase before it.
+  void begin_phase(Activity phase);
+  void end_phase();
+  // The device has come to the end of its work now: what times of this rank mean to others.
+  void note_idle();
+
+  // --- spans ---
+  bool timing() const { return timed_; }  // within a step that is timed
+  StepCounts& counts() { return counts_; }
+  // From here in the compute stream, which may be another's next call: Recordings may be moved.
+  Recording begin(Activity activity, int label, Bytes bytes = {});
+  // To here in the compute stream, unless its end is known already.
+  void end(const Recording& recording);
+  void end(const Recording& recording, int label);
+  template <typename Call>
+  void measure(Activity activity, int label, Call&& call) {
+    const Recording recording = begin(activity, label);
+    std::forward<Call>(call)();
+    end(recording);
+  }
+  // Around the call that starts an operation of the collectives. It has its own times then, or
+  // lasts until end().
+  Recording begin_transfer(Activity activity, int label, Bytes bytes);
+  void started(const Recording& recording, comm::Work& work);
+
+  // --- what was recorded ---
+  // Reads the times of the steps that the device has finished; `wait`: of all that have ended.
+  void resolve(bool wait);
+  // The last step whose times are there; null: none.
+  const StepRecord* last() const { return last_ ? &*last_ : nullptr; }
+
+ private:
+  struct Step {
+    StepRecord record;
+    std::unique_ptr<device::TimedEvent> begin;
+    std::unique_ptr<device::TimedEvent> end;
+    std::unique_ptr<device::TimedEvent> idle;  // null: not noted
+    double idle_epoch = 0.0;
+    std::vector<Recording> open;
+  };
+
+  void add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,
+           std::shared_ptr<device::TimedEvent> end);
+  static bool finished(Step& step, bool wait);
+  static void read_times(Step& step);
+
+  device::Device& device_;
+  comm::Collectives& collectives_;
+  std::function<void(const StepRecord&)> listener_;
+  std::vector<std::string> labels_;
+  bool wants_times_ = false;
+  bool in_step_ = false;
+  bool timed_ = false;  // in a step that is
+  std::int64_t ended_ = 0;
+  std::int64_t charges_ = 0;  // when the step began
+  StepCounts counts_;
+  Step step_;  // the one that runs
+  Recording phase_;
+  std::deque<Step> ended_steps_;  // whose times are not read
+  std::optional<StepRecord> last_;
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,61 @@
+// The timeline of some steps: a file in the JSON that ui.perfetto.dev and chrome://tracing read. A
+// process a rank, a track a kind of activity; a span is called after its unit, and says what it is,
+// its bytes and GB/s, and its step. Spans of one kind that overlap get tracks side by side.
+//
+// After the last of its steps every rank gives its spans to rank 0, which writes the file: one for
+// all ranks, or the first kRanks. Times of ranks are brought together by the clocks of their hosts,
+// at a moment when the device is idle: exact to some 10 microseconds on one host, to the hosts' own
+// difference between hosts.
+//
+// Threads: one at a time. Errors: none of files; problem() says why there is none.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/engine/record/step_recorder.h"
+
+namespace strata::engine {
+
+class StepTrace {
+ public:
+  static constexpr std::int64_t kWarmUp = 2;  // steps before the first that is traced
+  static constexpr int kRanks = 16;           // at most so many are in the file
+
+  // `path` empty: there is none.
+  StepTrace(std::string path, int steps) : path_(std::move(path)), last_(kWarmUp + steps) {}
+
+  // Around each step; the recorder is told which are to be timed. The end of the last one waits
+  // for the device, and is collective then.
+  void begin_step(StepRecorder& recorder);
+  void end_step(StepRecorder& recorder, comm::Collectives& collectives);
+  // Of a run that ends before its last step: writes what rank 0 has. Nothing else, and nothing
+  // where the file is written. Not a collective.
+  void end(StepRecorder& recorder, const comm::Collectives& collectives) noexcept;
+
+  const std::string& path() const { return path_; }
+  bool over() const { return done_; }  // on rank 0: written, unless there is a problem()
+  const std::string& problem() const { return problem_; }
+
+ private:
+  bool wants(std::int64_t step) const {
+    return !path_.empty() && !done_ && step > kWarmUp && step <= last_;
+  }
+  void save(const std::vector<std::string>& ranks) noexcept;
+
+  std::string path_;
+  std::int64_t last_;
+  std::vector<StepRecord> records_;
+  bool done_ = false;
+  std::string problem_;
+};
+
+// One rank's spans, as write() exchanges them, and the file made of all ranks' texts.
+std::string trace_text_of(int rank, int world_size, std::span<const StepRecord> records,
+                          const std::vector<std::string>& labels);
+std::string chrome_trace(std::span<const std::string> texts);
+
+}  // namespace strata::engine

@@ -1,0 +1,82 @@
+#include "strata/engine/reduce/gradient_inbox.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+GradientInbox::GradientInbox(std::string name, std::vector<Unit>& units,
+                             comm::Collectives& collectives, std::shared_ptr<memory::Ledger> ledger,
+                             Bytes most)
+    : name_(std::move(name)),
+      units_(units),
+      collectives_(collectives),
+      ledger_(std::move(ledger)),
+      most_(most),
+      progress_(units.size()) {}
+
+bool GradientInbox::make(std::span<const Bytes> contributions) {
+  if (inbox_ != nullptr) return true;
+  if (!collectives_.has_inbox()) return false;
+  Bytes all;
+  Bytes largest;
+  for (const Bytes bytes : contributions) {
+    all += bytes;
+    largest = std::max(largest, bytes);
+  }
+  bytes_ = std::min(most_ + largest, all);
+  if (bytes_.value == 0) return false;
+  charge_ = memory::Charge(ledger_, memory::Tier::kDevice, memory::Kind::kGradients, bytes_);
+  inbox_ = collectives_.make_inbox(fmt::format("{}.inbox", name_), bytes_);
+  return true;
+}
+
+void GradientInbox::begin_pass(std::span<const int> order, std::span<const DType> dtypes) {
+  active_ = false;
+  std::vector<Bytes> contributions;
+  for (const int unit : order) {
+    const auto i = static_cast<std::size_t>(unit);
+    const plan::FlatLayout& layout = units_[i].layout;
+    progress_[i].index = contributions.size();
+    progress_[i].dtype = dtypes[i];
+    progress_[i].written.assign(layout.slots().size(), false);
+    contributions.push_back(bytes_of(layout.padded(), dtypes[i]));
+  }
+  if (!make(contributions)) return;
+  // Wider contributions than those it was made for: they go another way.
+  if (std::ranges::any_of(contributions, [this](Bytes bytes) { return bytes > bytes_; })) return;
+  inbox_->expect(contributions);
+  active_ = true;
+}
+
+bool GradientInbox::takes(int unit) const {
+  return active_ && inbox_->writable(progress_[static_cast<std::size_t>(unit)].index);
+}
+
+void GradientInbox::write(int unit, int slot, const std::byte* gradient) {
+  const auto i = static_cast<std::size_t>(unit);
+  Progress& p = progress_[i];
+  const plan::Slot& place = units_[i].layout.slots()[static_cast<std::size_t>(slot)];
+  inbox_->write(p.index, place.offset, {gradient, bytes_of(place.numel, p.dtype).size()}, p.dtype);
+  p.written[static_cast<std::size_t>(slot)] = true;
+}
+
+void GradientInbox::write_zero(int unit, int slot) {
+  const auto i = static_cast<std::size_t>(unit);
+  Progress& p = progress_[i];
+  const plan::Slot& place = units_[i].layout.slots()[static_cast<std::size_t>(slot)];
+  inbox_->write_zero(p.index, place.offset, place.numel, p.dtype);
+  p.written[static_cast<std::size_t>(slot)] = true;
+}
+
+std::unique_ptr<comm::Work> GradientInbox::reduce(int unit, const comm::Reduction& reduction) {
+  const auto i = static_cast<std::size_t>(unit);
+  STRATA_ASSERT(std::ranges::all_of(progress_[i].written, [](bool written) { return written; }));
+  return inbox_->reduce(progress_[i].index, reduction, units_[i].name());
+}
+
+}  // namespace strata::engine

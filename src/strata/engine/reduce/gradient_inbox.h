@@ -1,0 +1,64 @@
+// The gradients of one backward pass on their way to the ranks that add them up, where collectives
+// have an inbox: each goes there as soon as it has come, and no buffer of this rank's holds it.
+// What cannot go at once (a gradient that is the sum of several, one whose room is still taken)
+// waits in the caller's buffer and goes when its unit is reduced.
+//
+// The inbox is made in the first pass, of as many bytes as may be under way; it is charged as
+// gradients. Threads, errors: reducer.h. Ownership: owns the inbox.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/comm/inbox.h"
+#include "strata/engine/unit/unit.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::engine {
+
+class GradientInbox {
+ public:
+  // `most`: of contributions under way; one more may be written meanwhile.
+  GradientInbox(std::string name, std::vector<Unit>& units, comm::Collectives& collectives,
+                std::shared_ptr<memory::Ledger> ledger, Bytes most);
+
+  // A pass that reduces these units, in this order; `dtypes` by unit, of contributions. The same on
+  // every rank. Where there is no inbox nothing is active.
+  void begin_pass(std::span<const int> order, std::span<const DType> dtypes);
+  void end_pass() { active_ = false; }
+  bool active() const { return active_; }
+
+  // Whether a gradient may go to its place now.
+  bool takes(int unit) const;
+  void write(int unit, int slot, const std::byte* gradient);
+  bool has(int unit, int slot) const {
+    return progress_[static_cast<std::size_t>(unit)].written[static_cast<std::size_t>(slot)];
+  }
+  void write_zero(int unit, int slot);
+  // Collective. Every slot was written.
+  std::unique_ptr<comm::Work> reduce(int unit, const comm::Reduction& reduction);
+
+ private:
+  struct Progress {
+    std::size_t index = 0;  // among the contributions of this pass
+    DType dtype = DType::kFloat32;
+    std::vector<bool> written;  // by slot
+  };
+  bool make(std::span<const Bytes> contributions);
+
+  std::string name_;
+  std::vector<Unit>& units_;
+  comm::Collectives& collectives_;
+  std::shared_ptr<memory::Ledger> ledger_;
+  Bytes most_;
+  std::unique_ptr<comm::Inbox> inbox_;  // null: none yet, or none to be had
+  Bytes bytes_;
+  memory::Charge charge_;
+  bool active_ = false;
+  std::vector<Progress> progress_;  // by unit
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,263 @@
+#include "strata/engine/unit/weights.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+constexpr Bytes kPage = 4_KiB;
+constexpr Bytes kScratch = 4_MiB;
+
+// A lease of memory that needs no giving back: the shard itself, or masters that are held.
+class ShardLease final : public offload::Lease {
+ public:
+  explicit ShardLease(std::span<std::byte> bytes) : bytes_(bytes) {}
+  std::span<std::byte> bytes() override { return bytes_; }
+
+ private:
+  std::span<std::byte> bytes_;
+};
+
+// `parts`: shards that a rank holds of a unit that is not whole, its own among them.
+Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
+  return whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
+}
+
+}  // namespace
+
+Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                 const EngineOptions& options, bool remainders, comm::Collectives& collectives,
+                 device::Device& device, offload::StateStore& states)
+    : params_(params.begin(), params.end()),
+      unit_of_param_(plan.unit_of_param),
+      slot_of_param_(params.size()),
+      remainders_(remainders),
+      place_(collectives.shard_place()),
+      device_(device),
+      states_(states) {
+  Bytes total;
+  std::vector<Bytes> offsets;
+  for (const plan::UnitSpec& spec : plan.units) {
+    plan::FlatLayout layout(params_, spec.params, spec.dtype, place_.count);
+    const bool whole = options.stage < 3 || place_.held_count() == 1 || spec.persistent;
+    offsets.push_back(total);
+    total += align_up(local_bytes(layout, whole, place_.parts), kPage);
+    for (std::size_t i = 0; i < spec.params.size(); ++i) {
+      slot_of_param_[static_cast<std::size_t>(spec.params[i])] = static_cast<int>(i);
+    }
+    units_.push_back({static_cast<int>(units_.size()), spec, std::move(layout), whole, {}, {}, {}});
+  }
+  charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
+  memory_ = collectives.allocate_growing(options.name + ".weights", total);
+  for (Unit& unit : units_) {
+    const Bytes offset = offsets[static_cast<std::size_t>(unit.id)];
+    const Bytes own = unit.layout.shard_bytes();
+    const Bytes held = own * place_.parts;
+    const auto local = memory_->local().subspan(
+        offset.size(), local_bytes(unit.layout, unit.whole, place_.parts).size());
+    if (unit.whole) unit.resident = local;
+    const int before = unit.whole ? place_.index : place_.index % place_.parts;
+    unit.shard = local.subspan((own * before).size(), own.size());
+    unit.slices = {memory_.get(), offset, unit.whole ? held : Bytes(), held};
+  }
+  held_masters_.resize(units_.size());
+}
+
+void Weights::back(int unit) {
+  const auto begin = master_blocks_.size();
+  const auto end = static_cast<std::size_t>(unit) + 1;
+  if (begin >= end) return;
+  const auto bytes_of_unit = [&](const Unit& u) {
+    return align_up(local_bytes(u.layout, u.whole, place_.parts), kPage);
+  };
+  // At once: every growth costs a mapping, here and at every peer.
+  memory_->back(units_[end - 1].slices.first_offset + bytes_of_unit(units_[end - 1]));
+  const auto added = std::span(units_).subspan(begin, end - begin);
+  const auto has_masters = [&](const Unit& u) { return masters_of(u).value > 0; };
+  std::vector<offload::BlockSpec> blocks;
+  for (const Unit& u : added) {
+    if (has_masters(u))
+      blocks.push_back({u.name() + ".master", masters_of(u), memory::Kind::kMasterWeights});
+  }
+  const std::vector<offload::BlockId> ids = states_.add_all(std::move(blocks));
+  auto next = ids.begin();
+  for (const Unit& u : added) {
+    charge_.grow(bytes_of_unit(u));
+    master_blocks_.push_back(has_masters(u) ? *next++ : -1);
+  }
+}
+
+Bytes Weights::masters_of(const Unit& unit) const {
+  const plan::MasterForm form = master_form(unit.id);
+  const Bytes bytes = plan::master_bytes(form, unit.layout.shard());
+  STRATA_ASSERT(form != plan::MasterForm::kRemainder ||
+                bytes == kernels::remainder_bytes(unit.layout.shard()));
+  return bytes;
+}
+
+void Weights::back_all() {
+  back(static_cast<int>(units_.size()) - 1);
+}
+
+Weights::~Weights() = default;
+
+const plan::Slot& Weights::slot_of(int param) const {
+  const auto p = static_cast<std::size_t>(param);
+  const Unit& unit = units_[static_cast<std::size_t>(unit_of_param_[p])];
+  return unit.layout.slots()[static_cast<std::size_t>(slot_of_param_[p])];
+}
+
+std::pair<Numel, Numel> Weights::owned_range(int param) const {
+  const Unit& unit =
+      units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  const plan::Slot& slot = slot_of(param);
+  const Numel shard_begin = unit.layout.shard() * place_.index;
+  const Numel low = std::max(shard_begin, slot.offset);
+  const Numel high = std::min(shard_begin + unit.layout.shard(), slot.end());
+  if (low >= high) return {Numel(), Numel()};
+  return {low - slot.offset, high - slot.offset};
+}
+
+void Weights::store(int param, Numel begin, Numel numel, const std::byte* source,
+                    DType source_dtype) {
+  enqueue_store(param, begin, numel, source, source_dtype);
+  device_.compute_stream().synchronize();
+}
+
+void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
+                            DType source_dtype, OwedMasters* owed) {
+  const plan::Slot& slot = slot_of(param);
+  if (begin.value < 0 || numel.value < 0 || begin + numel > slot.numel) {
+    throw UsageError(fmt::format("elements [{}, {}) do not lie in parameter '{}' of {} elements",
+                                 begin.value, (begin + numel).value, this->param(param).name,
+                                 slot.numel.value));
+  }
+  const auto [owned_begin, owned_end] = owned_range(param);
+  const Numel low = std::max(begin, owned_begin);
+  const Numel high = std::min(begin + numel, owned_end);
+  if (low >= high) return;
+  const Unit& unit = unit_of(param);
+  back(unit.id);
+  const Numel shard_offset = slot.offset + low - unit.layout.shard() * place_.index;
+  const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
+  if (source_dtype == unit.layout.dtype() || device_.device_accessible(first)) {
+    store_piece(unit, shard_offset, high - low, first, source_dtype, owed);
+  } else {
+    store_through_scratch(unit, shard_offset, high - low, first, source_dtype);
+  }
+}
+
+void Weights::enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
+                                       DType source_dtype) {
+  enqueue_store(param, begin, numel, source, source_dtype);
+  const Unit& unit = unit_of(param);
+  back(unit.id);  // also where this rank owns nothing of the parameter
+  if (!unit.whole || unit.layout.world_size() == 1 || numel.value == 0) return;
+  STRATA_ASSERT(source_dtype == unit.layout.dtype() || device_.device_accessible(source));
+  const plan::Slot& slot = slot_of(param);
+  const auto [owned_begin, owned_end] = owned_range(param);
+  const auto write_range = [&](Numel low, Numel high) {
+    if (low >= high) return;
+    std::byte* target =
+        unit.resident.data() + bytes_of(slot.offset + low, unit.layout.dtype()).size();
+    write(target, unit.layout.dtype(), high - low,
+          source + bytes_of(low - begin, source_dtype).size(), source_dtype);
+  };
+  if (owned_begin >= owned_end) {
+    write_range(begin, begin + numel);
+  } else {
+    write_range(begin, std::min(begin + numel, owned_begin));
+    write_range(std::max(begin, owned_end), begin + numel);
+  }
+}
+
+void Weights::write(std::byte* target, DType dtype, Numel numel, const std::byte* source,
+                    DType source_dtype) {
+  device::Stream& stream = device_.compute_stream();
+  if (dtype != source_dtype) {
+    device_.cast(target, dtype, source, source_dtype, numel, stream);
+    return;
+  }
+  const std::size_t bytes = bytes_of(numel, dtype).size();
+  device_.copy({target, bytes}, {source, bytes}, stream);
+}
+
+void Weights::store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
+                                    const std::byte* source, DType source_dtype) {
+  if (scratch_ == nullptr) scratch_ = device_.allocate(kScratch, memory::Kind::kStaging);
+  const Numel largest(kScratch / size_of(source_dtype));
+  for (Numel done; done < numel; done += largest) {
+    const Numel count = std::min(largest, numel - done);
+    const std::size_t bytes = bytes_of(count, source_dtype).size();
+    const std::span<std::byte> there = scratch_->bytes().first(bytes);
+    device_.copy(there, {source + bytes_of(done, source_dtype).size(), bytes},
+                 device_.compute_stream());
+    store_piece(unit, shard_offset + done, count, there.data(), source_dtype);
+  }
+}
+
+// `source`: in the weights' dtype, or memory that kernels can read.
+void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
+                          const std::byte* source, DType source_dtype, OwedMasters* owed) {
+  const DType dtype = unit.layout.dtype();
+  std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
+  if (weights != source) {  // else a unit that is whole was written in place
+    write(weights, dtype, numel, source, source_dtype);
+    if (dtype == source_dtype) source = weights;  // which need not be read over a link again
+  }
+  if (master_blocks_[static_cast<std::size_t>(unit.id)] < 0) return;
+  if (owed != nullptr && dtype == source_dtype) {
+    owed->add({unit.id, shard_offset, shard_offset + numel});
+  } else {
+    make_master(unit, shard_offset, numel, source, source_dtype);
+  }
+}
+
+void Weights::make_masters(OwedMasters& owed) {
+  for (const auto& [index, begin, end] : owed.take()) {
+    const Unit& unit = units_[static_cast<std::size_t>(index)];
+    const DType dtype = unit.layout.dtype();
+    make_master(unit, begin, end - begin, unit.shard.data() + bytes_of(begin, dtype).size(), dtype);
+  }
+}
+
+void Weights::make_master(const Unit& unit, Numel shard_offset, Numel numel,
+                          const std::byte* source, DType source_dtype) {
+  device::Stream& stream = device_.compute_stream();
+  const auto lease = lease_master(unit.id);
+  if (master_form(unit.id) == plan::MasterForm::kRemainder) {
+    device_.store_remainder(kernels::remainder_over(lease->bytes(), unit.layout.shard()),
+                            shard_offset, source, source_dtype, numel, stream);
+  } else {
+    device_.cast(lease->bytes().data() + bytes_of(shard_offset, DType::kFloat32).size(),
+                 DType::kFloat32, source, source_dtype, numel, stream);
+  }
+}
+
+std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
+  const auto index = static_cast<std::size_t>(unit);
+  STRATA_ASSERT(units_[index].trainable());
+  back(unit);
+  if (master_blocks_[index] < 0) return std::make_unique<ShardLease>(units_[index].shard);
+  if (held_masters_[index]) return std::make_unique<ShardLease>(held_masters_[index]->bytes());
+  return states_.fetch(master_blocks_[index], offload::Access::kReadWrite);
+}
+
+std::span<std::byte> Weights::hold_master(int unit) {
+  STRATA_ASSERT(master_form(unit) != plan::MasterForm::kRemainder);
+  auto& held = held_masters_[static_cast<std::size_t>(unit)];
+  if (held == nullptr) held = lease_master(unit);
+  return held->bytes();
+}
+
+void Weights::round_masters(int unit) {
+  if (master_form(unit) != plan::MasterForm::kFloat32) return;
+  const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const auto lease = lease_master(unit);
+  device_.cast(u.shard.data(), u.layout.dtype(), lease->bytes().data(), DType::kFloat32,
+               u.layout.shard(), device_.compute_stream());
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,107 @@
+// The weights of a model as this rank holds them: one SharedBuffer with every unit's shard (and its
+// neighbours that this rank holds for others, ShardPlace::parts), or, for units that stay whole,
+// the unit's whole flat buffer; and the fp32 master weights of the trainable shards, in the form
+// that suits the weights and the optimizer (plan/master_form.h).
+//
+// Values enter by store(), a piece of one parameter at a time, in any dtype: a rank keeps what
+// falls into its own shard, rounded once to the weight's dtype, with the master taken from the
+// unrounded value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/engine/unit/engine_options.h"
+#include "strata/engine/unit/owed_masters.h"
+#include "strata/engine/unit/unit.h"
+#include "strata/memory/ledger.h"
+#include "strata/offload/state_store.h"
+#include "strata/plan/master_form.h"
+
+namespace strata::engine {
+
+class Weights {
+ public:
+  // The options' stage decides which units are whole. Memory is taken unit by unit, in their order,
+  // when values come, or for all by back_all(); contents are zero. `remainders`: of masters, where
+  // the weights are bf16.
+  Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+          const EngineOptions& options, bool remainders, comm::Collectives& collectives,
+          device::Device& device, offload::StateStore& states);
+  ~Weights();
+
+  std::vector<Unit>& units() { return units_; }
+  const std::vector<Unit>& units() const { return units_; }
+  const plan::ParamSpec& param(int index) const { return params_[static_cast<std::size_t>(index)]; }
+  int param_count() const { return static_cast<int>(params_.size()); }
+  std::span<const plan::ParamSpec> params() const { return params_; }
+  Unit& unit_of(int param) {
+    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  }
+  const Unit& unit_of(int param) const {
+    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  }
+  const plan::Slot& slot_of(int param) const;
+  int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
+
+  // Elements [begin, begin + numel) of `param` have these values now. What lies outside this rank's
+  // shard is ignored. The source may be host or device memory, and may change when this returns.
+  void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
+  // The same, queued on the device's compute stream: the source must stay until that is reached.
+  // `owed`: takes what masters can be made of the weights later, by make_masters(), instead of now.
+  void enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
+                     DType source_dtype, OwedMasters* owed = nullptr);
+  // Queues the making of all masters that are owed. Until then they are what they were.
+  void make_masters(OwedMasters& owed);
+  // As enqueue_store(), and where the unit stays whole its other ranks' parts are written, too: no
+  // gather is needed when every rank does so for every value.
+  void enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
+                                DType source_dtype);
+  // Takes the memory of every unit that has none yet.
+  void back_all();
+  // The part of `param` that this rank owns: [first, second) in elements; empty when none.
+  std::pair<Numel, Numel> owned_range(int param) const;
+
+  plan::MasterForm master_form(int unit) const {
+    return plan::master_form(units_[static_cast<std::size_t>(unit)].spec, remainders_);
+  }
+  // fp32 masters of a trainable unit's shard, or their remainder (remainder_over()), as memory that
+  // stays in place while the lease lives.
+  std::unique_ptr<offload::Lease> lease_master(int unit);
+  // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as these
+  // Weights live. Leases of them are given all the same.
+  std::span<std::byte> hold_master(int unit);
+  // Rounds the unit's masters to its weights (for optimizers that know only masters).
+  void round_masters(int unit);
+
+ private:
+  // Takes the memory of the units up to this one.
+  void back(int unit);
+  Bytes masters_of(const Unit& unit) const;
+  void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
+                   DType source_dtype, OwedMasters* owed = nullptr);
+  void make_master(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
+                   DType source_dtype);
+  void write(std::byte* target, DType dtype, Numel numel, const std::byte* source,
+             DType source_dtype);
+  void store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
+                             const std::byte* source, DType source_dtype);
+
+  std::vector<plan::ParamSpec> params_;
+  std::vector<int> unit_of_param_;
+  std::vector<int> slot_of_param_;
+  std::vector<Unit> units_;
+  bool remainders_;
+  comm::ShardPlace place_;
+  device::Device& device_;
+  offload::StateStore& states_;
+  std::unique_ptr<comm::SharedBuffer> memory_;
+  memory::Charge charge_;
+  std::vector<offload::BlockId> master_blocks_;  // by backed unit; -1: nothing beside the weights
+  std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
+  std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,107 @@
+#include "strata/torch/model/awaited_storage.h"
+
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include "strata/base/error.h"
+
+namespace strata::torch {
+namespace {
+
+constexpr c10::DispatchKey kAwaited = c10::DispatchKey::DeferredInit;
+
+constexpr const char* kNoAddress =
+    "the address of a parameter was asked for between step() and the next forward, while its new "
+    "values are still on their way; read it with an operator of torch first (p.detach() or "
+    "p.clone(), say), which waits for them, or set strata.refresh_at to \"step\"";
+
+// Of the same shape and place in another storage. Made without set_(), whose checks of bounds would
+// need memory.
+at::Tensor make_like(const c10::TensorImpl& like,
+                     const c10::intrusive_ptr<c10::StorageImpl>& storage,
+                     c10::DispatchKeySet keys) {
+  at::Tensor made =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
+                                                    like.storage_offset());
+  return made;
+}
+
+// The tensor's own storage if its values are awaited, else null.
+AwaitedStorage* awaited(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kAwaited)) return nullptr;
+  auto* storage = dynamic_cast<AwaitedStorage*>(tensor.storage().unsafeGetStorageImpl());
+  if (storage == nullptr) {
+    throw UsageError(
+        "an operator got a tensor with the dispatch key DeferredInit that is not one of Strata's; "
+        "set strata.refresh_at to \"step\" where another library uses that key");
+  }
+  return storage;
+}
+
+// Completing points the parameter itself at its values; another tensor object that was made of it
+// meanwhile (p.data) is pointed there here.
+void settle(const at::Tensor& tensor) {
+  AwaitedStorage* found = awaited(tensor);
+  if (found == nullptr) return;
+  const auto storage = c10::intrusive_ptr<AwaitedStorage>::reclaim_copy(found);
+  storage->complete();
+  if (awaited(tensor) == nullptr) return;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const at::Tensor twin = make_like(*impl, storage->values(), impl->key_set().remove(kAwaited));
+  impl->shallow_copy_from(twin.getIntrusivePtr());
+}
+
+void settle(const c10::IValue& value) {
+  if (value.isTensor()) {
+    settle(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) settle(tensor);
+  } else if (value.isList()) {  // of optional tensors, or of what is none
+    for (const c10::IValue& element : value.toListRef()) settle(element);
+  }
+}
+
+void settle_and_run(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
+                    ::torch::jit::Stack* stack) {
+  for (const c10::IValue& value : ::torch::jit::last(*stack, op.schema().arguments().size()))
+    settle(value);
+  op.callBoxed(stack);
+}
+
+}  // namespace
+
+bool AwaitedStorage::available() {
+  // Torch keeps one fallback a key for the whole process.
+  static const bool registered = [] {
+    try {
+      static ::torch::Library library(::torch::Library::IMPL, "_", kAwaited, __FILE__, __LINE__);
+      library.fallback(::torch::CppFunction::makeFromBoxedFunction<&settle_and_run>());
+      return true;
+    } catch (const c10::Error&) {
+      return false;  // somebody else has one
+    }
+  }();
+  return registered;
+}
+
+AwaitedStorage::AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values,
+                               std::function<void()> complete)
+    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, values->device()),
+                       nullptr, /*resizable=*/false),
+      values_(std::move(values)),
+      complete_(std::move(complete)) {
+  release_data_and_set_meta_custom_data_ptr_error_msg_(kNoAddress);
+}
+
+at::Tensor AwaitedStorage::view(const c10::intrusive_ptr<AwaitedStorage>& storage,
+                                const at::Tensor& view) {
+  const c10::TensorImpl* like = view.unsafeGetTensorImpl();
+  return make_like(*like, storage, like->key_set().add(kAwaited));
+}
+
+void AwaitedStorage::complete() {
+  if (complete_) complete_();
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,67 @@
+#include "strata/torch/model/model_plan.h"
+
+#include <algorithm>
+
+#include "strata/engine/step_control.h"
+#include "strata/torch/base/dtype.h"
+#include "strata/torch/sharded/sharded_model.h"
+
+namespace strata::torch {
+namespace {
+
+plan::PlanOptions plan_options(const engine::Config& config) {
+  plan::PlanOptions options;
+  options.wrap = config.strata.wrap;
+  options.leaf_classes = config.zero.leaf.classes;
+  if (config.strata.unit_size) {
+    options.unit_bytes = *config.strata.unit_size;
+    options.block_unit_bytes = *config.strata.unit_size;
+  }
+  if (config.zero.stage == 3) {
+    options.one_by_one = config.zero.allgather_sequential;
+    if (config.strata.unit_size) {
+      options.small_bytes = std::min(options.small_bytes, *config.strata.unit_size);
+    }
+    options.persistence_threshold = config.zero.param_persistence_threshold;
+    options.persistence_total = config.zero.model_persistence_threshold;
+  }
+  return options;
+}
+
+}  // namespace
+
+// Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
+// travel as they are.
+std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config) {
+  std::vector<plan::ParamSpec> specs;
+  for (const ModelParameter& parameter : input.parameters) {
+    plan::ParamSpec spec;
+    spec.name = parameter.name;
+    spec.shape = parameter.shape;
+    spec.dtype = from_scalar_type(parameter.variable.scalar_type());
+    if (is_floating(spec.dtype)) spec.dtype = config.precision.param_dtype;
+    spec.trainable = parameter.variable.requires_grad();
+    spec.group = parameter.group;
+    specs.push_back(std::move(spec));
+  }
+  return specs;
+}
+
+plan::ModelPlan plan_model(std::span<const plan::ParamSpec> specs, const plan::ModuleTree& tree,
+                           const engine::Config& config) {
+  return plan::plan_units(specs, tree, plan_options(config));
+}
+
+forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
+                                      engine::UpdateRule rule, const Job& job) {
+  const std::vector<plan::ParamSpec> specs = param_specs(input, config);
+  forecast::Training training;
+  training.options = engine::engine_options_from(config);
+  training.rule = rule;
+  training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
+  training.runs_ahead = job.device == JobDevice::kCuda;
+  return forecast::forecast_memory(specs, plan_model(specs, input.tree, config), input.tree,
+                                   training, carriers_of_job(config, job));
+}
+
+}  // namespace strata::torch

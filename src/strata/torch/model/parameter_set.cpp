@@ -1,0 +1,130 @@
+#include "strata/torch/model/parameter_set.h"
+
+#include <ATen/ops/empty.h>
+
+#include "strata/base/error.h"
+#include "strata/torch/base/dtype.h"
+
+namespace strata::torch {
+namespace {
+
+c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::Device place) {
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
+                                               c10::DataPtr(nullptr, place), nullptr,
+                                               /*resizable=*/false);
+}
+
+// A view made without set_(), whose bounds checks would need memory behind the storage.
+at::Tensor make_view(const c10::intrusive_ptr<c10::StorageImpl>& storage,
+                     const plan::ParamSpec& spec, Numel offset) {
+  const auto scalar = to_scalar_type(spec.dtype);
+  const c10::DispatchKey key = c10::computeDispatchKey(scalar, c10::kStrided, storage->device());
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(scalar));
+  view.unsafeGetTensorImpl()->set_storage_offset(offset.value);
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(spec.shape);
+  return view;
+}
+
+// What set_data() does to tensors of one dtype and device. It is an operator, which would ask for
+// values that are awaited.
+void point(const at::Tensor& variable, const at::Tensor& view) {
+  variable.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+}
+
+}  // namespace
+
+void ParameterSet::bind(const engine::Weights& weights) {
+  STRATA_ASSERT(views_.empty());
+  views_.resize(variables_.size());
+  for (const engine::Unit& unit : weights.units()) {
+    UnitStorage storage{.impl = make_storage(place_), .params = unit.spec.params};
+    for (const plan::Slot& slot : unit.layout.slots()) {
+      views_[static_cast<std::size_t>(slot.param)] =
+          make_view(storage.impl, weights.param(slot.param), slot.offset);
+    }
+    units_.push_back(std::move(storage));
+  }
+  for (std::size_t i = 0; i < variables_.size(); ++i) {
+    const auto scalar = to_scalar_type(weights.param(static_cast<int>(i)).dtype);
+    empties_.push_back(at::empty({0}, at::TensorOptions().dtype(scalar).device(place_)));
+    variables_[i].set_data(views_[i]);
+  }
+}
+
+void ParameterSet::settle() {
+  early_.resize(units_.size());
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (early_[i].data() != nullptr) {
+      attach(static_cast<int>(i), early_[i]);
+    } else {
+      detach(static_cast<int>(i));
+    }
+  }
+  early_.clear();
+}
+
+void ParameterSet::unbind(std::span<const at::Tensor> full) {
+  for (std::size_t i = 0; i < variables_.size(); ++i) {
+    variables_[i].set_data(full[i].defined() ? full[i] : empties_[i]);
+  }
+  for (UnitStorage& unit : units_) {
+    give_memory(unit, {});
+    if (unit.awaited != nullptr) unit.awaited->forget();
+  }
+  views_.clear();
+  units_.clear();
+}
+
+void ParameterSet::attach(int unit, std::span<std::byte> flat) {
+  const auto index = static_cast<std::size_t>(unit);
+  if (units_.empty()) {
+    early_.resize(std::max(early_.size(), index + 1));
+    early_[index] = flat;
+    return;
+  }
+  UnitStorage& storage = units_[index];
+  give_memory(storage, flat);
+  for (const int param : storage.params) {
+    point(variables_[static_cast<std::size_t>(param)], views_[static_cast<std::size_t>(param)]);
+  }
+}
+
+void ParameterSet::detach(int unit) {
+  if (units_.empty()) return;
+  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  for (const int param : storage.params) {
+    point(variables_[static_cast<std::size_t>(param)], empties_[static_cast<std::size_t>(param)]);
+  }
+  give_memory(storage, {});
+}
+
+bool ParameterSet::await(int unit) {
+  if (units_.empty() || !complete_ || !AwaitedStorage::available()) return false;
+  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  if (storage.awaited == nullptr) make_awaited(unit);
+  // Ours are the storage itself, what awaits it, a view for each parameter, and the parameter.
+  if (storage.impl.use_count() > 2 + 2 * storage.params.size()) return false;
+  storage.awaited->set_nbytes(storage.impl->nbytes());  // who copies it must not find it empty
+  for (std::size_t i = 0; i < storage.params.size(); ++i) {
+    point(variables_[static_cast<std::size_t>(storage.params[i])], storage.awaited_views[i]);
+  }
+  return true;
+}
+
+void ParameterSet::make_awaited(int unit) {
+  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  storage.awaited =
+      c10::make_intrusive<AwaitedStorage>(storage.impl, [this, unit] { complete_(unit); });
+  for (const int param : storage.params) {
+    const at::Tensor& view = views_[static_cast<std::size_t>(param)];
+    storage.awaited_views.push_back(AwaitedStorage::view(storage.awaited, view));
+  }
+}
+
+void ParameterSet::give_memory(UnitStorage& storage, std::span<std::byte> memory) const {
+  storage.impl->set_data_ptr_noswap(c10::DataPtr(memory.data(), place_));
+  storage.impl->set_nbytes(memory.size());
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,84 @@
+// The model's parameters as torch sees them, pointed at the engine's memory.
+//
+// Each unit has one torch storage for its whole life. Gathering gives it memory, releasing takes
+// the memory away, so views that autograd saved (weight.t() and the like) stay valid at the next
+// gather, at whatever address. A gathered parameter is a view of its full shape; a released one is
+// empty, shape [0], as frameworks made for sharded training expect. The user's tensor object never
+// changes.
+//
+// A unit that stays whole may be refreshed beside the next forward: its parameters are awaited
+// (AwaitedStorage) until its attach(), unless somebody holds a view of its memory, who could not be
+// made to wait.
+//
+// Threads: one thread at a time (autograd's backward thread counts while the caller waits for it).
+// Ownership: shares the user's tensors; the memory behind them belongs to the engine, so after the
+// engine is gone released parameters stay empty until new data is set.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <functional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "strata/engine/unit/unit.h"
+#include "strata/engine/unit/weights.h"
+#include "strata/torch/model/awaited_storage.h"
+
+namespace strata::torch {
+
+class ParameterSet final : public engine::ParameterViews {
+ public:
+  // `variables`: by parameter index; anywhere until bind(). `place`: of the engine's memory.
+  ParameterSet(std::vector<at::Tensor> variables, c10::Device place)
+      : variables_(std::move(variables)), place_(place) {}
+
+  // Makes storages and views for the engine's layout and points every parameter at its full shape,
+  // still without memory: the moment to make autograd nodes, which record that shape. Until then
+  // attach() only remembers, so that the parameters' own values can be read first.
+  void bind(const engine::Weights& weights);
+  // After bind(): attaches the units that have memory and releases the others.
+  void settle();
+  // Points every parameter at memory of its own again, with the values that `full` gives, or leaves
+  // it empty where that is undefined.
+  void unbind(std::span<const at::Tensor> full);
+
+  // Who is asked for the values of a unit that are awaited. Until then none are.
+  void on_wanted(std::function<void(int unit)> complete) { complete_ = std::move(complete); }
+
+  void attach(int unit, std::span<std::byte> flat) override;
+  void detach(int unit) override;
+  bool await(int unit) override;
+
+  const at::Tensor& variable(int param) const {
+    return variables_[static_cast<std::size_t>(param)];
+  }
+  // The full-shape view; its storage has memory while the unit is gathered.
+  const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
+  bool bound() const { return !units_.empty(); }
+  int size() const { return static_cast<int>(variables_.size()); }
+  c10::Device place() const { return place_; }
+
+ private:
+  struct UnitStorage {
+    c10::intrusive_ptr<c10::StorageImpl> impl;
+    std::vector<int> params;
+    c10::intrusive_ptr<AwaitedStorage> awaited = {};  // null: they never were
+    std::vector<at::Tensor> awaited_views = {};       // by position in `params`
+  };
+
+  void make_awaited(int unit);
+  void give_memory(UnitStorage& storage, std::span<std::byte> memory) const;
+
+  std::vector<at::Tensor> variables_;
+  c10::Device place_;
+  std::function<void(int unit)> complete_;
+  std::vector<at::Tensor> views_;
+  std::vector<at::Tensor> empties_;
+  std::vector<UnitStorage> units_;
+  std::vector<std::span<std::byte>> early_;  // attached before bind(), by unit
+};
+
+}  // namespace strata::torch

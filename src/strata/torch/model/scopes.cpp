@@ -1,0 +1,232 @@
+#include "strata/torch/model/scopes.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/torch/model/scope_range.h"
+
+namespace strata::torch {
+namespace {
+
+namespace autograd = ::torch::autograd;
+
+// Runs a function when a node is about to run; passes gradients through.
+class BeforeNode final : public autograd::FunctionPreHook {
+ public:
+  explicit BeforeNode(std::function<void()> action) : action_(std::move(action)) {}
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    action_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> action_;
+};
+
+void add_producer(const at::Tensor& tensor, std::vector<autograd::Node*>& nodes) {
+  autograd::Node* node = tensor.grad_fn().get();
+  if (node != nullptr && std::find(nodes.begin(), nodes.end(), node) == nodes.end())
+    nodes.push_back(node);
+}
+
+std::vector<autograd::Node*> producers(std::span<const at::Tensor> tensors) {
+  std::vector<autograd::Node*> nodes;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad()) add_producer(tensor, nodes);
+  }
+  return nodes;
+}
+
+// Those of the tensors that these are views of. A change in place of a view (of a linear layer's
+// output, say) cuts the view's own node out of the graph; its base's stays.
+std::vector<autograd::Node*> producers_of_bases(std::span<const at::Tensor> tensors) {
+  std::vector<autograd::Node*> nodes;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    const auto* view = autograd::impl::get_view_autograd_meta(tensor);
+    if (view == nullptr || !view->has_bw_view()) continue;
+    add_producer(view->get_backward_view().base_, nodes);
+  }
+  return nodes;
+}
+
+}  // namespace
+
+struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
+  // One backward life of a scope.
+  struct Life {
+    int scope = 0;
+    bool holds = true;  // its units; else it is there for who looks on
+    ScopeRange range;
+    enum { kWaiting, kRunning, kOver } state = kWaiting;
+  };
+
+  engine::Engine* engine = nullptr;  // null once the owner is gone
+  struct Entered {
+    std::uint64_t sequence = 0;  // autograd's number at enter()
+    ScopeRange range;
+  };
+  std::vector<Scope> scopes;
+  std::vector<int> labels;       // of the recorder, by scope
+  std::vector<Entered> entered;  // innermost last
+  std::vector<std::shared_ptr<Life>> running;
+  std::vector<int> read_units;       // gathered by read() where a backward may follow
+  std::vector<int> idle_read_units;  // gathered by read() under no_grad
+
+  void acquire(int scope) {
+    const auto& units = scopes[static_cast<std::size_t>(scope)].units;
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      try {
+        engine->gatherer().acquire(units[i]);
+      } catch (...) {
+        while (i-- > 0) engine->gatherer().release(units[i]);
+        throw;
+      }
+    }
+  }
+  void release(int scope) {
+    for (const int unit : scopes[static_cast<std::size_t>(scope)].units)
+      engine->gatherer().release(unit);
+  }
+  ScopeRange range(engine::Activity activity, int scope) const {
+    return {engine->recorder(), activity, labels[static_cast<std::size_t>(scope)]};
+  }
+  // Whether the scope has units that its backward must gather.
+  bool sharded_in_backward(int scope) const {
+    const Scope& s = scopes[static_cast<std::size_t>(scope)];
+    const auto& all = engine->weights().units();
+    return s.read_in_backward && std::any_of(s.units.begin(), s.units.end(), [&](int u) {
+             return !all[static_cast<std::size_t>(u)].whole;
+           });
+  }
+  void begin(const std::shared_ptr<Life>& life) {
+    if (engine == nullptr || life->state == Life::kRunning) return;
+    // Again after kOver: a graph that is run twice (retain_graph).
+    if (life->holds) acquire(life->scope);
+    life->range = range(engine::Activity::kBackward, life->scope);
+    life->state = Life::kRunning;
+    running.push_back(life);
+    // Inputs without a producer never end the life. The end of this run of the graph does: of the
+    // whole backward pass, or of the one inside a reentrant checkpoint, whose inputs are all
+    // detached.
+    autograd::Engine::get_default_engine().queue_callback([tracker = weak_from_this(), life] {
+      if (const auto t = tracker.lock()) t->end(life);
+    });
+  }
+  void end(const std::shared_ptr<Life>& life) {
+    if (engine == nullptr || life->state != Life::kRunning) return;
+    life->state = Life::kOver;
+    std::erase(running, life);
+    life->range.end(engine->recorder());
+    if (life->holds) release(life->scope);
+  }
+};
+
+Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes)
+    : tracker_(std::make_shared<Tracker>()) {
+  tracker_->engine = &engine;
+  for (const Scope& scope : scopes) {
+    tracker_->labels.push_back(engine.recorder().add_label(scope.name));
+  }
+  tracker_->scopes = std::move(scopes);
+}
+
+Scopes::~Scopes() {
+  tracker_->engine = nullptr;
+}
+
+bool Scopes::needed(int) const {
+  engine::Engine& engine = *tracker_->engine;
+  return engine.collectives().world_size() > 1 || !engine.trace().path().empty();
+}
+
+void Scopes::enter(int scope) {
+  tracker_->acquire(scope);
+  const auto activity =
+      tracker_->engine->in_backward() ? engine::Activity::kRecompute : engine::Activity::kForward;
+  tracker_->entered.push_back({at::sequence_number::peek(), tracker_->range(activity, scope)});
+}
+
+void Scopes::abandon(int scope) {
+  tracker_->entered.pop_back();
+  tracker_->release(scope);
+}
+
+void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
+                   std::span<const at::Tensor> outputs) {
+  const std::uint64_t entered = tracker_->entered.back().sequence;
+  tracker_->entered.back().range.end(tracker_->engine->recorder());
+  tracker_->entered.pop_back();
+  const bool sharded = tracker_->sharded_in_backward(scope);
+  const bool watched = ScopeRange::watched(tracker_->engine->recorder());
+  if ((sharded || watched) && at::GradMode::is_enabled()) {
+    auto life = std::make_shared<Tracker::Life>();
+    life->scope = scope;
+    life->holds = sharded;
+    const std::weak_ptr<Tracker> tracker = tracker_;
+    // An input that was changed in place has a node of the scope itself by now.
+    const auto ours = [entered](const autograd::Node* n) { return n->sequence_nr() >= entered; };
+    std::vector<autograd::Node*> before = producers(inputs);
+    std::erase_if(before, ours);
+    std::vector<autograd::Node*> not_ours = producers_of_bases(inputs);
+    std::erase_if(not_ours, ours);
+    not_ours.insert(not_ours.end(), before.begin(), before.end());
+    std::vector<autograd::Node*> made = producers(outputs);
+    for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
+    for (autograd::Node* node : made) {
+      // An input that is handed through was not made here.
+      if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
+      node->add_pre_hook(std::make_unique<BeforeNode>([tracker, life] {
+        if (const auto t = tracker.lock()) t->begin(life);
+      }));
+    }
+    for (autograd::Node* node : before) {
+      // The first of them to run ends the life, not the last: the blocks of a decoder have the
+      // encoder's output in common, whose node runs when all of them are over. Of what is ready,
+      // autograd runs what was made last, so when a node from before the scope runs, none of the
+      // scope is left.
+      // In front of the hooks that are there: the node belongs to the scope before this one, whose
+      // units are gathered by such a hook, and ours should be gone by then.
+      auto hook = std::make_unique<BeforeNode>([tracker, life] {
+        if (const auto t = tracker.lock()) t->end(life);
+      });
+      auto& hooks = node->pre_hooks();
+      hooks.insert(hooks.begin(), std::move(hook));
+    }
+  }
+  tracker_->release(scope);
+}
+
+void Scopes::read(int unit) {
+  Tracker& t = *tracker_;
+  const bool held = std::count(t.read_units.begin(), t.read_units.end(), unit) +
+                        std::count(t.idle_read_units.begin(), t.idle_read_units.end(), unit) >
+                    0;
+  if (held) return;
+  t.engine->gatherer().acquire(unit);
+  (at::GradMode::is_enabled() ? t.read_units : t.idle_read_units).push_back(unit);
+}
+
+void Scopes::release_idle_reads() {
+  for (const int unit : std::exchange(tracker_->idle_read_units, {}))
+    tracker_->engine->gatherer().release(unit);
+}
+
+void Scopes::end_backward() {
+  const auto running = tracker_->running;
+  for (const auto& life : running) tracker_->end(life);
+  for (const int unit : std::exchange(tracker_->read_units, {}))
+    tracker_->engine->gatherer().release(unit);
+  release_idle_reads();
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,193 @@
+#include "strata/torch/ranks/c10d_collectives.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "strata/base/error.h"
+#include "strata/comm/bulk_operation.h"
+#include "strata/memory/host_buffer.h"
+#include "strata/torch/base/dtype.h"
+#include "strata/torch/ranks/group_failure.h"
+#include "strata/torch/ranks/group_work.h"
+#include "strata/torch/ranks/named_buffer.h"
+
+namespace strata::torch {
+namespace {
+
+at::Tensor as_tensor(const void* data, std::int64_t numel, c10::ScalarType type) {
+  // c10d takes mutable tensors also for what it only reads.
+  return at::from_blob(const_cast<void*>(data), {numel}, at::TensorOptions().dtype(type));
+}
+
+at::Tensor byte_tensor(std::span<const std::byte> bytes) {
+  return as_tensor(bytes.data(), static_cast<std::int64_t>(bytes.size()), at::kByte);
+}
+
+class C10dCollectives final : public comm::Collectives {
+ public:
+  C10dCollectives(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
+                  const std::string& id, std::string name, comm::RankNames names)
+      : group_(std::move(group)),
+        rank_(group_->getRank()),
+        world_size_(group_->getSize()),
+        name_(std::move(name)),
+        names_of_ranks_(names),
+        failure_(std::move(store), id, rank_, world_size_, names) {}
+
+  std::string_view name() const override { return name_; }
+  int rank() const override { return rank_; }
+  int world_size() const override { return world_size_; }
+  bool one_sided() const override { return false; }
+  bool deterministic() const override { return false; }
+
+  std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    failure_.rethrow();
+    failure_.throw_if_a_peer_failed();
+    auto memory = std::make_shared<memory::HostBuffer>(bytes);
+    const std::span<std::byte> span = memory->bytes();
+    return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span);
+  }
+
+  std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
+                                         std::string_view tag) override {
+    const comm::BulkOperation gather =
+        comm::describe_gather(slices, flat, rank(), world_size(), tag);
+    const std::string& what = gather.what;
+    const std::span<std::byte> mine = gather.source;
+    require_same_operation(what);
+    if (mine.empty()) return std::make_unique<GroupWork>();
+    at::Tensor target = byte_tensor(flat);
+    at::Tensor source = byte_tensor(mine);
+    return failure_.guarded(what, [&] {
+      return std::make_unique<GroupWork>(group_->_allgather_base(target, source), nullptr,
+                                         failure_of(what));
+    });
+  }
+
+  std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
+                                             std::string_view tag) override {
+    const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
+    const std::string& what = reduce.what;
+    const std::span<std::byte> whole = reduce.source;
+    require_same_operation(what);
+    if (whole.empty()) return std::make_unique<GroupWork>();
+    const auto numel = static_cast<std::int64_t>(reduction.result.size());
+    const auto scalar = to_scalar_type(reduction.dtype);
+    at::Tensor source = as_tensor(whole.data(), numel * world_size(), scalar);
+    at::Tensor sum = at::empty({numel}, at::TensorOptions().dtype(scalar));
+    at::Tensor result = as_tensor(reduction.result.data(), numel, at::kFloat);
+    const auto finish = [sum, result, scale = reduction.scale,
+                         accumulate = reduction.accumulate]() mutable {
+      const at::Tensor scaled = sum.to(at::kFloat).mul_(scale);
+      accumulate ? result.add_(scaled) : result.copy_(scaled);
+    };
+    return failure_.guarded(what, [&] {
+      return std::make_unique<GroupWork>(group_->_reduce_scatter_base(sum, source), finish,
+                                         failure_of(what));
+    });
+  }
+
+  void all_reduce(std::span<double> values, comm::ReduceOp op) override {
+    const auto count = static_cast<std::int64_t>(values.size());
+    require_same_operation(fmt::format("all-reduce of {} values", count));
+    if (count == 0) return;
+    at::Tensor mine = as_tensor(values.data(), count, at::kDouble).clone();
+    at::Tensor all = at::empty({count * world_size()}, at::TensorOptions().dtype(at::kDouble));
+    failure_.guarded("all-reduce", [&] { return group_->_allgather_base(all, mine)->wait(); });
+    const auto* by_rank = all.const_data_ptr<double>();
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      double result = by_rank[i];
+      for (int r = 1; r < world_size(); ++r) {
+        const double other = by_rank[static_cast<std::size_t>(r) * values.size() + i];
+        if (op == comm::ReduceOp::kSum) result += other;
+        if (op == comm::ReduceOp::kMin) result = std::min(result, other);
+        if (op == comm::ReduceOp::kMax) result = std::max(result, other);
+      }
+      values[i] = result;
+    }
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    require_same_operation(comm::describe_broadcast(Bytes(bytes.size()), root, world_size()));
+    if (bytes.empty()) return;
+    std::vector<at::Tensor> tensors{byte_tensor(bytes)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    failure_.guarded("broadcast", [&] { return group_->broadcast(tensors, options)->wait(); });
+  }
+
+  std::vector<std::string> all_gather_text(const std::string& text) override {
+    return gather_text(text);
+  }
+
+  void barrier() override { require_same_operation("barrier"); }
+
+  void abort(std::string_view reason) noexcept override { failure_.give_up(reason); }
+
+ private:
+  GroupWork::Fail failure_of(const std::string& what) {
+    return [this, what](const std::string& error) { failure_.fail(what, error); };
+  }
+
+  std::vector<std::string> gather_text(const std::string& text) {
+    const int world = world_size();
+    std::int64_t length = static_cast<std::int64_t>(text.size());
+    at::Tensor mine = as_tensor(&length, 1, at::kLong);
+    at::Tensor lengths = at::empty({world}, at::TensorOptions().dtype(at::kLong));
+    failure_.guarded("exchange of texts",
+                     [&] { return group_->_allgather_base(lengths, mine)->wait(); });
+    const auto* by_rank = lengths.const_data_ptr<std::int64_t>();
+    const std::int64_t longest =
+        std::max<std::int64_t>(1, *std::max_element(by_rank, by_rank + world));
+    std::string padded = text;
+    padded.resize(static_cast<std::size_t>(longest));
+    at::Tensor source = as_tensor(padded.data(), longest, at::kByte);
+    at::Tensor all = at::empty({longest * world}, at::TensorOptions().dtype(at::kByte));
+    failure_.guarded("exchange of texts",
+                     [&] { return group_->_allgather_base(all, source)->wait(); });
+    std::vector<std::string> texts;
+    const auto* bytes = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
+    for (int r = 0; r < world; ++r)
+      texts.emplace_back(bytes + r * longest, static_cast<std::size_t>(by_rank[r]));
+    return texts;
+  }
+
+  // A handful of bytes from everybody, before sizes and kinds must agree.
+  void require_same_operation(const std::string& what) {
+    std::uint64_t hash = std::hash<std::string>{}(what);
+    at::Tensor mine = as_tensor(&hash, sizeof(hash), at::kByte);
+    at::Tensor all = at::empty({static_cast<std::int64_t>(sizeof(hash)) * world_size()},
+                               at::TensorOptions().dtype(at::kByte));
+    failure_.guarded(what, [&] { return group_->_allgather_base(all, mine)->wait(); });
+    const auto* bytes = all.const_data_ptr<std::uint8_t>();
+    bool same = true;
+    for (int r = 1; r < world_size(); ++r) {
+      same = same && std::memcmp(bytes, bytes + static_cast<std::size_t>(r) * sizeof(hash),
+                                 sizeof(hash)) == 0;
+    }
+    if (!same) failure_.fail_with(comm::different_operations(gather_text(what), names_of_ranks_));
+  }
+
+  c10::intrusive_ptr<c10d::Backend> group_;
+  int rank_;
+  int world_size_;
+  std::string name_;
+  comm::RankNames names_of_ranks_;
+  GroupFailure failure_;
+  std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
+};
+
+}  // namespace
+
+std::unique_ptr<comm::Collectives> make_c10d_collectives(c10::intrusive_ptr<c10d::Backend> group,
+                                                         c10::intrusive_ptr<c10d::Store> store,
+                                                         std::string id, std::string name,
+                                                         comm::RankNames names) {
+  return std::make_unique<C10dCollectives>(std::move(group), std::move(store), id, std::move(name),
+                                           names);
+}
+
+}  // namespace strata::torch

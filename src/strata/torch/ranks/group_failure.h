@@ -1,0 +1,59 @@
+// The one failure of a process group: kept, so that every later call throws it again, and told to
+// the other ranks by notes, so that each can say which rank failed and why. Threads: one thread a
+// rank. Ownership: shares the store. Errors: CommError.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "strata/comm/comm_options.h"
+#include "strata/torch/ranks/peer_notes.h"
+
+namespace strata::torch {
+
+class GroupFailure {
+ public:
+  // `id` tells the groups that share a store apart; the same on every rank, and never used again.
+  GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
+               comm::RankNames names = {});
+  // Tells the others that this rank has left, if all was well.
+  ~GroupFailure();
+  GroupFailure(const GroupFailure&) = delete;
+  GroupFailure& operator=(const GroupFailure&) = delete;
+
+  bool happened() const { return !error_.empty(); }
+  // Throws the failure, if there was one.
+  void rethrow() const;
+  // Throws, and keeps, the failure that another rank has posted, if one has.
+  void throw_if_a_peer_failed();
+  // Asks the others what happened to them, since a backend only knows that a connection went, then
+  // keeps, posts and throws what comes out. `error`: the backend's.
+  [[noreturn]] void fail(std::string_view what, std::string_view error);
+  // Keeps, posts and throws `message` as it is.
+  [[noreturn]] void fail_with(std::string message);
+  // Keeps `message` as this rank's decision to stop, and posts it.
+  void give_up(std::string_view reason) noexcept;
+
+  // Runs a call of the backend.
+  template <typename Call>
+  auto guarded(std::string_view what, Call&& call) -> decltype(call()) {
+    rethrow();
+    try {
+      return std::forward<Call>(call)();
+    } catch (const std::exception& error) {
+      fail(what, error.what());
+    }
+  }
+
+ private:
+  std::string most_telling(const std::vector<std::optional<PeerNote>>& notes) const;
+
+  int rank_;
+  comm::RankNames names_;
+  PeerNotes notes_;
+  std::string error_;  // empty while all is well
+};
+
+}  // namespace strata::torch

@@ -1,0 +1,197 @@
+#include "strata/torch/ranks/rank_environment.h"
+
+#include <charconv>
+#include <chrono>
+#include <cstdlib>
+#include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "strata/base/error.h"
+#include "strata/comm/combined/grouped_collectives.h"
+#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/shm_collectives.h"
+#include "strata/comm/peer/peer_collectives.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/ranks/device_collectives.h"
+#include "strata/torch/ranks/store_bootstrap.h"
+
+namespace strata::torch {
+namespace {
+
+std::optional<std::string> variable(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? std::nullopt : std::optional<std::string>(text);
+}
+
+int parse_number(const char* name, const std::string& text, int lowest, int highest) {
+  int value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || value < lowest || value > highest) {
+    throw ConfigError(
+        fmt::format("the environment variable {} must be a whole number from {} to {}; found '{}'",
+                    name, lowest, highest, text));
+  }
+  return value;
+}
+
+int required_number(const char* name, int lowest, int highest) {
+  const std::optional<std::string> text = variable(name);
+  if (!text) {
+    throw ConfigError(
+        fmt::format("WORLD_SIZE is set, so {0} must be, too; found none. Start every rank with its "
+                    "own RANK and the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {0}",
+                    name));
+  }
+  return parse_number(name, *text, lowest, highest);
+}
+
+c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
+                                           std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.isServer = environment.rank == 0 && !environment.launcher_listens;
+  options.waitWorkers = false;  // the bootstrap waits, and names who did not come
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::PrefixStore>(
+        fmt::format("strata/attempt-{}", environment.attempt),
+        c10::make_intrusive<c10d::TCPStore>(environment.master_address, options));
+  } catch (const std::exception& error) {
+    throw CommError(fmt::format(
+        "rank {} cannot {} {}:{} (MASTER_ADDR, MASTER_PORT), where the ranks find each other: {}",
+        environment.rank, options.isServer ? "listen at" : "reach", environment.master_address,
+        environment.master_port, error.what()));
+  }
+}
+
+// Ranks of the world that meet in a store of their own.
+struct Meeting {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int world_size = 1;
+  comm::RankNames names;
+};
+
+std::shared_ptr<comm::Collectives> meet(const Meeting& meeting, c10::Device place, bool peers,
+                                        std::chrono::milliseconds timeout) {
+  if (meeting.world_size == 1) return single_rank(place);
+  StoreBootstrap bootstrap(meeting.store, meeting.rank, meeting.world_size, timeout);
+  comm::CommOptions options;
+  options.timeout = timeout;
+  options.names = meeting.names;
+  std::shared_ptr<comm::Collectives> host = comm::make_shm_collectives(bootstrap, options);
+  if (!peers) return host;
+  comm::PeerOptions peer_options;
+  peer_options.timeout = timeout;
+  peer_options.names = meeting.names;
+  return comm::make_peer_collectives(make_device(place, 1), std::move(host), peer_options);
+}
+
+void require_same_groups(const c10::intrusive_ptr<c10d::Store>& store,
+                         const RankEnvironment& environment, const std::string& mine,
+                         std::chrono::milliseconds timeout) {
+  StoreBootstrap bootstrap(store, environment.rank, environment.world_size, timeout);
+  const std::vector<std::string> groups = bootstrap.exchange(mine);
+  for (std::size_t r = 1; r < groups.size(); ++r) {
+    if (groups[r] == groups[0]) continue;
+    throw ConfigError(fmt::format(
+        "zero_optimization.mics_shard_size, zero_hpz_partition_size: every rank must use the same "
+        "shard groups; found {} on rank 0 and {} on rank {}",
+        groups[0], groups[r], r));
+  }
+}
+
+// This face starts no NCCL.
+void require_one_carrier(const engine::Config& config, c10::Device place) {
+  using engine::CarrierKind;
+  for (const CarrierKind kind : {config.strata.gather, config.strata.reduce}) {
+    if (kind == CarrierKind::kAuto || (kind == CarrierKind::kPeer && place.is_cuda())) continue;
+    throw ConfigError(fmt::format(
+        "strata.gather, strata.reduce: they choose between peer and nccl for a model on GPUs, and "
+        "a C++ program that wants NCCL for one of them makes both (make_split_collectives) and "
+        "passes TrainerOptions::collectives; found '{}' and a model on {}",
+        kind == CarrierKind::kPeer ? "peer" : "nccl", place.str()));
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<comm::Collectives> single_rank(c10::Device place) {
+  std::shared_ptr<comm::Collectives> host = comm::LocalGroup(1).rank(0);
+  if (place.is_cpu()) return host;
+  DeviceGroup group;
+  group.place = place;
+  group.device = make_device(place, 1);
+  group.control = std::move(host);
+  group.name = group.control->name();
+  return make_device_collectives(std::move(group));
+}
+
+RankEnvironment RankEnvironment::read() {
+  RankEnvironment result;
+  constexpr int kRanksMax = 1 << 20;
+  const std::optional<std::string> world = variable("WORLD_SIZE");
+  if (!world) return result;
+  result.world_size = parse_number("WORLD_SIZE", *world, 1, kRanksMax);
+  result.rank = required_number("RANK", 0, result.world_size - 1);
+  if (result.world_size == 1) return result;
+  result.master_address = variable("MASTER_ADDR").value_or("127.0.0.1");
+  result.master_port = static_cast<std::uint16_t>(required_number("MASTER_PORT", 1, 65535));
+  result.launcher_listens = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  if (const auto attempt = variable("TORCHELASTIC_RESTART_COUNT")) {
+    result.attempt = parse_number("TORCHELASTIC_RESTART_COUNT", *attempt, 0, kRanksMax);
+  }
+  return result;
+}
+
+std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
+                                                    const engine::Config& config,
+                                                    c10::Device place) {
+  using engine::CollectivesKind;
+  if (environment.world_size == 1) return single_rank(place);
+  const CollectivesKind kind = config.strata.collectives;
+  require_one_carrier(config, place);
+  const bool peers =
+      kind == CollectivesKind::kPeer || (kind == CollectivesKind::kAuto && place.is_cuda());
+  const bool shared =
+      kind == CollectivesKind::kShm || (kind == CollectivesKind::kAuto && place.is_cpu());
+  if (!peers && (!shared || place.is_cuda())) {
+    throw ConfigError(fmt::format(
+        "strata.collectives: a C++ program of several processes of one host finds \"shm\" for a "
+        "model on the CPU by itself and \"peer\" for one on GPUs, with \"auto\"; for anything else "
+        "make the collectives, and pass TrainerOptions::collectives; found {} ranks and a model on "
+        "{}",
+        environment.world_size, place.str()));
+  }
+  const std::chrono::milliseconds timeout(
+      static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
+  const int size = config.shard_group_size(environment.world_size);
+  const c10::intrusive_ptr<c10d::Store> store = open_store(environment, timeout);
+  require_same_groups(
+      store, environment,
+      fmt::format("{}groups of {}", config.zero.secondary_shards ? "secondary " : "", size),
+      timeout);
+  const comm::ShardGroups groups{size, environment.world_size / size};
+  const int index = groups.index_of(environment.rank);
+  const int group = groups.group_of(environment.rank);
+  const auto part = [&](const char* what, int number) {
+    return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}-{}", what, number), store);
+  };
+  std::shared_ptr<comm::Collectives> collectives =
+      meet({part("inside", group), index, size, groups.inside_of(environment.rank)}, place, peers,
+           timeout);
+  if (groups.count > 1) {
+    collectives = comm::make_grouped_collectives(
+        std::move(collectives),
+        meet({part("across", index), group, groups.count, groups.across_of(environment.rank)},
+             place, peers, timeout),
+        make_device(place, 1),
+        config.zero.secondary_shards ? comm::Slices::kSecondary : comm::Slices::kReplicated);
+  }
+  collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
+  return collectives;
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,348 @@
+#include "strata/torch/start/adoption.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/start/comparison.h"
+#include "strata/torch/start/host_export.h"
+#include "strata/torch/start/host_intake.h"
+#include "strata/torch/start/rank_0_values.h"
+#include "strata/torch/start/value_intake.h"
+
+namespace strata::torch {
+namespace {
+
+constexpr Bytes kReleasedAtOnce = 128_MiB;
+constexpr std::size_t kBlocksSent = ValueIntake::kPiece / kBlock;
+
+std::span<std::byte> bytes_of_tensor(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
+          static_cast<std::size_t>(tensor.nbytes())};
+}
+
+class Adoption {
+ public:
+  Adoption(engine::Engine& engine, c10::Device place, const std::vector<ModelParameter>& parameters,
+           ThreadPool& threads, OriginalValues& originals);
+
+  bool run(plan::InitTier tier);
+
+ private:
+  bool on_host(int param) const { return on_host_[static_cast<std::size_t>(param)]; }
+  bool all_in_place() const;
+  std::vector<int> those(bool on_host) const;
+  Bytes whole_bytes(const std::vector<int>& params) const;
+  Bytes owned_bytes(const std::vector<int>& params) const;
+  std::vector<bool> blocks_kept(int param) const;
+  void look_at(Fingerprints& fingerprints, int param);
+  void look_in_place();
+  void move_in(Comparison* comparison, bool at_once);
+  std::function<void()> gathering_early();
+  void take_over();
+  void take_in(int param);
+  void take_all(bool piecewise);
+  void move_out();
+  void exchange_places();
+
+  engine::Engine& engine_;
+  c10::Device place_;
+  const std::vector<ModelParameter>& parameters_;
+  ThreadPool& threads_;
+  OriginalValues& originals_;
+  Comparison comparison_;
+  ValueIntake intake_;
+  std::vector<int> order_;     // parameters with values, as the engine's memory grows
+  std::vector<bool> on_host_;  // by parameter: its values come through a ring of buffers
+  bool complete_ = true;
+};
+
+Adoption::Adoption(engine::Engine& engine, c10::Device place,
+                   const std::vector<ModelParameter>& parameters, ThreadPool& threads,
+                   OriginalValues& originals)
+    : engine_(engine),
+      place_(place),
+      parameters_(parameters),
+      threads_(threads),
+      originals_(originals),
+      comparison_(engine.collectives(), parameters),
+      intake_(engine, place),
+      on_host_(parameters.size()) {
+  for (const engine::Unit& unit : engine.weights().units()) {
+    for (const int param : unit.spec.params) {
+      if (!originals.of(param).defined()) continue;
+      order_.push_back(param);
+      on_host_[static_cast<std::size_t>(param)] = originals.of(param).device() != place;
+    }
+  }
+}
+
+bool Adoption::all_in_place() const {
+  return order_.size() == parameters_.size() && those(true).empty();
+}
+
+std::vector<int> Adoption::those(bool on_host) const {
+  std::vector<int> found;
+  std::copy_if(order_.begin(), order_.end(), std::back_inserter(found),
+               [&](int param) { return this->on_host(param) == on_host; });
+  return found;
+}
+
+Bytes Adoption::whole_bytes(const std::vector<int>& params) const {
+  Bytes bytes;
+  for (const int param : params) bytes += Bytes(originals_.of(param).nbytes());
+  return bytes;
+}
+
+Bytes Adoption::owned_bytes(const std::vector<int>& params) const {
+  Bytes bytes;
+  for (const int param : params) {
+    const auto [begin, end] = engine_.weights().owned_range(param);
+    bytes += Bytes(originals_.of(param).element_size()) * (end - begin).value;
+  }
+  return bytes;
+}
+
+// Which blocks of a parameter in place this rank keeps something of, so that it matters whether
+// they are rank 0's: units that stay whole are filled from all.
+std::vector<bool> Adoption::blocks_kept(int param) const {
+  const at::Tensor& values = originals_.of(param);
+  std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
+  const bool all = engine_.weights().unit_of(param).whole || !values.is_cpu();
+  if (comparison_.is_reference() || all) return kept;
+  const auto [begin, end] = engine_.weights().owned_range(param);
+  const Bytes element(values.element_size());
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    const Bytes first = kBlock * static_cast<std::int64_t>(i);
+    kept[i] = first < element * end.value && first + kBlock > element * begin.value;
+  }
+  return kept;
+}
+
+void Adoption::look_at(Fingerprints& fingerprints, int param) {
+  const at::Tensor& values = originals_.of(param);
+  const at::Tensor flat = values.contiguous();
+  const std::span bytes(static_cast<const std::byte*>(flat.const_data_ptr()), flat.nbytes());
+  const std::vector<bool> kept = blocks_kept(param);
+  for (std::size_t i = 0; i < kept.size();) {
+    std::size_t end = i + 1;
+    while (end < kept.size() && kept[end] == kept[i]) ++end;
+    const std::size_t first = i * kBlock.size();
+    const std::size_t last = std::min(end * kBlock.size(), bytes.size());
+    if (kept[i]) {
+      fingerprints.add(bytes.subspan(first, last - first), flat.is_cpu(),
+                       comparison_.place_for(param, i, end - i));
+    }
+    i = end;
+  }
+  if (!values.is_contiguous()) fingerprints.flush();  // one copy at a time
+}
+
+void Adoption::look_in_place() {
+  if (!comparison_.wanted()) return;
+  Fingerprints fingerprints(kBlock, engine_.device(), threads_);
+  for (const int param : those(false)) look_at(fingerprints, param);
+  fingerprints.flush();
+}
+
+// Collective. Begins to gather the units that stay whole, where every rank has all values on the
+// host: when it is called all of them have been stored. Null where there is nothing to gather.
+std::function<void()> Adoption::gathering_early() {
+  const bool all = order_.size() == parameters_.size() && those(false).empty();
+  double least[] = {all ? 1.0 : 0.0};
+  engine_.collectives().all_reduce(least, comm::ReduceOp::kMin);
+  const comm::ShardPlace place = engine_.collectives().shard_place();
+  if (least[0] == 0.0 || place.held_count() == 1 || place.parts > 1) return {};
+  std::vector<int> whole;
+  for (const engine::Unit& unit : engine_.weights().units()) {
+    if (unit.whole) whole.push_back(unit.id);
+  }
+  if (whole.empty()) return {};
+  return [this, whole = std::move(whole)] { engine_.gather_early(whole); };
+}
+
+// This rank's own values from the host. With a comparison the ranks have yet to compare; what rank
+// 0 has otherwise comes on top. Rank 0, which reads all of its model for that, has stored what it
+// keeps long before: units are gathered meanwhile.
+void Adoption::move_in(Comparison* comparison, bool at_once) {
+  const bool compares = comparison != nullptr && comparison->wanted();
+  const std::function<void()> stored = compares ? gathering_early() : nullptr;
+  const std::vector<int> params = those(true);
+  if (params.empty()) return;
+  engine::InitReport::Phase phase(engine_.init_report(), "move in", owned_bytes(params));
+  HostIntake intake(engine_, threads_, comparison, phase, at_once);
+  for (const int param : params) {
+    const at::Tensor values = originals_.of(param).contiguous();
+    intake.add(param, Numel(), values);
+    if (!originals_.of(param).is_contiguous()) intake.flush();  // one copy at a time
+  }
+  intake.flush(stored);
+  engine_.device().compute_stream().synchronize();
+  complete_ = complete_ && intake.complete();
+}
+
+// From models that hold these parameters sharded: one unit of theirs is whole at a time.
+void Adoption::take_over() {
+  // In an order that all ranks share, since the end of each is collective.
+  std::vector<std::shared_ptr<ShardedModel>> owners;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const ModelParameter& parameter = parameters_[i];
+    if (parameter.owner == nullptr) continue;
+    const int params[] = {parameter.owner_index};
+    parameter.owner->gather(params);
+    intake_.store(static_cast<int>(i), Numel(),
+                  parameter.owner->parameters().full_view(parameter.owner_index));
+    parameter.owner->release(params, true);
+    if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
+      owners.push_back(parameter.owner);
+  }
+  if (owners.empty()) return;
+  engine_.collectives().barrier();  // peers have read what is about to go
+  for (const auto& owner : owners) owner->destroy(false);
+}
+
+// What the engine does not have yet of one parameter: all of it, or what rank 0 has otherwise.
+void Adoption::take_in(int param) {
+  const std::vector<Comparison::Run> runs = comparison_.runs(param, kBlocksSent);
+  const bool equal =
+      std::none_of(runs.begin(), runs.end(), [](const auto& run) { return run.differs; });
+  if (equal && on_host(param)) return;
+  const at::Tensor flat = originals_.of(param).contiguous().view({-1});
+  if (equal) {
+    intake_.store(param, Numel(), flat);
+    return;
+  }
+  const Numel block(kBlock / Bytes(flat.element_size()));
+  for (const Comparison::Run& run : runs) {
+    const Numel begin = block * static_cast<std::int64_t>(run.begin);
+    const Numel end = std::min(block * static_cast<std::int64_t>(run.end), Numel(flat.numel()));
+    const at::Tensor part = flat.narrow(0, begin.value, (end - begin).value);
+    if (run.differs) {
+      intake_.store_from_rank_0(param, begin, part);
+    } else if (!on_host(param)) {
+      intake_.store(param, begin, part);
+    }
+  }
+}
+
+// `piecewise`: the values' memory goes back to the system as the engine's grows.
+void Adoption::take_all(bool piecewise) {
+  if (!piecewise) engine_.weights().back_all();
+  engine::InitReport::Phase phase(engine_.init_report(), "place values", whole_bytes(those(false)));
+  Bytes freed;
+  for (const int param : order_) {
+    const Bytes bytes(originals_.of(param).nbytes());
+    take_in(param);
+    if (!on_host(param)) phase.moved(bytes);
+    if (!piecewise) continue;
+    originals_.give_up(param);
+    freed += bytes;
+    if (freed < kReleasedAtOnce) continue;
+    release_cached_memory(place_);  // the engine takes its memory past torch
+    freed = Bytes();
+  }
+  engine_.device().compute_stream().synchronize();
+}
+
+// All values leave the device.
+void Adoption::move_out() {
+  const std::vector<int> params = those(false);
+  if (params.empty()) return;
+  std::vector<at::Tensor> there;
+  {
+    engine::InitReport::Phase phase(engine_.init_report(), "move out", whole_bytes(params));
+    HostExport way(engine_, threads_, phase);
+    for (const int param : params) {
+      const at::Tensor values = originals_.of(param).contiguous();
+      there.push_back(empty_on_host(values));
+      way.add(bytes_of_tensor(there.back()), bytes_of_tensor(values));
+      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
+    }
+    way.flush();
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    originals_.move(params[i], there[i]);
+    on_host_[static_cast<std::size_t>(params[i])] = true;
+  }
+  release_cached_memory(place_);
+}
+
+// Each rank keeps its own part on the host while the device changes hands.
+void Adoption::exchange_places() {
+  std::vector<at::Tensor> parts;
+  const Bytes total = owned_bytes(order_);
+  {
+    engine::InitReport::Phase phase(engine_.init_report(), "move out", total);
+    HostExport way(engine_, threads_, phase);
+    for (const int param : order_) {
+      const auto [begin, end] = engine_.weights().owned_range(param);
+      const at::Tensor values = originals_.of(param).contiguous();
+      const at::Tensor own = values.view({-1}).narrow(0, begin.value, (end - begin).value);
+      parts.push_back(empty_on_host(own));
+      way.add(bytes_of_tensor(parts.back()), bytes_of_tensor(own));
+      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
+    }
+    way.flush();
+  }
+  for (const int param : order_) originals_.give_up(param);
+  release_cached_memory(place_);
+  engine::InitReport::Phase phase(engine_.init_report(), "move in", total);
+  HostIntake intake(engine_, threads_, nullptr, phase, true);
+  for (std::size_t i = 0; i < order_.size(); ++i)
+    intake.add(order_[i], engine_.weights().owned_range(order_[i]).first, parts[i]);
+  intake.flush();
+  engine_.device().compute_stream().synchronize();
+}
+
+bool Adoption::run(plan::InitTier tier) {
+  if (take_from_rank_0(engine_, originals_, those(true), threads_.threads())) return false;
+  const bool beside = tier == plan::InitTier::kBornFlat || tier == plan::InitTier::kDeviceCopy;
+  move_in(&comparison_, beside || those(false).empty());
+  if (comparison_.wanted()) {
+    engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
+    look_in_place();
+    comparison_.exchange();
+    if (comparison_.any()) engine_.gatherer().abandon_refresh();  // of values that do not stay
+  }
+  const bool distributed = tier == plan::InitTier::kDistributed && all_in_place();
+  if (distributed && !comparison_.any()) {
+    exchange_places();
+    return false;
+  }
+  if (distributed || (tier == plan::InitTier::kHost && !those(false).empty())) {
+    move_out();
+    move_in(nullptr, true);
+  }
+  take_over();
+  take_all(tier == plan::InitTier::kDeviceGrow);
+  return complete_;
+}
+
+}  // namespace
+
+std::string describe_values(const std::vector<ModelParameter>& parameters) {
+  std::string text;
+  for (const ModelParameter& parameter : parameters) {
+    fmt::format_to(
+        std::back_inserter(text), "parameter {} is built as {}\n", parameter.name,
+        parameter.has_own_values() ? c10::toString(parameter.variable.scalar_type()) : "empty");
+  }
+  return text;
+}
+
+bool adopt_values(engine::Engine& engine, c10::Device place,
+                  const std::vector<ModelParameter>& parameters, plan::InitTier tier,
+                  ThreadPool& threads, OriginalValues& originals) {
+  const at::NoGradGuard no_grad;
+  const bool complete = Adoption(engine, place, parameters, threads, originals).run(tier);
+  double least[] = {complete ? 1.0 : 0.0};
+  engine.collectives().all_reduce(least, comm::ReduceOp::kMin);
+  return least[0] > 0.0;
+}
+
+}  // namespace strata::torch

@@ -1,0 +1,98 @@
+#include "strata/torch/start/original_values.h"
+
+#include <ATen/MapAllocator.h>
+#include <ATen/ops/empty.h>
+
+#include "strata/base/error.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::torch {
+namespace {
+
+void point(at::Tensor variable, const at::Tensor& values) {
+  variable.set_data(values);
+}
+
+at::Tensor nothing_like(const at::Tensor& variable) {
+  return at::empty({0}, variable.options().requires_grad(false));
+}
+
+// Memory that came with a deleter of its own may be of somebody who still reads it.
+bool is_of_torchs_allocator(const c10::Storage& storage) {
+  const c10::Allocator* const allocator = storage.allocator();
+  return allocator != nullptr && allocator->raw_deleter() != nullptr &&
+         storage.data_ptr().get_deleter() == allocator->raw_deleter();
+}
+
+}  // namespace
+
+OriginalValues::OriginalValues(const std::vector<ModelParameter>& parameters)
+    : gone_(parameters.size()) {
+  for (const ModelParameter& parameter : parameters) {
+    variables_.push_back(parameter.variable);
+    values_.push_back(parameter.has_own_values() ? parameter.variable.detach() : at::Tensor());
+    homes_.push_back(parameter.variable.device());
+  }
+}
+
+void OriginalValues::move(int param, at::Tensor values) {
+  const auto i = static_cast<std::size_t>(param);
+  point(variables_[i], values);
+  values_[i] = std::move(values);
+}
+
+void OriginalValues::give_up(int param) {
+  const auto i = static_cast<std::size_t>(param);
+  point(variables_[i], nothing_like(values_[i]));
+  values_[i].reset();
+  gone_[i] = true;
+  ++given_up_;
+}
+
+std::vector<at::Tensor> OriginalValues::release() {
+  std::vector<at::Tensor> handed_over;
+  for (at::Tensor& values : values_) {
+    if (values.defined() && values.is_cpu() && values.use_count() == 1) {
+      c10::StorageImpl* storage = values.storage().unsafeGetStorageImpl();
+      if (values.storage().use_count() == 1 && storage->pyobj_slot()->load_pyobj() == nullptr)
+        handed_over.push_back(std::move(values));
+    }
+    values.reset();
+  }
+  return handed_over;
+}
+
+void free(std::vector<at::Tensor> values) noexcept {
+  for (at::Tensor& one : values) {
+    const c10::Storage& storage = one.storage();
+    if (is_of_torchs_allocator(storage)) {
+      memory::give_back_pages({static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()});
+    }
+    one.reset();
+  }
+}
+
+void unmap(std::vector<c10::DataPtr> mapped_files) noexcept {
+  for (c10::DataPtr& file : mapped_files) {
+    const auto* const mapping = at::MapAllocator::fromDataPtr(file);
+    STRATA_ASSERT(mapping != nullptr);
+    memory::give_back_pages(
+        {static_cast<std::byte*>(mapping->data()), static_cast<std::size_t>(mapping->size())});
+    file.clear();
+  }
+}
+
+void OriginalValues::restore() noexcept {
+  for (std::size_t i = 0; i < values_.size(); ++i) {
+    try {
+      if (gone_[i]) point(variables_[i], nothing_like(variables_[i]));
+      if (!values_[i].defined()) continue;
+      point(variables_[i], values_[i]);
+      if (values_[i].device() != homes_[i]) move(static_cast<int>(i), values_[i].to(homes_[i]));
+    } catch (const std::exception&) {
+      continue;  // no room there now: the values are on the host
+    }
+  }
+}
+
+}  // namespace strata::torch
