@@ -89,10 +89,11 @@ test-gpu: build  ## The same with models on the GPU, GPU_JOBS=8 Python tests at 
 test-core: core  ## The core's tests alone: seconds
 	$(PYTHON) tools/run_tests.py build/dev --cpp-only --label core --jobs $(JOBS)
 
-# Two ranks share the cores. torchrun warns where nobody says how many threads each takes.
-demo: module  ## Train a small Qwen3 over two ranks at ZeRO stage 3
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( ($$(nproc) + 1) / 2 ))} \
-	  $(VENV)/bin/torchrun --standalone --nproc_per_node=2 \
+# A rank for each GPU, or two that share the cores. torchrun warns where nobody says how many threads each takes.
+demo: module  ## Train a small Qwen3 at ZeRO stage 3: a rank a GPU, or two on the CPU
+	ranks=$$($(VENV_PYTHON) -c "import torch; print(torch.cuda.device_count() or 2)"); \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( ($$(nproc) + ranks - 1) / ranks ))} \
+	  $(VENV)/bin/torchrun --standalone --nproc_per_node=$$ranks \
 	  examples/train_stdlib.py --config examples/ds_config.json $(DEMO)
 
 bench-cpu: module  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks

@@ -9,6 +9,7 @@ not, or when the loss did not fall. Everything is written to demo_out/.
 """
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -93,10 +94,19 @@ def mib(count):
     return f"{count / 2**20:.1f} MiB" if count else "-"
 
 
-def held_by_tier(engine):
-    """One short text: what this rank holds now, by tier."""
-    tiers = {tier: held for (tier, kind), (held, _) in engine.memory_report().items() if kind == "total"}
-    return ", ".join(f"{tier} {mib(held)}" for tier, held in tiers.items() if held) or "nothing"
+def held(engine):
+    """Bytes that this rank holds now, in all tiers."""
+    return sum(bytes_now for (_, kind), (bytes_now, _) in engine.memory_report().items() if kind == "total")
+
+
+def place(engine):
+    """Where rank 0 trains, as people call it."""
+    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU"
+
+
+def dtype_of(engine):
+    """What the weights are kept in, as torch calls it."""
+    return str(next(engine.module.parameters()).dtype).removeprefix("torch.")
 
 
 def show_memory(console, engine, parameters):
@@ -104,25 +114,26 @@ def show_memory(console, engine, parameters):
     table = Table("tier", "kind", box=box.SIMPLE_HEAD)
     for column in ("now", "peak"):
         table.add_column(column, justify="right")
-    for (tier, kind), (held, peak) in engine.memory_report().items():
+    for (tier, kind), (bytes_now, peak) in engine.memory_report().items():
         if peak and kind != "total":
-            table.add_row(tier, kind, mib(held), mib(peak))
-    whole = mib(2 * parameters)
+            table.add_row(tier, kind, mib(bytes_now), mib(peak))
+    dtype = dtype_of(engine)
+    whole = mib(parameters * getattr(torch, dtype).itemsize)
     console.print(
-        f"\n[bold]memory[/bold] of rank 0 of {engine.world_size}; the whole weights in bf16 would be {whole}",
+        f"\n[bold]memory[/bold] of rank 0 of {engine.world_size}; the whole weights in {dtype} would be {whole}",
         highlight=False,
     )
     console.print(table)
 
 
 def train(engine, text, steps, length, console):
-    """Runs ``steps`` optimizer steps; returns the mean loss over ranks of each."""
+    """Runs ``steps`` optimizer steps; returns the mean loss over ranks of each. Its progress fits 80 columns."""
     generator = torch.Generator().manual_seed(1 + engine.global_rank)
     micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     tokens_a_step = engine.train_batch_size() * length
     columns = (
         TextColumn("step"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=14),
         MofNCompleteColumn(),
         TextColumn("{task.fields[now]}"),
         TimeRemainingColumn(),
@@ -140,7 +151,7 @@ def train(engine, text, steps, length, console):
                 total += loss.item() / accumulation
             losses.append(total_over_ranks(total) / engine.world_size)
             rate = tokens_a_step / (time.perf_counter() - begin)
-            now = f"loss {losses[-1]:.3f}  {rate:,.0f} tokens/s  {held_by_tier(engine)}"
+            now = f"loss {losses[-1]:.3f}  {rate:,.0f} tokens/s  {mib(held(engine))}"
             progress.update(task, advance=1, now=now)
     return losses
 
@@ -185,6 +196,15 @@ def quiet():
     logging.basicConfig(level=logging.WARNING)
 
 
+def read_config(path):
+    """The configuration, as a dict; without bf16 on a CPU without instructions for it, where it takes ten times as
+    long as fp32."""
+    config = json.loads(Path(path).read_text())
+    if not torch.cuda.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        config.pop("bf16", None)
+    return config
+
+
 def parse_arguments():
     here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,12 +225,13 @@ def main():
 
     initial, trained = arguments.out / "initial", arguments.out / "trained"
     parameters = int(total_over_ranks(write_initial_checkpoint(initial) if rank == 0 else 0))
-    engine, _, _, _ = strata.load_pretrained(str(initial), arguments.config)
+    engine, _, _, _ = strata.load_pretrained(str(initial), read_config(arguments.config))
     engine.train()
     text, held_out = read_standard_library()
+    ranks = "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"
     console.print(
-        f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold], stage {engine.zero_optimization_stage()}, "
-        f"{engine.world_size} ranks over {engine.collectives_name}; {len(text) / 1e6:.1f} MB of source text",
+        f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold] in {dtype_of(engine)}, {len(text) / 1e6:.1f} MB of text\n"
+        f"ZeRO stage {engine.zero_optimization_stage()}, {ranks} on {place(engine)} over {engine.collectives_name}",
         highlight=False,
     )
 
@@ -236,7 +257,7 @@ def main():
 
 def check(console, folder, batch, under_engine, losses):
     """Whether plain transformers finds the engine's loss in what was saved, and the loss fell."""
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     loaded = evaluate(plain, batch)
     same = abs(loaded - under_engine) <= 1e-3 * under_engine
     console.print(

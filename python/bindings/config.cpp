@@ -27,6 +27,7 @@ void bind_config(py::module_& module) {
       .def_property_readonly(
           "dtype", [](const Config& c) { return std::string(name_of(c.precision.param_dtype)); })
       .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
+      .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",
                              [](const Config& c) { return c.batch.train_batch_size; })
       .def_property_readonly("micro_batch_size",

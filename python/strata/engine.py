@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
+from .arguments import intercept_arguments
 from .interception import intercept, restore
 from .model_input import describe_modules, describe_parameters
 from .optimizer import groups_of
@@ -56,16 +57,23 @@ class Engine(torch.nn.Module):
         self._described = parameters
         take_ownership(self.core, parameters)
         self._interception = intercept(self.core, module_objects)
+        self._restore_arguments = intercept_arguments(
+            model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
+        )
         self.core.free_originals()
         atexit.register(_leave_together, weakref.ref(self.core))
 
     # --- the pass ---
 
     def forward(self, *args, **kwargs):
-        """The model's forward; under ``fp16.auto_cast`` floating inputs are cast to fp16."""
+        """The model's forward. Tensors of the host among its arguments, also within tuples, lists, dicts and
+        dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by ``engine.module(...)`` and
+        ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
+
+        Raises:
+            UsageError: for a tensor on another GPU.
+        """
         self.core.begin_forward()
-        if self._config.cast_inputs:
-            args, kwargs = _cast_inputs((args, kwargs), torch.float16)
         return self.module(*args, **kwargs)
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
@@ -271,7 +279,7 @@ class Engine(torch.nn.Module):
         print_table(report)
 
     def deepspeed_io(self, dataset, collate_fn=None, batch_size=None):
-        """A DataLoader over ``dataset`` that gives each rank its part, in micro-batches."""
+        """A DataLoader over ``dataset`` of this rank's part, in micro-batches on the host; pinned for a GPU."""
         sampler = torch.utils.data.distributed.DistributedSampler(
             dataset, num_replicas=self.world_size, rank=self.global_rank, drop_last=self._config.drop_last
         )
@@ -280,6 +288,7 @@ class Engine(torch.nn.Module):
             batch_size=batch_size or self._config.micro_batch_size,
             sampler=sampler,
             collate_fn=collate_fn,
+            pin_memory=self.device.type == "cuda",
             drop_last=self._config.drop_last,
         )
 
@@ -304,6 +313,7 @@ class Engine(torch.nn.Module):
             self._tell_of_trace()
         self.core.destroy(keep_values)
         restore(self._interception)
+        self._restore_arguments()
         give_up_ownership(self.core, self._described)
 
     def __getattr__(self, name):
@@ -338,12 +348,3 @@ def _leave_together(core_reference):
     except _C.CommError:
         pass  # another rank failed, and said so itself
 
-
-def _cast_inputs(value, dtype):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast_inputs(v, dtype) for v in value)
-    if isinstance(value, dict):
-        return {k: _cast_inputs(v, dtype) for k, v in value.items()}
-    return value

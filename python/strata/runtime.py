@@ -1,6 +1,8 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
+import atexit
 import itertools
+import logging
 import os
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -11,24 +13,45 @@ import torch.distributed as dist
 from . import _C
 from .carriers import join, nccl_runs, require_sensible, wanted_carriers
 
+logger = logging.getLogger("strata")
+
 _FAILED = "failed: "
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
 _bulk_groups = itertools.count()  # of this process; every rank counts alike
 
 
 def init_distributed(dist_backend=None, timeout=None, **_ignored):
-    """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...) if there
-    is none and the environment names more than one rank. A no-op otherwise.
+    """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...), of this process
+    alone where no launcher has set it, so that scripts may use torch.distributed either way. The group is destroyed
+    when the program ends, unless the script does so itself. A no-op where there is one.
 
     Args:
         dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
         timeout: a ``datetime.timedelta``; torch's default when None.
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if dist.is_initialized():
         return
     if dist_backend is None:
         dist_backend = "cpu:gloo,cuda:nccl" if _C.usable_gpus() else "gloo"
-    dist.init_process_group(dist_backend, **({} if timeout is None else {"timeout": timeout}))
+    options = {} if timeout is None else {"timeout": timeout}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(dist_backend, **options)
+    else:
+        try:
+            dist.init_process_group(dist_backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+        except RuntimeError as error:  # a host without any network; one rank can do without the group
+            logger.warning("torch.distributed cannot be used: no process group of this one process: %s", error)
+            return
+    atexit.register(_destroy_group, dist.group.WORLD)
+
+
+def _destroy_group(group):
+    """At the end of the program, after engines have left (exit hooks run last in, first out)."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        try:
+            dist.destroy_process_group()
+        except Exception as error:  # peers that died, or a GPU that is lost: who failed has said so
+            logger.debug("the process group could not be destroyed: %s", error)
 
 
 def rank_and_world_size():

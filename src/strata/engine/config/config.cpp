@@ -154,6 +154,7 @@ StrataConfig read_strata(const Settings& s) {
           .device = where == "cpu"    ? DeviceKind::kCpu
                     : where == "cuda" ? DeviceKind::kCuda
                                       : DeviceKind::kAuto,
+          .move_inputs = s.flag("strata.move_inputs"),
           .collectives = how == "local"  ? CollectivesKind::kLocal
                          : how == "shm"  ? CollectivesKind::kShm
                          : how == "c10d" ? CollectivesKind::kC10d

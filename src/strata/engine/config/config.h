@@ -69,6 +69,7 @@ struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   RefreshAt refresh_at = RefreshAt::kAuto;
   DeviceKind device = DeviceKind::kAuto;
+  bool move_inputs = true;  // of the host, to the model's device
   CollectivesKind collectives = CollectivesKind::kAuto;
   CarrierKind gather = CarrierKind::kAuto;
   CarrierKind reduce = CarrierKind::kAuto;

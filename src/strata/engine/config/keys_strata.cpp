@@ -22,6 +22,10 @@ constexpr std::array kKeys{
     Key{"strata.device", kChoice, "\"auto\"", "auto|cpu|cuda", kHonoured,
         "where the model trains; auto: where it lies, and models on the host go to the rank's GPU",
         ""},
+    Key{"strata.move_inputs", kFlag, "true", "", kHonoured,
+        "whether tensors of the host among the arguments of the model's forward and generate are "
+        "copied to its device",
+        ""},
     Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d|nccl|peer", kHonoured,
         "how ranks talk: threads of one process, processes of one host, torch.distributed; between "
         "GPUs peer (copy engines between GPUs of one host) or nccl for weights and gradients; auto "
