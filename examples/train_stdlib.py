@@ -261,7 +261,7 @@ def check(console, folder, batch, under_engine, losses):
     loaded = evaluate(plain, batch)
     same = abs(loaded - under_engine) <= 1e-3 * under_engine
     console.print(
-        f"\nsaved to {folder}; held-out loss: engine {under_engine:.4f}, plain transformers {loaded:.4f}: "
+        f"\nsaved to {folder}\nheld-out loss: engine {under_engine:.4f}, plain transformers {loaded:.4f}: "
         + ("[bold green]equal[/bold green]" if same else "[bold red]NOT equal[/bold red]"),
         highlight=False,
     )
