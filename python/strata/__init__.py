@@ -30,7 +30,7 @@ from .forecast import memory_forecast
 from .initialize import initialize
 from .optimizer import ShardedOptimizer
 from .pretrained import load_pretrained, load_weights
-from .runtime import init_distributed
+from .ranks.runtime import init_distributed
 from .schedule import ScheduledLR
 
 __version__ = "0.1.0"

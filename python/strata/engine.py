@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
-from .arguments import intercept_arguments
-from .interception import intercept, restore
-from .model_input import describe_modules, describe_parameters
+from .model.arguments import intercept_arguments
+from .model.interception import intercept, restore
+from .model.model_input import describe_modules, describe_parameters
+from .model.ownership import give_up_ownership, take_ownership
+from .model.placement import move_buffers
 from .optimizer import groups_of
-from .ownership import give_up_ownership, take_ownership
-from .placement import move_buffers
-from .step_view import print_table
+from .views.step_view import print_table
 
 
 logger = logging.getLogger("strata")

@@ -2,7 +2,7 @@
 
 from . import _C
 from .initialize import make_optimizer, parse_config
-from .model_input import describe_modules, describe_parameters
+from .model.model_input import describe_modules, describe_parameters
 from .optimizer import groups_of
 
 

@@ -8,13 +8,13 @@ import torch
 
 from . import _C
 from .engine import Engine
-from .joint import together
-from .model_input import parameters_of
+from .model.model_input import parameters_of
+from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
-from .placement import choose_device
-from .runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
+from .ranks.joint import together
+from .ranks.runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
 from .schedule import ScheduledLR
-from .start_up import StartUp, require_writable
+from .views.start_up import StartUp, require_writable
 
 logger = logging.getLogger("strata")
 

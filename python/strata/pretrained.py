@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
-from .born_flat import build_model, make_flat, tie_as_checkpoint
-from .checkpoint_names import is_transformers_model, model_tensors, preferred_names, saved_tensors, state_names
+from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
+from .checkpoint.load_plan import Contents, LoadPlan
+from .checkpoint.names import is_transformers_model, model_tensors, preferred_names, saved_tensors, state_names
+from .checkpoint.ranges import RangeTensor
 from .initialize import assemble, prepare
-from .joint import together
-from .load_plan import Contents, LoadPlan
-from .ranges import RangeTensor
-from .runtime import init_distributed, make_collectives
-from .start_up import StartUp
+from .ranks.joint import together
+from .ranks.runtime import init_distributed, make_collectives
+from .views.start_up import StartUp
 
 
 def load_pretrained(

@@ -63,10 +63,10 @@ def prepare_rank():
     if ON_GPU:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if shares_a_gpu():
-        import strata.runtime
+        import strata.ranks.runtime
 
         # Users are told that ranks on one GPU are a mistake, unless they ask for "peer".
-        strata.runtime._require_own_devices = lambda hosts, devices: None
+        strata.ranks.runtime._require_own_devices = lambda hosts, devices: None
 
 
 def to_test_device(values):

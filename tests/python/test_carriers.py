@@ -17,7 +17,7 @@ from test_errors import assert_told, error_of
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 import strata
-from strata import carriers, runtime
+from strata.ranks import carriers, runtime
 
 SPLIT = [("peer", "nccl"), ("nccl", "peer")]
 
@@ -100,7 +100,7 @@ def _probed():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("strata.carriers")
+    logger = logging.getLogger("strata.ranks.carriers")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     strata.init_distributed()

@@ -14,8 +14,8 @@ from devices import ON_GPU, ranks_at_most
 from hf_models import MODELS
 from ranks import run_ranks
 from rich.console import Console
-from strata.start_up import StartUp, merged
-from strata.start_up_view import ProgressBar, print_table, table_text
+from strata.views.start_up import StartUp, merged
+from strata.views.start_up_view import ProgressBar, print_table, table_text
 from tiny_models import config_of, make_engine, make_model
 
 KEYS = {

@@ -1,7 +1,7 @@
 """How a model is described to the engine: as torch itself walks it."""
 
 import torch
-from strata.model_input import describe_modules, describe_parameters, modules_of, named_parameters, parameters_of, walk
+from strata.model.model_input import describe_modules, describe_parameters, modules_of, named_parameters, parameters_of, walk
 from torch import nn
 
 

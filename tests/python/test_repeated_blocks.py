@@ -7,10 +7,10 @@ pytest.importorskip("transformers")
 import torch
 import transformers as hf
 
-from strata import checkpoint_names, repeated_blocks
-from strata.checkpoint_names import model_tensors, saved_tensors, state_names
-from strata.ranges import RangeTensor
-from strata.repeated_blocks import Leaves
+from strata.checkpoint import names as checkpoint_names, repeated_blocks
+from strata.checkpoint.names import model_tensors, saved_tensors, state_names
+from strata.checkpoint.ranges import RangeTensor
+from strata.checkpoint.repeated_blocks import Leaves
 
 LAYERS = 5
 _SIZES = {

@@ -11,7 +11,7 @@ import strata
 import torch
 from ranks import run_ranks
 from rich.console import Console
-from strata.step_view import print_table, table_text
+from strata.views.step_view import print_table, table_text
 from tiny_models import config_of, loss_of, make_batches, make_engine, make_model, rank_and_world
 
 KEYS = {

@@ -3,8 +3,8 @@ that does not fit is refused before anything is stored."""
 
 import logging
 
-from . import _C
-from .checkpoint_names import model_tensors
+from .. import _C
+from .names import model_tensors
 from .repeated_blocks import Leaves
 
 logger = logging.getLogger("strata")

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from copy import deepcopy
 
-from . import _C
+from .. import _C
 from .repeated_blocks import RepeatedBlocks
 
 

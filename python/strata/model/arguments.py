@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from . import _C
+from .. import _C
 
 
 def intercept_arguments(module, device, floating):

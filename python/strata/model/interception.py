@@ -1,6 +1,6 @@
 """Puts the engine between a model's modules and their parameters, and takes it away again."""
 
-from . import _C
+from .. import _C
 
 
 def intercept(core, modules, scopes=True):

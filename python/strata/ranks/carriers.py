@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from . import _C
+from .. import _C
 
 log = logging.getLogger(__name__)
 

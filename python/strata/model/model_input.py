@@ -2,7 +2,7 @@
 
 import torch
 
-from ._owner import owner_of
+from .ownership import owner_of
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from . import _C
-from .checkpoint_names import state_names
+from .. import _C
+from .names import state_names
 
 
 def build_model(model_class, config, dtype, model_arguments):

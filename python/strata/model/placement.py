@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from . import _C
+from .. import _C
 from .model_input import modules_of, named_parameters, parameters_of
 
 

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from . import _C
+from .. import _C
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 
-from . import _C
+from .. import _C
 from .start_up_view import ProgressBar, print_table, table_text
 
 logger = logging.getLogger("strata")

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from . import _C
+from .. import _C
 from .carriers import join, nccl_runs, require_sensible, wanted_carriers
 
 logger = logging.getLogger("strata")

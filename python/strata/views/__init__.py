@@ -1,0 +1,1 @@
+"""How start-up and steps went, as people see it: accounts, progress and tables."""
