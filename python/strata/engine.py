@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
+from .checkpoint.saving import save_pretrained
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
@@ -295,8 +296,6 @@ class Engine(torch.nn.Module):
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
         """Writes the weights, in shards of at most ``max_shard_size``, and the model's configuration, so that
         transformers' ``from_pretrained`` loads them. Collective (``strata.pretrained.save_pretrained``)."""
-        from .pretrained import save_pretrained
-
         save_pretrained(self, save_directory, max_shard_size)
 
     # --- the end ---

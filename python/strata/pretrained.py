@@ -1,8 +1,6 @@
 """``load_pretrained``, ``load_weights`` and ``save_pretrained``: checkpoints of Hugging Face and sharded weights."""
 
-import copy
 import os
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,12 +10,14 @@ import torch
 from . import _C
 from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
 from .checkpoint.load_plan import Contents, LoadPlan
-from .checkpoint.names import is_transformers_model, model_tensors, preferred_names, saved_tensors, state_names
-from .checkpoint.ranges import RangeTensor
+from .checkpoint.names import model_tensors, state_names
+from .checkpoint.saving import save_pretrained
 from .initialize import assemble, prepare
 from .ranks.joint import together
 from .ranks.runtime import init_distributed, make_collectives
 from .views.start_up import StartUp
+
+__all__ = ["load_pretrained", "load_weights", "save_pretrained"]
 
 
 def load_pretrained(
@@ -111,42 +111,6 @@ def load_weights(engine, path, strict=False):
     _load(engine, plan, StartUp())
 
 
-def save_pretrained(engine, folder, max_shard_size="5GB"):
-    """Writes the weights as a Hugging Face checkpoint. Collective; ``engine.save_pretrained`` is this.
-
-    The weights stay sharded: one unit at a time is gathered and rank 0 writes it. Weights are in the
-    configuration's precision; names are those that transformers' own ``save_pretrained`` writes. config.json
-    and generation_config.json are written for transformers models. A checkpoint that is already in the
-    folder stays as it is until the new one is complete.
-
-    Args:
-        folder: made if need be.
-        max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-    """
-    collectives, model = engine._collectives, engine.module
-    with together(collectives, "saving the weights"):
-        shard_max = _parse_size(max_shard_size)
-        weights, buffers = _state_leaves(engine)
-        tensors = saved_tensors(model, {**weights, **buffers[0]})
-        listed = [(n, list(t.shape), t.dtype, _saved_pieces(t)) for n, t in tensors.items()]
-    saver = _C.WeightSaver(engine.core, os.fspath(folder), listed, shard_max)
-    saver.write_pieces()
-    failure = None
-    for index, (name, tensor) in enumerate(tensors.items()):
-        if not listed[index][3]:
-            failure = _save_computed(engine, saver, index, tensor, buffers[1]) or failure
-    with together(collectives, "saving the weights"):
-        if failure is not None:
-            raise failure
-    saver.finish()
-    with together(collectives, "saving the configuration"):
-        if engine.global_rank == 0 and is_transformers_model(model):
-            _save_configuration(model, folder, engine._config.dtype)
-
-
 @contextmanager
 def _beside():
     """An executor for what needs neither the GPU nor other ranks, beside what waits for them. Two threads: headers are
@@ -234,65 +198,3 @@ def _load(engine, plan, start_up):
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:
         plan.warn()
-
-
-def _state_leaves(engine):
-    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})); sources are indices in the
-    engine, and of buffers ("buffer", name)."""
-    by_name, buffers = state_names(engine.module)
-    index_of = {id(entry[1]): i for i, entry in enumerate(engine._described)}
-    weight = getattr(torch, engine._config.dtype)
-    weights = {}
-    for name in preferred_names(engine.module, by_name):
-        index = index_of[id(by_name[name])]
-        _, parameter, shape, *_ = engine._described[index]
-        weights[name] = RangeTensor.leaf(index, shape, weight if parameter.is_floating_point() else parameter.dtype)
-    values = {("buffer", name): buffer for name, buffer in buffers.items()}
-    return weights, ({n: RangeTensor.leaf(("buffer", n), b.shape, b.dtype) for n, b in buffers.items()}, values)
-
-
-def _saved_pieces(tensor):
-    """[(parameter, first element, how many)], or [] for what must be computed."""
-    if tensor.runs is None or any(not isinstance(source, int) for source in tensor.sources()):
-        return []
-    return tensor.runs or [(tensor.sources()[0], 0, 0)]
-
-
-def _save_computed(engine, saver, index, tensor, buffers):
-    """Writes a tensor that is no run of parameters; returns the exception where that failed."""
-    indices = [source for source in tensor.sources() if isinstance(source, int)]
-    engine.core.gather(indices)
-    try:
-        if engine.global_rank == 0:
-            saver.write(index, tensor.compute(lambda s: _source_values(engine, s, buffers)))
-    except Exception as error:
-        return error
-    finally:
-        engine.core.release(indices, True)
-    return None
-
-
-def _source_values(engine, source, buffers):
-    return (engine._described[source][1] if isinstance(source, int) else buffers[source]).detach()
-
-
-def _save_configuration(model, folder, dtype):
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
-_UNITS.update({f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)})
-
-
-def _parse_size(size):
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if match is None or match.group(2).upper() not in _UNITS:
-        raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
-    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
