@@ -39,9 +39,9 @@ class Engine(torch.nn.Module):
             gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
     """
 
-    def __init__(self, model, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
+    def __init__(self, tree, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
         super().__init__()
-        self.module = model
+        self.module = tree.model
         self.optimizer = optimizer
         self.lr_scheduler = None
         self.training_dataloader = None
@@ -50,16 +50,15 @@ class Engine(torch.nn.Module):
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
-        parameters = describe_parameters(model, groups, born_flat)
+        parameters = describe_parameters(tree, groups, born_flat)
         _refuse_unoptimised(parameters, groups, rule)
-        modules, module_objects = describe_modules(model, parameters)
-        self.core = _C.ShardedModel(parameters, modules, config, rule, runtime, "engine", progress)
-        move_buffers(model, runtime.device)
+        self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
+        move_buffers(tree, runtime.device)
         self._described = parameters
         take_ownership(self.core, parameters)
-        self._interception = intercept(self.core, module_objects)
+        self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
         self._restore_arguments = intercept_arguments(
-            model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
+            tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
         )
         self.core.free_originals()
         atexit.register(_leave_together, weakref.ref(self.core))
@@ -247,8 +246,8 @@ class Engine(torch.nn.Module):
         return self.core.memory_forecast()
 
     def record_steps(self, on=True):
-        """Has the steps that begin from now on timed, by the device's clock, for ``step_report()``. The device runs
-        on; a step takes some events more."""
+        """Times the steps that begin after this call, by the device's clock, for ``step_report()``. The device does
+        not wait for the host; each step records some more events."""
         self.core.record_steps(on)
 
     def step_report(self, wait=True):

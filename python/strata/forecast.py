@@ -2,7 +2,7 @@
 
 from . import _C
 from .initialize import make_optimizer, parse_config
-from .model.model_input import describe_modules, describe_parameters
+from .model.model_input import ModelTree, describe_modules, describe_parameters
 from .optimizer import groups_of
 
 
@@ -36,7 +36,8 @@ def memory_forecast(
     if ranks_per_host is not None and ranks_per_host < 1:
         raise _C.UsageError(f"memory_forecast(ranks_per_host=...) must be at least 1, or None; found {ranks_per_host}")
     parsed = parse_config(config, world_size)
-    sharded_optimizer, rule = make_optimizer(parsed, model, optimizer, model_parameters)
-    parameters = describe_parameters(model, groups_of(sharded_optimizer))
-    modules, _ = describe_modules(model, parameters)
+    tree = ModelTree(model)
+    sharded_optimizer, rule = make_optimizer(parsed, tree, optimizer, model_parameters)
+    parameters = describe_parameters(tree, groups_of(sharded_optimizer))
+    modules = describe_modules(tree)
     return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0)

@@ -8,7 +8,7 @@ import torch
 
 from . import _C
 from .engine import Engine
-from .model.model_input import parameters_of
+from .model.model_input import ModelTree
 from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
 from .ranks.joint import together
@@ -98,10 +98,10 @@ def initialize(
         with start_up.phase("connect"):
             if dist_init_required is not False:
                 init_distributed()
-            parsed, runtime = prepare(_find_config(args, config, config_params), model)
+            parsed, runtime, tree = prepare(_find_config(args, config, config_params), model)
             collectives = make_collectives(parsed, runtime.device)
         assembled = assemble(
-            model, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up,
         )
         start_up.finish(assembled[0])
@@ -109,27 +109,32 @@ def initialize(
 
 
 def prepare(config, model=None):
-    """(_C.Config, _C.Runtime) of this rank, for a model that lies there already, or nowhere and comes from files. What
-    ``make_collectives`` then brings together."""
+    """(_C.Config, _C.Runtime, ModelTree or None) of this rank, for ``make_collectives`` and ``assemble``.
+
+    Args:
+        config: as for ``initialize``.
+        model: one that has its values; None: the model comes from files.
+    """
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)
         if rank == 0:
             require_writable(parsed.init_report)
             require_writable(parsed.trace, "strata.trace")
-        runtime = _C.Runtime(choose_device(parsed, model), parsed.threads, world_size)
-        if model is None or _comes_from_the_host(model, runtime.device):
+        tree = None if model is None else ModelTree(model)
+        runtime = _C.Runtime(choose_device(parsed, tree), parsed.threads, world_size)
+        if tree is None or _comes_from_the_host(tree, runtime.device):
             runtime.expect_values()
-        return parsed, runtime
+        return parsed, runtime, tree
 
 
-def _comes_from_the_host(model, device):
-    first = next(model.parameters(), None)  # choose_device has seen that all are where one is
-    return device.type != "cpu" and first is not None and first.device.type == "cpu"
+def _comes_from_the_host(tree, device):
+    first = tree.parameters[:1]  # choose_device has seen that all are where one is
+    return device.type != "cpu" and any(parameter.device.type == "cpu" for _, parameter in first)
 
 
 def assemble(
-    model,
+    tree,
     config,
     collectives,
     runtime,
@@ -144,6 +149,7 @@ def assemble(
     """What ``initialize`` returns, once the configuration is read and the ranks are connected.
 
     Args:
+        tree: the ModelTree of the model.
         config: a _C.Config.
         collectives: a _C.Collectives.
         runtime: a _C.Runtime, of ``prepare``.
@@ -152,11 +158,11 @@ def assemble(
         The others are ``initialize``'s.
     """
     with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
-        sharded_optimizer, rule = make_optimizer(config, model, optimizer, model_parameters)
+        sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):
         runtime = runtime.joined(collectives)
-        engine = Engine(model, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
+        engine = Engine(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
         start_up.core = engine.core
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)
@@ -175,11 +181,11 @@ def _find_config(args, config, config_params):
     return None
 
 
-def make_optimizer(config, model, optimizer, model_parameters):
-    """(ShardedOptimizer or None, rule): the last three are ``initialize``'s."""
+def make_optimizer(config, tree, optimizer, model_parameters):
+    """(ShardedOptimizer or None, rule). ``tree`` is the model's ModelTree, the last two are ``initialize``'s."""
     parameters = model_parameters
     if parameters is None:
-        parameters = [p for p in parameters_of(model) if p.requires_grad]
+        parameters = [p for _, p in tree.parameters if p.requires_grad]
     parameters = list(parameters)
     if optimizer is None:
         return optimizer_from_config(config, parameters)

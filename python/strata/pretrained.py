@@ -13,6 +13,7 @@ from .checkpoint.load_plan import Contents, LoadPlan
 from .checkpoint.names import model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .initialize import assemble, prepare
+from .model.model_input import ModelTree
 from .ranks.joint import together
 from .ranks.runtime import init_distributed, make_collectives
 from .views.start_up import StartUp
@@ -62,7 +63,7 @@ def load_pretrained(
         opening = beside.submit(_open, path)
         with start_up.phase("connect"):
             init_distributed()
-            parsed, runtime = prepare(config)
+            parsed, runtime, _ = prepare(config)
             building = beside.submit(_build_flat, path, opening, model_class, parsed, model_arguments)
             planning = beside.submit(_plan, path, opening, building, strict)
             collectives = make_collectives(parsed, runtime.device)
@@ -73,8 +74,9 @@ def load_pretrained(
                 model, shapes, _ = building.result()
                 if callable(model_parameters):
                     model_parameters = model_parameters(model)
+                tree = ModelTree(model)
         assembled = assemble(
-            model, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+            tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up, shapes,
         )
         try:
@@ -113,9 +115,9 @@ def load_weights(engine, path, strict=False):
 
 @contextmanager
 def _beside():
-    """An executor for what needs neither the GPU nor other ranks, beside what waits for them. Two threads: headers are
-    read without Python's lock, while the model is built under it. Python hands the lock over often meanwhile, since
-    the main thread calls much that waits and comes back."""
+    """An executor for work that needs neither the GPU nor other ranks, while the main thread waits for these. One
+    of its two threads reads headers without Python's lock, the other builds the model with it. The lock changes
+    hands more often meanwhile, since the main thread makes many calls that wait and return."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, 5e-4))
     try:

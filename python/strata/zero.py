@@ -7,7 +7,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from . import _C
 from .model.interception import intercept
-from .model.model_input import describe_modules, describe_parameters
+from .model.model_input import ModelTree, describe_modules, describe_parameters
 from .model.ownership import owner_of, take_ownership
 from .model.placement import choose_device
 from .ranks.runtime import init_distributed, make_collectives, telling_the_others
@@ -22,7 +22,7 @@ class GatheredParameters:
 
     Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
     must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
-    owns are let through.
+    owns are ignored.
 
     Args:
         params: a Parameter, or an iterable of Parameters.
@@ -69,17 +69,17 @@ class GatheredParameters:
 
 
 class Init:
-    """Context in which every module gives its parameters up to a sharded store when it becomes part of
-    another one, so that a model is never whole on a rank: at most one module's own parameters are.
-    Rank 0's values win. ``strata.initialize`` takes the shards over, a unit at a time. Inside, parameters
-    may be read as usual (they are gathered on the spot); change them within ``GatheredParameters``.
+    """Context that shards a module's parameters as soon as the module is added to another one, so that no
+    rank ever holds the whole model, at most one module's own parameters. Rank 0's values win.
+    ``strata.initialize`` takes the shards over, a unit at a time. Inside, parameters may be read as usual
+    (they are gathered on the spot); change them within ``GatheredParameters``.
 
     Collective: every rank builds the same modules. Nested contexts are harmless.
 
     Args:
         module: shards this module, already built, at once.
-        config_dict_or_path, config: a configuration; its precision is that of the shards. "auto" values
-            are let through. Without one, ``dtype``.
+        config_dict_or_path, config: a configuration (dict, path or JSON text) whose precision the shards get;
+            "auto" values are accepted. Without one, ``dtype`` says the precision.
         dtype: torch.float32 (default), torch.bfloat16 or torch.float16.
         enabled: False makes the context do nothing.
         The other arguments are DeepSpeed's and have no effect here.
@@ -134,21 +134,22 @@ class Init:
             self._roots.append(parent)
         self._roots = [root for root in self._roots if root is not child]
 
-    def _make_runtime(self, module):
+    def _make_runtime(self, tree):
         with telling_the_others():
-            device = choose_device(self._config, module)
+            device = choose_device(self._config, tree)
         return _C.Runtime(device, threads=1, world_size=1).joined(make_collectives(self._config, device))
 
     def _shard(self, module):
         new = [p for p in module.parameters() if owner_of(p)[0] is None]
         if not new or not all(p.is_floating_point() for p in new):
             return
-        holder = _OwnParameters(module)
+        tree = ModelTree(_OwnParameters(module))
         if self._runtime is None:
-            self._runtime = self._make_runtime(holder)
-        parameters = describe_parameters(holder, {})
-        modules, _ = describe_modules(holder, parameters)
-        core = _C.ShardedModel(parameters, modules, self._config, "none", self._runtime, f"init.{self._count}")
+            self._runtime = self._make_runtime(tree)
+        parameters = describe_parameters(tree, {})
+        core = _C.ShardedModel(
+            parameters, describe_modules(tree), self._config, "none", self._runtime, f"init.{self._count}"
+        )
         self._count += 1
         take_ownership(core, parameters)
         own = {id(p) for p in new}

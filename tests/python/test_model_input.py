@@ -1,7 +1,7 @@
 """How a model is described to the engine: as torch itself walks it."""
 
 import torch
-from strata.model.model_input import describe_modules, describe_parameters, modules_of, named_parameters, parameters_of, walk
+from strata.model.model_input import ModelTree, describe_modules, describe_parameters
 from torch import nn
 
 
@@ -22,20 +22,17 @@ class Deep(nn.Module):
 
 def test_modules_and_parameters_come_as_torch_names_them():
     model = Deep()
-    assert [(path, module) for path, module, _ in walk(model)] == list(model.named_modules())
-    ours, torchs = list(named_parameters(model)), list(model.named_parameters())
-    assert [name for name, _ in ours] == [name for name, _ in torchs]
-    assert all(a is b for (_, a), (_, b) in zip(ours, torchs, strict=True))
-    assert list(modules_of(model)) == list(model.modules())
-    assert all(a is b for a, b in zip(parameters_of(model), model.parameters(), strict=True))
+    tree = ModelTree(model)
+    assert [(path, module) for path, module, _ in tree.modules] == list(model.named_modules())
+    torchs = list(model.named_parameters())
+    assert [name for name, _ in tree.parameters] == [name for name, _ in torchs]
+    assert all(a is b for (_, a), (_, b) in zip(tree.parameters, torchs, strict=True))
 
 
 def test_a_module_in_two_places_belongs_to_where_it_is_met_first():
-    model = Deep()
-    parameters = describe_parameters(model, {})
-    entries, modules = describe_modules(model, parameters)
-    assert modules == [module for _, module in model.named_modules()]
-    names = [entry[0] for entry in parameters]
+    tree = ModelTree(Deep())
+    entries = describe_modules(tree)
+    names = [entry[0] for entry in describe_parameters(tree, {})]
     found = {path: (entries[parent][0] if parent >= 0 else None, [names[p] for p in own])
              for path, _, parent, own, _, _ in entries}
     assert found == {

@@ -7,72 +7,52 @@ from .ownership import owner_of
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
-def _only_looks_up(module):
-    """Whether the backward of ``module`` does without its weight."""
-    return type(module) is torch.nn.Embedding and "forward" not in module.__dict__ and module.max_norm is None
+class ModelTree:
+    """The modules and parameters of a model, each once, found in one walk; it does not see later changes.
 
-
-def walk(model):
-    """(path, module, parent or None) of every module of ``model`` once, where it is met first, parents before children:
-    the order of ``named_modules()``, whose generator a level takes its time where there are many thousand modules."""
-    seen = set()
-    waiting = [("", model, None)]
-    while waiting:
-        path, module, parent = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield path, module, parent
-        if module._modules:
-            prefix = f"{path}." if path else ""
-            waiting += [(prefix + name, m, module) for name, m in reversed(module._modules.items()) if m is not None]
-
-
-def modules_of(model):
-    """The modules of ``walk(model)``, in its order: names take half of the time."""
-    seen = set()
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield module
-        if module._modules:
-            waiting += [m for m in reversed(module._modules.values()) if m is not None]
-
-
-def parameters_of(model):
-    """Every parameter of ``model`` once, in the order of ``model.parameters()``."""
-    found = {}
-    for module in modules_of(model):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found.setdefault(id(parameter), parameter)
-    return list(found.values())
-
-
-def named_parameters(model):
-    """(name, parameter) of every parameter of ``model`` once, as ``model.named_parameters()`` gives them."""
-    seen = set()
-    for path, module, _ in walk(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{path}.{name}" if path else name, parameter
-
-
-def describe_parameters(model, groups, born_flat=None):
-    """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter of ``model``, each once.
+    The walk has no generator a level, as ``named_modules()`` has: that takes its time for many thousand modules.
 
     Args:
         model: a ``torch.nn.Module``.
+
+    Attributes:
+        model: the same.
+        modules: [(path, module, parent or None)], each where it is met first, in the order of ``named_modules()``.
+        parameters: [(name, parameter)], as ``named_parameters()`` gives them.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.modules, self.parameters = [], []
+        seen = set()
+        waiting = [("", model, None)]
+        while waiting:
+            path, module, parent = waiting.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            self.modules.append((path, module, parent))
+            prefix = f"{path}." if path else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.parameters.append((prefix + name, parameter))
+            for name, child in reversed(module._modules.items()):
+                if child is not None:
+                    waiting.append((prefix + name, child, module))
+
+
+def describe_parameters(tree, groups, born_flat=None):
+    """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter, each once.
+
+    Args:
+        tree: a ``ModelTree``.
         groups: {id(parameter): index of its param group}; frozen parameters need not be in it.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
     """
     born_flat = born_flat or {}
     entries = []
-    for name, parameter in named_parameters(model):
+    for name, parameter in tree.parameters:
         owner, owner_index = owner_of(parameter)
         shape = list(parameter.shape)
         if owner is not None:
@@ -84,14 +64,20 @@ def describe_parameters(model, groups, born_flat=None):
     return entries
 
 
-def describe_modules(model, parameters):
-    """([(path, class name, parent, own parameters, callable, read in backward)], [module]), parents before children."""
-    index_of = {id(entry[1]): i for i, entry in enumerate(parameters)}
-    entries, modules, number_of = [], [], {id(None): -1}
-    for path, module, parent in walk(model):
+def describe_modules(tree):
+    """[(path, class name, parent, own parameters, callable, read in backward)], parents before children. ``parent`` is
+    an index in this list, -1 for none; own parameters are indices in ``describe_parameters(tree)``."""
+    index_of = {id(parameter): i for i, (_, parameter) in enumerate(tree.parameters)}
+    number_of = {id(module): i for i, (_, module, _) in enumerate(tree.modules)}
+    entries = []
+    for path, module, parent in tree.modules:
         own = [index_of[id(p)] for p in module._parameters.values() if p is not None]
+        number = -1 if parent is None else number_of[id(parent)]
         callable_ = not isinstance(module, _CONTAINERS)
-        entries.append((path, type(module).__name__, number_of[id(parent)], own, callable_, not _only_looks_up(module)))
-        number_of[id(module)] = len(modules)
-        modules.append(module)
-    return entries, modules
+        entries.append((path, type(module).__name__, number, own, callable_, not _only_looks_up(module)))
+    return entries
+
+
+def _only_looks_up(module):
+    """Whether the backward of ``module`` does without its weight."""
+    return type(module) is torch.nn.Embedding and "forward" not in module.__dict__ and module.max_norm is None
