@@ -145,12 +145,30 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_model_is_touched(
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
 
 
-def test_a_report_that_is_lost_at_the_end_is_a_warning(tmp_path, caplog):
-    (tmp_path / "start.json.partial").mkdir()
-    engine = make_engine(make_model(), _config(report=str(tmp_path / "start.json")))
-    assert "start.json' could not be written" in caplog.text
+def test_a_report_that_is_lost_at_the_end_is_a_warning_and_leaves_nothing(tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise OSError("the folder is gone")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "replace", fail)
+        engine = make_engine(make_model(), _config(report=str(tmp_path / "start.json")))
+    assert "start.json' could not be written: the folder is gone" in caplog.text
     assert engine.init_report.keys() == KEYS
+    assert os.listdir(tmp_path) == []
     engine.destroy()
+
+
+def test_a_link_that_waits_beside_the_report_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    (tmp_path / "start.json.partial").symlink_to(victim)
+    make_engine(make_model(), _config(report=str(tmp_path / "start.json"))).destroy()
+    assert victim.read_text() == "untouched"
+    assert json.loads((tmp_path / "start.json").read_text()).keys() == KEYS
+    assert not (tmp_path / "start.json").is_symlink()
+    victim.unlink()
+    victim.touch()  # as the umask has it
+    assert (tmp_path / "start.json").stat().st_mode == victim.stat().st_mode
 
 
 # --- what people see ---

@@ -20,14 +20,14 @@ _OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go betwee
 class StartUp:
     """The clock of one start-up on this rank; a context manager around all of it.
 
-    What is named neither here nor by the engine is the phase "other", so that the phases add up to the total. "meet" is
-    what this rank waits for others, where all must have come as far.
+    Time that neither this clock nor the engine names is the phase "other", so that the phases add up to the total. In
+    the phase "meet" this rank waits for the others.
 
-    Meanwhile Python's collector of cycles rests: a start makes objects for every tensor, which makes it go through all
-    that a program with transformers has loaded, for longer than a small model takes to start.
+    Python's cyclic garbage collector is off meanwhile: a start makes objects for every tensor, so the collector would
+    scan everything that a program with transformers has loaded, for longer than a small model takes to start.
 
     Attributes:
-        core: the engine's _C.ShardedModel, as soon as there is one; its phases take part.
+        core: the engine's _C.ShardedModel, as soon as there is one; its phases are counted in.
     """
 
     def __init__(self):
@@ -188,16 +188,25 @@ def _show(report):
 
 
 def _write(path, report):
-    partial = f"{path}.partial"
     try:
-        with open(partial, "w") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-        os.replace(partial, path)  # whoever waits for the file finds all of it
+        _write_whole(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:  # no reason to give up an engine that has started
         logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
+
+
+def _write_whole(path, text):
+    """Writes ``text`` to a file that appears when it is complete. Its name until then cannot be predicted, so nobody
+    else who may write to the folder can have put a link there. An error leaves no file behind."""
+    partial = f"{path}.{os.urandom(8).hex()}.partial"
+    file = open(partial, "x")  # fails where there is anything, also a link
+    try:
+        with file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
         with suppress(OSError):
             os.unlink(partial)
+        raise
 
 
 def _host_peak():

@@ -2,6 +2,8 @@
 
 import time
 
+from .tables import print_report, report_text, size_text
+
 _DRAWN_AFTER_S = 1.0
 _DRAWN_EVERY_S = 0.1
 
@@ -83,33 +85,13 @@ class ProgressBar:
 
 
 def table_text(report):
-    """The table as plain text."""
-    lines = _lines(report)
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    text = []
-    for line in lines:
-        cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-        text.append("  ".join(cells).rstrip())
-    return "\n".join([_title(report), *text, *_reading(report), _memory(report)])
+    """``engine.init_report`` as plain text."""
+    return report_text(_title(report), [_lines(report)], _notes(report))
 
 
 def print_table(report, console=None):
-    """The table on a terminal: ``console`` of rich, or standard error."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    console = console or Console(stderr=True)
-    table = Table(box=SIMPLE, show_edge=False, show_footer=True, pad_edge=False, footer_style="bold")
-    head, *rows, total = _lines(report)
-    for name, footer in zip(head, total):
-        table.add_column(name, footer, justify="left" if name == "phase" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(_title(report), style="bold", highlight=False)
-    console.print(table)
-    for line in (*_reading(report), _memory(report)):
-        console.print(line, highlight=False)
+    """The same on a terminal: ``console`` of rich, or standard error."""
+    print_report(_title(report), [_lines(report)], _notes(report), console, ends_in_total=True)
 
 
 def _lines(report):
@@ -137,20 +119,12 @@ def _title(report):
     return f"Start-up: {report['tier']}{ranks}"
 
 
-def _reading(report):
+def _notes(report):
     reading = report["reading"]
-    return [f"files read {reading['way']}: {reading['reason']}"] if reading else []
-
-
-def _memory(report):
-    parts = [
-        ("device", "+" + _size(report["device_growth_bytes"])),
-        ("host peak", _size(report["host_peak_bytes"])),
-    ]
+    notes = [f"files read {reading['way']}: {reading['reason']}"] if reading else []
+    memory = {"device": report["device_growth_bytes"], "host peak": report["host_peak_bytes"]}
     if report["pinned_bytes"]:
-        parts.append(("pinned", _size(report["pinned_bytes"])))
-    return ", ".join(f"{name} {size}" for name, size in parts)
-
-
-def _size(size):
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+        memory["pinned"] = report["pinned_bytes"]
+    sizes = {name: size_text(size, decimals=0) for name, size in memory.items()}
+    sizes["device"] = "+" + sizes["device"]
+    return [*notes, ", ".join(f"{name} {size}" for name, size in sizes.items())]

@@ -1,35 +1,22 @@
 """One step as people see it: the table of ``engine.step_report()``."""
 
+from .tables import print_report, report_text, size_text
+
 _TRANSFERS = (("gather", "gathers"), ("reduce", "reductions"), ("refresh", "refreshes"))
 
 
 def table_text(report):
-    """The table as plain text."""
-    parts = [_title(report)]
-    for lines in (_transfer_lines(report), _memory_lines(report)):
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        for line in lines:
-            cells = [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-            parts.append("  ".join(cells).rstrip())
-    return "\n".join([*parts, _uses(report)])
+    """``engine.step_report()`` as plain text."""
+    return report_text(_title(report), _tables(report), [_uses(report)])
 
 
 def print_table(report, console=None):
-    """The table on a terminal: ``console`` of rich, or standard error."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
+    """The same on a terminal: ``console`` of rich, or standard error."""
+    print_report(_title(report), _tables(report), [_uses(report)], console)
 
-    console = console or Console(stderr=True)
-    console.print(_title(report), style="bold", highlight=False)
-    for lines in (_transfer_lines(report), _memory_lines(report)):
-        table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
-        for number, name in enumerate(lines[0]):
-            table.add_column(name, justify="right" if number else "left", no_wrap=True)
-        for line in lines[1:]:
-            table.add_row(*line)
-        console.print(table)
-    console.print(_uses(report), highlight=False)
+
+def _tables(report):
+    return _transfer_lines(report), _memory_lines(report)
 
 
 def _title(report):
@@ -59,7 +46,7 @@ def _memory_lines(report):
     shown = {name: key for name, key in columns.items() if all(key in entry for entry in kinds.values())}
     lines = [("device memory", *shown)]
     for kind, entry in kinds.items():
-        lines.append((kind, *(_size(entry[key]) for key in shown.values())))
+        lines.append((kind, *(size_text(entry[key]) for key in shown.values())))
     return lines
 
 
@@ -71,7 +58,3 @@ def _uses(report):
 
 def _ms(seconds):
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _size(size):
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
