@@ -7,6 +7,8 @@ import os
 import torch
 
 from . import _C
+from .checkpoint.names import is_transformers_model
+from .checkpoint.supported_transformers import unsupported
 from .engine import Engine
 from .model.model_input import ModelTree
 from .model.placement import choose_device
@@ -216,6 +218,9 @@ def _log_hints(config, engine):
         return
     logger.info("strata: stage %d, %s, on %s, world size %d over %s", config.stage, config.dtype, engine.device,
                 engine.world_size, engine.collectives_name)
+    problem = unsupported() if is_transformers_model(engine.module) else None
+    if problem is not None:
+        logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)
     if config.hints:
         lines = "".join(f"\n  {path}: {reason}" for path, reason in config.hints)
         logger.info("accepted settings without effect:%s", lines)

@@ -12,6 +12,7 @@ from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
 from .checkpoint.load_plan import Contents, LoadPlan
 from .checkpoint.names import model_tensors, state_names
 from .checkpoint.saving import save_pretrained
+from .checkpoint.supported_transformers import require_supported
 from .initialize import assemble, prepare
 from .model.model_input import ModelTree
 from .ranks.joint import together
@@ -150,6 +151,7 @@ def _plan(path, opening, building, strict):
 def _build(path, model_class, dtype, model_arguments):
     import transformers
 
+    require_supported()
     config = transformers.AutoConfig.from_pretrained(path)
     if model_class is None:
         name = (config.architectures or [None])[0]

@@ -7,6 +7,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .. import _C
 from .names import state_names
+from .supported_transformers import private
 
 
 def build_model(model_class, config, dtype, model_arguments):
@@ -15,9 +16,7 @@ def build_model(model_class, config, dtype, model_arguments):
     No weight is initialised. Buffers are computed as ``from_pretrained`` computes them: as the model's
     constructor and its ``_init_weights`` do.
     """
-    from transformers import initialization
-
-    with _meta_parameters(), initialization.no_init_weights():
+    with _meta_parameters(), private("no_init_weights")():
         model = model_class._from_config(config, dtype=dtype, **model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # one that was put past register_parameter

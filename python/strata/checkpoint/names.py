@@ -8,6 +8,7 @@ from copy import deepcopy
 
 from .. import _C
 from .repeated_blocks import RepeatedBlocks
+from .supported_transformers import private
 
 
 def is_transformers_model(model):
@@ -44,9 +45,7 @@ def model_tensors(model, known, tensors):
     """
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    mapping = get_model_conversion_mapping(model)
+    mapping = private("get_model_conversion_mapping")(model)
     blocks = RepeatedBlocks(tensors, [pattern for c in mapping for pattern in c.source_patterns])
     answer = None
     if blocks.repeat:
@@ -59,10 +58,9 @@ def model_tensors(model, known, tensors):
 
 def _converted(model, mapping, known, tensors, asked):
     """``model_tensors`` for the names ``asked``, by transformers' conversions ``mapping``."""
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [c for c in mapping if isinstance(c, WeightRenaming)]
-    converters = [c for c in mapping if not isinstance(c, WeightRenaming)]
+    renaming, rename_source_key = private("WeightRenaming"), private("rename_source_key")
+    renamings = [c for c in mapping if isinstance(c, renaming)]
+    converters = [c for c in mapping if not isinstance(c, renaming)]
     names = dict.fromkeys(known, True)
     groups, unexpected = _Groups(converters), []
     for name in _in_natural_order(asked):
@@ -80,9 +78,7 @@ class _Groups:
     """Tensors of a checkpoint, by the tensor of the model that they become."""
 
     def __init__(self, converters):
-        from transformers.core_model_loading import WeightRenaming
-
-        self._renaming = WeightRenaming
+        self._renaming = private("WeightRenaming")
         self._by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         self._groups = {}
 
@@ -116,10 +112,8 @@ def saved_tensors(model, tensors):
     """
     if not is_transformers_model(model):
         return tensors
-    from transformers.core_model_loading import revert_weight_conversion
-
     ignored = model._keys_to_ignore_on_save or ()
-    return revert_weight_conversion(model, {n: t for n, t in tensors.items() if n not in ignored})
+    return private("revert_weight_conversion")(model, {n: t for n, t in tensors.items() if n not in ignored})
 
 
 def preferred_names(model, names):
@@ -138,9 +132,9 @@ def preferred_names(model, names):
 
 
 def _in_natural_order(names):
-    """As transformers sorts them: numbers count as numbers, so that expert 10 comes after expert 2. A key is that of the
-    name's parts, of which ten thousand names have some hundred."""
-    from transformers.core_model_loading import dot_natural_key
+    """Sorted as transformers does: numbers count as numbers, so that expert 10 comes after expert 2. A name's key is
+    made of its parts' keys: ten thousand names have some hundred different parts."""
+    dot_natural_key = private("dot_natural_key")
 
     class Keys(dict):
         def __missing__(self, part):
@@ -152,7 +146,7 @@ def _in_natural_order(names):
 
 
 def _is_ignored(model, name):
-    """Whether transformers, too, says nothing about this tensor that the model lacks."""
+    """Whether transformers is silent about this tensor of the checkpoint that the model lacks."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [n for n, _ in model.named_buffers()]
     if any(n.endswith("rotary_emb.inv_freq") for n in buffers):

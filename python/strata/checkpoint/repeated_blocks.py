@@ -1,8 +1,8 @@
-"""Blocks of a checkpoint that differ in their number alone: what is worked out for one holds for all.
+"""Blocks of a checkpoint whose names differ in a number only: what is worked out for one holds for all.
 
-A model's layers have tensors of the same names and shapes, and libraries give them the same conversions. To ask a
-library about each of ten thousand experts takes longer than to read some gigabytes of them. So the first and the last of
-the blocks that look alike are asked about; where the answers are the same but for the number, they are the others' too.
+A model's layers have tensors of the same names and shapes, and libraries convert them alike. Asking a library about
+each of ten thousand experts takes longer than reading gigabytes of them. So we ask about the first and the last
+block of those that look alike. If both answers differ in the number only, they hold for the blocks between as well.
 """
 
 import re
@@ -52,20 +52,20 @@ class Leaves:
 
 
 class RepeatedBlocks:
-    """The blocks of a checkpoint that are alike.
+    """Groups of alike blocks in a checkpoint.
 
     Args:
         tensors: ``Leaves``.
-        patterns: regular expressions by which names are told apart; if they have numbers, no blocks are alike.
+        patterns: regular expressions of the library's conversions; if one has a number, no blocks are alike.
 
     Attributes:
-        repeat: whether there are any.
-        asked: [names], to be converted. What they become goes to ``complete``.
+        repeat: whether there are any groups.
+        asked: [names] to convert; pass the result to ``complete``.
     """
 
     def __init__(self, tensors, patterns):
         self._tensors = tensors
-        self._groups = []  # [beginnings] of blocks that are alike: those that are asked about, then the others
+        self._groups = []  # [beginnings] of alike blocks: those that we ask about, then the others
         self.asked = []
         blocks = {}
         if not any(_NUMBER_IN_PATTERN.search(pattern) for pattern in patterns):
@@ -155,8 +155,8 @@ def _described(tensor, moved):
 
 
 def _note(by_block, target, tensor):
-    """Gives the tensor to the block that it is made of, if it is one that others are like; False where it is made of
-    such a block and of something else, or must be computed."""
+    """Gives the tensor to the block of a group that it is made of, if any. False if it is made of such a block and
+    something else, or must be computed."""
     owners = {by_block.get(parts.group(1, 2)) if (parts := _NUMBERED.match(s)) else None for s in tensor.sources()}
     if owners <= {None}:
         return True

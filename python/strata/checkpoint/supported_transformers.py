@@ -1,0 +1,61 @@
+"""The versions of transformers whose checkpoints Strata reads and writes, and what it uses of them.
+
+What a checkpoint's tensors are called in a model, and how they are made of each other, is known to functions of
+transformers that it does not promise to keep. They are all named here and taken from here, so that another version is
+refused before it does something else with a checkpoint. CONTRIBUTING.md says how a newer version is tried.
+"""
+
+import importlib
+
+from .. import _C
+
+OLDEST, NEWEST = (5, 17), (5, 23)  # and all between; pyproject.toml says the same
+
+# Module -> names, all there since 5.6. Of models there are used as well: base_model_prefix, all_tied_weights_keys,
+# tie_weights(missing_keys, recompute_mapping), initialize_weights(), _from_config(), _weight_conversions,
+# _keys_to_ignore_on_load_unexpected and _keys_to_ignore_on_save; of tensors _is_hf_initialized.
+PRIVATE = {
+    "initialization": ("no_init_weights",),
+    "conversion_mapping": ("get_model_conversion_mapping",),
+    "core_model_loading": ("WeightRenaming", "dot_natural_key", "rename_source_key", "revert_weight_conversion"),
+}
+
+
+def private(name):
+    """What transformers has under the name, one of ``PRIVATE``.
+
+    Raises:
+        UsageError: this version of transformers is not supported.
+    """
+    (module,) = (module for module, names in PRIVATE.items() if name in names)
+    require_supported()
+    return getattr(importlib.import_module(f"transformers.{module}"), name)
+
+
+def require_supported():
+    """Raises UsageError where the installed transformers is not one of the supported versions; it says which are."""
+    problem = unsupported()
+    if problem is not None:
+        raise _C.UsageError(problem)
+
+
+def unsupported():
+    """What is wrong with the installed version and what to do; None where it is supported."""
+    version = installed()
+    if OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
+    return (
+        f"checkpoints are converted by functions of transformers that change between its versions; wanted {oldest} to "
+        f"{newest}, found transformers {version}. Run pip install '{requirement()}'"
+    )
+
+
+def installed():
+    """The version of the transformers that this process uses."""
+    return importlib.import_module("transformers").__version__
+
+
+def requirement():
+    """The supported versions as pip takes them: "transformers>=5.17,<5.24"."""
+    return f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
