@@ -1,9 +1,6 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
-import atexit
 import logging
-import sys
-import weakref
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +13,7 @@ from .model.model_input import describe_modules, describe_parameters
 from .model.ownership import give_up_ownership, take_ownership
 from .model.placement import move_buffers
 from .optimizer import groups_of
+from .ranks.departure import unwatch, watch
 from .views.step_view import print_table
 
 
@@ -61,7 +59,7 @@ class Engine(torch.nn.Module):
             tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
         )
         self.core.free_originals()
-        atexit.register(_leave_together, weakref.ref(self.core))
+        watch(self.core, collectives)
 
     # --- the pass ---
 
@@ -310,6 +308,7 @@ class Engine(torch.nn.Module):
         if self._trace is not None:
             self._tell_of_trace()
         self.core.destroy(keep_values)
+        unwatch(self.core)
         restore(self._interception)
         self._restore_arguments()
         give_up_ownership(self.core, self._described)
@@ -333,16 +332,3 @@ def _refuse_unoptimised(parameters, groups, rule):
             f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
             f"requires_grad=False on them or add them. First: '{left_out[0]}'"
         )
-
-
-def _leave_together(core_reference):
-    """At the end of the program: a rank that leaves while another still gathers would look like a dead one."""
-    core = core_reference()
-    if core is None or not core.alive or getattr(sys, "last_value", None) is not None:
-        return
-    core.end_trace()
-    try:
-        core.wait_for_all()
-    except _C.CommError:
-        pass  # another rank failed, and said so itself
-

@@ -1,0 +1,121 @@
+"""How a rank leaves the others: quietly at the end of the program, with a word where an exception ends it."""
+
+import atexit
+import logging
+import sys
+
+import pytest
+import strata
+from strata.ranks import departure
+
+
+class Core:
+    """A core whose farewell fails as it does after a device-side assert."""
+
+    alive = True
+
+    def __init__(self, **failures):
+        self.calls = []
+        self._failures = failures
+
+    def end_trace(self):
+        self._call("end_trace")
+
+    def wait_for_all(self):
+        self._call("wait_for_all")
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name in self._failures:
+            raise self._failures[name]
+
+
+class Peers:
+    def __init__(self, failure=None):
+        self.told = []
+        self._failure = failure
+
+    def leave(self, reason):
+        self.told.append(reason)
+        if self._failure is not None:
+            raise self._failure
+
+
+@pytest.fixture(autouse=True)
+def hook(monkeypatch):
+    """What sys.excepthook was before, with its calls; nothing is watched before and after."""
+    assert not departure._present
+    calls = []
+    monkeypatch.setattr(sys, "excepthook", lambda *shown: calls.append(shown))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    yield calls
+    for reference in list(departure._present):
+        departure._remove(reference)
+
+
+@pytest.mark.parametrize("failures", [
+    {"end_trace": strata.DeviceError("device-side assert triggered")},
+    {"wait_for_all": strata.CommError("rank 1 is gone")},
+    {"wait_for_all": RuntimeError("CUDA error: device-side assert triggered")},
+])
+def test_what_fails_at_exit_is_no_second_traceback(failures, caplog):
+    failing, other = Core(**failures), Core()
+    departure.watch(other, Peers())
+    departure.watch(failing, Peers())
+    with caplog.at_level(logging.DEBUG, "strata"):
+        departure._leave_together()
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+    assert str(next(iter(failures.values()))) in caplog.text
+    assert other.calls == ["end_trace", "wait_for_all"]
+
+
+def test_who_leaves_by_an_exception_waits_for_nobody(monkeypatch):
+    core = Core()
+    departure.watch(core, Peers())
+    monkeypatch.setattr(sys, "last_value", ValueError("no more data"), raising=False)
+    departure._leave_together()
+    assert core.calls == []
+
+
+def test_an_engine_that_is_destroyed_or_collected_is_not_waited_for(monkeypatch):
+    registered = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", registered.remove)
+    destroyed, collected = Core(), Core()
+    departure.watch(destroyed, Peers())
+    departure.watch(collected, Peers())
+    assert registered == [departure._leave_together]
+    departure.unwatch(destroyed)
+    departure.unwatch(destroyed)
+    assert registered == [departure._leave_together]
+    del collected
+    assert registered == [] and not departure._present
+    assert destroyed.calls == []
+
+
+def test_peers_are_told_of_an_exception_before_it_is_shown(hook):
+    cores, peers = [Core(), Core()], [Peers(), Peers(RuntimeError("the device is lost"))]
+    before = sys.excepthook
+    for core, others in zip(cores, peers):
+        departure.watch(core, others)
+    error = ValueError("no more data")
+    sys.excepthook(ValueError, error, None)
+    assert [others.told for others in peers] == [["ValueError: no more data"]] * 2
+    assert hook == [(ValueError, error, None)]
+    for core in cores:
+        departure.unwatch(core)
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_was_put_above_stays_there(hook):
+    first, second, peers = Core(), Core(), Peers()
+    departure.watch(first, peers)
+    below = sys.excepthook
+    sys.excepthook = above = lambda *shown: below(*shown)
+    departure.unwatch(first)
+    assert sys.excepthook is above
+    departure.watch(second, peers)
+    sys.excepthook(KeyError, KeyError("a"), None)
+    assert set(peers.told) == {"KeyError: 'a'"} and len(hook) == 1
+    departure.unwatch(second)
+    assert sys.excepthook is above
