@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import strata
+from ranks import run_ranks
 from strata.ranks import departure
+from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 
 class Core:
@@ -119,3 +121,24 @@ def test_a_hook_that_was_put_above_stays_there(hook):
     assert set(peers.told) == {"KeyError: 'a'"} and len(hook) == 1
     departure.unwatch(second)
     assert sys.excepthook is above
+
+
+def _one_rank_runs_out_of_data(collectives):
+    rank, world = rank_and_world()
+    engine = make_engine(make_model(), config_of(3, strata={"collectives": collectives}))
+    try:
+        for step, batch in enumerate(make_batches(3, world)):
+            if rank == 1 and step == 2:
+                raise ValueError("no more data")
+            train_step(engine, batch[rank])
+    except (ValueError, strata.CommError) as error:
+        sys.last_value = error  # as the interpreter does with an exception that nobody catches
+        sys.excepthook(type(error), error, error.__traceback__)
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+def test_peers_learn_what_ended_a_rank(collectives):
+    told, own = run_ranks(2, _one_rank_runs_out_of_data, collectives)
+    assert own == "ValueError: no more data"
+    assert told.startswith("CommError: ") and "rank 1" in told and own in told
