@@ -78,7 +78,7 @@ class Engine(torch.nn.Module):
         """Runs autograd from ``loss`` and reduces gradients.
 
         Args:
-            loss: scalar tensor that this engine's forward gave.
+            loss: floating tensor of one element, shape [], that comes from this engine's forward.
             retain_graph: as in ``torch.autograd.backward``.
             scale_wrt_gas: divide by the accumulation steps.
 
@@ -140,13 +140,14 @@ class Engine(torch.nn.Module):
         return self.core.at_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary):
-        """Says whether the next ``step()`` updates the weights; holds until set again, None: count."""
+        """Decides whether the next ``step()`` updates the weights, for all steps until it is set again; None: count
+        micro-steps again."""
         self.core.set_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self):
-        """Inside, gradients stay on this rank (whole, in the reduce dtype) and nothing is reduced; they go
-        out with the next reduction. Unlike DeepSpeed's, at every stage."""
+        """Context in which nothing is reduced: gradients stay on this rank, whole and in the reduce dtype, until the
+        next reduction. Unlike DeepSpeed's, it works at every stage."""
         self.core.set_synchronise(False)
         try:
             yield
@@ -181,11 +182,11 @@ class Engine(torch.nn.Module):
         return self.core.micro_steps * self._config.micro_batch_size * self.world_size
 
     def was_step_applied(self):
-        """Whether the last boundary changed the weights."""
+        """bool: whether the last boundary changed the weights."""
         return self.optimizer is not None and self.global_steps > 0 and not self.optimizer.overflow
 
     def get_lr(self):
-        """[float], one a param group."""
+        """[float]: the learning rate of each param group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     @property
@@ -217,7 +218,7 @@ class Engine(torch.nn.Module):
         return self._config.micro_batch_size
 
     def gradient_accumulation_steps(self):
-        """int."""
+        """int: micro-steps of one optimizer step."""
         return self.core.accumulation_steps
 
     def zero_optimization_stage(self):
@@ -291,8 +292,17 @@ class Engine(torch.nn.Module):
         )
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
-        """Writes the weights, in shards of at most ``max_shard_size``, and the model's configuration, so that
-        transformers' ``from_pretrained`` loads them. Collective (``strata.pretrained.save_pretrained``)."""
+        """Writes the weights, in the configuration's precision, and the model's configuration, so that transformers'
+        ``from_pretrained`` loads them. Collective, between steps; ``strata.pretrained.save_pretrained`` says more.
+
+        Args:
+            save_directory: a folder, made if need be.
+            max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
+
+        Raises:
+            IoError: on every rank, where rank 0 cannot write.
+            UsageError: for another size, and for a version of transformers that is not supported.
+        """
         save_pretrained(self, save_directory, max_shard_size)
 
     # --- the end ---

@@ -58,6 +58,7 @@ def load_pretrained(
     Raises:
         FormatError: the checkpoint lies or does not fit the model; lists what is missing or misshapen.
         IoError: a file cannot be read. Either is raised on every rank and names the first that failed.
+        UsageError: for a version of transformers that is not supported.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
     with StartUp() as start_up, _beside() as beside:

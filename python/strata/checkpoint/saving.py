@@ -26,6 +26,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
 
     Raises:
         IoError: on every rank, where rank 0 cannot write.
+        UsageError: for a ``max_shard_size`` that is no size, and for a version of transformers that is not supported.
     """
     collectives, model = engine._collectives, engine.module
     with together(collectives, "saving the weights"):
