@@ -12,7 +12,7 @@ from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
 from .model.ownership import give_up_ownership, take_ownership
 from .model.placement import move_buffers
-from .optimizer import groups_of
+from .optimizer import groups_of, require_all_optimised
 from .ranks.departure import unwatch, watch
 from .views.step_view import print_table
 
@@ -49,7 +49,8 @@ class Engine(torch.nn.Module):
         self._collectives = collectives
         groups = groups_of(optimizer)
         parameters = describe_parameters(tree, groups, born_flat)
-        _refuse_unoptimised(parameters, groups, rule)
+        if rule != "none":
+            require_all_optimised(parameters, groups)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
         self._described = parameters
@@ -331,14 +332,3 @@ class Engine(torch.nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
-
-
-def _refuse_unoptimised(parameters, groups, rule):
-    if rule == "none":
-        return
-    left_out = [name for name, parameter, *_ in parameters if parameter.requires_grad and id(parameter) not in groups]
-    if left_out:
-        raise _C.UsageError(
-            f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
-            f"requires_grad=False on them or add them. First: '{left_out[0]}'"
-        )

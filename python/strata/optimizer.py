@@ -61,6 +61,16 @@ def groups_of(optimizer):
     return groups
 
 
+def require_all_optimised(parameters, groups):
+    """Raises UsageError if a trainable one of ``parameters`` (``describe_parameters``) is in none of ``groups``."""
+    left_out = [name for name, parameter, *_ in parameters if parameter.requires_grad and id(parameter) not in groups]
+    if left_out:
+        raise _C.UsageError(
+            f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
+            f"requires_grad=False on them or add them. First: '{left_out[0]}'"
+        )
+
+
 def optimizer_from_config(config, parameters):
     """(ShardedOptimizer, rule) for the configuration's ``optimizer`` section, or (None, "none").
 
