@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 
@@ -27,12 +28,12 @@ CpuGrowableMemory::CpuGrowableMemory(Bytes bytes, memory::Kind kind,
   if (pages == Pages::kShared) {
     file_ = FileDescriptor(::memfd_create("strata", MFD_CLOEXEC));
     if (!file_.valid() || ::ftruncate(file_.get(), reserved_.value) != 0)
-      throw_out_of_memory(reserved_, std::strerror(errno));
+      throw_out_of_memory(reserved_, errno_text(errno));
   }
   const int flags = file_.valid() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
   void* address =
       ::mmap(nullptr, reserved_.size(), PROT_NONE, flags | MAP_NORESERVE, file_.get(), 0);
-  if (address == MAP_FAILED) throw_out_of_memory(reserved_, std::strerror(errno));
+  if (address == MAP_FAILED) throw_out_of_memory(reserved_, errno_text(errno));
   base_ = static_cast<std::byte*>(address);
   // Advice: where huge pages are off, small ones serve.
   ::madvise(base_, reserved_.size(), MADV_HUGEPAGE);
@@ -62,7 +63,7 @@ void CpuGrowableMemory::grow_to(Bytes bytes) {
   }
   pieces_.reserve(pieces_.size() + 1);
   if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0) {
-    throw_out_of_memory(growth, std::strerror(errno));
+    throw_out_of_memory(growth, errno_text(errno));
   }
   pieces_.push_back({backed_, growth, std::move(hold)});
   charge_.grow(growth);
@@ -75,7 +76,7 @@ SharedPiece CpuGrowableMemory::piece(std::size_t index) const {
   return {FileDescriptor(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0)), piece.offset, piece.bytes};
 }
 
-void CpuGrowableMemory::throw_out_of_memory(Bytes wanted, const char* reason) const {
+void CpuGrowableMemory::throw_out_of_memory(Bytes wanted, const std::string& reason) const {
   throw OutOfMemoryError(fmt::format(
       "device cpu has no memory to grow by ({}): {} wanted, {} backed, {} reserved ({}){}; free "
       "memory "

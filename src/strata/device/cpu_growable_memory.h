@@ -40,7 +40,7 @@ class CpuGrowableMemory final : public GrowableMemory {
     Bytes bytes;
     memory::ByteBudget::Hold hold;
   };
-  [[noreturn]] void throw_out_of_memory(Bytes wanted, const char* reason) const;
+  [[noreturn]] void throw_out_of_memory(Bytes wanted, const std::string& reason) const;
 
   const std::shared_ptr<memory::Ledger> ledger_;
   const std::shared_ptr<memory::ByteBudget> budget_;

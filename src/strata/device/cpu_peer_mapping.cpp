@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 
@@ -18,7 +18,7 @@ CpuPeerMapping::CpuPeerMapping(Bytes bytes) {
       ::mmap(nullptr, size.size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) {
     throw DeviceError(fmt::format("no room for {} of a peer's memory in the address space: {}",
-                                  to_string(size), std::strerror(errno)));
+                                  to_string(size), errno_text(errno)));
   }
   range_ = {static_cast<std::byte*>(address), size.size()};
 }
@@ -30,10 +30,10 @@ CpuPeerMapping::~CpuPeerMapping() {
 void CpuPeerMapping::add(SharedPiece piece) {
   STRATA_ASSERT((mapped_ + piece.bytes).size() <= range_.size());
   void* const at = range_.data() + mapped_.size();
-  if (::mmap(at, piece.bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, piece.descriptor.get(),
-             piece.offset.value) == MAP_FAILED) {
+  if (::mmap(at, piece.bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             piece.descriptor.get(), piece.offset.value) == MAP_FAILED) {
     throw DeviceError(fmt::format("a peer's memory cannot be mapped ({}): {}",
-                                  to_string(piece.bytes), std::strerror(errno)));
+                                  to_string(piece.bytes), errno_text(errno)));
   }
   mapped_ += piece.bytes;
   ++pieces_;

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/io/errno_text.h"
+#include "strata/base/errno_text.h"
 
 namespace strata::io {
 namespace {

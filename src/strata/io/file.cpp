@@ -7,8 +7,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
-#include "strata/io/errno_text.h"
 
 namespace strata::io {
 namespace {
@@ -19,6 +19,8 @@ int flags_of(File::Mode mode) {
       return O_RDONLY;
     case File::Mode::kCreate:
       return O_RDWR | O_CREAT | O_TRUNC;
+    case File::Mode::kCreateNew:
+      return O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW;
     case File::Mode::kReadWrite:
       return O_RDWR;
   }
@@ -26,7 +28,7 @@ int flags_of(File::Mode mode) {
 }
 
 const char* verb_of(File::Mode mode) {
-  return mode == File::Mode::kCreate ? "create" : "open";
+  return mode == File::Mode::kCreate || mode == File::Mode::kCreateNew ? "create" : "open";
 }
 
 // Whether the file system says itself that kDirectBlock will not do. Most say nothing.
@@ -44,84 +46,60 @@ bool refuses_direct([[maybe_unused]] int fd) {
 #endif
 }
 
-// A second way into an open file, or -1. Through /proc it is the same file even where another has
-// taken its name.
-int open_direct(int fd) {
-  if (refuses_direct(fd)) return -1;
-  const std::string itself = fmt::format("/proc/self/fd/{}", fd);
-  int direct = -1;
+// Invalid where it fails; errno says why.
+FileDescriptor open_fully(const std::string& path, int flags, mode_t permissions) {
+  int fd = -1;
   do {
-    direct = ::open(itself.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
-  } while (direct < 0 && errno == EINTR);
-  return direct;
+    fd = ::open(path.c_str(), flags | O_CLOEXEC, permissions);
+  } while (fd < 0 && errno == EINTR);
+  return FileDescriptor(fd);
+}
+
+// A second way into an open file; invalid where there is none. Through /proc it is the same file
+// even where another has taken its name.
+FileDescriptor open_direct(int fd) {
+  if (refuses_direct(fd)) return {};
+  return open_fully(fmt::format("/proc/self/fd/{}", fd), O_RDONLY | O_DIRECT, 0);
 }
 
 }  // namespace
 
 File::File(std::string path, Mode mode) : path_(std::move(path)) {
   // O_NONBLOCK changes nothing for a regular file; without it a pipe would hold us here for ever.
-  const int flags = flags_of(mode) | O_CLOEXEC | O_NONBLOCK;
-  do {
-    fd_ = ::open(path_.c_str(), flags, 0666);
-  } while (fd_ < 0 && errno == EINTR);
-  if (fd_ < 0) {
+  descriptor_ =
+      open_fully(path_, flags_of(mode) | O_NONBLOCK, mode == Mode::kCreateNew ? 0600 : 0666);
+  if (!descriptor_.valid()) {
     const int code = errno;
     throw IoError(
         fmt::format("cannot {} a file: path={} {}", verb_of(mode), path_, errno_text(code)));
   }
   struct stat status {};
-  const bool known = ::fstat(fd_, &status) == 0;
+  const bool known = ::fstat(fd(), &status) == 0;
   if (!known || !(S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))) {
-    ::close(fd_);
-    fd_ = -1;
     throw IoError(fmt::format(
         "cannot {} a file: it is {}; give the path of a regular file: path={}", verb_of(mode),
         known && S_ISDIR(status.st_mode) ? "a directory" : "not a regular file", path_));
   }
   // It has done its work, and asynchronous engines would take it as a wish for EAGAIN.
-  ::fcntl(fd_, F_SETFL, ::fcntl(fd_, F_GETFL) & ~O_NONBLOCK);
+  ::fcntl(fd(), F_SETFL, ::fcntl(fd(), F_GETFL) & ~O_NONBLOCK);
 }
 
-File::File(std::string path, int fd, int direct_fd)
-    : path_(std::move(path)), fd_(fd), direct_fd_(direct_fd) {}
-
-File::File(File&& other) noexcept
-    : path_(std::move(other.path_)),
-      fd_(std::exchange(other.fd_, -1)),
-      direct_fd_(std::exchange(other.direct_fd_, -1)) {}
-
-File& File::operator=(File&& other) noexcept {
-  if (this != &other) {
-    close();
-    path_ = std::move(other.path_);
-    fd_ = std::exchange(other.fd_, -1);
-    direct_fd_ = std::exchange(other.direct_fd_, -1);
-  }
-  return *this;
-}
-
-File::~File() {
-  close();
-}
-
-void File::close() noexcept {
-  if (fd_ >= 0) ::close(fd_);
-  if (direct_fd_ >= 0) ::close(direct_fd_);
-}
+File::File(std::string path, FileDescriptor descriptor, FileDescriptor direct)
+    : path_(std::move(path)), descriptor_(std::move(descriptor)), direct_(std::move(direct)) {}
 
 File File::direct() const {
-  const int again = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
-  if (again < 0) {
+  FileDescriptor again(::fcntl(fd(), F_DUPFD_CLOEXEC, 0));
+  if (!again.valid()) {
     const int code = errno;
     throw IoError(fmt::format("cannot open a file again: path={} {}", path_, errno_text(code)));
   }
-  return File(path_, again, open_direct(fd_));
+  return File(path_, std::move(again), open_direct(fd()));
 }
 
 Bytes File::size() const {
   // lseek and not fstat, which calls every block device empty. Nobody uses the descriptor's
   // position.
-  const off_t end = ::lseek(fd_, 0, SEEK_END);
+  const off_t end = ::lseek(fd(), 0, SEEK_END);
   if (end < 0) {
     const int code = errno;
     throw IoError(fmt::format("cannot tell a file's size: path={} {}", path_, errno_text(code)));
@@ -133,7 +111,7 @@ void File::reserve(Bytes bytes) {
   if (bytes.value <= 0) return;
   int code = 0;
   do {
-    code = ::posix_fallocate(fd_, 0, bytes.value);
+    code = ::posix_fallocate(fd(), 0, bytes.value);
   } while (code == EINTR);
   if (code != 0) {
     throw IoError(fmt::format(
@@ -146,7 +124,7 @@ void File::reserve(Bytes bytes) {
 void File::sync() {
   int result = 0;
   do {
-    result = ::fsync(fd_);
+    result = ::fsync(fd());
   } while (result < 0 && errno == EINTR);
   if (result < 0) {
     const int code = errno;

@@ -8,6 +8,7 @@
 
 #include <string>
 
+#include "strata/base/file_descriptor.h"
 #include "strata/base/units.h"
 
 namespace strata::io {
@@ -17,14 +18,13 @@ class File {
   enum class Mode {
     kRead,       // an existing file
     kCreate,     // made or emptied; readable and writable
+    kCreateNew,  // made, readable and writable by its owner alone; refused where anything has the
+                 // name, a link too
     kReadWrite,  // an existing file, content kept
   };
   // Regular files and block devices only: anything else (a directory, a pipe) is refused without
   // waiting for it.
   File(std::string path, Mode mode);
-  File(File&& other) noexcept;
-  File& operator=(File&& other) noexcept;
-  ~File();
 
   // What reads past the page cache go by: offsets, lengths and addresses are multiples of it.
   static constexpr Bytes kDirectBlock = 4_KiB;
@@ -34,9 +34,9 @@ class File {
   // all its reads go through the cache: see direct_fd().
   File direct() const;
 
-  int fd() const { return fd_; }
+  int fd() const { return descriptor_.get(); }
   // The descriptor for reads of whole blocks past the page cache; -1: none.
-  int direct_fd() const { return direct_fd_; }
+  int direct_fd() const { return direct_.get(); }
   const std::string& path() const { return path_; }
   Bytes size() const;
   // Takes the space now and grows the file to at least `bytes`, so that a full disk is an error
@@ -45,12 +45,11 @@ class File {
   void sync();  // fsync
 
  private:
-  File(std::string path, int fd, int direct_fd);
-  void close() noexcept;
+  File(std::string path, FileDescriptor descriptor, FileDescriptor direct);
 
   std::string path_;
-  int fd_ = -1;
-  int direct_fd_ = -1;
+  FileDescriptor descriptor_;
+  FileDescriptor direct_;  // invalid: none
 };
 
 }  // namespace strata::io

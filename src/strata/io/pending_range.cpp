@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
-#include "strata/io/errno_text.h"
 
 namespace strata::io {
 

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 
@@ -24,7 +24,7 @@ namespace {
                   "raise the limits of this process (ulimit -v, vm.overcommit_memory, "
                   "vm.max_map_count); held: {}",
                   name_of(options.tier), name_of(options.kind), to_string(wanted),
-                  std::strerror(error), options.ledger ? options.ledger->report() : "not counted"));
+                  errno_text(error), options.ledger ? options.ledger->report() : "not counted"));
 }
 
 Bytes mapped_size(Bytes bytes) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::memory {
@@ -26,7 +27,7 @@ MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, 
   if (address == MAP_FAILED) {
     throw OutOfMemoryError(
         fmt::format("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
-                    purpose, to_string(bytes), std::strerror(errno)));
+                    purpose, to_string(bytes), errno_text(errno)));
   }
   // A hint: fewer page faults where the system allows huge pages.
   if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);

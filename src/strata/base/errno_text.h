@@ -1,4 +1,4 @@
-// errno in messages: its number and the system's words for it. Safe everywhere.
+// errno in messages: its number and the system's words for it. Safe in every thread.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 
 #include "strata/base/error.h"
 
-namespace strata::io {
+namespace strata {
 
 // "errno=28 (No space left on device)"
 inline std::string errno_text(int code) {
   return fmt::format("errno={} ({})", code, std::generic_category().message(code));
 }
 
-}  // namespace strata::io
+}  // namespace strata
