@@ -6,6 +6,7 @@
 #include "strata/comm/host/shm_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/io/atomic_file.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/c10d_collectives.h"
@@ -179,6 +180,9 @@ void bind_runtime(py::module_& module) {
   module.def("single_rank", &torch::single_rank, py::arg("device"));
   // GPUs that torch and this build can both use.
   module.def("usable_gpus", &torch::usable_gpus);
+  // Whole or not at all, by a temporary file that follows no link; IoError.
+  module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
+             py::call_guard<py::gil_scoped_release>());
   // Where a model whose parameters are [(name, tensor)] shall train; none: nowhere yet.
   module.def(
       "choose_device",

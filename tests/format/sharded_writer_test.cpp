@@ -138,7 +138,8 @@ TEST_F(Sharded, LeavesNothingOfAnEarlierSaveThatALaterLoadCouldTake) {
   const auto tensors = tensors_of_bytes({4, 6, 9, 1, 2});
   std::filesystem::create_directories(folder_ / "out");
   folder_.write("out/config.json", "{}");
-  folder_.write("out/model-00001-of-00009.safetensors.partial", "rest of a save that was killed");
+  folder_.write("out/model-00001-of-00009.safetensors.0123456789abcdef.partial",
+                "rest of a save that was killed");
   unsigned seed = 0;
   for (const Bytes from : {100_B, 10_B, 6_B}) {
     for (const Bytes to : {100_B, 10_B, 6_B}) {

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "io/temporary_folder.h"
 #include "strata/io/atomic_file.h"
@@ -98,9 +99,54 @@ TEST(AtomicFile, DroppedBeforePublishingLeavesTheOldFileAndNoRest) {
 TEST(AtomicFile, SaysWhenItsTemporaryWasTakenAway) {
   const TemporaryFolder folder;
   io::AtomicFile file(folder / "data");
-  EXPECT_TRUE(io::remove_file(folder / "data.partial"));
-  EXPECT_FALSE(io::remove_file(folder / "data.partial"));
+  EXPECT_TRUE(io::remove_file(file.file().path()));
+  EXPECT_FALSE(io::remove_file(file.file().path()));
   EXPECT_THAT(message_of<IoError>([&] { file.publish(); }), HasSubstr("cannot rename"));
+}
+
+TEST(AtomicFile, FollowsNoLinkThatLiesWhereATemporaryMightBe) {
+  const TemporaryFolder folder;
+  folder.write("victim", "precious");
+  ASSERT_EQ(::symlink((folder / "victim").c_str(), (folder / "data.partial").c_str()), 0);
+  io::write_file_atomically(folder / "data", "new");
+  EXPECT_EQ(content_of(folder / "victim"), "precious");
+  EXPECT_EQ(content_of(folder / "data"), "new");
+  EXPECT_THAT(folder.names(), UnorderedElementsAre("data", "data.partial", "victim"));
+  EXPECT_THAT(message_of<IoError>([&] { io::File(folder / "data.partial", Mode::kCreateNew); }),
+              HasSubstr("cannot create a file: path=" + folder / "data.partial" + " errno=17"));
+  EXPECT_THAT(message_of<IoError>([&] { io::File(folder / "data", Mode::kCreateNew); }),
+              HasSubstr("errno=17"));
+}
+
+TEST(AtomicFile, HasAnotherTemporaryEachTimeThatNamesItsTarget) {
+  const TemporaryFolder folder;
+  std::string first;
+  {
+    io::AtomicFile file(folder / "data");
+    first = file.file().path();
+    EXPECT_EQ(io::AtomicFile::target_of(first), folder / "data");
+  }
+  io::AtomicFile file(folder / "data");
+  EXPECT_NE(file.file().path(), first);
+  for (const std::string_view name :
+       {"data", ".partial", "data.partial", "data.0123456789abcdeg.partial",
+        "data.123456789abcdef.partial", ".0123456789abcdef.partial"}) {
+    EXPECT_EQ(io::AtomicFile::target_of(name), name);
+  }
+}
+
+TEST(AtomicFile, IsItsOwnersAloneUntilItIsPublishedWithTheUsualPermissions) {
+  const TemporaryFolder folder;
+  const auto permissions_of = [](const std::string& path) {
+    struct stat status {};
+    EXPECT_EQ(::stat(path.c_str(), &status), 0);
+    return status.st_mode & 0777;
+  };
+  { io::File usual(folder / "usual", Mode::kCreate); }
+  io::AtomicFile file(folder / "data");
+  EXPECT_EQ(permissions_of(file.file().path()), 0600U);
+  file.publish();
+  EXPECT_EQ(permissions_of(folder / "data"), permissions_of(folder / "usual"));
 }
 
 }  // namespace

@@ -89,9 +89,10 @@ def test_a_step_is_all_its_micro_steps():
     assert report["transfers"]["reduce"]["count"] % 2 == 0
 
 
-def _trace(stage, path, steps, accumulation=1):
+def _trace(stage, path, steps, accumulation=1, when_started=lambda: None):
     config = config_of(stage, accumulation=accumulation, strata={"trace": str(path), "trace_steps": 2})
     engine = make_engine(make_model(), config)
+    when_started()
     there = []
     _train(engine, steps, lambda engine, step: there.append(os.path.exists(path)))
     units = [(unit["name"], unit["whole"]) for unit in engine.core.units()]
@@ -169,8 +170,8 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_the_model_is_touche
 
 
 def test_a_timeline_that_is_lost_is_a_warning(tmp_path, caplog):
-    (tmp_path / "trace.json.partial").mkdir()
-    _trace(3, tmp_path / "trace.json", 5)
+    (tmp_path / "gone").mkdir()
+    _trace(3, tmp_path / "gone" / "trace.json", 5, when_started=(tmp_path / "gone").rmdir)
     assert "trace.json' could not be written" in caplog.text
 
 

@@ -7,9 +7,9 @@
 #include <system_error>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/io/atomic_file.h"
-#include "strata/io/pending_range.h"
 
 namespace strata::format {
 namespace {
@@ -18,17 +18,14 @@ void make_folder(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error || !std::filesystem::is_directory(folder, error)) {
-    throw IoError(fmt::format("cannot make a folder: path={} errno={} ({})", folder, error.value(),
-                              error.message()));
+    throw IoError(
+        fmt::format("cannot make a folder: path={} {}", folder, errno_text(error.value())));
   }
 }
 
 // A name that an earlier save, finished or not, may have left.
 bool is_checkpoint_name(std::string_view name) {
-  const std::string_view partial = io::kPartialSuffix;
-  if (name.size() > partial.size() && name.substr(name.size() - partial.size()) == partial) {
-    name.remove_suffix(partial.size());
-  }
+  name = io::AtomicFile::target_of(name);
   return name == kSingleFileName || name == kIndexFileName || is_shard_name(name);
 }
 
@@ -88,10 +85,7 @@ void ShardedWriter::publish_index() const {
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
     map[tensors_[i].name] = plan_.files[places_[i].file];
   }
-  const std::string text = index.dump(2) + "\n";
-  io::AtomicFile file(in_folder(kIndexFileName));
-  io::write_fully(file.file(), Bytes(0), std::as_bytes(std::span(text)));
-  file.publish();
+  io::write_file_atomically(in_folder(kIndexFileName), index.dump(2) + "\n");
 }
 
 // A model.safetensors beside an index would be loaded in its place, so this is part of the save.
@@ -106,8 +100,8 @@ void ShardedWriter::remove_leftovers() const {
     if (is_checkpoint_name(name) && ours.count(name) == 0) leftovers.push_back(name);
   }
   if (error) {
-    throw IoError(fmt::format("cannot list a folder: path={} errno={} ({})", folder_, error.value(),
-                              error.message()));
+    throw IoError(
+        fmt::format("cannot list a folder: path={} {}", folder_, errno_text(error.value())));
   }
   for (const std::string& name : leftovers) io::remove_file(in_folder(name));
 }

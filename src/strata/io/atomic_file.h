@@ -1,17 +1,20 @@
-// A file that appears under its name whole or not at all: it is written as "<path>.partial",
-// brought to disk, and renamed. A process that dies on the way leaves the earlier file of that name
-// untouched. Threads: file() may be written by several threads; the rest belongs to one. Ownership:
-// the temporary belongs to this object, which removes it when destroyed before publish(). One
-// writer a path at a time. Errors: IoError.
+// A file that appears under its name whole or not at all: it is written under a temporary name
+// beside it, brought to disk, and renamed. A process that dies on the way leaves the earlier file
+// of that name untouched, and the temporary. Nobody can guess the temporary's name, and it is
+// refused where anything has it, so a link that somebody left in a shared folder is not followed;
+// until it is published only its owner may read it.
+//
+// Threads: file() may be written by several threads; the rest belongs to one. Ownership: the
+// temporary belongs to this object, which removes it when destroyed before publish(). One writer a
+// path at a time. Errors: IoError.
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "strata/io/file.h"
 
 namespace strata::io {
-
-inline constexpr const char* kPartialSuffix = ".partial";
 
 class AtomicFile {
  public:
@@ -24,8 +27,13 @@ class AtomicFile {
   File& file() { return file_; }
   // Brings the content to disk; nothing is visible yet.
   void seal();
-  // Renames, seals before if that was not done, and brings the folder's entry to disk.
+  // Gives the file its name, and the permissions that any new file of this process has; seals
+  // before if that was not done, and brings the folder's entry to disk.
   void publish();
+
+  // Of the name of a temporary that a killed process left: the name that it was written for. Any
+  // other name is returned as it is.
+  static std::string_view target_of(std::string_view name);
 
  private:
   std::string path_;
@@ -33,6 +41,9 @@ class AtomicFile {
   bool sealed_ = false;
   bool published_ = false;
 };
+
+// One AtomicFile that holds `text`.
+void write_file_atomically(const std::string& path, std::string_view text);
 
 // Removes a file; one that is not there is no error. True if there was one.
 bool remove_file(const std::string& path);

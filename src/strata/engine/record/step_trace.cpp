@@ -222,10 +222,7 @@ void StepTrace::end(StepRecorder& recorder, const comm::Collectives& collectives
 
 void StepTrace::save(const std::vector<std::string>& ranks) noexcept {
   try {
-    const std::string text = chrome_trace(ranks);
-    io::AtomicFile file(path_);
-    io::write_fully(file.file(), Bytes(), std::as_bytes(std::span(text)));
-    file.publish();
+    io::write_file_atomically(path_, chrome_trace(ranks));
   } catch (const std::exception& error) {
     problem_ = error.what();
   }
