@@ -125,16 +125,13 @@ TYPED_TEST_P(StateStoreConformance, WhatWasWrittenSurvivesManyFetchesInAnyOrder)
   }
   for (std::uint32_t step = 0; step < 300; ++step) {
     const std::size_t i = random() % blocks.size();
-    if (random() % 3 == 0) this->store_->read_ahead({&blocks[i], 1});
     if (random() % 2 == 0) {
       expected[i] = this->random_content(this->store_->size_of(blocks[i]), step);
       this->write(blocks[i], expected[i]);
     } else {
       ASSERT_EQ(this->read(blocks[i]), expected[i]) << "block " << i << ", step " << step;
     }
-    if (random() % 20 == 0) this->store_->flush();
   }
-  this->store_->flush();
   for (std::size_t i = 0; i < blocks.size(); ++i) EXPECT_EQ(this->read(blocks[i]), expected[i]);
 }
 
@@ -151,18 +148,6 @@ TYPED_TEST_P(StateStoreConformance, SeveralBlocksAreLeasedTogether) {
   }
   EXPECT_EQ(this->read(first), one);
   EXPECT_EQ(this->read(second), two);
-}
-
-TYPED_TEST_P(StateStoreConformance, AWrongReadAheadIsHarmless) {
-  const BlockId block = this->add("block", 100_B);
-  const auto content = this->random_content(100_B, 5);
-  this->write(block, content);
-  const std::vector<BlockId> wrong = {-1, block, 77, block, block, 1 << 30};
-  this->store_->read_ahead(wrong);
-  EXPECT_EQ(this->read(block), content);
-  const auto lease = this->store_->fetch(block, Access::kReadWrite);
-  this->store_->read_ahead(wrong);
-  this->store_->read_ahead({});
 }
 
 TYPED_TEST_P(StateStoreConformance, ASecondLeaseOfABlockIsRefusedByName) {
@@ -218,8 +203,8 @@ REGISTER_TYPED_TEST_SUITE_P(StateStoreConformance, SaysItsTier, ABlockBeginsAsZe
                             BlocksThatComeTogetherAreBlocksLikeOthers,
                             OfBlocksThatDoNotFitTogetherNoneIsThere, ALeaseIsAlignedTo64Bytes,
                             WhatWasWrittenSurvivesManyFetchesInAnyOrder,
-                            SeveralBlocksAreLeasedTogether, AWrongReadAheadIsHarmless,
-                            ASecondLeaseOfABlockIsRefusedByName, AnUnknownBlockIsAnError,
+                            SeveralBlocksAreLeasedTogether, ASecondLeaseOfABlockIsRefusedByName,
+                            AnUnknownBlockIsAnError,
                             RunningOutAtAddLeavesTheEarlierBlocksAsTheyWere,
                             ChargesItsTierByKindUntilItGoes);
 

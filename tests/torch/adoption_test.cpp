@@ -136,8 +136,6 @@ class SmallStore final : public offload::StateStore {
   std::unique_ptr<offload::Lease> fetch(offload::BlockId block, offload::Access access) override {
     return store_->fetch(block, access);
   }
-  void read_ahead(std::span<const offload::BlockId> blocks) override { store_->read_ahead(blocks); }
-  void flush() override { store_->flush(); }
 
  private:
   std::shared_ptr<offload::StateStore> store_;

@@ -40,8 +40,6 @@ class MemoryStore final : public StateStore {
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
   Bytes size_of(BlockId block) const override;
   std::unique_ptr<Lease> fetch(BlockId block, Access access) override;
-  void read_ahead(std::span<const BlockId> /*blocks*/) override {}  // all blocks are in memory
-  void flush() override {}                                          // and rest there
 
  private:
   struct Block;

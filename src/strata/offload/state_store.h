@@ -1,11 +1,10 @@
 // Seam: where optimizer state (master weights, exp_avg, exp_avg_sq) rests between steps, whatever
-// its tier. The optimizer asks for a block, works on it through a lease and gives it back; a store
-// on a slow tier uses the order announced by read_ahead() to have the next blocks in memory in
-// time. Implementations: memory_store (device or host memory); NVMe later.
+// its tier. The optimizer asks for a block, works on it through a lease and gives it back.
+// Implementations: memory_store (device or host memory).
 //
 // Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is
 // destroyed; a block is leased at most once at a time.
-// Errors: OutOfMemoryError, IoError from fetch() and flush(); what was added stays as it was.
+// Errors: OutOfMemoryError, IoError from fetch(); what was added stays as it was.
 #pragma once
 
 #include <cstddef>
@@ -51,10 +50,6 @@ class StateStore {
   }
   virtual Bytes size_of(BlockId block) const = 0;
   virtual std::unique_ptr<Lease> fetch(BlockId block, Access access) = 0;
-  // Announces the next fetches, in order. A hint: a wrong one costs time only.
-  virtual void read_ahead(std::span<const BlockId> blocks) = 0;
-  // Returns when everything given back has reached the tier.
-  virtual void flush() = 0;
 };
 
 }  // namespace strata::offload

@@ -26,16 +26,14 @@ void AdamOptimizer::prepare() {
     for (const char* const state : {".exp_avg", ".exp_avg_sq"})
       blocks.push_back({unit.name() + state, bytes, memory::Kind::kOptimizerState});
   }
-  fetch_list_ = store_.add_all(std::move(blocks));
-  for (std::size_t i = 0; i < fetch_list_.size(); i += 2)
-    states_.push_back({fetch_list_[i], fetch_list_[i + 1]});
+  const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
+  for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
 }
 
 void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
                          std::span<const int> first, const Updated& updated) {
   prepare();
   ++steps_;
-  store_.read_ahead(fetch_list_);
   const auto visit = [&](std::size_t i) {
     const OptimizerShards::UnitShard& shard = shards_.units()[i];
     if (shards_.gradients().filled(shard.unit)) update(shard, states_[i], groups, scale);

@@ -39,7 +39,6 @@ class AdamOptimizer final : public ShardedOptimizer {
   bool decoupled_;
   std::int64_t steps_ = 0;
   std::vector<States> states_;  // by index into shards_.units()
-  std::vector<offload::BlockId> fetch_list_;
 };
 
 }  // namespace strata::engine
