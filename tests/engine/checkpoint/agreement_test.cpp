@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <typeinfo>
+
 #include "engine/checkpoint/checkpoint_model.h"
 
 namespace strata::engine {
@@ -29,6 +31,35 @@ TEST(Agreement, OneRanksFailureIsEveryRanksAndNamesIt) {
     });
   });
   EXPECT_THAT(outcomes, Each("threw: reading the weights failed on rank 1: the disk is gone"));
+}
+
+// Rank 1 fails with this class; every rank must see it.
+template <typename Class>
+void expect_class_on_every_rank() {
+  const auto outcomes = testing::on_ranks(2, [](const auto& ranks) {
+    try {
+      agree(
+          *ranks, "reading",
+          ranks->rank() == 1 ? failure_of(std::make_exception_ptr(Class("the cause"))) : Failure());
+    } catch (const Error& error) {
+      EXPECT_EQ(typeid(error), typeid(Class));
+      throw;
+    }
+  });
+  EXPECT_THAT(outcomes, Each("threw: reading failed on rank 1: the cause"));
+}
+
+TEST(Agreement, CarriesEveryClassOfErrors) {
+  expect_class_on_every_rank<ConfigError>();
+  expect_class_on_every_rank<FormatError>();
+  expect_class_on_every_rank<IoError>();
+  expect_class_on_every_rank<CommError>();
+  expect_class_on_every_rank<OutOfMemoryError>();
+  expect_class_on_every_rank<DeviceError>();
+  expect_class_on_every_rank<UsageError>();
+  expect_class_on_every_rank<NumericsError>();
+  expect_class_on_every_rank<InternalError>();
+  expect_class_on_every_rank<Error>();
 }
 
 TEST(Agreement, WhatAllRanksSayIsSaidAsItIs) {

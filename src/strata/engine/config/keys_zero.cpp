@@ -111,7 +111,7 @@ constexpr std::array kKeys{
     Key{ZERO "log_trace_cache_warnings", kFlag, "false", "", kHint,
         "warn when the fetch order changes", "a changed order costs a late gather, nothing else"},
     Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHint, "compare ranks with collectives",
-        "ranks always compare a running hash of their order"},
+        "ranks always compare the operations that they do together"},
     Key{ZERO "save_muon_momentum_buffer_in_memory", kFlag, "false", "", kHint,
         "keep Muon's momentum gathered", "Muon is not offered"},
 

@@ -1,6 +1,7 @@
 #include "strata/engine/unit/agreement.h"
 
 #include <algorithm>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -9,30 +10,43 @@
 namespace strata::engine {
 namespace {
 
+// A class of base/error.h, as ranks tell each other of it.
+struct ErrorClass {
+  std::string_view name;
+  bool (*holds)(const std::exception& error);
+  void (*raise)(const std::string& message);
+};
+
 template <typename Class>
-bool is(const std::exception& error) {
-  return dynamic_cast<const Class*>(&error) != nullptr;
+constexpr ErrorClass error_class(std::string_view name) {
+  return {name,
+          [](const std::exception& error) { return dynamic_cast<const Class*>(&error) != nullptr; },
+          [](const std::string& message) { throw Class(message); }};
 }
 
+constexpr ErrorClass kClasses[] = {
+    error_class<ConfigError>("ConfigError"),
+    error_class<FormatError>("FormatError"),
+    error_class<IoError>("IoError"),
+    error_class<CommError>("CommError"),
+    error_class<OutOfMemoryError>("OutOfMemoryError"),
+    error_class<DeviceError>("DeviceError"),
+    error_class<UsageError>("UsageError"),
+    error_class<NumericsError>("NumericsError"),
+    error_class<InternalError>("InternalError"),
+};
+
 std::string kind_of(const std::exception& error) {
-  if (is<ConfigError>(error)) return "ConfigError";
-  if (is<FormatError>(error)) return "FormatError";
-  if (is<IoError>(error)) return "IoError";
-  if (is<OutOfMemoryError>(error) || is<std::bad_alloc>(error)) return "OutOfMemoryError";
-  if (is<UsageError>(error)) return "UsageError";
-  if (is<NumericsError>(error)) return "NumericsError";
-  if (is<InternalError>(error)) return "InternalError";
-  return "Error";
+  for (const ErrorClass& each : kClasses) {
+    if (each.holds(error)) return std::string(each.name);
+  }
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? "OutOfMemoryError" : "Error";
 }
 
 [[noreturn]] void throw_as(const std::string& kind, const std::string& message) {
-  if (kind == "ConfigError") throw ConfigError(message);
-  if (kind == "FormatError") throw FormatError(message);
-  if (kind == "IoError") throw IoError(message);
-  if (kind == "OutOfMemoryError") throw OutOfMemoryError(message);
-  if (kind == "UsageError") throw UsageError(message);
-  if (kind == "NumericsError") throw NumericsError(message);
-  if (kind == "InternalError") throw InternalError(message);
+  for (const ErrorClass& each : kClasses) {
+    if (each.name == kind) each.raise(message);
+  }
   throw Error(message);
 }
 
