@@ -172,8 +172,10 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
         "backward() on the loss it gave");
   }
   recorder_.begin_phase(Activity::kBackwardPass);
-  reducer_.begin_backward(boundary || (synchronise && !options_.reduce_at_boundary),
-                          gatherer_.order().first_uses(), boundary);
+  const bool reduces = synchronise && !options_.reduce_at_boundary;
+  const BackwardPass between = reduces ? BackwardPass::kReduces : BackwardPass::kKeeps;
+  reducer_.begin_backward(boundary ? BackwardPass::kLast : between,
+                          gatherer_.order().first_uses());
   in_backward_ = true;
 }
 
@@ -209,11 +211,10 @@ void Engine::abandon_backward() {
   forward_seen_ = false;
   pass_started_ = false;
   backward_seen_ = false;
-  reducer_.abandon_backward();
+  if (const auto error = reducer_.abandon_backward()) std::rethrow_exception(error);
 }
 
 void Engine::zero_gradients() {
-  reducer_.clear_unused();
   reducer_.drop_gradients();
   backward_seen_ = false;
 }

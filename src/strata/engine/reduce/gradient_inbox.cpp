@@ -10,12 +10,11 @@
 namespace strata::engine {
 
 GradientInbox::GradientInbox(std::string name, std::vector<Unit>& units,
-                             comm::Collectives& collectives, std::shared_ptr<memory::Ledger> ledger,
-                             Bytes most)
+                             comm::Collectives& collectives, device::Device& device, Bytes most)
     : name_(std::move(name)),
       units_(units),
       collectives_(collectives),
-      ledger_(std::move(ledger)),
+      device_(device),
       most_(most),
       progress_(units.size()) {}
 
@@ -30,7 +29,8 @@ bool GradientInbox::make(std::span<const Bytes> contributions) {
   }
   bytes_ = std::min(most_ + largest, all);
   if (bytes_.value == 0) return false;
-  charge_ = memory::Charge(ledger_, memory::Tier::kDevice, memory::Kind::kGradients, bytes_);
+  charge_ =
+      memory::Charge(device_.ledger(), memory::Tier::kDevice, memory::Kind::kGradients, bytes_);
   inbox_ = collectives_.make_inbox(fmt::format("{}.inbox", name_), bytes_);
   return true;
 }
@@ -76,7 +76,24 @@ void GradientInbox::write_zero(int unit, int slot) {
 std::unique_ptr<comm::Work> GradientInbox::reduce(int unit, const comm::Reduction& reduction) {
   const auto i = static_cast<std::size_t>(unit);
   STRATA_ASSERT(std::ranges::all_of(progress_[i].written, [](bool written) { return written; }));
-  return inbox_->reduce(progress_[i].index, reduction, units_[i].name());
+  auto work = inbox_->reduce(progress_[i].index, reduction, units_[i].name());
+  zero_padding(units_[i].layout, reduction.result);
+  return work;
+}
+
+// Nobody writes it into an inbox, so the sum has there whatever lay in the inbox before.
+void GradientInbox::zero_padding(const plan::FlatLayout& layout, std::span<float> shard) {
+  Numel end;
+  const auto zero = [&](Numel to) {
+    if (end < to)
+      device_.fill_zero(std::as_writable_bytes(shard.subspan(end.size(), (to - end).size())),
+                        *collectives_.contribution_stream());
+  };
+  for (const plan::ShardPiece& piece : layout.pieces(collectives_.shard_place().index)) {
+    zero(piece.shard_offset);
+    end = piece.shard_offset + (piece.param_end - piece.param_begin);
+  }
+  zero(layout.shard());
 }
 
 }  // namespace strata::engine

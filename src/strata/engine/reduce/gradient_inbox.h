@@ -4,7 +4,8 @@
 // waits in the caller's buffer and goes when its unit is reduced.
 //
 // The inbox is made in the first pass, of as many bytes as may be under way; it is charged as
-// gradients. Threads, errors: reducer.h. Ownership: owns the inbox.
+// gradients. Threads: one thread at a time. Ownership: owns the inbox. Errors: CommError;
+// OutOfMemoryError when the inbox is made.
 #pragma once
 
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include "strata/comm/collectives.h"
 #include "strata/comm/inbox.h"
+#include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/memory/ledger.h"
 
@@ -23,7 +25,7 @@ class GradientInbox {
  public:
   // `most`: of contributions under way; one more may be written meanwhile.
   GradientInbox(std::string name, std::vector<Unit>& units, comm::Collectives& collectives,
-                std::shared_ptr<memory::Ledger> ledger, Bytes most);
+                device::Device& device, Bytes most);
 
   // A pass that reduces these units, in this order; `dtypes` by unit, of contributions. The same on
   // every rank. Where there is no inbox nothing is active.
@@ -48,11 +50,12 @@ class GradientInbox {
     std::vector<bool> written;  // by slot
   };
   bool make(std::span<const Bytes> contributions);
+  void zero_padding(const plan::FlatLayout& layout, std::span<float> shard);
 
   std::string name_;
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
-  std::shared_ptr<memory::Ledger> ledger_;
+  device::Device& device_;
   Bytes most_;
   std::unique_ptr<comm::Inbox> inbox_;  // null: none yet, or none to be had
   Bytes bytes_;

@@ -1,0 +1,102 @@
+#include "strata/engine/reduce/gradient_arrivals.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace strata::engine {
+
+GradientArrivals::GradientArrivals(std::span<const Unit> units, comm::Collectives& collectives,
+                                   Bytes most_waiting)
+    : units_(units),
+      collectives_(collectives),
+      most_waiting_(most_waiting),
+      progress_(units.size()) {
+  for (const Unit& unit : units_) {
+    const std::size_t slots = unit.trainable() ? unit.layout.slots().size() : 0;
+    of(unit.id).expected.assign(slots, 1);
+    of(unit.id).seen.assign(slots, 0);
+  }
+}
+
+void GradientArrivals::begin_pass(std::span<const int> first_uses) {
+  next_ = 0;
+  waiting_ = Bytes();
+  completion_.clear();
+  if (order_.empty()) {
+    std::vector<int> order(first_uses.rbegin(), first_uses.rend());
+    for (std::size_t i = units_.size(); i-- > 0;) order.push_back(static_cast<int>(i));
+    share_order(order);
+  }
+  for (const int unit : order_) {
+    Progress& p = of(unit);
+    std::fill(p.seen.begin(), p.seen.end(), 0);
+    p.missing = 0;
+    for (const int expected : p.expected) p.missing += expected;
+    p.waiting = Bytes();
+    p.reduced = false;
+    if (p.missing == 0) completion_.push_back(unit);
+  }
+}
+
+// `mine` may hold frozen units and repeat: the first occurrences of trainable ones count.
+void GradientArrivals::share_order(std::span<const int> mine) {
+  std::vector<bool> placed(units_.size());
+  order_.clear();
+  for (const int unit : mine) {
+    const auto index = static_cast<std::size_t>(unit);
+    if (placed[index] || !units_[index].trainable()) continue;
+    placed[index] = true;
+    order_.push_back(unit);
+  }
+  collectives_.broadcast(std::as_writable_bytes(std::span<int>(order_)), 0);
+}
+
+bool GradientArrivals::note(int unit, std::size_t slot, Bytes unit_bytes) {
+  Progress& p = of(unit);
+  if (++p.seen[slot] > p.expected[slot] || p.reduced) return false;
+  if (--p.missing > 0) return false;
+  completion_.push_back(unit);
+  p.waiting = unit_bytes;
+  waiting_ += unit_bytes;
+  return true;
+}
+
+void GradientArrivals::note_reduced(int unit) {
+  waiting_ -= std::exchange(of(unit).waiting, Bytes());
+  of(unit).reduced = true;
+}
+
+std::optional<int> GradientArrivals::next_ready() {
+  if (next_ == order_.size()) return std::nullopt;
+  const int unit = order_[next_];
+  if (of(unit).missing > 0) {
+    if (waiting_ <= most_waiting_) return std::nullopt;
+    completion_.push_back(unit);  // it has waited for a gradient that may never come
+  }
+  return next();
+}
+
+std::optional<int> GradientArrivals::next() {
+  if (next_ == order_.size()) return std::nullopt;
+  return order_[next_++];
+}
+
+void GradientArrivals::end_pass() {
+  learn();
+  if (++passes_ > 1) return;
+  std::vector<int> order = completion_;
+  order.insert(order.end(), order_.begin(), order_.end());
+  share_order(order);
+}
+
+// What the first pass brought is expected from then on, and later the most that any pass brought:
+// a parameter that got nothing in the first pass is not waited for.
+void GradientArrivals::learn() {
+  for (const int unit : order_) {
+    Progress& p = of(unit);
+    for (std::size_t i = 0; i < p.expected.size(); ++i)
+      p.expected[i] = passes_ == 0 ? p.seen[i] : std::max(p.expected[i], p.seen[i]);
+  }
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,76 @@
+// Which gradients of a backward pass have come, and which unit is reduced next.
+//
+// A unit is complete when every gradient that is expected of it has come. Units are reduced in one
+// order that all ranks share, each as soon as it and those before it are complete, so that the
+// collectives match whatever each rank's autograd did. The first pass expects one gradient of each
+// parameter and reduces in the reverse of forward's order; what came in it, and in which order on
+// rank 0, is expected from then on. A unit that never becomes complete does not hold up more than
+// `most_waiting` bytes of complete ones: then it is reduced as it is.
+//
+// Threads: one thread at a time. Ownership: borrows the units and the collectives. Errors:
+// CommError from begin_pass() and end_pass(), which are collectives once each.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/engine/unit/unit.h"
+
+namespace strata::engine {
+
+class GradientArrivals {
+ public:
+  GradientArrivals(std::span<const Unit> units, comm::Collectives& collectives, Bytes most_waiting);
+
+  // A backward pass starts. `first_uses`: the units in the order in which forward first used them.
+  // Collective in the first pass: rank 0's order counts.
+  void begin_pass(std::span<const int> first_uses);
+  // All units were reduced in this pass. Collective after the first one.
+  void end_pass();
+
+  // A gradient of this slot has come; `unit_bytes`: what its unit's gradients take. True: the unit
+  // is complete by it, and was not reduced before.
+  bool note(int unit, std::size_t slot, Bytes unit_bytes);
+  void note_reduced(int unit);
+  bool reduced(int unit) const { return of(unit).reduced; }  // in this pass
+  // Whether the next gradient of this slot is the only one that this pass is known to bring.
+  bool only_one_expected(int unit, std::size_t slot) const {
+    return of(unit).expected[slot] <= 1 && of(unit).seen[slot] == 0;
+  }
+
+  // Takes the next unit of the order: next_ready() if it may be reduced now, next() in any case.
+  std::optional<int> next_ready();
+  std::optional<int> next();
+
+  // Trainable units in the order of their reduction; the same on every rank.
+  const std::vector<int>& order() const { return order_; }
+
+ private:
+  struct Progress {
+    std::vector<int> expected;  // gradients by slot in one pass, as learned
+    std::vector<int> seen;      // in this pass
+    int missing = 0;            // gradients that are expected and have not come
+    Bytes waiting;              // its bytes, while it is complete and not reduced
+    bool reduced = false;       // in this pass
+  };
+
+  void learn();
+  void share_order(std::span<const int> mine);
+  Progress& of(int unit) { return progress_[static_cast<std::size_t>(unit)]; }
+  const Progress& of(int unit) const { return progress_[static_cast<std::size_t>(unit)]; }
+
+  std::span<const Unit> units_;
+  comm::Collectives& collectives_;
+  Bytes most_waiting_;
+  std::vector<Progress> progress_;  // by unit; of frozen units unused
+  std::vector<int> order_;
+  std::vector<int> completion_;  // order of completion in this pass
+  std::size_t next_ = 0;         // index into order_ of the next unit to reduce
+  Bytes waiting_;                // of complete units that are not reduced yet, in this pass
+  int passes_ = 0;               // passes that reduced
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,210 @@
+#include "strata/engine/reduce/gradient_writes.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& collectives,
+                               device::Device& device, GradientBuffers& buffers,
+                               GradientWriteOptions options)
+    : units_(units),
+      collectives_(collectives),
+      device_(device),
+      buffers_(buffers),
+      options_(std::move(options)),
+      inbox_(options_.name, units, collectives, device, options_.max_pushed),
+      buffers_of_(units.size()),
+      stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr) {
+  if (device.runs_ahead() && stream_ == nullptr) {
+    own_stream_ = device.create_stream();
+    stream_ = own_stream_.get();
+  }
+  for (const Unit& unit : units_) {
+    if (unit.trainable()) of(unit.id).written.assign(unit.layout.slots().size(), false);
+  }
+}
+
+DType GradientWrites::dtype(int unit, bool wide) const {
+  const DType own = layout(unit).dtype();
+  const bool exact = !wide && collectives_.sums_in_fp32() && is_floating(own) &&
+                     size_of(own) < size_of(options_.reduce_dtype);
+  return exact ? own : options_.reduce_dtype;
+}
+
+void GradientWrites::begin_pushing(std::span<const int> order) {
+  std::vector<DType> dtypes(units_.size());
+  for (const int unit : order) dtypes[static_cast<std::size_t>(unit)] = dtype(unit);
+  inbox_.begin_pass(order, dtypes);
+}
+
+void GradientWrites::widen() {
+  if (std::exchange(wide_, true)) return;
+  compute_follows();
+  for (const Unit& unit : units_) {
+    UnitBuffer& b = of(unit.id);
+    const DType before = dtype(unit.id, false);
+    const DType after = dtype(unit.id, true);
+    if (b.buffer == nullptr || after == before) continue;
+    auto widened = buffers_.take(bytes(unit.id));
+    device_.cast(widened->memory->local().data(), after, b.buffer->memory->local().data(), before,
+                 unit.layout.padded(), device_.compute_stream());
+    buffers_.give_back(std::exchange(b.buffer, std::move(widened)));
+  }
+}
+
+device::Stream& GradientWrites::stream() {
+  compute_is_behind_ = true;
+  return stream_ != nullptr ? *stream_ : device_.compute_stream();
+}
+
+// Later writes come after what the compute stream holds now.
+void GradientWrites::follow_compute() {
+  if (stream_ != nullptr) stream_->wait_for(*device_.compute_stream().record());
+}
+
+void GradientWrites::compute_follows() {
+  let_go(Bytes());
+  // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
+  if (std::exchange(compute_is_behind_, false) && stream_ != nullptr)
+    device_.compute_stream().wait_for(*stream_->record());
+}
+
+void GradientWrites::let_go(Bytes most) {
+  while (!held_.empty() && held_bytes_ > most) {
+    device_.compute_stream().wait_for(*held_.front().written);
+    held_bytes_ -= held_.front().bytes;
+    held_.pop_front();
+  }
+}
+
+void GradientWrites::hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
+  if (stream_ == nullptr) return;
+  if (owner == nullptr) {
+    device_.compute_stream().wait_for(*stream_->record());
+    return;
+  }
+  let_go(std::max(options_.max_held - bytes, Bytes()));
+  held_.push_back({std::move(owner), bytes, stream_->record()});
+  held_bytes_ += bytes;
+}
+
+void GradientWrites::open_buffer(int unit) {
+  UnitBuffer& b = of(unit);
+  const DType type = dtype(unit);
+  b.buffer = buffers_.take(bytes(unit));
+  follow_compute();
+  std::fill(b.written.begin(), b.written.end(), false);
+  // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
+  const std::span<std::byte> memory = b.buffer->memory->local();
+  const auto zero = [&](Numel begin, Numel end) {
+    const std::size_t from = bytes_of(begin, type).size();
+    device_.fill_zero(memory.subspan(from, bytes_of(end, type).size() - from), stream());
+  };
+  Numel end;
+  for (const plan::Slot& slot : layout(unit).slots()) {
+    if (slot.offset > end) zero(end, slot.offset);
+    end = slot.end();
+  }
+  if (layout(unit).padded() > end) zero(end, layout(unit).padded());
+}
+
+std::span<std::byte> GradientWrites::place_of(int unit, const plan::Slot& slot) {
+  const DType type = dtype(unit);
+  return of(unit).buffer->memory->local().subspan(bytes_of(slot.offset, type).size(),
+                                                  bytes_of(slot.numel, type).size());
+}
+
+void GradientWrites::write(int unit, int slot_index, const std::byte* gradient, DType dtype_here) {
+  UnitBuffer& b = of(unit);
+  const auto index = static_cast<std::size_t>(slot_index);
+  const plan::Slot& slot = layout(unit).slots()[index];
+  follow_compute();
+  std::byte* const target = place_of(unit, slot).data();
+  if (b.written[index]) {
+    device_.accumulate(target, dtype(unit), gradient, dtype_here, slot.numel, stream());
+  } else {
+    device_.cast(target, dtype(unit), gradient, dtype_here, slot.numel, stream());
+    b.written[index] = true;
+  }
+}
+
+bool GradientWrites::push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
+  if (!inbox_.takes(unit) || dtype_here != dtype(unit)) return false;
+  follow_compute();
+  compute_is_behind_ = true;
+  inbox_.write(unit, slot, gradient);
+  return true;
+}
+
+std::optional<std::size_t> GradientWrites::write_missing(int unit) {
+  UnitBuffer& b = of(unit);
+  std::optional<std::size_t> first;
+  for (std::size_t i = 0; i < b.written.size(); ++i) {
+    if (b.written[i]) continue;
+    const plan::Slot& slot = layout(unit).slots()[i];
+    if (!first && slot.numel.value > 0) first = i;
+    device_.fill_zero(place_of(unit, slot), stream());
+  }
+  return first;
+}
+
+std::optional<std::size_t> GradientWrites::push_missing(int unit) {
+  UnitBuffer& b = of(unit);
+  const std::span<const plan::Slot> slots = layout(unit).slots();
+  std::optional<std::size_t> first;
+  follow_compute();  // which may have read the shard that is written next
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const auto slot = static_cast<int>(i);
+    // What lies in the buffer of a gradient that was pushed came later, and stays.
+    if (inbox_.has(unit, slot)) continue;
+    if (b.buffer != nullptr && b.written[i]) {
+      inbox_.write(unit, slot, place_of(unit, slots[i]).data());
+      b.written[i] = false;
+    } else {
+      if (!first && slots[i].numel.value > 0) first = i;
+      inbox_.write_zero(unit, slot);
+    }
+  }
+  compute_is_behind_ = true;
+  return first;
+}
+
+std::unique_ptr<comm::Work> GradientWrites::reduce(int unit, comm::Reduction reduction,
+                                                   bool pushed) {
+  reduction.dtype = dtype(unit);
+  reduction.writer = stream_;
+  if (pushed) return inbox_.reduce(unit, reduction);
+  reduction.source = of(unit).buffer->memory.get();
+  return collectives_.reduce_scatter(reduction, units_[static_cast<std::size_t>(unit)].name());
+}
+
+GradientBuffers::Buffer GradientWrites::give_up_buffer(int unit, bool pushed) {
+  UnitBuffer& b = of(unit);
+  const bool holds_late_ones = pushed && std::ranges::find(b.written, true) != b.written.end();
+  return holds_late_ones ? nullptr : std::move(b.buffer);
+}
+
+void GradientWrites::drop() {
+  compute_follows();
+  for (UnitBuffer& b : buffers_of_) buffers_.give_back(std::move(b.buffer));
+}
+
+FirstError GradientWrites::abandon() noexcept {
+  FirstError error;
+  inbox_.end_pass();
+  error.keep_of([this] { drop(); });
+  if (error.get() == nullptr) return error;
+  // The streams could not be ordered, so the host waits. Where that fails, too, the device is lost:
+  // nothing runs on it that could still read what goes.
+  error.keep_of([this] { stream().synchronize(); });
+  compute_is_behind_ = false;
+  held_.clear();
+  held_bytes_ = Bytes();
+  for (UnitBuffer& b : buffers_of_) error.keep_of([&] { buffers_.give_back(std::move(b.buffer)); });
+  return error;
+}
+
+}  // namespace strata::engine

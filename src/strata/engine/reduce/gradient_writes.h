@@ -1,0 +1,129 @@
+// Writes gradients to where their reduction takes them from: a flat buffer of their unit, or the
+// memory of the ranks that add them up.
+//
+// A parameter's gradient is written once, converted to the buffer's dtype, at its place in its
+// unit's flat buffer. That dtype is the reduce dtype; or the unit's own, half the bytes, where
+// nothing is lost: gradients of 16 bits that no later pass adds to, and collectives that add them
+// up in fp32. Where ranks write into each other's memory (comm/inbox.h) a gradient goes straight to
+// the ranks that add it up instead, and the flat buffer is for those that cannot: the sum of
+// several, those of passes that do not reduce, and what comes after its unit was reduced.
+//
+// On a device that runs ahead, gradients are written beside the model's kernels, on the stream of
+// the collectives, or on one of this object's own; a few are held until that is done.
+//
+// Threads: one thread at a time. Ownership: gradients are read during push() and write(), or held
+// by hold_until_written(). Errors: OutOfMemoryError for a buffer; CommError; DeviceError.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/reduce/gradient_buffers.h"
+#include "strata/engine/reduce/gradient_inbox.h"
+#include "strata/engine/unit/first_error.h"
+#include "strata/engine/unit/unit.h"
+
+namespace strata::engine {
+
+struct GradientWriteOptions {
+  std::string name;  // of the engine
+  DType reduce_dtype = DType::kFloat32;
+  Bytes max_pushed;  // on their way to other ranks
+  Bytes max_held;    // of gradients that wait to be written; the newest may exceed it
+};
+
+class GradientWrites {
+ public:
+  GradientWrites(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
+                 GradientBuffers& buffers, GradientWriteOptions options);
+
+  // A pass that reduces units in this order, and may push gradients of them; the same on every
+  // rank. Where ranks do not write into each other's memory nothing is pushed.
+  void begin_pushing(std::span<const int> order);
+  void end_pushing() { inbox_.end_pass(); }
+  bool pushing() const { return inbox_.active(); }
+  // Later passes add to what the buffers hold: from now on they are of the reduce dtype, and what
+  // came too late for an earlier reduction is widened. set_narrow(): until a pass has reduced all.
+  void widen();
+  void set_narrow() { wide_ = false; }
+  bool wide() const { return wide_; }
+
+  // Of a unit's gradients on the wire; the same on every rank, since it depends on the passes
+  // alone.
+  DType dtype(int unit) const { return dtype(unit, wide_); }
+  Bytes bytes(int unit) const {
+    return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
+  }
+
+  bool has_buffer(int unit) const { return of(unit).buffer != nullptr; }
+  void open_buffer(int unit);
+  // One gradient of one parameter. push(): straight to where it is added up; false: it has to be
+  // written. write(): into the unit's buffer, where it is added to what lies there.
+  bool push(int unit, int slot, const std::byte* gradient, DType dtype);
+  void write(int unit, int slot, const std::byte* gradient, DType dtype);
+  // `owner` of a gradient of so many bytes is kept until it is written; null: the compute stream
+  // waits for that.
+  void hold_until_written(std::shared_ptr<const void> owner, Bytes bytes);
+
+  // Make a unit ready to be reduced: zeroes where no gradient came. write_missing() in its buffer,
+  // push_missing() at the ranks that add up, where what lies in the buffer goes as well. Return the
+  // first slot that has elements and got no gradient.
+  std::optional<std::size_t> write_missing(int unit);
+  std::optional<std::size_t> push_missing(int unit);
+  // Collective: starts the reduction of what was written, or pushed; `reduction` says where to.
+  std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed);
+  // The buffer, for as long as that reads it. What was pushed has none, unless gradients in it went
+  // along; one that holds gradients that came too late stays.
+  GradientBuffers::Buffer give_up_buffer(int unit, bool pushed);
+
+  // What the compute stream gets from now on comes after all that was written.
+  void compute_follows();
+  // Forgets what was written, as drop() does after compute_follows(), whatever fails on the way.
+  FirstError abandon() noexcept;
+  void drop();
+
+ private:
+  struct UnitBuffer {
+    GradientBuffers::Buffer buffer;
+    std::vector<bool> written;  // slots of it that hold something
+  };
+  struct Held {
+    std::shared_ptr<const void> owner;
+    Bytes bytes;
+    std::unique_ptr<device::Event> written;
+  };
+
+  DType dtype(int unit, bool wide) const;
+  device::Stream& stream();
+  void follow_compute();
+  void let_go(Bytes most);
+  std::span<std::byte> place_of(int unit, const plan::Slot& slot);
+  UnitBuffer& of(int unit) { return buffers_of_[static_cast<std::size_t>(unit)]; }
+  const UnitBuffer& of(int unit) const { return buffers_of_[static_cast<std::size_t>(unit)]; }
+  const plan::FlatLayout& layout(int unit) const {
+    return units_[static_cast<std::size_t>(unit)].layout;
+  }
+
+  std::vector<Unit>& units_;
+  comm::Collectives& collectives_;
+  device::Device& device_;
+  GradientBuffers& buffers_;
+  GradientWriteOptions options_;
+  GradientInbox inbox_;
+  std::vector<UnitBuffer> buffers_of_;  // by unit; of frozen units unused
+  bool wide_ = false;  // gradients of earlier passes are in the buffers, on some rank at least
+  std::unique_ptr<device::Stream> own_stream_;  // null: the collectives have one, or none is needed
+  device::Stream* stream_ = nullptr;            // null: the compute stream
+  bool compute_is_behind_ = false;  // something was queued that it was not told to wait for
+  std::deque<Held> held_;
+  Bytes held_bytes_;
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,53 @@
+// Reductions that have started and are not settled, in the order of their starts, with the flat
+// gradient buffers that they read. Buffers are given back as soon as their bytes were read;
+// results are folded into the gradient shards in the order of starts.
+//
+// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
+// Errors: CommError of the reductions; DeviceError.
+#pragma once
+
+#include <deque>
+#include <memory>
+
+#include "strata/comm/collectives.h"
+#include "strata/engine/record/step_recorder.h"
+#include "strata/engine/reduce/gradient_buffers.h"
+#include "strata/engine/reduce/gradient_shards.h"
+
+namespace strata::engine {
+
+class ReductionsInFlight {
+ public:
+  ReductionsInFlight(GradientBuffers& buffers, GradientShards& shards, StepRecorder& recorder)
+      : buffers_(buffers), shards_(shards), recorder_(recorder) {}
+
+  // `buffer`: what the reduction reads; null: nothing of this rank's.
+  void add(int unit, GradientBuffers::Buffer buffer, std::unique_ptr<comm::Work> work,
+           StepRecorder::Recording recording);
+  // Has the collectives go on with what they have. Where ranks pull, this rank does the work, and
+  // its peers would wait for it until its next call.
+  void progress();
+  // Waits until buffers hold no more than `at_most`, and settles what is over.
+  void free_buffers(Bytes at_most);
+  // Waits for all, and settles them.
+  void finish();
+  // Waits for all, and drops their results and errors.
+  void abandon();
+
+ private:
+  struct Pending {
+    int unit = -1;
+    GradientBuffers::Buffer buffer;  // null: given back, while the result is on its way
+    std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;  // of `work`
+  };
+  void settle(Pending& pending);
+
+  GradientBuffers& buffers_;
+  GradientShards& shards_;
+  StepRecorder& recorder_;
+  std::deque<Pending> pending_;
+  Bytes held_;  // by buffers of pending_
+};
+
+}  // namespace strata::engine
