@@ -149,6 +149,22 @@ TEST(BufferPool, AFailedAllocationLeavesThePoolAsItWas) {
   EXPECT_NO_THROW(pool.acquire(1_B));
 }
 
+TEST(BufferPool, ANewBufferThatCannotBeMadeLeavesTheFreeOnesAlone) {
+  bool full = false;
+  Pool pool([&](Bytes bytes) {
+    if (full) throw OutOfMemoryError("full");
+    return std::make_unique<HostBuffer>(bytes);
+  });
+  { const auto lease = pool.acquire(1_B); }
+  full = true;
+  EXPECT_TRUE(pool.has_cached(1_B));
+  EXPECT_FALSE(pool.has_cached(100_KiB));
+  EXPECT_THROW(pool.acquire_new(100_KiB), OutOfMemoryError);
+  EXPECT_TRUE(pool.has_cached(1_B));
+  full = false;
+  EXPECT_EQ(Bytes(pool.acquire_new(100_KiB).bytes().size()), 100_KiB);
+}
+
 TEST(BufferPool, ALeaseMayOutliveItsPool) {
   auto pool = std::make_unique<Pool>(charged_to(nullptr), 1_MiB);
   const auto lease = pool->acquire(10_B);

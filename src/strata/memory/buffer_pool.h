@@ -87,6 +87,24 @@ class BufferPool {
     return Lease(state_, std::move(buffer), bytes);
   }
 
+  // Like acquire(), but makes the buffer, and frees nothing where there is no memory for one.
+  Lease acquire_new(Bytes bytes) {
+    const Bytes size = footprint(bytes);
+    state_->shrink_to(kUnbounded, size);
+    std::unique_ptr<Buffer> buffer;
+    try {
+      buffer = allocate_(size);
+    } catch (...) {
+      state_->count_wish(size);
+      throw;
+    }
+    STRATA_ASSERT(buffer && Bytes(buffer->bytes().size()) == size);
+    state_->admit(size);
+    return Lease(state_, std::move(buffer), bytes);
+  }
+  // Whether acquire() will find a buffer that nobody uses.
+  bool has_cached(Bytes bytes) const { return state_->has(footprint(bytes)); }
+
   // What a buffer for so many bytes takes.
   static Bytes footprint(Bytes bytes) {
     STRATA_ASSERT(bytes.value >= 0);
@@ -181,6 +199,19 @@ class BufferPool {
         return buffer;
       }
       return nullptr;
+    }
+
+    bool has(Bytes size) {
+      const std::lock_guard lock(mutex);
+      return std::any_of(cached.begin(), cached.end(),
+                         [&](const auto& buffer) { return size_of(*buffer) == size; });
+    }
+
+    // One more of this size was wanted: the round keeps as many as if there had been one.
+    void count_wish(Bytes size) {
+      const std::lock_guard lock(mutex);
+      Use& use = uses[size.value];
+      use.most = std::max(use.most, use.now + 1);
     }
 
     // Counts a new buffer as leased, and makes sure that giving it back will not allocate.

@@ -111,15 +111,16 @@ class Views final : public ParameterViews {
     awaited_[static_cast<std::size_t>(unit)] = true;
     return true;
   }
-  bool awaited(int unit) const { return awaited_[static_cast<std::size_t>(unit)]; }
-  bool attached(int unit) const { return attached_[static_cast<std::size_t>(unit)]; }
+  bool awaited(int unit) const { return awaited_[static_cast<std::size_t>(unit)] != 0; }
+  bool attached(int unit) const { return attached_[static_cast<std::size_t>(unit)] != 0; }
   std::span<std::byte> flat(int unit) const { return flat_[static_cast<std::size_t>(unit)]; }
 
  private:
   bool can_await_;
   std::vector<std::span<std::byte>> flat_;
-  std::vector<bool> attached_;
-  std::vector<bool> awaited_;
+  // Not of bool: other threads read other units.
+  std::vector<char> attached_;
+  std::vector<char> awaited_;
 };
 
 struct RankOptions {

@@ -1,6 +1,8 @@
 // Units that stay whole, between a step and their next use.
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "engine/core/short_passes.h"
 #include "strata/engine/gather/gatherer.h"
 
@@ -71,6 +73,28 @@ TEST(GathererRefresh, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAga
     const auto everybody = rank.collectives().all_gather_text(
         std::string(reinterpret_cast<const char*>(late.data()), late.size()));
     EXPECT_EQ(everybody[0], everybody[1]);
+  });
+}
+
+// Another thread that looks at weights while this one trains, such as a moving average of them.
+TEST(GathererRefresh, ReadersInOtherThreadsCompleteUnitsBesideTraining) {
+  const FakeModel model = model_of_blocks();
+  on_two_ranks([&](auto collectives) {
+    FakeRank rank(model, late_refresh(true), std::move(collectives));
+    rank.engine().recorder().set_timed(true);
+    for (int i = 0; i < 20; ++i) {
+      train_one_pass(rank);
+      step(rank);
+      std::thread reader([&rank] {
+        for (int unit = 9; unit-- > 0;) {
+          rank.gatherer().complete(unit);
+          EXPECT_TRUE(rank.gatherer().gathered(unit));
+        }
+      });
+      rank.forward();
+      reader.join();
+      for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.views().attached(unit));
+    }
   });
 }
 

@@ -50,6 +50,7 @@ int StepRecorder::add_label(std::string name) {
 void StepRecorder::begin_step(bool timed) {
   if (in_step_) return;
   resolve(false);
+  const std::lock_guard lock(mutex_);
   in_step_ = true;
   timed_ = timed || wants_times_;
   counts_ = {};
@@ -62,7 +63,8 @@ void StepRecorder::begin_step(bool timed) {
 
 void StepRecorder::end_step() {
   if (!in_step_) return;
-  end_phase();
+  const std::lock_guard lock(mutex_);
+  close_span(std::exchange(phase_, nullptr));
   step_.record.number = ++ended_;
   step_.record.counts = counts_;
   step_.record.counts.device_allocations =
@@ -75,22 +77,35 @@ void StepRecorder::end_step() {
 }
 
 void StepRecorder::begin_phase(Activity phase) {
+  const std::lock_guard lock(mutex_);
   if (phase_ != nullptr && phase_->span.activity == phase) return;
-  end_phase();
-  phase_ = begin(phase, -1);
+  close_span(std::exchange(phase_, nullptr));
+  phase_ = open_span(phase, -1, Bytes());
 }
 
 void StepRecorder::end_phase() {
-  end(std::exchange(phase_, nullptr));
+  const std::lock_guard lock(mutex_);
+  close_span(std::exchange(phase_, nullptr));
+}
+
+bool StepRecorder::timing() const {
+  const std::lock_guard lock(mutex_);
+  return timed_;
 }
 
 void StepRecorder::note_idle() {
+  const std::lock_guard lock(mutex_);
   if (!timed_) return;
   step_.idle = device_.compute_stream().record_timed();
   step_.idle_epoch = epoch_now();
 }
 
 StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
+  return open_span(activity, label, bytes);
+}
+
+StepRecorder::Recording StepRecorder::open_span(Activity activity, int label, Bytes bytes) {
   if (!timed_) return nullptr;
   auto recording = std::make_shared<Open>();
   recording->span = {activity, label, bytes};
@@ -100,31 +115,39 @@ StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes 
 }
 
 void StepRecorder::end(const Recording& recording) {
+  const std::lock_guard lock(mutex_);
+  close_span(recording);
+}
+
+void StepRecorder::close_span(const Recording& recording) {
   if (recording == nullptr || recording->end != nullptr) return;
   recording->end = device_.compute_stream().record_timed();
 }
 
 void StepRecorder::end(const Recording& recording, int label) {
   if (recording == nullptr) return;
+  const std::lock_guard lock(mutex_);
   recording->span.label = label;
-  end(recording);
+  close_span(recording);
 }
 
 StepRecorder::Recording StepRecorder::begin_transfer(Activity activity, int label, Bytes bytes) {
+  const std::lock_guard lock(mutex_);
   // At each, since several engines may share the collectives.
   if (timed_) collectives_.record_times(true);
-  return begin(activity, label, bytes);
+  return open_span(activity, label, bytes);
 }
 
 void StepRecorder::started(const Recording& recording, comm::Work& work) {
   if (recording == nullptr) return;
+  const std::lock_guard lock(mutex_);
   if (!device_.runs_ahead()) {  // the call itself was waited for
     add(wait_for(recording->span.activity), recording->span.label, recording->begin,
         device_.compute_stream().record_timed());
   }
   const comm::WorkTimes times = work.times();
   if (times.begin == nullptr || times.end == nullptr) {
-    if (work.done()) end(recording);  // the call did it all
+    if (work.done()) close_span(recording);  // the call did it all
     return;
   }
   recording->begin = times.begin;
@@ -143,13 +166,20 @@ void StepRecorder::add(Activity activity, int label, std::shared_ptr<device::Tim
 }
 
 void StepRecorder::resolve(bool wait) {
-  while (!ended_steps_.empty() && finished(ended_steps_.front(), wait)) {
-    Step step = std::move(ended_steps_.front());
-    ended_steps_.pop_front();
-    read_times(step);
-    last_ = std::move(step.record);
+  while (std::optional<StepRecord> record = take_finished(wait)) {
+    last_ = std::move(record);
     if (listener_) listener_(*last_);
   }
+}
+
+// The oldest step that is over, with its times; nullopt: there is none.
+std::optional<StepRecord> StepRecorder::take_finished(bool wait) {
+  const std::lock_guard lock(mutex_);
+  if (ended_steps_.empty() || !finished(ended_steps_.front(), wait)) return std::nullopt;
+  Step step = std::move(ended_steps_.front());
+  ended_steps_.pop_front();
+  read_times(step);
+  return std::move(step.record);
 }
 
 // Whether every time is there. Spans that nobody will end, or that have no end yet when somebody

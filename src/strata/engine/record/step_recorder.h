@@ -6,14 +6,16 @@
 //
 // Where nothing is timed a step costs two events, and a span the look at a flag.
 //
-// Threads: those of the engine, one at a time. Ownership: borrows the device and the collectives;
-// a Recording may outlive its step, and one that is let go before its end is forgotten.
+// Threads: spans (begin, end, measure) may be recorded by any thread; all else is the engine's, one
+// thread at a time. Ownership: borrows the device and the collectives; a Recording may outlive its
+// step, and one that is let go before its end is forgotten.
 // Errors: DeviceError of a device that is lost.
 #pragma once
 
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -62,7 +64,7 @@ class StepRecorder {
   void note_idle();
 
   // --- spans ---
-  bool timing() const { return timed_; }  // within a step that is timed
+  bool timing() const;  // within a step that is timed
   StepCounts& counts() { return counts_; }
   // From here in the compute stream, which may be another's next call: Recordings may be moved.
   Recording begin(Activity activity, int label, Bytes bytes = {});
@@ -96,6 +98,10 @@ class StepRecorder {
     std::vector<Recording> open;
   };
 
+  std::optional<StepRecord> take_finished(bool wait);
+  // The mutex is held in all of these.
+  Recording open_span(Activity activity, int label, Bytes bytes);
+  void close_span(const Recording& recording);
   void add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,
            std::shared_ptr<device::TimedEvent> end);
   static bool finished(Step& step, bool wait);
@@ -103,6 +109,7 @@ class StepRecorder {
 
   device::Device& device_;
   comm::Collectives& collectives_;
+  mutable std::mutex mutex_;  // guards the spans of steps and whether they are timed
   std::function<void(const StepRecord&)> listener_;
   std::vector<std::string> labels_;
   bool wants_times_ = false;

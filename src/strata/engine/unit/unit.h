@@ -32,7 +32,7 @@ struct Unit {
 };
 
 // Who is told when a unit's flat buffer gets memory and loses it: the torch layer, which points the
-// parameters there. Called in the thread that drives the engine.
+// parameters there. Calls come from the engine's thread; attach() of awaited units from any.
 class ParameterViews {
  public:
   virtual ~ParameterViews() = default;

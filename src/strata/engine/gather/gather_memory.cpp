@@ -1,0 +1,88 @@
+#include "strata/engine/gather/gather_memory.h"
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/comm/agreement.h"
+
+namespace strata::engine {
+namespace {
+
+// Goes when nothing that was queued uses it: the model's kernels, and gathers, for each of which
+// the compute stream was told to wait before the memory was given back.
+class GatheredMemory final : public device::Memory {
+ public:
+  GatheredMemory(device::Device& device, Bytes bytes)
+      : device_(device), memory_(device.allocate(bytes, memory::Kind::kGathered)) {}
+  ~GatheredMemory() override {
+    try {
+      device_.compute_stream().synchronize();
+    } catch (...) {  // the device has failed; whoever waits for its work is told
+    }
+  }
+  std::span<std::byte> bytes() override { return memory_->bytes(); }
+
+ private:
+  device::Device& device_;
+  std::unique_ptr<device::Memory> memory_;
+};
+
+}  // namespace
+
+GatherMemory::GatherMemory(device::Device& device, comm::Collectives& collectives)
+    : collectives_(collectives),
+      ranks_(ranks_of(collectives)),
+      pool_([&device](Bytes bytes) { return std::make_unique<GatheredMemory>(device, bytes); }) {}
+
+GatherMemory::Ranks GatherMemory::ranks_of(const comm::Collectives& collectives) {
+  const comm::ShardPlace place = collectives.shard_place();
+  if (collectives.one_sided() || place.held_count() == 1) return Ranks::kNeedNot;
+  return place.groups == 1 ? Ranks::kAgree : Ranks::kCannotAgree;
+}
+
+GatherMemory::Taken GatherMemory::take(Bytes bytes) {
+  return ranks_ == Ranks::kAgree ? take_together(bytes) : take_alone(bytes);
+}
+
+GatherMemory::Taken GatherMemory::take_alone(Bytes bytes) {
+  try {
+    return {pool_.acquire(bytes), ""};
+  } catch (const OutOfMemoryError& error) {
+    return {{}, error.what()};
+  }
+}
+
+GatherMemory::Taken GatherMemory::take_together(Bytes bytes) {
+  if (pool_.has_cached(bytes)) return {pool_.acquire(bytes), ""};
+  std::string shortage;
+  // Free buffers are freed by all ranks or none: that one rank alone has them would have it make
+  // fewer new ones, and miss an agreement.
+  for (const bool second : {false, true}) {
+    if (second) pool_.trim();
+    Pool::Lease lease;
+    std::string mine;
+    try {
+      lease = pool_.acquire_new(bytes);
+    } catch (const OutOfMemoryError& error) {
+      mine = error.what();
+    }
+    shortage = shortage_of_any(mine);
+    if (shortage.empty()) return {std::move(lease), ""};
+  }
+  pool_.trim();
+  return {{}, shortage};
+}
+
+std::string GatherMemory::shortage_of_any(const std::string& mine) {
+  const std::vector<std::string> all = collectives_.all_gather_text(mine);
+  const std::optional<std::size_t> first = comm::first_to_say(all);
+  if (!first) return "";
+  return static_cast<int>(*first) == collectives_.rank()
+             ? mine
+             : fmt::format("rank {}: {}", *first, all[*first]);
+}
+
+}  // namespace strata::engine

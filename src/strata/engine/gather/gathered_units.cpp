@@ -1,0 +1,215 @@
+#include "strata/engine/gather/gathered_units.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+GatheredUnits::GatheredUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
+                             device::Device& device, ParameterViews& views, StepRecorder& recorder,
+                             const plan::FetchOrder& order, const GatherBounds& bounds)
+    : units_(units),
+      collectives_(collectives),
+      views_(views),
+      recorder_(recorder),
+      order_(order),
+      bounds_(bounds),
+      memory_(device, collectives),
+      slots_(units.size()) {
+  if (bounds.hard) memory_.set_total_limit(bounds.max_live);
+}
+
+GatheredUnits::~GatheredUnits() {
+  for (const Unit& u : units_) {
+    Slot& s = of(u.id);
+    s.work.reset();  // waits
+    if (s.state != State::kGathered) continue;
+    try {
+      views_.detach(u.id);
+    } catch (...) {  // the parameters keep what they have; there is nobody to tell
+    }
+  }
+}
+
+std::span<std::byte> GatheredUnits::flat(int index) const {
+  STRATA_ASSERT(gathered(index));
+  return of(index).memory.bytes().first(unit(index).layout.flat_bytes().size());
+}
+
+void GatheredUnits::unpin(int index) {
+  STRATA_ASSERT(of(index).pins > 0);
+  --of(index).pins;
+}
+
+void GatheredUnits::count_use(State state) {
+  StepCounts& counts = recorder_.counts();
+  switch (state) {
+    case State::kReleased:
+      ++counts.late_fetches;
+      return;
+    case State::kGathering:
+      ++counts.prefetch_hits;
+      return;
+    case State::kGathered:
+      ++counts.kept;
+      return;
+  }
+}
+
+void GatheredUnits::gather(int index) {
+  Slot& s = of(index);
+  count_use(s.state);
+  if (s.state == State::kReleased) {
+    make_room(footprint(index), -1);  // it may exceed the bound, but only after all else is gone
+    s.memory = take(index);
+    start(index);
+  }
+  if (s.state == State::kGathering) finish(index);
+}
+
+GatherMemory::Pool::Lease GatheredUnits::take(int index) {
+  const Bytes bytes = unit(index).layout.flat_bytes();
+  GatherMemory::Taken taken = memory_.take(bytes);
+  if (taken.shortage.empty()) return std::move(taken.lease);
+  // The device has less than the bound allows.
+  if (live_.value == 0) throw OutOfMemoryError(taken.shortage);
+  if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
+  evict_all();
+  taken = memory_.take(bytes);
+  if (!taken.shortage.empty()) report_exhausted(index, taken.shortage);
+  return std::move(taken.lease);
+}
+
+void GatheredUnits::report_exhausted(int index, const std::string& cause) const {
+  std::string pinned_units;
+  for (const Unit& u : units_) {
+    if (u.whole || !pinned(u.id)) continue;
+    pinned_units += fmt::format("{}'{}' ({})", pinned_units.empty() ? "" : ", ", u.name(),
+                                to_string(footprint(u.id)));
+  }
+  throw OutOfMemoryError(fmt::format(
+      "the weights of unit '{}' cannot be gathered; in use at the same time and gathered: {}; {}",
+      unit(index).name(), pinned_units.empty() ? "no other unit" : pinned_units, cause));
+}
+
+bool GatheredUnits::start_ahead(int index) {
+  GatherMemory::Taken taken = memory_.take(unit(index).layout.flat_bytes());
+  if (!taken.shortage.empty()) {
+    if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
+    return false;  // its use will evict what it must, and tell what is missing
+  }
+  of(index).memory = std::move(taken.lease);
+  start(index);
+  return true;
+}
+
+// The unit has its memory.
+void GatheredUnits::start(int index) {
+  const Unit& u = unit(index);
+  Slot& s = of(index);
+  const Bytes bytes = u.layout.flat_bytes();
+  live_ += footprint(index);
+  s.state = State::kGathering;
+  try {
+    s.recording = recorder_.begin_transfer(Activity::kGather, index, bytes);
+    s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(bytes.size()), u.name());
+  } catch (...) {
+    drop(index);
+    throw;
+  }
+  recorder_.started(s.recording, *s.work);
+  ++recorder_.counts().gathers;
+  recorder_.counts().gathered += bytes;
+}
+
+void GatheredUnits::finish(int index) {
+  Slot& s = of(index);
+  try {
+    recorder_.measure(Activity::kGatherWait, index, [&] { s.work->wait(); });
+  } catch (...) {
+    drop(index);
+    throw;
+  }
+  recorder_.end(std::exchange(s.recording, nullptr));
+  s.work.reset();
+  s.state = State::kGathered;
+  views_.attach(index, flat(index));
+}
+
+void GatheredUnits::drop(int index) {
+  Slot& s = of(index);
+  if (s.state == State::kReleased) return;
+  if (s.state == State::kGathered) views_.detach(index);
+  s.work.reset();
+  s.recording.reset();
+  s.memory = {};
+  s.state = State::kReleased;
+  live_ -= footprint(index);
+}
+
+bool GatheredUnits::make_room(Bytes bytes, std::int64_t distance) {
+  while (live_ + bytes > bounds_.max_live) {
+    const int evicted = farthest(bytes, distance);
+    if (evicted < 0) return false;
+    drop(evicted);
+  }
+  return true;
+}
+
+// The unit that is used last of those that nobody pins; one of `bytes` where there is any, since
+// its buffer will do, while one of another size would have to be freed and this one made. -1: none
+// is used later than `distance`.
+int GatheredUnits::farthest(Bytes bytes, std::int64_t distance) const {
+  int result = -1;
+  std::int64_t result_distance = distance;
+  bool result_fits = false;
+  for (const Unit& u : units_) {
+    const Slot& s = of(u.id);
+    if (u.whole || s.state == State::kReleased || s.pins > 0) continue;
+    // A running prefetch is not thrown away for another prefetch.
+    if (s.state == State::kGathering && distance >= 0) continue;
+    const std::int64_t d = order_.distance(u.id);
+    const bool fits = footprint(u.id) == bytes;
+    if (d <= distance || (result_fits && !fits)) continue;
+    if (d <= result_distance && fits == result_fits) continue;
+    result = u.id;
+    result_distance = d;
+    result_fits = fits;
+  }
+  return result;
+}
+
+bool GatheredUnits::fits_ahead(Bytes bytes) const {
+  if (bounds_.hard) return false;
+  Bytes unpinned = bytes;
+  for (const Unit& u : units_) {
+    if (!u.whole && !released(u.id) && !pinned(u.id)) unpinned += footprint(u.id);
+  }
+  return unpinned <= std::max(bounds_.least_ahead, bytes);
+}
+
+// Called when a unit is used, not when one is released: at the release of forward's last unit we
+// cannot know that backward starts with it.
+void GatheredUnits::drop_what_is_not_reused_soon(int current) {
+  std::vector<bool> soon(units_.size());
+  Numel between;
+  for (const int next : order_.upcoming()) {
+    soon[static_cast<std::size_t>(next)] = true;
+    if (next != current) between += unit(next).layout.used();
+    if (between > *bounds_.max_reuse) break;
+  }
+  for (const Unit& u : units_) {
+    const bool idle = !u.whole && gathered(u.id) && !pinned(u.id);
+    if (idle && !soon[static_cast<std::size_t>(u.id)]) drop(u.id);
+  }
+}
+
+void GatheredUnits::evict_all() {
+  for (const Unit& u : units_) {
+    if (!u.whole && !pinned(u.id)) drop(u.id);
+  }
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,116 @@
+// The units that are sharded, while they have memory: which are gathered, who is pinned, and which
+// go when another one needs the room.
+//
+// States of a unit: released (no memory) -> gathering (memory, an operation runs) -> gathered
+// (memory, parameters attached, pinned or evictable) -> released. How much may be gathered is
+// bounded; what is in use may exceed it. Evicted is the unit that is used last (plan::FetchOrder).
+//
+// Threads: one thread at a time. Ownership: owns the memory; borrows the rest. Errors: CommError
+// from the collectives, and OutOfMemoryError from gather(), after all that no one pins has been
+// evicted, which says what is pinned. The unit is released then.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/gather/gather_memory.h"
+#include "strata/engine/record/step_recorder.h"
+#include "strata/engine/unit/unit.h"
+#include "strata/plan/fetch_order.h"
+
+namespace strata::engine {
+
+struct GatherBounds {
+  Bytes max_live;       // gathered bytes and free buffers; exceeded only by what is pinned at once
+  Bytes prefetch;       // fetched ahead of use; none where 0
+  bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
+  Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
+  bool refresh_late = false;  // whole units may be gathering when a step is over
+  // A unit goes, whatever would fit, unless it is used again with at most so many elements of
+  // others in between.
+  std::optional<Numel> max_reuse{};
+};
+
+class GatheredUnits {
+ public:
+  // `order`: of uses. `units`, `bounds` and it are the Gatherer's.
+  GatheredUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
+                device::Device& device, ParameterViews& views, StepRecorder& recorder,
+                const plan::FetchOrder& order, const GatherBounds& bounds);
+  ~GatheredUnits();
+  GatheredUnits(const GatheredUnits&) = delete;
+  GatheredUnits& operator=(const GatheredUnits&) = delete;
+
+  bool released(int unit) const { return of(unit).state == State::kReleased; }
+  bool gathered(int unit) const { return of(unit).state == State::kGathered; }
+  std::span<std::byte> flat(int unit) const;  // of a gathered unit
+
+  // A pin keeps a unit's memory. Whole units may be pinned, to no effect.
+  void pin(int unit) { ++of(unit).pins; }
+  void unpin(int unit);
+  bool pinned(int unit) const { return of(unit).pins > 0; }
+
+  // The unit is gathered when this returns, whatever has to be evicted for it.
+  void gather(int unit);
+  // Starts to gather a released unit; false: there is no memory for it. Nothing is evicted.
+  bool start_ahead(int unit);
+  void drop(int unit);
+
+  // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
+  bool make_room(Bytes bytes, std::int64_t distance);
+  // Whether `bytes` may be fetched beside what is in use though they exceed the bound: no more than
+  // is fetched ahead anyway. Where the order was not foreseen, what was fetched in vain stays until
+  // it is evicted for a unit in use.
+  bool fits_ahead(Bytes bytes) const;
+  // Drops what was used before the unit in use now and is not used again within
+  // `bounds.max_reuse`.
+  void drop_what_is_not_reused_soon(int current);
+  void evict_all();
+  void end_round() { memory_.end_round(); }
+
+  Bytes live() const { return live_; }  // of gathered units and those being gathered
+  std::int64_t allocations() const { return memory_.allocations(); }
+  // What a unit takes while it is gathered.
+  Bytes footprint(int unit) const {
+    return GatherMemory::footprint(this->unit(unit).layout.flat_bytes());
+  }
+
+ private:
+  enum class State { kReleased, kGathering, kGathered };
+  struct Slot {
+    State state = State::kReleased;
+    int pins = 0;
+    GatherMemory::Pool::Lease memory;
+    std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;  // of `work`
+  };
+
+  void count_use(State state);
+  // Memory for a unit in use, whatever must be evicted for it.
+  GatherMemory::Pool::Lease take(int unit);
+  [[noreturn]] void report_exhausted(int unit, const std::string& cause) const;
+  void start(int unit);
+  void finish(int unit);
+  int farthest(Bytes bytes, std::int64_t distance) const;
+  Slot& of(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
+  const Slot& of(int unit) const { return slots_[static_cast<std::size_t>(unit)]; }
+  const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
+
+  const std::vector<Unit>& units_;
+  comm::Collectives& collectives_;
+  ParameterViews& views_;
+  StepRecorder& recorder_;
+  const plan::FetchOrder& order_;
+  const GatherBounds& bounds_;
+  GatherMemory memory_;
+  std::vector<Slot> slots_;  // by unit
+  Bytes live_;
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,92 @@
+#include "strata/engine/gather/whole_units.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
+                       ParameterViews& views, StepRecorder& recorder)
+    : units_(units),
+      collectives_(collectives),
+      views_(views),
+      recorder_(recorder),
+      slots_(units.size()) {
+  for (const Unit& u : units_) {
+    if (u.whole) views_.attach(u.id, u.resident);
+  }
+}
+
+WholeUnits::~WholeUnits() {
+  const std::lock_guard lock(mutex_);
+  for (const Unit& u : units_) {
+    if (!u.whole) continue;
+    of(u.id).work.reset();  // waits
+    try {
+      views_.detach(u.id);
+    } catch (...) {  // the parameters keep what they have; there is nobody to tell
+    }
+  }
+}
+
+bool WholeUnits::is_complete(int unit) const {
+  const std::lock_guard lock(mutex_);
+  return slots_[static_cast<std::size_t>(unit)].work == nullptr;
+}
+
+void WholeUnits::complete(int unit) {
+  const std::lock_guard lock(mutex_);
+  finish(unit, of(unit));
+}
+
+void WholeUnits::complete_all() {
+  for (const Unit& u : units_) {
+    if (u.whole) complete(u.id);
+  }
+}
+
+void WholeUnits::finish(int unit, Slot& s) {
+  if (s.work == nullptr) return;
+  recorder_.measure(Activity::kRefreshWait, unit, [&] { s.work->wait(); });
+  recorder_.end(std::exchange(s.recording, nullptr));
+  s.work.reset();
+  if (std::exchange(s.awaited, false))
+    views_.attach(unit, units_[static_cast<std::size_t>(unit)].resident);
+}
+
+void WholeUnits::start(int index) {
+  const Unit& u = units_[static_cast<std::size_t>(index)];
+  const std::lock_guard lock(mutex_);
+  Slot& s = of(index);
+  STRATA_ASSERT(u.whole && s.work == nullptr);
+  const Bytes bytes(u.resident.size());
+  s.recording = recorder_.begin_transfer(Activity::kRefresh, index, bytes);
+  s.work = collectives_.all_gather(u.slices, u.resident, u.name());
+  recorder_.started(s.recording, *s.work);
+  ++recorder_.counts().refreshes;
+  recorder_.counts().refreshed += bytes;
+  started_.push_back(index);
+}
+
+bool WholeUnits::started(int index) const {
+  return std::ranges::find(started_, index) != started_.end();
+}
+
+void WholeUnits::end(bool late) {
+  for (const int index : std::exchange(started_, {})) {
+    const std::lock_guard lock(mutex_);
+    Slot& s = of(index);
+    // Somebody may have completed it meanwhile; then there is nothing to await.
+    s.awaited = late && s.work != nullptr && views_.await(index);
+    if (!s.awaited) finish(index, s);
+  }
+}
+
+void WholeUnits::abandon() {
+  started_.clear();
+  complete_all();
+}
+
+}  // namespace strata::engine
