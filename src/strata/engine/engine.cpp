@@ -1,8 +1,6 @@
 #include "strata/engine/engine.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -78,9 +76,10 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                  options.refresh_late.value_or(device_->runs_ahead()), options.max_reuse}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_, *collectives_, *device_)),
-      norm_(*collectives_, *device_, reducer_.shards()),
+      check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
-      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)) {
+      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)),
+      update_(weights_, gatherer_, recorder_, *collectives_, *device_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }
 
@@ -88,7 +87,7 @@ Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
   try {
     device_->compute_stream().synchronize();  // what was queued uses the memory that goes now
-  } catch (const Error&) {                    // the device has failed; it runs nothing
+  } catch (...) {                             // the device has failed; it runs nothing
   }
 }
 
@@ -102,9 +101,10 @@ void Engine::prepare() {
 void Engine::weights_changed(bool complete) {
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
-  complete_slices(all_units(Changed::kAll));
+  update_.complete_slices(Changed::kAll);
   if (complete) {
     collectives_->barrier();
+    pass_.weights_loaded();
     return;
   }
   Bytes whole;
@@ -116,6 +116,7 @@ void Engine::weights_changed(bool complete) {
   gatherer_.refresh_whole(Changed::kAll, /*late=*/false);
   device_->compute_stream().synchronize();
   phase.moved(whole);
+  pass_.weights_loaded();
 }
 
 void Engine::gather_early(std::span<const int> units) {
@@ -136,51 +137,33 @@ void Engine::adopt_flat(std::span<const int> params) {
         gatherer_.flat(unit.id).data() + bytes_of(slot.offset + begin, dtype).size();
     weights_.store(param, begin, end - begin, source, dtype);
   }
-  complete_slices(units);
+  update_.complete_slices(units);
 }
 
-void Engine::complete_slices(std::span<const int> units) {
-  if (collectives_->shard_place().parts == 1) return;
-  std::vector<comm::SliceMap> slices;
-  for (const int unit : units)
-    slices.push_back(weights_.units()[static_cast<std::size_t>(unit)].slices);
-  collectives_->complete_slices(slices);
-}
-
-std::vector<int> Engine::all_units(Changed changed) const {
-  std::vector<int> units;
-  for (const Unit& unit : weights_.units()) {
-    if (changed == Changed::kAll || unit.trainable()) units.push_back(unit.id);
-  }
-  return units;
+void Engine::require_usable() {
+  pass_.require_intact_weights();
+  abandoned_.rethrow();
 }
 
 void Engine::begin_forward() {
+  require_usable();
   trace_.begin_step(recorder_);
   recorder_.begin_phase(Activity::kForwardPass);
-  if (!pass_started_) gatherer_.start_pass();
-  pass_started_ = true;
-  forward_seen_ = true;
-  forward_used_ = false;
+  if (pass_.begin_forward()) gatherer_.start_pass();
 }
 
 void Engine::begin_backward(bool boundary, bool synchronise) {
-  if (in_backward_) throw UsageError("backward() was called while a backward pass is running");
-  if (!forward_seen_) {
-    throw UsageError(
-        "backward() was called without a forward pass; call the engine with a batch first, then "
-        "backward() on the loss it gave");
-  }
+  require_usable();
+  pass_.require_backward_may_begin();
   recorder_.begin_phase(Activity::kBackwardPass);
   const bool reduces = synchronise && !options_.reduce_at_boundary;
   const BackwardPass between = reduces ? BackwardPass::kReduces : BackwardPass::kKeeps;
-  reducer_.begin_backward(boundary ? BackwardPass::kLast : between,
-                          gatherer_.order().first_uses());
-  in_backward_ = true;
+  reducer_.begin_backward(boundary ? BackwardPass::kLast : between, gatherer_.order().first_uses());
+  pass_.begin_backward();
 }
 
 void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
-                          std::shared_ptr<const void> keep) {
+                          std::shared_ptr<const void> owner) {
   const Unit& unit = weights_.unit_of(param);
   if (!unit.trainable()) {
     throw UsageError(fmt::format(
@@ -188,35 +171,71 @@ void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
         "requires_grad before initialize()",
         weights_.param(param).name));
   }
-  reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype, std::move(keep));
+  reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype, std::move(owner));
 }
 
 void Engine::end_backward() {
-  STRATA_ASSERT(in_backward_);
+  STRATA_ASSERT(in_backward());
   reducer_.end_backward();
   recorder_.end_phase();
-  in_backward_ = false;
-  forward_used_ = true;
-  pass_started_ = false;
-  backward_seen_ = true;
+  pass_.end_backward();
 }
 
 void Engine::end_micro_step() {
-  if (forward_used_) forward_seen_ = false;
+  require_usable();
+  pass_.end_micro_step();
 }
 
-void Engine::abandon_backward() {
-  recorder_.end_phase();
-  in_backward_ = false;
-  forward_seen_ = false;
-  pass_started_ = false;
-  backward_seen_ = false;
-  if (const auto error = reducer_.abandon_backward()) std::rethrow_exception(error);
+void Engine::abandon_backward() noexcept {
+  pass_.abandon_backward();
+  abandoned_.keep_of([this] { recorder_.end_phase(); });
+  abandoned_.keep(reducer_.abandon_backward());
 }
 
 void Engine::zero_gradients() {
   reducer_.drop_gradients();
-  backward_seen_ = false;
+  pass_.drop_gradients();
+}
+
+StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
+                        bool skip_on_overflow) {
+  if (optimizer_ == nullptr) {
+    throw UsageError(
+        "step() was called on an engine without an optimizer; give initialize() an optimizer, or "
+        "an 'optimizer' section in the configuration");
+  }
+  require_usable();
+  pass_.require_gradients();
+  settle_step();
+  // First, since gathers of what will change must be over when the others hear from this rank.
+  gatherer_.invalidate(Changed::kTrainable);
+  recorder_.begin_phase(Activity::kUpdate);
+  pass_.drop_gradients();  // used up, or dropped by an error
+  const GradientCheck::Outcome found =
+      check_.check(loss_scale, skip_on_overflow, optimizer_->takes_late_scale());
+  const bool applies = found.finite || !skip_on_overflow;
+  if (applies) update_weights(groups, {found.factor, found.late_factor});
+  reducer_.drop_gradients();
+  pass_.end_step();
+  trace_.end_step(recorder_, *collectives_);
+  return {applies, found.norm};
+}
+
+void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
+  try {
+    update_.run(*optimizer_, groups, scale);
+  } catch (const std::exception& error) {
+    pass_.fail_update(error.what());
+    static_cast<void>(reducer_.abandon_backward());  // its error would hide the cause
+    throw;
+  }
+}
+
+void Engine::settle_step() {
+  if (!check_.failed_late()) return;
+  optimizer_->forget_step();
+  pass_.drop_gradients();
+  check_.report_late_failure();
 }
 
 }  // namespace strata::engine

@@ -9,9 +9,15 @@
 // Threads: one thread at a time; a rank's forward and backward may be different threads as long as
 // one waits for the other. Every method marked collective must be called by all ranks, in the same
 // order. Errors: UsageError for calls out of order; CommError from peers; NumericsError for
-// gradients that are not finite. After an error in step() the weights are unchanged and the step's
-// gradients are dropped. On a device that runs ahead step() does not wait for the norm: gradients
-// that are not finite leave the weights unchanged there, too, and the next step() throws.
+// gradients that are not finite.
+//
+// What an error in step() leaves. Before the update begins (gradients that are not finite, units
+// still in use, calls out of order): weights as they were. Within the update: weights and optimizer
+// states that are partly those of the step before, on every rank. Every rank throws then, and from
+// there on every call that trains or saves throws UsageError with the cause, until the weights were
+// loaded (weights_changed()); the optimizer's states stay as they are. On a device that runs ahead
+// step() does not wait for the norm: gradients that are not finite leave the weights unchanged
+// there, too, and the next step() throws.
 #pragma once
 
 #include <memory>
@@ -24,14 +30,17 @@
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
 #include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/pass_state.h"
 #include "strata/engine/record/init_report.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/record/step_report.h"
 #include "strata/engine/record/step_trace.h"
-#include "strata/engine/reduce/gradient_norm.h"
+#include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/engine_options.h"
+#include "strata/engine/unit/first_error.h"
 #include "strata/engine/unit/weights.h"
+#include "strata/engine/weight_update.h"
 
 namespace strata::engine {
 
@@ -75,28 +84,34 @@ class Engine {
   // Takes what the unit's flat buffer holds now for `params` as their new values. Not a collective:
   // every rank's flat buffer must hold the same. Follow with weights_changed().
   void adopt_flat(std::span<const int> params);
+  // Throws UsageError where an update has failed half-way and nothing was loaded since.
+  void require_intact_weights() const { pass_.require_intact_weights(); }
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
   void begin_forward();
-  bool forward_seen() const { return forward_seen_; }
+  bool forward_seen() const { return pass_.forward_seen(); }
   // `boundary`: a step follows. `synchronise`: false keeps the gradients on this rank for a later
   // pass.
   void begin_backward(bool boundary, bool synchronise = true);
-  bool in_backward() const { return in_backward_; }
-  // `keep` owns the gradient, which may be read until it is let go; null: until this returns, in
-  // the order of the compute stream.
+  bool in_backward() const { return pass_.in_backward(); }
+  // `owner` of the gradient, which may be read until it is let go; null: until this returns, in the
+  // order of the compute stream.
   void add_gradient(int param, const std::byte* gradient, DType dtype,
-                    std::shared_ptr<const void> keep = nullptr);
+                    std::shared_ptr<const void> owner = nullptr);
   void end_backward();
-  // A backward pass after this one needs a forward of its own. Until then a graph may be run again.
+  // After a backward pass: the next one needs a forward of its own. Until then a graph may be run
+  // again.
   void end_micro_step();
-  void abandon_backward();
+  // A backward pass failed: drops the step's gradients, so that a new forward may follow. What
+  // fails on the way (a device that is lost) hides no cause of the failure: the first such error is
+  // thrown by the next call that trains.
+  void abandon_backward() noexcept;
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
   // Of the last step; waits for the device where it has not computed it yet.
-  double grad_norm();
+  double grad_norm() { return check_.last_norm(); }
   // Throws what the last step has left to say.
   void settle_step();
   // Drops the gradients of the step so far.
@@ -120,22 +135,8 @@ class Engine {
   const EngineOptions& options() const { return options_; }
 
  private:
-  using Finding = GradientNorm::Finding;
-  bool norm_may_be_late(bool skip_on_overflow) const;
-  bool nothing_to_agree_on();
-  void look_at_norm();
-  void reduce_late();
-  std::vector<int> filled_units();
-  Finding measure_gradients(double loss_scale);
-  int first_not_finite();
-  [[noreturn]] void report_not_finite(int mine, std::string_view which);
-  [[noreturn]] void report_unused();
-  // Collective: brings what other ranks own to where this one holds it for them.
-  void complete_slices(std::span<const int> units);
-  std::vector<int> all_units(Changed changed) const;
+  void require_usable();
   void update_weights(std::span<const GroupScalars> groups, const GradientScale& scale);
-  std::vector<int> first_needed_by_all();  // collective
-  void update_and_fetch(std::span<const GroupScalars> groups, const GradientScale& scale);
 
   EngineOptions options_;
   std::shared_ptr<comm::Collectives> collectives_;
@@ -147,16 +148,12 @@ class Engine {
   StepTrace trace_;
   Gatherer gatherer_;
   Reducer reducer_;
-  GradientNorm norm_;
-  Finding last_;              // of the last step whose norm is known
-  bool failed_late_ = false;  // its gradients were not finite, which nobody was told yet
+  GradientCheck check_;
   OptimizerShards shards_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
-  bool forward_seen_ = false;  // since the last micro-step
-  bool forward_used_ = false;  // a backward pass followed it
-  bool pass_started_ = false;
-  bool in_backward_ = false;
-  bool backward_seen_ = false;  // since the last step
+  WeightUpdate update_;
+  PassState pass_;
+  FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };
 
 }  // namespace strata::engine

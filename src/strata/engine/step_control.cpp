@@ -74,21 +74,14 @@ void StepControl::begin_backward() {
 
 void StepControl::end_backward() {
   engine_.end_backward();
-  backward_done_ = true;
 }
 
-void StepControl::abandon_backward() {
+void StepControl::abandon_backward() noexcept {
   engine_.abandon_backward();
-  backward_done_ = false;
 }
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
-  if (!backward_done_) {
-    throw UsageError(
-        "step() was called without a backward pass since the last step; call backward(loss) first");
-  }
   const bool boundary = at_boundary();
-  backward_done_ = false;
   engine_.end_micro_step();
   ++micro_steps_;
   if (!boundary) return std::nullopt;

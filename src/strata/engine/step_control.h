@@ -37,7 +37,7 @@ class StepControl {
 
   void begin_backward();
   void end_backward();
-  void abandon_backward();
+  void abandon_backward() noexcept;  // Engine's
 
   // One micro-step is over; at a boundary the weights are updated (collective). nullopt: not a
   // boundary.
@@ -62,7 +62,6 @@ class StepControl {
   std::int64_t accumulation_steps_;
   std::optional<bool> boundary_;
   bool synchronise_ = true;
-  bool backward_done_ = false;  // in this micro-step
   std::int64_t micro_steps_ = 0;
   std::int64_t global_steps_ = 0;
   std::int64_t skipped_steps_ = 0;

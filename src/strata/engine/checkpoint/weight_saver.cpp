@@ -21,6 +21,7 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
       writes_(engine.collectives().rank() == 0) {
   engine_.settle_step();  // what it has left to say is better said before a checkpoint
   together(engine_.collectives(), kWhat, [&] {
+    engine_.require_intact_weights();
     for (const SavedTensor& tensor : tensors_) check_tensor(tensor);
     plan_runs();
     Bytes largest;

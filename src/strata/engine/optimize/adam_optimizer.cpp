@@ -1,7 +1,5 @@
 #include "strata/engine/optimize/adam_optimizer.h"
 
-#include <algorithm>
-
 #include "strata/base/error.h"
 
 namespace strata::engine {
@@ -34,23 +32,10 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
                          std::span<const int> first, const Updated& updated) {
   prepare();
   ++steps_;
-  const auto visit = [&](std::size_t i) {
-    const OptimizerShards::UnitShard& shard = shards_.units()[i];
-    if (shards_.gradients().filled(shard.unit)) update(shard, states_[i], groups, scale);
-    updated(shard.unit);
-  };
-  const std::vector<OptimizerShards::UnitShard>& all = shards_.units();
-  std::vector<bool> visited(all.size());
-  for (const int unit : first) {
-    const auto found = std::find_if(all.begin(), all.end(),
-                                    [unit](const auto& shard) { return shard.unit == unit; });
-    STRATA_ASSERT(found != all.end());
-    const auto i = static_cast<std::size_t>(found - all.begin());
-    visit(i);
-    visited[i] = true;
-  }
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (!visited[i]) visit(i);
+  for (const int unit : order(first)) {
+    const std::size_t i = shards_.index_of(unit);
+    if (shards_.gradients().filled(unit)) update(shards_.units()[i], states_[i], groups, scale);
+    updated(unit);
   }
 }
 

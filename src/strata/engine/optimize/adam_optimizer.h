@@ -19,6 +19,7 @@ class AdamOptimizer final : public ShardedOptimizer {
                 bool decoupled);
 
   void prepare() override;
+  std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   bool takes_late_scale() const override { return true; }

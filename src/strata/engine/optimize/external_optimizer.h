@@ -36,6 +36,9 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void set_update(Update update) { update_ = std::move(update); }
 
   void prepare() override;
+  std::vector<int> order(std::span<const int> /*first*/) const override {
+    return shards_.order({});
+  }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }

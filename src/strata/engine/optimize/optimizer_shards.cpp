@@ -4,10 +4,23 @@ namespace strata::engine {
 
 OptimizerShards::OptimizerShards(Weights& weights, GradientShards& gradients, int rank)
     : weights_(weights), gradients_(gradients) {
+  index_.resize(weights.units().size());
   for (const Unit& unit : weights.units()) {
     if (!unit.trainable()) continue;
+    index_[static_cast<std::size_t>(unit.id)] = units_.size();
     units_.push_back({unit.id, unit.layout.segments(rank, weights.params())});
   }
+}
+
+std::vector<int> OptimizerShards::order(std::span<const int> first) const {
+  std::vector<int> result(first.begin(), first.end());
+  std::vector<bool> listed(units_.size());
+  for (const int unit : first) listed[index_of(unit)] = true;
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (!listed[i]) result.push_back(units_[i].unit);
+  }
+  STRATA_ASSERT(result.size() == units_.size());
+  return result;
 }
 
 // A unit's part ends where the next one's begins.

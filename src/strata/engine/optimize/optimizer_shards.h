@@ -24,6 +24,10 @@ class OptimizerShards {
     std::vector<plan::GroupSegment> segments;  // empty where the shard holds nothing but padding
   };
   const std::vector<UnitShard>& units() const { return units_; }
+  // Their numbers: these first, in their order, then the others.
+  std::vector<int> order(std::span<const int> first) const;
+  // Of a trainable unit, in units().
+  std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
   Weights& weights() { return weights_; }
   GradientShards& gradients() { return gradients_; }
 
@@ -31,6 +35,7 @@ class OptimizerShards {
   Weights& weights_;
   GradientShards& gradients_;
   std::vector<UnitShard> units_;
+  std::vector<std::size_t> index_;  // by unit, of trainable ones
 };
 
 // Hyper-parameters of one param group, as they are at this step.
@@ -58,8 +63,11 @@ class ShardedOptimizer {
   virtual void prepare() = 0;
   // Called when the update of a unit has been queued on the compute stream.
   using Updated = std::function<void(int unit)>;
-  // `groups`: by param group index. `first`: trainable units to update before the others, in this
-  // order, where the optimizer has a choice. `updated` is called once for every trainable unit.
+  // The trainable units in the order in which step() updates them: `first` before the others, in
+  // their order, where the optimizer has a choice.
+  virtual std::vector<int> order(std::span<const int> first) const = 0;
+  // `groups`: by param group index. `updated` is called for every unit of order(first), in that
+  // order.
   virtual void step(std::span<const GroupScalars> groups, const GradientScale& scale,
                     std::span<const int> first, const Updated& updated) = 0;
   virtual bool takes_late_scale() const { return false; }

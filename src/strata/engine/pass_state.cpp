@@ -1,0 +1,82 @@
+#include "strata/engine/pass_state.h"
+
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+[[noreturn]] void throw_no_backward() {
+  throw UsageError(
+      "step() was called without a backward pass since the last step; call backward(loss) first");
+}
+
+}  // namespace
+
+bool PassState::begin_forward() {
+  const bool starts = phase_ == Phase::kBefore || phase_ == Phase::kAfter;
+  if (starts) phase_ = Phase::kForward;
+  return starts;
+}
+
+void PassState::require_backward_may_begin() const {
+  if (in_backward()) throw UsageError("backward() was called while a backward pass is running");
+  if (phase_ == Phase::kBefore) {
+    throw UsageError(
+        "backward() was called without a forward pass; call the engine with a batch first, then "
+        "backward() on the loss it gave");
+  }
+}
+
+void PassState::end_backward() {
+  STRATA_ASSERT(in_backward());
+  phase_ = Phase::kAfter;
+  gradients_ = Gradients::kHeld;
+}
+
+void PassState::abandon_backward() {
+  phase_ = Phase::kBefore;
+  gradients_ = Gradients::kNone;
+}
+
+void PassState::end_micro_step() {
+  switch (gradients_) {
+    case Gradients::kHeld:
+      gradients_ = Gradients::kEarlier;
+      break;
+    case Gradients::kDropped:
+      gradients_ = Gradients::kNone;
+      break;
+    case Gradients::kNone:
+    case Gradients::kEarlier:
+      throw_no_backward();
+  }
+  if (phase_ == Phase::kAfter) phase_ = Phase::kBefore;
+}
+
+void PassState::require_gradients() const {
+  if (gradients_ == Gradients::kNone || gradients_ == Gradients::kDropped) throw_no_backward();
+}
+
+void PassState::drop_gradients() {
+  const bool of_this_micro_step =
+      gradients_ == Gradients::kHeld || gradients_ == Gradients::kDropped;
+  gradients_ = of_this_micro_step ? Gradients::kDropped : Gradients::kNone;
+}
+
+void PassState::fail_update(std::string cause) {
+  update_failure_ = std::move(cause);
+  abandon_backward();
+}
+
+void PassState::require_intact_weights() const {
+  if (update_failure_.empty()) return;
+  throw UsageError(
+      fmt::format("an update of the weights failed half-way, so weights and optimizer states are "
+                  "partly those of the step before; load the weights again, or start anew from a "
+                  "checkpoint, before training or saving goes on. What failed: {}",
+                  update_failure_));
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,57 @@
+// Where a training loop stands: which of the engine's calls may come next, and what to say of one
+// that may not.
+//
+//   kBefore --begin_forward--> kForward --begin_backward--> kBackward --end_backward--> kAfter
+//
+// From kAfter a graph may be run again (begin_backward), the next forward may begin, or the
+// micro-step ends: kBefore. A forward that began after the last backward pass stays good for the
+// next micro-step. abandon_backward() leads to kBefore from anywhere. A step needs gradients of a
+// backward pass since the last one, and a micro-step one of its own. Once an update of the weights
+// has failed half-way nothing may come but weights_loaded().
+//
+// Threads: one thread at a time. Pure bookkeeping. Errors: UsageError from the calls that may not
+// come now; the state is as it was then.
+#pragma once
+
+#include <string>
+
+namespace strata::engine {
+
+class PassState {
+ public:
+  // True: a new pass starts; one is a forward and its backward.
+  bool begin_forward();
+  void require_backward_may_begin() const;
+  void begin_backward() { phase_ = Phase::kBackward; }
+  bool in_backward() const { return phase_ == Phase::kBackward; }
+  void end_backward();
+  void abandon_backward();
+  void end_micro_step();
+
+  void require_gradients() const;
+  // Since the last step, of all micro-steps.
+  void drop_gradients();
+  void end_step() { gradients_ = Gradients::kNone; }
+
+  // `cause`: of the failure that left the weights of two steps.
+  void fail_update(std::string cause);
+  void weights_loaded() { update_failure_.clear(); }
+  void require_intact_weights() const;
+
+  bool forward_seen() const { return phase_ != Phase::kBefore; }
+
+ private:
+  enum class Phase { kBefore, kForward, kBackward, kAfter };
+  enum class Gradients {
+    kNone,     // since the last step
+    kEarlier,  // of earlier micro-steps alone
+    kHeld,     // of this micro-step, and maybe of earlier ones
+    kDropped,  // there were some of this micro-step
+  };
+
+  Phase phase_ = Phase::kBefore;
+  Gradients gradients_ = Gradients::kNone;
+  std::string update_failure_;  // empty: none
+};
+
+}  // namespace strata::engine

@@ -1,0 +1,166 @@
+#include "strata/engine/reduce/gradient_check.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/comm/agreement.h"
+#include "strata/engine/unit/unit_numbers.h"
+
+namespace strata::engine {
+
+GradientCheck::GradientCheck(Reducer& reducer, Weights& weights, comm::Collectives& collectives,
+                             device::Device& device, StepRecorder& recorder,
+                             const EngineOptions& options)
+    : reducer_(reducer),
+      weights_(weights),
+      collectives_(collectives),
+      device_(device),
+      recorder_(recorder),
+      options_(options),
+      norm_(collectives, device, reducer.shards()) {}
+
+// Where overflow is allowed the host has to know of it: the loss scale depends on it.
+GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overflow, bool late) {
+  const auto span = recorder_.begin(Activity::kNorm, -1);
+  if (late && options_.wants_late_norm(device_.runs_ahead()) && !allows_overflow &&
+      norm_.available() && nothing_to_agree_on()) {
+    norm_.begin(loss_scale, options_.gradient_clipping);
+    recorder_.end(span);
+    return {true, std::nullopt, 1.0F, norm_.factor()};
+  }
+  last_finding_ = measure(loss_scale);
+  recorder_.end(span);
+  recorder_.note_idle();
+  if (!last_finding_.finite && !allows_overflow && options_.check_finite)
+    report_not_finite(first_not_finite(), "this step");
+  return {last_finding_.finite, last_finding_.norm,
+          kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping), nullptr};
+}
+
+// No rank has late gradients to reduce, or unused parameters to complain of.
+bool GradientCheck::nothing_to_agree_on() {
+  const bool something =
+      !reducer_.late_units().empty() || (reducer_.unused_param() >= 0 && !options_.allow_unused);
+  const std::vector<std::string> texts = collectives_.all_gather_text(something ? "!" : "");
+  return std::ranges::all_of(texts, [](const std::string& text) { return text.empty(); });
+}
+
+GradientCheck::Finding GradientCheck::measure(double loss_scale) {
+  const auto totals = [this](bool with_late) {
+    double sum = 0.0;
+    double not_finite = 0.0;
+    for (const kernels::GradStats& stats : reducer_.shards().statistics(filled_units())) {
+      sum += stats.sum_of_squares;
+      if (!stats.finite) not_finite += 1.0;
+    }
+    // The one all-reduce of a step. It also is the synchronisation before the shards change:
+    // whoever takes part has finished its gathers.
+    // Every group has all shards: those of the first one count.
+    if (collectives_.shard_place().group > 0) sum = 0.0;
+    std::vector<double> values{sum, not_finite,
+                               with_late ? static_cast<double>(reducer_.late_units().size()) : 0.0,
+                               reducer_.unused_param() >= 0 ? 1.0 : 0.0};
+    collectives_.all_reduce(values, comm::ReduceOp::kSum);
+    return values;
+  };
+  reducer_.complete_groups();
+  std::vector<double> values = totals(true);
+  if (values[3] > 0.0 && !options_.allow_unused) report_unused();
+  if (values[2] > 0.0) {
+    reduce_late();
+    values = totals(false);
+  }
+  const bool finite = values[1] == 0.0;
+  const double norm =
+      finite ? kernels::norm_of(values[0], loss_scale) : std::numeric_limits<double>::infinity();
+  return {norm, finite};
+}
+
+void GradientCheck::reduce_late() {
+  // Which units are late is known to each rank only for itself; all must reduce the union.
+  std::vector<bool> late(weights_.units().size());
+  const std::string mine = text_of_units(reducer_.late_units());
+  for (const std::string& text : collectives_.all_gather_text(mine)) {
+    for (const int unit : units_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
+  }
+  std::vector<int> units;
+  for (std::size_t i = 0; i < late.size(); ++i) {
+    if (late[i]) units.push_back(static_cast<int>(i));
+  }
+  reducer_.reduce_late(units);
+}
+
+std::vector<int> GradientCheck::filled_units() {
+  std::vector<int> result;
+  for (const Unit& unit : weights_.units()) {
+    if (unit.trainable() && reducer_.shards().filled(unit.id)) result.push_back(unit.id);
+  }
+  return result;
+}
+
+int GradientCheck::first_not_finite() {
+  const std::vector<int> filled = filled_units();
+  const std::vector<kernels::GradStats> stats = reducer_.shards().statistics(filled);
+  for (std::size_t i = 0; i < stats.size(); ++i) {
+    if (!stats[i].finite) return filled[i];
+  }
+  return -1;
+}
+
+// `mine`: a unit in which this rank found one; -1: none.
+void GradientCheck::report_not_finite(int mine, std::string_view which) {
+  const std::vector<std::string> texts = collectives_.all_gather_text(
+      mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
+  // Of finite gradients, too, the squares may add up to more than a number can be.
+  const std::optional<std::size_t> first = comm::first_to_say(texts);
+  const std::string where =
+      first ? fmt::format("unit '{}' in the shard of rank {}", texts[*first], *first)
+            : "none; their norm is too large for a number";
+  reducer_.drop_gradients();
+  throw NumericsError(fmt::format(
+      "the gradients of {} are not finite (NaN or infinity; usually the loss was). The weights are "
+      "unchanged and the step's gradients are dropped, so training may go on with other data or a "
+      "lower learning rate. First found in: {}",
+      which, where));
+}
+
+void GradientCheck::report_unused() {
+  const int param = reducer_.unused_param();
+  const std::vector<std::string> names = collectives_.all_gather_text(
+      param >= 0 ? fmt::format("'{}'", weights_.param(param).name) : "");
+  const std::size_t first = comm::first_to_say(names).value();
+  reducer_.drop_gradients();
+  throw UsageError(fmt::format(
+      "a trainable parameter got no gradient in this step, which "
+      "zero_optimization.ignore_unused_parameters=false makes an error; use it in the loss, freeze "
+      "it, or allow it. The step's gradients are dropped. First: {} on rank {}",
+      names[first], first));
+}
+
+void GradientCheck::look_at_norm() {
+  if (!norm_.begun()) return;
+  last_finding_ = norm_.finish();
+  if (last_finding_.finite) return;
+  last_finding_.norm = std::numeric_limits<double>::infinity();
+  tells_late_ = true;
+}
+
+double GradientCheck::last_norm() {
+  look_at_norm();
+  return last_finding_.norm;
+}
+
+bool GradientCheck::failed_late() {
+  look_at_norm();
+  return tells_late_;
+}
+
+void GradientCheck::report_late_failure() {
+  tells_late_ = false;
+  report_not_finite(norm_.first_not_finite(), "the last step");
+}
+
+}  // namespace strata::engine

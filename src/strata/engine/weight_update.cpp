@@ -1,0 +1,134 @@
+#include "strata/engine/weight_update.h"
+
+#include <algorithm>
+#include <string>
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/agreement.h"
+#include "strata/engine/unit/first_error.h"
+#include "strata/engine/unit/unit_numbers.h"
+
+namespace strata::engine {
+namespace {
+
+// Of a round: each costs a meeting of the ranks.
+constexpr Bytes kFetchedTogether = 64_MiB;
+
+}  // namespace
+
+void WeightUpdate::run(ShardedOptimizer& optimizer, std::span<const GroupScalars> groups,
+                       const GradientScale& scale) {
+  try {
+    agree_on(update_shards(optimizer, groups, scale));
+    bring_new_shards();
+  } catch (...) {
+    // What has begun to come is of shards that are no good. Its error would hide the cause.
+    FirstError().keep_of([this] { gatherer_.abandon_refresh(); });
+    throw;
+  }
+}
+
+bool WeightUpdate::fetches_ahead() const {
+  const comm::ShardPlace place = collectives_.shard_place();
+  return device_.runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
+         collectives_.one_sided();
+}
+
+// What the next forward of every rank needs first, in the order of all. Of a unit that only some
+// of them need the others say nothing when they have updated it.
+std::vector<int> WeightUpdate::first_needed_by_all() {
+  std::vector<int> common = gatherer_.first_needed();
+  for (const std::string& text : collectives_.all_gather_text(text_of_units(common))) {
+    const std::vector<int> theirs = units_of_text(text);
+    const auto end = std::ranges::mismatch(common, theirs).in1;
+    common.erase(end, common.end());
+  }
+  return common;
+}
+
+// Units in the order of their updates, cut into rounds.
+std::vector<std::vector<int>> WeightUpdate::plan_rounds(std::span<const int> updated) const {
+  std::vector<std::vector<int>> rounds;
+  Bytes bytes = kFetchedTogether;  // of the last round
+  for (const int index : updated) {
+    if (bytes >= kFetchedTogether) {
+      rounds.emplace_back();
+      bytes = Bytes();
+    }
+    rounds.back().push_back(index);
+    bytes += unit(index).layout.flat_bytes();
+  }
+  return rounds;
+}
+
+// What this rank's optimizer throws is returned: all ranks have to hear of it.
+std::exception_ptr WeightUpdate::update_shards(ShardedOptimizer& optimizer,
+                                               std::span<const GroupScalars> groups,
+                                               const GradientScale& scale) {
+  const std::vector<int> first = fetches_ahead() ? first_needed_by_all() : std::vector<int>();
+  std::vector<int> order = optimizer.order(first);
+  order.resize(first.size());
+  const std::vector<std::vector<int>> rounds = plan_rounds(order);
+  std::size_t round = 0;
+  std::size_t updated = 0;  // of this round
+  const auto note_updated = [&](int /*unit*/) {
+    if (round == rounds.size() || ++updated < rounds[round].size()) return;
+    updated = 0;
+    collectives_.group_barrier();
+    gatherer_.fetch_first(rounds[round++]);
+  };
+  try {
+    run_recorded(optimizer, recorder_, groups, scale, first, note_updated);
+  } catch (const CommError&) {
+    throw;  // the others know already
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    // The others meet in each round that is left, and hear of it after the last one.
+    FirstError().keep_of([&] {
+      for (; round < rounds.size(); ++round) collectives_.group_barrier();
+    });
+    return error;
+  }
+  return nullptr;
+}
+
+void WeightUpdate::agree_on(const std::exception_ptr& mine) {
+  try {
+    if (collectives_.world_size() > 1) {
+      agree(collectives_, "updating the weights", mine != nullptr ? failure_of(mine) : Failure());
+    }
+  } catch (...) {
+    if (mine == nullptr) throw;
+  }
+  if (mine != nullptr) std::rethrow_exception(mine);
+}
+
+void WeightUpdate::bring_new_shards() {
+  try {
+    complete_slices(Changed::kTrainable);
+    collectives_.group_barrier();  // every shard is new before anybody gathers
+    gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
+  } catch (const CommError&) {
+    throw;  // the others know already
+  } catch (const std::exception& error) {
+    collectives_.abort(fmt::format("its update of the weights failed: {}", error.what()));
+    throw;
+  }
+}
+
+void WeightUpdate::complete_slices(std::span<const int> units) {
+  if (collectives_.shard_place().parts == 1) return;
+  std::vector<comm::SliceMap> slices;
+  for (const int index : units) slices.push_back(unit(index).slices);
+  collectives_.complete_slices(slices);
+}
+
+void WeightUpdate::complete_slices(Changed changed) {
+  std::vector<int> units;
+  for (const Unit& each : weights_.units()) {
+    if (changed == Changed::kAll || each.trainable()) units.push_back(each.id);
+  }
+  complete_slices(units);
+}
+
+}  // namespace strata::engine
