@@ -2,6 +2,7 @@
 #include <array>
 
 #include "bindings.h"
+#include "strata/engine/config/value_check.h"
 
 namespace strata::python {
 namespace {
@@ -11,9 +12,16 @@ std::string_view name_of_carrier(engine::CarrierKind kind) {
   return kNames.at(static_cast<std::size_t>(kind));
 }
 
+// Bytes of a text such as "5GB" or "512mib"; None for any other.
+std::optional<std::int64_t> parse_size(const std::string& text) {
+  const std::optional<double> bytes = engine::parse_size(text, engine::SizeText::kAnyCase);
+  return bytes ? std::optional(engine::clamped(*bytes)) : std::nullopt;
+}
+
 }  // namespace
 
 void bind_config(py::module_& module) {
+  module.def("parse_size", &parse_size, py::arg("text"));
   using engine::Config;
   py::class_<Config>(module, "Config")
       .def_static("parse", &Config::parse, py::arg("text_or_path"))

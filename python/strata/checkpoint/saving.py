@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 
 import torch
 
@@ -98,14 +97,10 @@ def _save_configuration(model, folder, dtype):
         model.generation_config.save_pretrained(folder)
 
 
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
-_UNITS.update({f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)})
-
-
 def _parse_size(size):
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if match is None or match.group(2).upper() not in _UNITS:
+    size_bytes = _C.parse_size(size)
+    if size_bytes is None:
         raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
-    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    return size_bytes

@@ -74,6 +74,18 @@ TEST(Config, ReadsBytesWithEverySuffix) {
   EXPECT_EQ(bytes("auto"), std::nullopt);
 }
 
+TEST(ParseSize, TakesUnitsInAnyCaseAndNoneWhereAsked) {
+  const auto any_case = [](std::string_view text) { return parse_size(text, SizeText::kAnyCase); };
+  EXPECT_EQ(any_case("5gb"), 5e9);
+  EXPECT_EQ(any_case(" 1.5 mIb "), 1.5 * 1024 * 1024);
+  EXPECT_EQ(any_case("500"), 500.0);
+  EXPECT_EQ(parse_size("5GB", SizeText::kExact), 5e9);
+  for (const char* text : {"", "GB", "-5GB", "5 parsecs", "inf", "nan", "5GB more"})
+    EXPECT_EQ(any_case(text), std::nullopt) << text;
+  for (const char* text : {"5gb", "500", " 5GB"})
+    EXPECT_EQ(parse_size(text, SizeText::kExact), std::nullopt) << text;
+}
+
 TEST(Config, ReadsBf16) {
   const Config c = parsed(R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"},
       "communication_data_type": "fp16"})");

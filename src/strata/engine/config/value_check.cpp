@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -46,14 +48,6 @@ double number_of(const Key& key, const json& value) {
   refuse(key, value);
 }
 
-// Towards zero; what no int64 holds becomes the largest or smallest.
-std::int64_t clamped(double v) {
-  constexpr double kTop = 9223372036854775808.0;  // 2^63
-  if (v >= kTop) return std::numeric_limits<std::int64_t>::max();
-  if (v <= -kTop) return std::numeric_limits<std::int64_t>::min();
-  return static_cast<std::int64_t>(v);
-}
-
 std::int64_t integer_of(const Key& key, const json& value, bool cut_fraction) {
   const double v = number_of(key, value);
   if (std::isnan(v) || !within(key.limits, v)) refuse(key, value);
@@ -70,7 +64,7 @@ std::int64_t integer_of(const Key& key, const json& value, bool cut_fraction) {
   return whole;
 }
 
-std::optional<double> factor_of(std::string_view suffix) {
+std::optional<double> factor_of(std::string_view suffix, SizeText spelling) {
   struct Suffix {
     std::string_view name;
     double bytes;
@@ -84,23 +78,23 @@ std::optional<double> factor_of(std::string_view suffix) {
                                              {"MB", 1e6},
                                              {"GB", 1e9},
                                              {"TB", 1e12}}};
+  const bool any_case = spelling == SizeText::kAnyCase;
+  if (any_case && suffix.empty()) return 1.0;
+  const auto same = [any_case](char a, char b) {
+    return a == b || (any_case && std::toupper(static_cast<unsigned char>(a)) ==
+                                      std::toupper(static_cast<unsigned char>(b)));
+  };
   for (const Suffix& s : kSuffixes) {
-    if (suffix == s.name) return s.bytes;
+    if (std::ranges::equal(suffix, s.name, same)) return s.bytes;
   }
   return std::nullopt;
 }
 
 std::int64_t bytes_of(const Key& key, const json& value) {
   if (!value.is_string()) return integer_of(key, value, true);
-  const auto& text = value.get_ref<const std::string&>();
-  double count = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  auto suffix = std::string_view(text).substr(static_cast<std::size_t>(end - text.data()));
-  while (suffix.starts_with(' ')) suffix.remove_prefix(1);
-  const auto factor = factor_of(suffix);
-  if (error != std::errc{} || !std::isfinite(count) || !factor) refuse(key, value);
-  if (!within(key.limits, std::floor(count * *factor))) refuse(key, value);
-  return clamped(count * *factor);
+  const auto size = parse_size(value.get_ref<const std::string&>(), SizeText::kExact);
+  if (!size || !within(key.limits, std::floor(*size))) refuse(key, value);
+  return clamped(*size);
 }
 
 double finite_of(const Key& key, const json& value) {
@@ -146,6 +140,29 @@ json check_flag(const Key& key, const json& value) {
 }
 
 }  // namespace
+
+std::int64_t clamped(double v) {
+  constexpr double kTop = 9223372036854775808.0;  // 2^63
+  if (v >= kTop) return std::numeric_limits<std::int64_t>::max();
+  if (v <= -kTop) return std::numeric_limits<std::int64_t>::min();
+  return static_cast<std::int64_t>(v);
+}
+
+std::optional<double> parse_size(std::string_view text, SizeText spelling) {
+  if (spelling == SizeText::kAnyCase) {
+    while (text.starts_with(' ')) text.remove_prefix(1);
+    while (text.ends_with(' ')) text.remove_suffix(1);
+    if (text.empty() || std::isdigit(static_cast<unsigned char>(text.front())) == 0)
+      return std::nullopt;
+  }
+  double count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+  std::string_view unit = text.substr(static_cast<std::size_t>(end - text.data()));
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  const std::optional<double> factor = factor_of(unit, spelling);
+  if (error != std::errc{} || !std::isfinite(count) || !factor) return std::nullopt;
+  return count * *factor;
+}
 
 std::string shown(const json& value) {
   constexpr std::size_t kShown = 120;

@@ -3,13 +3,24 @@
 // point. Pure functions. Errors: ConfigError "PATH: wanted WHAT (meaning); found VALUE".
 #pragma once
 
+#include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
 
 #include "strata/engine/config/key.h"
 
 namespace strata::engine {
 
 nlohmann::json check_value(const Key& key, const nlohmann::json& value);
+
+// Bytes of a size with its unit: "5GB", "1.5 MiB"; finite. nullopt for any other text. kAnyCase:
+// the unit in any case, or none, which means bytes; spaces around.
+enum class SizeText { kExact, kAnyCase };
+std::optional<double> parse_size(std::string_view text, SizeText spelling);
+
+// Towards zero; what no int64 holds becomes the largest or smallest.
+std::int64_t clamped(double v);
 
 // Whether a kSwitch object asks for its feature: one of its switches is set, or it has content but
 // none.
