@@ -1,6 +1,5 @@
 // ShardedModel as Python drives it.
 #include "bindings.h"
-#include "mapped_files.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/model/model_plan.h"
 
@@ -37,10 +36,15 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
   return input;
 }
 
-std::vector<at::Tensor> tensors_of(const std::vector<ParameterTuple>& parameters) {
-  std::vector<at::Tensor> tensors;
-  for (const ParameterTuple& parameter : parameters) tensors.push_back(std::get<1>(parameter));
-  return tensors;
+// The last reference may go with Python's lock held. A model that ends waits for its threads, which
+// may need that lock to free what Python owns.
+void destroy_unlocked(ShardedModel* model) {
+  if (PyGILState_Check() == 0) {
+    delete model;
+    return;
+  }
+  const py::gil_scoped_release release;
+  delete model;
 }
 
 std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& parameters,
@@ -50,15 +54,9 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                          const py::object& progress) {
   const torch::ModelInput input = input_from(parameters, modules);
   runtime.progress = progress_from(progress);
-  MappedFiles files(tensors_of(parameters));
-  std::shared_ptr<ShardedModel> model;
-  {
-    const py::gil_scoped_release release;
-    model = std::make_shared<ShardedModel>(input, config, rule_from(rule), std::move(runtime),
-                                           std::move(name));
-  }
-  model->hold_files(files.take_unused());
-  return model;
+  const py::gil_scoped_release release;
+  return {new ShardedModel(input, config, rule_from(rule), std::move(runtime), std::move(name)),
+          &destroy_unlocked};
 }
 
 // None at a micro-step that is no boundary, else whether the weights were updated.
@@ -253,11 +251,6 @@ void bind_model(py::module_& module) {
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
-  // How many files these tensors are views of; unmap_unused() says how many it unmapped.
-  py::class_<MappedFiles>(module, "MappedFiles")
-      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
-      .def("__len__", &MappedFiles::size)
-      .def("unmap_unused", [](MappedFiles& files) { return files.take_unused().size(); });
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
              py::arg("ranks_per_host"));

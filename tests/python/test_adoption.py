@@ -1,14 +1,28 @@
 """How the values of a live model get into the engine: rank 0's, whatever the others were built with."""
 
+import gc
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import strata
 import torch
 from devices import ON_GPU, test_device
 from ranks import run_ranks
-from tiny_models import DTYPES, config_of, differences, full_parameters, make_engine, rank_and_world
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import (
+    DTYPES,
+    config_of,
+    differences,
+    full_parameters,
+    make_batches,
+    make_engine,
+    make_model,
+    rank_and_world,
+    train_step,
+)
 
 DIFFERENCES = {
     "nothing": lambda model: None,
@@ -172,3 +186,68 @@ def _larger(model):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_with_different_models_are_told_so_before_anything_moves(stage, built_otherwise):
     run_ranks(2, _others_bring, stage, built_otherwise)
+
+
+# --- values that are views of mapped files, as safetensors and torch.load(mmap=True) give them ---
+
+
+def _by_safetensors(values, folder):
+    path = folder / "model.safetensors"
+    save_file(values, path)
+    with safe_open(path, "pt") as file:
+        return path, {name: _parameter(file.get_tensor(name)) for name in file.keys()}
+
+
+def _parameter(values):
+    return torch.nn.Parameter(values, requires_grad=False)  # is no view, which would keep what it is one of
+
+
+def _by_torch(values, folder):
+    path = folder / "model.pt"
+    torch.save(values, path)
+    return path, {name: _parameter(value) for name, value in torch.load(path, mmap=True).items()}
+
+
+BOTH = pytest.mark.parametrize("mapped", [_by_safetensors, _by_torch])
+
+
+def _on_host(model):
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def _is_mapped(path):
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@BOTH
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_of_mapped_values_trains_and_its_file_goes(mapped, stage, tmp_path):
+    tokens = make_batches(1, 1)[0]
+    outcomes = []
+    for is_mapped in (False, True):
+        model = make_model()
+        if is_mapped:
+            path, values = mapped(_on_host(model), tmp_path)
+            model.load_state_dict(values, assign=True)
+            del values
+            assert _is_mapped(path)
+        engine = make_engine(model, config_of(stage))
+        train_step(engine, tokens[0])
+        outcomes.append(full_parameters(model))
+        engine.destroy()
+    del engine
+    gc.collect()
+    assert not differences(*outcomes)
+    assert not _is_mapped(path)
+
+
+def test_values_that_the_user_keeps_stay_readable(tmp_path):
+    model = make_model()
+    path, parameters = _by_safetensors(_on_host(model), tmp_path)
+    values = {name: parameter.detach() for name, parameter in parameters.items()}
+    model.load_state_dict(values, assign=True)
+    before = {name: value.clone() for name, value in values.items()}
+    engine = make_engine(model, config_of(3))
+    assert all(torch.equal(values[name], value) for name, value in before.items())
+    engine.destroy()
+    assert all(torch.equal(values[name], value) for name, value in before.items()) and _is_mapped(path)
