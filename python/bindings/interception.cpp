@@ -54,6 +54,7 @@ class ScopedForward {
     try {
       result = forward_(*args, **kwargs);
     } catch (...) {
+      const py::gil_scoped_release release;
       if (model_->alive()) model_->scopes().abandon(scope_);
       throw;
     }
@@ -64,6 +65,7 @@ class ScopedForward {
       collect_tensors(kwargs.ptr(), inputs, kNesting);
       collect_tensors(result.ptr(), outputs, kNesting);
     }
+    const py::gil_scoped_release release;
     model_->scopes().leave(scope_, inputs, outputs);
     return result;
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "strata/torch/cpp/module_description.h"
+#include "strata/torch/model/model_runtime.h"
 #include "strata/torch/sharded/sharded_model.h"
 #include "strata/torch/start/comparison.h"
 #include "strata/torch/start/host_intake.h"

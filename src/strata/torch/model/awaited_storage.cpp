@@ -3,6 +3,8 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <thread>
+
 #include "strata/base/error.h"
 
 namespace strata::torch {
@@ -30,7 +32,16 @@ at::Tensor make_like(const c10::TensorImpl& like,
 // The tensor's own storage if its values are awaited, else null.
 AwaitedStorage* awaited(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kAwaited)) return nullptr;
-  auto* storage = dynamic_cast<AwaitedStorage*>(tensor.storage().unsafeGetStorageImpl());
+  const auto find = [&] {
+    return dynamic_cast<AwaitedStorage*>(tensor.storage().unsafeGetStorageImpl());
+  };
+  AwaitedStorage* storage = find();
+  // Another thread may be pointing the tensor at its values: the storage changes before the key.
+  for (int turn = 0; storage == nullptr && turn < 1000; ++turn) {
+    std::this_thread::yield();
+    if (!tensor.key_set().has(kAwaited)) return nullptr;
+    storage = find();
+  }
   if (storage == nullptr) {
     throw UsageError(
         "an operator got a tensor with the dispatch key DeferredInit that is not one of Strata's; "
@@ -39,17 +50,10 @@ AwaitedStorage* awaited(const at::Tensor& tensor) {
   return storage;
 }
 
-// Completing points the parameter itself at its values; another tensor object that was made of it
-// meanwhile (p.data) is pointed there here.
 void settle(const at::Tensor& tensor) {
   AwaitedStorage* found = awaited(tensor);
   if (found == nullptr) return;
-  const auto storage = c10::intrusive_ptr<AwaitedStorage>::reclaim_copy(found);
-  storage->complete();
-  if (awaited(tensor) == nullptr) return;
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  const at::Tensor twin = make_like(*impl, storage->values(), impl->key_set().remove(kAwaited));
-  impl->shallow_copy_from(twin.getIntrusivePtr());
+  c10::intrusive_ptr<AwaitedStorage>::reclaim_copy(found)->settle(tensor);
 }
 
 void settle(const c10::IValue& value) {
@@ -100,8 +104,18 @@ at::Tensor AwaitedStorage::view(const c10::intrusive_ptr<AwaitedStorage>& storag
   return make_like(*like, storage, like->key_set().add(kAwaited));
 }
 
-void AwaitedStorage::complete() {
+void AwaitedStorage::settle(const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
   if (complete_) complete_();
+  if (awaited(tensor) != this) return;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const at::Tensor twin = make_like(*impl, values_, impl->key_set().remove(kAwaited));
+  impl->shallow_copy_from(twin.getIntrusivePtr());
+}
+
+void AwaitedStorage::forget() {
+  const std::lock_guard lock(mutex_);
+  complete_ = nullptr;
 }
 
 }  // namespace strata::torch

@@ -4,18 +4,20 @@
 // an AwaitedStorage. Every operator of torch that gets such a tensor first asks for the values
 // (complete()) and then runs as ever, so a script that reads a parameter between a step and the
 // next forward sees what it would have seen had the step waited. That holds for p.data as well,
-// taken while it waits. Who asks for the address itself (data_ptr(), storage().cpu()) without any
-// operator gets torch's RuntimeError with a message that says what to do.
+// taken while it waits. Asking for the address itself (data_ptr(), storage().cpu()) without any
+// operator is torch's RuntimeError, with a message that says what to do.
 //
 // It works by a dispatch key that torch leaves to others (DeferredInit): a fallback for it is
-// registered once a process. Threads: those of the tensors; complete() runs in the thread of the
-// operator. Ownership: tensors own their storage, which may outlive the engine: forget() then.
+// registered once a process. Threads: any may read; complete() runs in the thread of the operator,
+// one at a time for one storage, with or without Python's lock, which it must not ask for.
+// Ownership: tensors own their storage, which may outlive the engine: forget() then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
 #include <functional>
+#include <mutex>
 #include <utility>
 
 namespace strata::torch {
@@ -32,13 +34,17 @@ class AwaitedStorage final : public c10::StorageImpl {
   // What `view`, a tensor of the values, will be: of its shape and place, awaited.
   static at::Tensor view(const c10::intrusive_ptr<AwaitedStorage>& storage, const at::Tensor& view);
 
-  void complete();
-  // Nobody fills the values any more; what still waits sees them as they are.
-  void forget() { complete_ = nullptr; }
+  // Asks for the values, and points the tensor at them where that was not done with the
+  // parameter's: a tensor object that was made of a parameter meanwhile (p.data).
+  void settle(const at::Tensor& tensor);
+  // Nobody fills the values any more; what still waits sees them as they are. Returns when no
+  // thread is asking for them.
+  void forget();
   const c10::intrusive_ptr<c10::StorageImpl>& values() const { return values_; }
 
  private:
   c10::intrusive_ptr<c10::StorageImpl> values_;
+  std::mutex mutex_;  // guards complete_, and tensors that are being pointed at values_
   std::function<void()> complete_;
 };
 

@@ -1,10 +1,10 @@
 #include "strata/torch/model/model_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "strata/engine/step_control.h"
 #include "strata/torch/base/dtype.h"
-#include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::torch {
 namespace {
@@ -28,8 +28,6 @@ plan::PlanOptions plan_options(const engine::Config& config) {
   return options;
 }
 
-}  // namespace
-
 // Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
 // travel as they are.
 std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config) {
@@ -47,21 +45,24 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
   return specs;
 }
 
-plan::ModelPlan plan_model(std::span<const plan::ParamSpec> specs, const plan::ModuleTree& tree,
-                           const engine::Config& config) {
-  return plan::plan_units(specs, tree, plan_options(config));
+}  // namespace
+
+PlannedModel plan_model(const ModelInput& input, const engine::Config& config) {
+  std::vector<plan::ParamSpec> specs = param_specs(input, config);
+  plan::ModelPlan plan = plan::plan_units(specs, input.tree, plan_options(config));
+  return {std::move(specs), std::move(plan), input.tree};
 }
 
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
                                       engine::UpdateRule rule, const Job& job) {
-  const std::vector<plan::ParamSpec> specs = param_specs(input, config);
+  const PlannedModel model = plan_model(input, config);
   forecast::Training training;
   training.options = engine::engine_options_from(config);
   training.rule = rule;
   training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
   training.runs_ahead = job.device == JobDevice::kCuda;
-  return forecast::forecast_memory(specs, plan_model(specs, input.tree, config), input.tree,
-                                   training, carriers_of_job(config, job));
+  return forecast::forecast_memory(model.specs, model.plan, model.tree, training,
+                                   carriers_of_job(config, job));
 }
 
 }  // namespace strata::torch

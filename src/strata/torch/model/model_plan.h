@@ -3,7 +3,6 @@
 // functions.
 #pragma once
 
-#include <span>
 #include <vector>
 
 #include "strata/engine/config/config.h"
@@ -11,17 +10,18 @@
 #include "strata/forecast/memory_forecast.h"
 #include "strata/plan/module_tree.h"
 #include "strata/plan/unit_plan.h"
+#include "strata/torch/model/model_input.h"
 #include "strata/torch/ranks/job_carriers.h"
 
 namespace strata::torch {
 
-struct ModelInput;
+struct PlannedModel {
+  std::vector<plan::ParamSpec> specs;  // in the dtype that they are trained in
+  plan::ModelPlan plan;
+  plan::ModuleTree tree;
+};
 
-// In the dtype that they are trained in.
-std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config);
-
-plan::ModelPlan plan_model(std::span<const plan::ParamSpec> specs, const plan::ModuleTree& tree,
-                           const engine::Config& config);
+PlannedModel plan_model(const ModelInput& input, const engine::Config& config);
 
 // Of a job that does not run. `config.batch` must be complete for that many ranks. Errors: of
 // carriers_of_job().

@@ -34,6 +34,17 @@ void point(const at::Tensor& variable, const at::Tensor& view) {
 
 }  // namespace
 
+ParameterSet::ParameterSet(std::vector<at::Tensor> variables, c10::Device place)
+    : variables_(std::move(variables)), place_(place) {
+  for (std::size_t i = 0; i < variables_.size(); ++i)
+    index_.emplace(variables_[i].unsafeGetTensorImpl(), static_cast<int>(i));
+}
+
+int ParameterSet::index_of(const at::Tensor& variable) const {
+  const auto found = index_.find(variable.unsafeGetTensorImpl());
+  return found == index_.end() ? -1 : found->second;
+}
+
 void ParameterSet::bind(const engine::Weights& weights) {
   STRATA_ASSERT(views_.empty());
   views_.resize(variables_.size());
@@ -65,15 +76,21 @@ void ParameterSet::settle() {
 }
 
 void ParameterSet::unbind(std::span<const at::Tensor> full) {
+  if (units_.empty()) return;
   for (std::size_t i = 0; i < variables_.size(); ++i) {
-    variables_[i].set_data(full[i].defined() ? full[i] : empties_[i]);
+    const bool given = !full.empty() && full[i].defined();
+    variables_[i].set_data(given ? full[i] : empties_[i]);
   }
-  for (UnitStorage& unit : units_) {
-    give_memory(unit, {});
-    if (unit.awaited != nullptr) unit.awaited->forget();
-  }
+  forget_awaited();
+  for (UnitStorage& unit : units_) give_memory(unit, {});
   views_.clear();
   units_.clear();
+}
+
+void ParameterSet::forget_awaited() {
+  for (UnitStorage& unit : units_) {
+    if (unit.awaited != nullptr) unit.awaited->forget();
+  }
 }
 
 void ParameterSet::attach(int unit, std::span<std::byte> flat) {
@@ -100,7 +117,7 @@ void ParameterSet::detach(int unit) {
 }
 
 bool ParameterSet::await(int unit) {
-  if (units_.empty() || !complete_ || !AwaitedStorage::available()) return false;
+  if (units_.empty() || !complete_ || !may_await_ || !AwaitedStorage::available()) return false;
   UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
   if (storage.awaited == nullptr) make_awaited(unit);
   // Ours are the storage itself, what awaits it, a view for each parameter, and the parameter.

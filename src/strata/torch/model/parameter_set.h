@@ -7,10 +7,11 @@
 // changes.
 //
 // A unit that stays whole may be refreshed beside the next forward: its parameters are awaited
-// (AwaitedStorage) until its attach(), unless somebody holds a view of its memory, who could not be
-// made to wait.
+// (AwaitedStorage) until its attach(), unless somebody holds a view of its memory: such a reader
+// could not be made to wait.
 //
-// Threads: one thread at a time (autograd's backward thread counts while the caller waits for it).
+// Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
+// but for readers of awaited parameters and await_no_more().
 // Ownership: shares the user's tensors; the memory behind them belongs to the engine, so after the
 // engine is gone released parameters stay empty until new data is set.
 #pragma once
@@ -18,8 +19,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <atomic>
 #include <functional>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -32,8 +35,7 @@ namespace strata::torch {
 class ParameterSet final : public engine::ParameterViews {
  public:
   // `variables`: by parameter index; anywhere until bind(). `place`: of the engine's memory.
-  ParameterSet(std::vector<at::Tensor> variables, c10::Device place)
-      : variables_(std::move(variables)), place_(place) {}
+  ParameterSet(std::vector<at::Tensor> variables, c10::Device place);
 
   // Makes storages and views for the engine's layout and points every parameter at its full shape,
   // still without memory: the moment to make autograd nodes, which record that shape. Until then
@@ -42,11 +44,15 @@ class ParameterSet final : public engine::ParameterViews {
   // After bind(): attaches the units that have memory and releases the others.
   void settle();
   // Points every parameter at memory of its own again, with the values that `full` gives, or leaves
-  // it empty where that is undefined.
-  void unbind(std::span<const at::Tensor> full);
+  // it empty where that is undefined or `full` has nothing at all. Nothing before bind().
+  void unbind(std::span<const at::Tensor> full = {});
 
   // Who is asked for the values of a unit that are awaited. Until then none are.
   void on_wanted(std::function<void(int unit)> complete) { complete_ = std::move(complete); }
+  // From now on units are complete before their parameters point at them. Any thread.
+  void await_no_more() { may_await_ = false; }
+  // Before what completes awaited values goes: nobody is asked for them any more.
+  void forget_awaited();
 
   void attach(int unit, std::span<std::byte> flat) override;
   void detach(int unit) override;
@@ -57,7 +63,8 @@ class ParameterSet final : public engine::ParameterViews {
   }
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
-  bool bound() const { return !units_.empty(); }
+  // By tensor identity; -1: none of these.
+  int index_of(const at::Tensor& variable) const;
   int size() const { return static_cast<int>(variables_.size()); }
   c10::Device place() const { return place_; }
 
@@ -73,8 +80,10 @@ class ParameterSet final : public engine::ParameterViews {
   void give_memory(UnitStorage& storage, std::span<std::byte> memory) const;
 
   std::vector<at::Tensor> variables_;
+  std::unordered_map<const void*, int> index_;  // by TensorImpl
   c10::Device place_;
   std::function<void(int unit)> complete_;
+  std::atomic<bool> may_await_{true};
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> empties_;
   std::vector<UnitStorage> units_;

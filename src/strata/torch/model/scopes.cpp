@@ -5,10 +5,14 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -74,11 +78,15 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   struct Entered {
     std::uint64_t sequence = 0;  // autograd's number at enter()
     ScopeRange range;
+    std::thread::id outer;  // `driver` before
   };
   std::vector<Scope> scopes;
   std::vector<int> labels;       // of the recorder, by scope
   std::vector<Entered> entered;  // innermost last
   std::vector<std::shared_ptr<Life>> running;
+  // The thread that is inside a scope's forward, a backward pass or a step; none: no thread is.
+  std::atomic<std::thread::id> driver{};
+  std::mutex reads_mutex;            // guards what follows
   std::vector<int> read_units;       // gathered by read() where a backward may follow
   std::vector<int> idle_read_units;  // gathered by read() under no_grad
 
@@ -93,9 +101,17 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
       }
     }
   }
-  void release(int scope) {
-    for (const int unit : scopes[static_cast<std::size_t>(scope)].units)
-      engine->gatherer().release(unit);
+  void release(int scope) { release(scopes[static_cast<std::size_t>(scope)].units); }
+  void release(const std::vector<int>& units) {
+    FirstError first;
+    for (const int unit : units) first.attempt([&] { engine->gatherer().release(unit); });
+    first.rethrow();
+  }
+  // Autograd's threads work for the thread that waits for them.
+  bool driven_by_another_thread() const {
+    const std::thread::id id = driver;
+    return id != std::thread::id() && id != std::this_thread::get_id() &&
+           autograd::get_current_graph_task_id() < 0;
   }
   ScopeRange range(engine::Activity activity, int scope) const {
     return {engine->recorder(), activity, labels[static_cast<std::size_t>(scope)]};
@@ -126,9 +142,13 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     if (engine == nullptr || life->state != Life::kRunning) return;
     life->state = Life::kOver;
     std::erase(running, life);
-    life->range.end(engine->recorder());
-    if (life->holds) release(life->scope);
+    FirstError first;
+    first.attempt([&] { life->range.end(engine->recorder()); });
+    if (life->holds) first.attempt([&] { release(life->scope); });
+    first.rethrow();
   }
+  void hang_hooks(int scope, std::uint64_t sequence, std::span<const at::Tensor> inputs,
+                  std::span<const at::Tensor> outputs);
 };
 
 Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes)
@@ -150,64 +170,94 @@ bool Scopes::needed(int) const {
 }
 
 void Scopes::enter(int scope) {
-  tracker_->acquire(scope);
-  const auto activity =
-      tracker_->engine->in_backward() ? engine::Activity::kRecompute : engine::Activity::kForward;
-  tracker_->entered.push_back({at::sequence_number::peek(), tracker_->range(activity, scope)});
+  Tracker& t = *tracker_;
+  const std::thread::id outer = t.driver.exchange(std::this_thread::get_id());
+  bool acquired = false;
+  try {
+    t.acquire(scope);
+    acquired = true;
+    const auto activity =
+        t.engine->in_backward() ? engine::Activity::kRecompute : engine::Activity::kForward;
+    t.entered.push_back({at::sequence_number::peek(), t.range(activity, scope), outer});
+  } catch (...) {
+    if (acquired) failure_.attempt([&] { t.release(scope); });
+    t.driver = outer;
+    throw;
+  }
 }
 
-void Scopes::abandon(int scope) {
+void Scopes::abandon(int scope) noexcept {
+  tracker_->driver = tracker_->entered.back().outer;
   tracker_->entered.pop_back();
-  tracker_->release(scope);
+  failure_.attempt([&] { tracker_->release(scope); });
 }
 
 void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
                    std::span<const at::Tensor> outputs) {
-  const std::uint64_t entered = tracker_->entered.back().sequence;
-  tracker_->entered.back().range.end(tracker_->engine->recorder());
-  tracker_->entered.pop_back();
-  const bool sharded = tracker_->sharded_in_backward(scope);
-  const bool watched = ScopeRange::watched(tracker_->engine->recorder());
-  if ((sharded || watched) && at::GradMode::is_enabled()) {
-    auto life = std::make_shared<Tracker::Life>();
-    life->scope = scope;
-    life->holds = sharded;
-    const std::weak_ptr<Tracker> tracker = tracker_;
-    // An input that was changed in place has a node of the scope itself by now.
-    const auto ours = [entered](const autograd::Node* n) { return n->sequence_nr() >= entered; };
-    std::vector<autograd::Node*> before = producers(inputs);
-    std::erase_if(before, ours);
-    std::vector<autograd::Node*> not_ours = producers_of_bases(inputs);
-    std::erase_if(not_ours, ours);
-    not_ours.insert(not_ours.end(), before.begin(), before.end());
-    std::vector<autograd::Node*> made = producers(outputs);
-    for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
-    for (autograd::Node* node : made) {
-      // An input that is handed through was not made here.
-      if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
-      node->add_pre_hook(std::make_unique<BeforeNode>([tracker, life] {
-        if (const auto t = tracker.lock()) t->begin(life);
-      }));
-    }
-    for (autograd::Node* node : before) {
-      // The first of them to run ends the life, not the last: the blocks of a decoder have the
-      // encoder's output in common, whose node runs when all of them are over. Of what is ready,
-      // autograd runs what was made last, so when a node from before the scope runs, none of the
-      // scope is left.
-      // In front of the hooks that are there: the node belongs to the scope before this one, whose
-      // units are gathered by such a hook, and ours should be gone by then.
-      auto hook = std::make_unique<BeforeNode>([tracker, life] {
-        if (const auto t = tracker.lock()) t->end(life);
-      });
-      auto& hooks = node->pre_hooks();
-      hooks.insert(hooks.begin(), std::move(hook));
-    }
+  Tracker& t = *tracker_;
+  Tracker::Entered entered = std::move(t.entered.back());
+  t.entered.pop_back();
+  FirstError first;
+  first.attempt([&] {
+    entered.range.end(t.engine->recorder());
+    t.hang_hooks(scope, entered.sequence, inputs, outputs);
+  });
+  first.attempt([&] { t.release(scope); });
+  t.driver = entered.outer;
+  first.rethrow();
+}
+
+void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
+                                 std::span<const at::Tensor> inputs,
+                                 std::span<const at::Tensor> outputs) {
+  const bool sharded = sharded_in_backward(scope);
+  const bool watched = ScopeRange::watched(engine->recorder());
+  if (!(sharded || watched) || !at::GradMode::is_enabled()) return;
+  auto life = std::make_shared<Life>();
+  life->scope = scope;
+  life->holds = sharded;
+  const std::weak_ptr<Tracker> tracker = weak_from_this();
+  // An input that was changed in place has a node of the scope itself by now.
+  const auto ours = [sequence](const autograd::Node* n) { return n->sequence_nr() >= sequence; };
+  std::vector<autograd::Node*> before = producers(inputs);
+  std::erase_if(before, ours);
+  std::vector<autograd::Node*> not_ours = producers_of_bases(inputs);
+  std::erase_if(not_ours, ours);
+  not_ours.insert(not_ours.end(), before.begin(), before.end());
+  std::vector<autograd::Node*> made = producers(outputs);
+  for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
+  for (autograd::Node* node : made) {
+    // An input that is handed through was not made here.
+    if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
+    node->add_pre_hook(std::make_unique<BeforeNode>([tracker, life] {
+      if (const auto t = tracker.lock()) t->begin(life);
+    }));
   }
-  tracker_->release(scope);
+  for (autograd::Node* node : before) {
+    // The first of them to run ends the life, not the last: the blocks of a decoder have the
+    // encoder's output in common, whose node runs when all of them are over. Of what is ready,
+    // autograd runs what was made last, so when a node from before the scope runs, none of the
+    // scope is left.
+    // In front of the hooks that are there: the node belongs to the scope before this one, whose
+    // units are gathered by such a hook, and ours should be gone by then.
+    auto hook = std::make_unique<BeforeNode>([tracker, life] {
+      if (const auto t = tracker.lock()) t->end(life);
+    });
+    auto& hooks = node->pre_hooks();
+    hooks.insert(hooks.begin(), std::move(hook));
+  }
 }
 
 void Scopes::read(int unit) {
   Tracker& t = *tracker_;
+  if (t.driven_by_another_thread()) {
+    throw UsageError(fmt::format(
+        "a sharded parameter was read in a thread of its own while another thread runs forward, "
+        "backward or step(), which gather in an order that all ranks share; read it in the thread "
+        "that trains, or while that does none of these; found: the unit '{}'",
+        t.engine->weights().units()[static_cast<std::size_t>(unit)].name()));
+  }
+  const std::lock_guard lock(t.reads_mutex);
   const bool held = std::count(t.read_units.begin(), t.read_units.end(), unit) +
                         std::count(t.idle_read_units.begin(), t.idle_read_units.end(), unit) >
                     0;
@@ -217,16 +267,40 @@ void Scopes::read(int unit) {
 }
 
 void Scopes::release_idle_reads() {
-  for (const int unit : std::exchange(tracker_->idle_read_units, {}))
-    tracker_->engine->gatherer().release(unit);
+  std::vector<int> units;
+  {
+    const std::lock_guard lock(tracker_->reads_mutex);
+    units = std::exchange(tracker_->idle_read_units, {});
+  }
+  tracker_->release(units);
+}
+
+void Scopes::begin_backward() {
+  tracker_->driver = std::this_thread::get_id();
 }
 
 void Scopes::end_backward() {
-  const auto running = tracker_->running;
-  for (const auto& life : running) tracker_->end(life);
-  for (const int unit : std::exchange(tracker_->read_units, {}))
-    tracker_->engine->gatherer().release(unit);
-  release_idle_reads();
+  Tracker& t = *tracker_;
+  FirstError first;
+  const auto running = t.running;
+  for (const auto& life : running) first.attempt([&] { t.end(life); });
+  std::vector<int> units;
+  {
+    const std::lock_guard lock(t.reads_mutex);
+    units = std::exchange(t.read_units, {});
+  }
+  first.attempt([&] { t.release(units); });
+  first.attempt([&] { release_idle_reads(); });
+  t.driver = std::thread::id();
+  first.rethrow();
+}
+
+Scopes::Claim::Claim(Scopes& scopes) : scopes_(scopes) {
+  scopes_.tracker_->driver = std::this_thread::get_id();
+}
+
+Scopes::Claim::~Claim() {
+  scopes_.tracker_->driver = std::thread::id();
 }
 
 }  // namespace strata::torch

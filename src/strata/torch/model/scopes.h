@@ -7,16 +7,18 @@
 // pass. No node is added to the graph, so inputs and outputs may be changed in place, and a scope
 // entered twice has two backward lives.
 //
-// Who looks on, the engine's recorder or torch's profiler, is told when each begins and ends; also
-// where units are always complete, as far as the scope is entered at all (needed()).
+// The engine's recorder and torch's profiler are told when each begins and ends, wherever the scope
+// is entered at all (needed()).
 //
 // Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
 // gathered until the backward pass ends (autograd may have saved it) or, under no_grad, until the
 // next forward or step.
 //
-// Threads: one thread at a time. Ownership: hooks in graphs hold the tracker weakly; graphs that
-// outlive the engine do nothing to it. Errors: those of Gatherer::acquire, thrown out of forward or
-// backward.
+// Threads: one thread at a time. Another thread may call read() while no pass and no step runs, and
+// is refused (UsageError) while one does: a pass gathers in an order that all ranks share.
+// Ownership: hooks in graphs hold the tracker weakly; graphs that outlive the engine do nothing to
+// it. Errors: those of Gatherer::acquire, thrown out of forward or backward. A call that ends
+// something ends all of it whatever fails, and throws the first error then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,6 +29,7 @@
 #include <vector>
 
 #include "strata/engine/engine.h"
+#include "strata/torch/base/first_error.h"
 
 namespace strata::torch {
 
@@ -49,18 +52,37 @@ class Scopes {
 
   void enter(int scope);
   void leave(int scope, std::span<const at::Tensor> inputs, std::span<const at::Tensor> outputs);
-  // The forward threw: lets go, nothing else.
-  void abandon(int scope);
+  // The forward threw: lets go, nothing else. What fails here is kept (failure()): the forward's
+  // error is the cause.
+  void abandon(int scope) noexcept;
 
   void read(int unit);
   // Lets go of what read() gathered under no_grad. Called where a forward begins.
   void release_idle_reads();
+  // A backward pass runs, until end_backward().
+  void begin_backward();
   // Ends every scope's backward that is still open, and lets go of all that read() gathered. Called
   // after a backward pass and before a step.
   void end_backward();
 
+  // What failed while something was abandoned, after which nothing can go on.
+  FirstError& failure() { return failure_; }
+
+  // Something else that this thread does with the engine, in which others cannot gather: a step.
+  class Claim {
+   public:
+    explicit Claim(Scopes& scopes);
+    ~Claim();
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+   private:
+    Scopes& scopes_;
+  };
+
  private:
   struct Tracker;
+  FirstError failure_;
   std::shared_ptr<Tracker> tracker_;
 };
 

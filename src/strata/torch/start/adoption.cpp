@@ -40,15 +40,15 @@ class Adoption {
   Bytes whole_bytes(const std::vector<int>& params) const;
   Bytes owned_bytes(const std::vector<int>& params) const;
   std::vector<bool> blocks_kept(int param) const;
-  void look_at(Fingerprints& fingerprints, int param);
-  void look_in_place();
-  void move_in(Comparison* comparison, bool at_once);
+  void add_fingerprints(Fingerprints& fingerprints, int param);
+  void fingerprint_in_place();
+  void store_from_host(Comparison* comparison, bool at_once);
   std::function<void()> gathering_early();
-  void take_over();
-  void take_in(int param);
-  void take_all(bool piecewise);
-  void move_out();
-  void exchange_places();
+  void store_from_owners();
+  void store_missing_of(int param);
+  void store_missing(bool freeing);
+  void move_to_host();
+  void carry_own_parts_through_host();
 
   engine::Engine& engine_;
   c10::Device place_;
@@ -124,7 +124,7 @@ std::vector<bool> Adoption::blocks_kept(int param) const {
   return kept;
 }
 
-void Adoption::look_at(Fingerprints& fingerprints, int param) {
+void Adoption::add_fingerprints(Fingerprints& fingerprints, int param) {
   const at::Tensor& values = originals_.of(param);
   const at::Tensor flat = values.contiguous();
   const std::span bytes(static_cast<const std::byte*>(flat.const_data_ptr()), flat.nbytes());
@@ -143,15 +143,16 @@ void Adoption::look_at(Fingerprints& fingerprints, int param) {
   if (!values.is_contiguous()) fingerprints.flush();  // one copy at a time
 }
 
-void Adoption::look_in_place() {
+void Adoption::fingerprint_in_place() {
   if (!comparison_.wanted()) return;
   Fingerprints fingerprints(kBlock, engine_.device(), threads_);
-  for (const int param : those(false)) look_at(fingerprints, param);
+  for (const int param : those(false)) add_fingerprints(fingerprints, param);
   fingerprints.flush();
 }
 
-// Collective. Begins to gather the units that stay whole, where every rank has all values on the
-// host: when it is called all of them have been stored. Null where there is nothing to gather.
+// Collective. What begins to gather the units that stay whole, once every rank has stored its
+// values; null where there is nothing to gather, or some rank has values elsewhere than on the
+// host.
 std::function<void()> Adoption::gathering_early() {
   const bool all = order_.size() == parameters_.size() && those(false).empty();
   double least[] = {all ? 1.0 : 0.0};
@@ -166,10 +167,10 @@ std::function<void()> Adoption::gathering_early() {
   return [this, whole = std::move(whole)] { engine_.gather_early(whole); };
 }
 
-// This rank's own values from the host. With a comparison the ranks have yet to compare; what rank
-// 0 has otherwise comes on top. Rank 0, which reads all of its model for that, has stored what it
-// keeps long before: units are gathered meanwhile.
-void Adoption::move_in(Comparison* comparison, bool at_once) {
+// Stores this rank's own values from the host. With a comparison it computes fingerprints on the
+// way; what turns out to differ from rank 0's is stored again later. Rank 0 fingerprints all of its
+// model, long after it has stored what it keeps: units are gathered meanwhile.
+void Adoption::store_from_host(Comparison* comparison, bool at_once) {
   const bool compares = comparison != nullptr && comparison->wanted();
   const std::function<void()> stored = compares ? gathering_early() : nullptr;
   const std::vector<int> params = those(true);
@@ -186,28 +187,28 @@ void Adoption::move_in(Comparison* comparison, bool at_once) {
   complete_ = complete_ && intake.complete();
 }
 
-// From models that hold these parameters sharded: one unit of theirs is whole at a time.
-void Adoption::take_over() {
+// Takes values from models that hold these parameters sharded: one of their units is whole at a
+// time.
+void Adoption::store_from_owners() {
   // In an order that all ranks share, since the end of each is collective.
-  std::vector<std::shared_ptr<ShardedModel>> owners;
+  std::vector<std::shared_ptr<ParameterOwner>> owners;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const ModelParameter& parameter = parameters_[i];
     if (parameter.owner == nullptr) continue;
-    const int params[] = {parameter.owner_index};
-    parameter.owner->gather(params);
-    intake_.store(static_cast<int>(i), Numel(),
-                  parameter.owner->parameters().full_view(parameter.owner_index));
-    parameter.owner->release(params, true);
+    parameter.owner->lend_values(parameter.owner_index, [&](const at::Tensor& values) {
+      intake_.store(static_cast<int>(i), Numel(), values);
+    });
     if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
       owners.push_back(parameter.owner);
   }
   if (owners.empty()) return;
   engine_.collectives().barrier();  // peers have read what is about to go
-  for (const auto& owner : owners) owner->destroy(false);
+  for (const auto& owner : owners) owner->retire();
 }
 
-// What the engine does not have yet of one parameter: all of it, or what rank 0 has otherwise.
-void Adoption::take_in(int param) {
+// Stores what the engine does not have yet of one parameter: all of it, or the blocks of rank 0
+// that differ.
+void Adoption::store_missing_of(int param) {
   const std::vector<Comparison::Run> runs = comparison_.runs(param, kBlocksSent);
   const bool equal =
       std::none_of(runs.begin(), runs.end(), [](const auto& run) { return run.differs; });
@@ -230,16 +231,16 @@ void Adoption::take_in(int param) {
   }
 }
 
-// `piecewise`: the values' memory goes back to the system as the engine's grows.
-void Adoption::take_all(bool piecewise) {
-  if (!piecewise) engine_.weights().back_all();
+// `freeing`: the values' memory goes back to the system as the engine's grows.
+void Adoption::store_missing(bool freeing) {
+  if (!freeing) engine_.weights().back_all();
   engine::InitReport::Phase phase(engine_.init_report(), "place values", whole_bytes(those(false)));
   Bytes freed;
   for (const int param : order_) {
     const Bytes bytes(originals_.of(param).nbytes());
-    take_in(param);
+    store_missing_of(param);
     if (!on_host(param)) phase.moved(bytes);
-    if (!piecewise) continue;
+    if (!freeing) continue;
     originals_.give_up(param);
     freed += bytes;
     if (freed < kReleasedAtOnce) continue;
@@ -249,8 +250,8 @@ void Adoption::take_all(bool piecewise) {
   engine_.device().compute_stream().synchronize();
 }
 
-// All values leave the device.
-void Adoption::move_out() {
+// Moves all values from the device to the host, where parameters find them.
+void Adoption::move_to_host() {
   const std::vector<int> params = those(false);
   if (params.empty()) return;
   std::vector<at::Tensor> there;
@@ -272,8 +273,9 @@ void Adoption::move_out() {
   release_cached_memory(place_);
 }
 
-// Each rank keeps its own part on the host while the device changes hands.
-void Adoption::exchange_places() {
+// Copies each rank's own part of the values to the host, gives the values up, and stores the parts:
+// the device never holds both.
+void Adoption::carry_own_parts_through_host() {
   std::vector<at::Tensor> parts;
   const Bytes total = owned_bytes(order_);
   {
@@ -302,24 +304,24 @@ void Adoption::exchange_places() {
 bool Adoption::run(plan::InitTier tier) {
   if (take_from_rank_0(engine_, originals_, those(true), threads_.threads())) return false;
   const bool beside = tier == plan::InitTier::kBornFlat || tier == plan::InitTier::kDeviceCopy;
-  move_in(&comparison_, beside || those(false).empty());
+  store_from_host(&comparison_, beside || those(false).empty());
   if (comparison_.wanted()) {
     engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
-    look_in_place();
+    fingerprint_in_place();
     comparison_.exchange();
     if (comparison_.any()) engine_.gatherer().abandon_refresh();  // of values that do not stay
   }
   const bool distributed = tier == plan::InitTier::kDistributed && all_in_place();
   if (distributed && !comparison_.any()) {
-    exchange_places();
+    carry_own_parts_through_host();
     return false;
   }
   if (distributed || (tier == plan::InitTier::kHost && !those(false).empty())) {
-    move_out();
-    move_in(nullptr, true);
+    move_to_host();
+    store_from_host(nullptr, true);
   }
-  take_over();
-  take_all(tier == plan::InitTier::kDeviceGrow);
+  store_from_owners();
+  store_missing(tier == plan::InitTier::kDeviceGrow);
   return complete_;
 }
 

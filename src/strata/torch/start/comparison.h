@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
-#include "strata/torch/sharded/sharded_model.h"
+#include "strata/torch/model/model_input.h"
 #include "strata/torch/start/fingerprint.h"
 
 namespace strata::torch {
@@ -35,8 +35,8 @@ class Comparison {
 
   // After exchange(), the same on every rank: whether some differ.
   bool any() const { return any_; }
-  // The parameter's blocks as runs [first, second) that differ, or do not, as `third` says; runs
-  // are no longer than `most` blocks.
+  // The parameter's blocks as runs [begin, end) that all differ, or all do not; no longer than
+  // `most` blocks.
   struct Run {
     std::size_t begin;
     std::size_t end;

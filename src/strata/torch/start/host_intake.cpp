@@ -125,7 +125,7 @@ void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
     const Numel low = std::max(at, first);
     const Numel high = std::min(stop, last);
     const bool kept = low < high;
-    // Of what rank 0 alone keeps, nobody asks whether it is what rank 0 has.
+    // No other rank keeps such a block, so there is nothing to compare.
     const bool alone = low == at && high == stop && !replicated;
     Block block{};
     const auto bytes_from = [&](Numel from, Numel to) {

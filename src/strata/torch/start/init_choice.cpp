@@ -71,9 +71,9 @@ plan::OptimizerNeeds needs_of(engine::UpdateRule rule) {
 
 }  // namespace
 
-plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::ParamSpec> specs,
-                             const plan::ModelPlan& plan, const engine::Config& config,
-                             engine::UpdateRule rule, const ModelRuntime& runtime) {
+plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
+                             const engine::Config& config, engine::UpdateRule rule,
+                             const ModelRuntime& runtime) {
   const int world = runtime.collectives->world_size();
   const comm::ShardPlace place = runtime.collectives->shard_place();
   const int shards = place.count;
@@ -84,7 +84,7 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
   }
   const int stage = config.zero.stage;
   const auto demand = [&](int with_stage, int ranks) {
-    return plan::init_demand(specs, plan, with_stage, ranks, needs_of(rule));
+    return plan::init_demand(model.specs, model.plan, with_stage, ranks, needs_of(rule));
   };
   std::vector<plan::InitAlternative> alternatives;
   if (stage < 3 && shards > 1) alternatives.push_back({"stage 3", demand(3, shards).total()});
@@ -96,8 +96,8 @@ plan::InitChoice choose_init(const ModelInput& input, std::span<const plan::Para
                             demand(3, wanted).total()});
   }
   return plan::choose_init(
-      plan::init_demand(specs, plan, stage, shards, needs_of(rule), place.parts), by_rank,
-      plan::init_tier_from(config.strata.init_tier), alternatives);
+      plan::init_demand(model.specs, model.plan, stage, shards, needs_of(rule), place.parts),
+      by_rank, plan::init_tier_from(config.strata.init_tier), alternatives);
 }
 
 }  // namespace strata::torch

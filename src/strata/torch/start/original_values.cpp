@@ -1,6 +1,5 @@
 #include "strata/torch/start/original_values.h"
 
-#include <ATen/MapAllocator.h>
 #include <ATen/ops/empty.h>
 
 #include "strata/base/error.h"
@@ -69,16 +68,6 @@ void free(std::vector<at::Tensor> values) noexcept {
       memory::give_back_pages({static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()});
     }
     one.reset();
-  }
-}
-
-void unmap(std::vector<c10::DataPtr> mapped_files) noexcept {
-  for (c10::DataPtr& file : mapped_files) {
-    const auto* const mapping = at::MapAllocator::fromDataPtr(file);
-    STRATA_ASSERT(mapping != nullptr);
-    memory::give_back_pages(
-        {static_cast<std::byte*>(mapping->data()), static_cast<std::size_t>(mapping->size())});
-    file.clear();
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "strata/torch/sharded/sharded_model.h"
+#include "strata/torch/model/model_input.h"
 
 namespace strata::torch {
 
@@ -26,7 +26,8 @@ class OriginalValues {
   int given_up() const { return given_up_; }
   // Lets all go, when nothing can fail any more; the parameters have other memory by now. What is
   // on the host and has no other owner is handed over: such memory goes back to the system page by
-  // page, for which nobody needs to wait, and frees without Python's lock.
+  // page, for which nobody needs to wait. Freeing it may ask for Python's lock: who has that must
+  // not wait for it.
   std::vector<at::Tensor> release();
   // Every parameter has its values again, where they were if there is still room for them; those
   // that were given up are empty.
@@ -40,10 +41,8 @@ class OriginalValues {
   int given_up_ = 0;
 };
 
-// Values on the host that nobody else has, in an order and in pieces that let other threads map
-// memory meanwhile.
+// Frees values on the host that nobody else has, in an order and in pieces that let other threads
+// map memory meanwhile.
 void free(std::vector<at::Tensor> values) noexcept;
-// Files that torch has mapped, and that nobody reads any more, in the same way.
-void unmap(std::vector<c10::DataPtr> mapped_files) noexcept;
 
 }  // namespace strata::torch

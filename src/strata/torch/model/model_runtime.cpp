@@ -1,0 +1,17 @@
+#include "strata/torch/model/model_runtime.h"
+
+#include <utility>
+
+#include "strata/offload/memory_store.h"
+#include "strata/torch/base/placement.h"
+
+namespace strata::torch {
+
+ModelRuntime make_runtime(c10::Device place, int threads,
+                          std::shared_ptr<comm::Collectives> collectives) {
+  std::shared_ptr<device::Device> device = make_device(place, threads);
+  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
+  return {place, std::move(collectives), std::move(device), std::move(states), {}, threads};
+}
+
+}  // namespace strata::torch

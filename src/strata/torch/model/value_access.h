@@ -1,0 +1,62 @@
+// Access to the values of a model under the engine: parameters are gathered for who asks, and what
+// one rank wrote becomes everybody's.
+//
+// Threads: one at a time, but for two ways in which another thread may read beside it. Values that
+// are awaited are completed for any thread (complete()). A sharded parameter is gathered by read()
+// for another thread only while no pass and no step runs (Scopes::read()).
+// Ownership: borrows all. Errors: UsageError, CommError, OutOfMemoryError.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <unordered_map>
+
+#include "strata/engine/engine.h"
+#include "strata/torch/model/parameter_set.h"
+#include "strata/torch/model/scopes.h"
+
+namespace strata::torch {
+
+class ValueAccess {
+ public:
+  ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes);
+
+  // Gathers the units of these parameters and keeps them until release(). Nests.
+  void gather(std::span<const int> params);
+  // `discard`: what was written to the gathered copies is lost, which is the contract of reading.
+  void release(std::span<const int> params, bool discard);
+  // Collective: what `root` holds now for these gathered parameters becomes everybody's value.
+  void publish(std::span<const int> params, int root);
+  // A parameter wanted outside any scope; false if it is there already.
+  bool read(int param);
+  bool gathered(int param) const;
+
+  // A step begins in this thread, on its current stream.
+  void note_step();
+  // Makes the values of an awaited unit complete for the calling thread and its current stream, and
+  // for the thread of the last step. Any thread. When it is not that thread, the unit's parameters
+  // and all others are awaited no more: torch lets nobody turn a tensor to other memory while
+  // another thread reads it.
+  void complete(int unit);
+
+ private:
+  std::vector<int> units_of(std::span<const int> params) const;
+
+  engine::Engine& engine_;
+  ParameterSet& parameters_;
+  Scopes& scopes_;
+  std::unordered_map<int, int> held_;  // by unit: gather() without release()
+  struct Step {
+    std::thread::id thread;
+    c10::Stream stream;
+  };
+  std::mutex step_mutex_;
+  std::optional<Step> step_;  // the last one; guarded by step_mutex_
+};
+
+}  // namespace strata::torch

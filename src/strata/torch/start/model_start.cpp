@@ -1,0 +1,138 @@
+#include "strata/torch/start/model_start.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/consistency.h"
+#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/start/adoption.h"
+#include "strata/torch/start/init_choice.h"
+#include "strata/torch/start/original_values.h"
+
+namespace strata::torch {
+namespace {
+
+// Threads that take the values of a live model in.
+int intake_threads(const ModelInput& input, const engine::Config& config,
+                   const ModelRuntime& runtime) {
+  bool any = false;
+  bool on_host = false;
+  for (const ModelParameter& parameter : input.parameters) {
+    any = any || parameter.has_own_values();
+    on_host = on_host || (parameter.has_own_values() && parameter.variable.is_cpu());
+  }
+  const comm::Collectives& collectives = *runtime.collectives;
+  if (on_host && collectives.world_size() > 1 && collectives.rank() == 0)
+    return reference_threads(config.strata.threads, collectives.world_size());
+  return any ? runtime.threads : 1;
+}
+
+bool comes_from_files(const ModelInput& input) {
+  return std::ranges::none_of(input.parameters, &ModelParameter::has_values);
+}
+
+// Before anything is asked that ranks answer together.
+void compare_ranks(const ModelInput& input, const PlannedModel& model, const engine::Config& config,
+                   comm::Collectives& collectives) {
+  if (collectives.world_size() == 1) return;
+  engine::require_same_text(collectives, "configuration", config.digest());
+  engine::require_same_text(
+      collectives, "model",
+      plan::describe(model.specs, model.plan) + describe_values(input.parameters));
+}
+
+class ModelStart {
+ public:
+  ModelStart(const ModelInput& input, const PlannedModel& model, const engine::Config& config,
+             const ModelRuntime& runtime, ParameterSet& parameters)
+      : input_(input),
+        model_(model),
+        config_(config),
+        runtime_(runtime),
+        parameters_(parameters),
+        originals_(input.parameters) {}
+
+  StartedModel run(StartOptions options);
+
+ private:
+  void make_engine(StartOptions options, const plan::InitChoice& choice);
+  void bring_values(const plan::InitChoice& choice);
+  void undo() noexcept;
+
+  const ModelInput& input_;
+  const PlannedModel& model_;
+  const engine::Config& config_;
+  const ModelRuntime& runtime_;
+  ParameterSet& parameters_;
+  OriginalValues originals_;
+  StartedModel started_;
+};
+
+void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
+  engine::EngineOptions engine_options = engine::engine_options_from(config_);
+  engine_options.name = std::move(options.name);
+  started_.engine = std::make_unique<engine::Engine>(
+      model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
+      runtime_.collectives, runtime_.device, runtime_.states, parameters_);
+  engine::InitReport& report = started_.engine->init_report();
+  report.set_progress(std::move(options.progress));
+  report.set_tier(std::string(name_of(choice.tier)), choice.reason);
+}
+
+void ModelStart::bring_values(const plan::InitChoice& choice) {
+  engine::Engine& engine = *started_.engine;
+  ThreadPool threads(intake_threads(input_, config_, runtime_));
+  if (comes_from_files(input_)) engine.prepare();  // nothing has to go first
+  const bool complete =
+      adopt_values(engine, runtime_.place, input_.parameters, choice.tier, threads, originals_);
+  parameters_.bind(engine.weights());
+  started_.passes = std::make_unique<TrainingPasses>(engine, parameters_, model_, config_);
+  parameters_.settle();
+  engine.weights_changed(complete);
+  engine.prepare();
+}
+
+// The error that ended the start is told; what fails here as well adds nothing to it.
+void ModelStart::undo() noexcept {
+  FirstError untold;
+  started_.passes.reset();
+  started_.engine.reset();
+  untold.attempt([this] { parameters_.unbind(); });
+  untold.attempt([this] { release_cached_memory(runtime_.place); });
+  originals_.restore();
+}
+
+StartedModel ModelStart::run(StartOptions options) {
+  try {
+    const plan::InitChoice choice = choose_init(input_, model_, config_, options.rule,
+                                                runtime_);  // before anything is moved
+    make_engine(std::move(options), choice);
+    bring_values(choice);
+  } catch (const OutOfMemoryError& error) {
+    undo();
+    if (originals_.given_up() == 0) throw;
+    throw OutOfMemoryError(
+        fmt::format("{}. The memory of {} of {} parameters had been given up for the engine's by "
+                    "then: build the model again",
+                    error.what(), originals_.given_up(), originals_.size()));
+  } catch (...) {
+    undo();
+    throw;
+  }
+  started_.replaced = originals_.release();
+  release_cached_memory(runtime_.place);  // maps nothing while much is unmapped
+  return std::move(started_);
+}
+
+}  // namespace
+
+StartedModel start_model(const ModelInput& input, const PlannedModel& model,
+                         const engine::Config& config, const ModelRuntime& runtime,
+                         ParameterSet& parameters, StartOptions options) {
+  compare_ranks(input, model, config, *runtime.collectives);
+  return ModelStart(input, model, config, runtime, parameters).run(std::move(options));
+}
+
+}  // namespace strata::torch
