@@ -142,7 +142,7 @@ void Engine::adopt_flat(std::span<const int> params) {
 
 void Engine::require_usable() {
   pass_.require_intact_weights();
-  abandoned_.rethrow();
+  abandoned_.rethrow_once();
 }
 
 void Engine::begin_forward() {
@@ -188,7 +188,7 @@ void Engine::end_micro_step() {
 
 void Engine::abandon_backward() noexcept {
   pass_.abandon_backward();
-  abandoned_.keep_of([this] { recorder_.end_phase(); });
+  abandoned_.attempt([this] { recorder_.end_phase(); });
   abandoned_.keep(reducer_.abandon_backward());
 }
 

@@ -26,6 +26,7 @@
 #include <string_view>
 #include <vector>
 
+#include "strata/base/first_error.h"
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
@@ -38,7 +39,6 @@
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/engine/unit/first_error.h"
 #include "strata/engine/unit/weights.h"
 #include "strata/engine/weight_update.h"
 

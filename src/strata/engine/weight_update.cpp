@@ -4,8 +4,8 @@
 #include <string>
 
 #include "strata/base/error.h"
+#include "strata/base/first_error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/first_error.h"
 #include "strata/engine/unit/unit_numbers.h"
 
 namespace strata::engine {
@@ -23,7 +23,7 @@ void WeightUpdate::run(ShardedOptimizer& optimizer, std::span<const GroupScalars
     bring_new_shards();
   } catch (...) {
     // What has begun to come is of shards that are no good. Its error would hide the cause.
-    FirstError().keep_of([this] { gatherer_.abandon_refresh(); });
+    FirstError().attempt([this] { gatherer_.abandon_refresh(); });
     throw;
   }
 }
@@ -84,7 +84,7 @@ std::exception_ptr WeightUpdate::update_shards(ShardedOptimizer& optimizer,
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     // The others meet in each round that is left, and hear of it after the last one.
-    FirstError().keep_of([&] {
+    FirstError().attempt([&] {
       for (; round < rounds.size(); ++round) collectives_.group_barrier();
     });
     return error;

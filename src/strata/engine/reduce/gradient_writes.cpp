@@ -195,15 +195,15 @@ void GradientWrites::drop() {
 FirstError GradientWrites::abandon() noexcept {
   FirstError error;
   inbox_.end_pass();
-  error.keep_of([this] { drop(); });
+  error.attempt([this] { drop(); });
   if (error.get() == nullptr) return error;
   // The streams could not be ordered, so the host waits. Where that fails, too, the device is lost:
   // nothing runs on it that could still read what goes.
-  error.keep_of([this] { stream().synchronize(); });
+  error.attempt([this] { stream().synchronize(); });
   compute_is_behind_ = false;
   held_.clear();
   held_bytes_ = Bytes();
-  for (UnitBuffer& b : buffers_of_) error.keep_of([&] { buffers_.give_back(std::move(b.buffer)); });
+  for (UnitBuffer& b : buffers_of_) error.attempt([&] { buffers_.give_back(std::move(b.buffer)); });
   return error;
 }
 

@@ -23,11 +23,11 @@
 #include <string>
 #include <vector>
 
+#include "strata/base/first_error.h"
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/reduce/gradient_buffers.h"
 #include "strata/engine/reduce/gradient_inbox.h"
-#include "strata/engine/unit/first_error.h"
 #include "strata/engine/unit/unit.h"
 
 namespace strata::engine {

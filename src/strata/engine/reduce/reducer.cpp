@@ -130,7 +130,7 @@ void Reducer::end_backward() {
 std::exception_ptr Reducer::abandon_backward() noexcept {
   FirstError error;
   writes_.end_pushing();
-  error.keep_of([this] { in_flight_.abandon(); });
+  error.attempt([this] { in_flight_.abandon(); });
   error.keep(writes_.abandon().get());
   shards_.clear();
   std::fill(of_group_.begin(), of_group_.end(), false);

@@ -28,8 +28,8 @@
 #include <string>
 #include <vector>
 
+#include "strata/base/first_error.h"
 #include "strata/engine/engine.h"
-#include "strata/torch/base/first_error.h"
 
 namespace strata::torch {
 

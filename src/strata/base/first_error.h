@@ -1,0 +1,40 @@
+// The first error of several parts that all have to run, whatever happens to one of them, such as
+// dropping what a failed pass left: the first is the cause, what follows is mostly its consequence.
+// Threads: one at a time.
+#pragma once
+
+#include <exception>
+#include <utility>
+
+namespace strata {
+
+class FirstError {
+ public:
+  // Runs `part`, and keeps what it throws if nothing was kept before.
+  template <typename Part>
+  void attempt(Part&& part) noexcept {
+    try {
+      std::forward<Part>(part)();
+    } catch (...) {
+      keep(std::current_exception());
+    }
+  }
+  void keep(std::exception_ptr error) noexcept {
+    if (error_ == nullptr) error_ = std::move(error);
+  }
+  const std::exception_ptr& get() const noexcept { return error_; }  // null: nothing failed
+
+  // Throws what was kept, as often as it is called.
+  void rethrow() const {
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+  // Throws what was kept, and forgets it.
+  void rethrow_once() {
+    if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+ private:
+  std::exception_ptr error_;
+};
+
+}  // namespace strata
