@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "engine/config/parsing.h"
+#include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {
