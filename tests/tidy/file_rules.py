@@ -1,8 +1,7 @@
 """Rules about single files: their size and name, their functions, how they open, words left behind.
 
-The limits are those of docs/STYLE.md. Functions are found by their braces and, in Python, by the
-parser of Python itself; the search for C++ functions is simple on purpose: it looks at namespace and
-class scope for a closing parenthesis before an opening brace.
+The limits are those of docs/STYLE.md. Functions are found by cpp_scopes.py and, in Python, by the
+parser of Python itself.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+
+import cpp_scopes
 
 FOLDERS = ("src", "python", "cli", "tests", "fuzz", "bench", "examples", "tools")
 SUFFIXES = {".h", ".cpp", ".py", ".sh"}
@@ -19,64 +20,17 @@ MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 BANNED_WORDS = re.compile("|".join((r"\bTO" r"DO\b", r"\bFIX" r"ME\b", r"\bX" r"XX\b", r"\bHA" r"CK\b",
                                     r"\bfor " r"now\b")))
-NOT_CODE = re.compile(
-    r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.DOTALL)
-SCOPE = re.compile(r'\b(namespace|class|struct|union|enum|extern)\b[^()=]*$')
-FUNCTION = re.compile(r"\)(\s*(const|noexcept|override|final|try|&|->[^;{}]*|:[^;]*))*\s*$")
-MORE_INITIALIZERS = re.compile(r"\s*[,{]")  # what follows the brace of `member_{1}` in a constructor
 
 
-def listed_files(root: Path) -> list[Path]:
-    return [path for folder in FOLDERS for path in sorted((root / folder).rglob("*"))
+def listed_files(root: Path, folders: tuple[str, ...] = FOLDERS) -> list[Path]:
+    return [path for folder in folders for path in sorted((root / folder).rglob("*"))
             if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts]
 
 
-def blank_out(match: re.Match[str]) -> str:
-    """Comments and literals become blanks of as many lines, so that line numbers stay; digit
-    separators (1'000) are told from characters by what stands before them."""
-    text = match[0]
-    if text[0] == "'" and match.start() and match.string[match.start() - 1].isalnum():
-        return text
-    return " " + "\n" * text.count("\n")
-
-
 def cpp_functions(text: str) -> list[tuple[int, int]]:
-    """(first line, number of lines) of each function body's declaration to its closing brace."""
-    code = re.sub(r"^\s*#(?:[^\n]*\\\n)*[^\n]*", lambda m: "\n" * m[0].count("\n"),
-                  NOT_CODE.sub(blank_out, text), flags=re.MULTILINE)
-    found: list[tuple[int, int]] = []
-    stack: list[int | None] = []  # the first line for a function, None for another scope
-    head, line, head_line, nested = "", 1, 1, 0
-    for position, character in enumerate(code):
-        if character == "\n":
-            line += 1
-        if nested:
-            nested += (character == "{") - (character == "}")
-            if nested == 0:
-                first = stack.pop() or line
-                if MORE_INITIALIZERS.match(code, position + 1):
-                    continue
-                found.append((first, line))
-                head = ""
-            continue
-        if character == "{":
-            if SCOPE.search(head) or not FUNCTION.search(head):
-                stack.append(None)
-                head = ""
-            else:
-                stack.append(head_line)
-                nested = 1
-        elif character == "}":
-            if stack:
-                stack.pop()
-            head = ""
-        elif character == ";":
-            head = ""
-        else:
-            if not head.strip():
-                head, head_line = "", line
-            head += character
-    return [(first, last - first + 1) for first, last in found]
+    """(first line, number of lines) of each function, declaration to closing brace."""
+    return [(found.first, found.lines) for found in cpp_scopes.definitions(text)
+            if found.kind == "function"]
 
 
 def python_functions(text: str) -> list[tuple[int, int]]:

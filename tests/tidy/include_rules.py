@@ -1,8 +1,9 @@
-"""Rules about includes: layers only look down, nothing goes in circles, torch and Python stay above.
+"""Rules about includes: layers and the rooms of a layer only look down, nothing goes in circles, torch
+and Python stay above.
 
-A file's layer is the first folder below src/strata, or "python" for python/. The table below is the
-layering of docs/ARCHITECTURE.md, lowest first. Each function takes the parsed tree and returns its
-findings as text, one a violation, with the file and line where it is.
+A file's layer is the first folder below src/strata, or "python" for python/; its room is the next
+folder. The tables below are those of docs/ARCHITECTURE.md, lowest first. Each function takes the
+parsed tree and returns its findings as text, one a violation, with the file and line where it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from typing import NamedTuple
 
 LAYERS = ("base", "memory", "plan", "kernels", "io", "format", "device", "comm", "offload", "engine",
           "forecast", "torch", "python")
+# The rooms of the layers that have some; "" are the files in the layer's own folder.
+ROOMS = {
+    "comm": ("", "host", "peer", "combined"),
+    "engine": ("schedule", "config", "unit", "record", "gather", "reduce", "optimize", "", "checkpoint"),
+    "torch": ("base", "ranks", "model", "start", "sharded", "cpp", ""),
+}
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu", ".inl"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH_HEADERS = re.compile(r"^(torch|ATen|c10|caffe2|gloo|nccl)(/|\.h)")
@@ -45,6 +52,11 @@ def layer_of(path: str) -> str:
     return ""
 
 
+def room_of(path: str) -> str:
+    parts = Path(path).parts
+    return parts[3] if layer_of(path) in ROOMS and len(parts) > 4 else ""
+
+
 def parse_tree(root: Path) -> dict[str, SourceFile]:
     """All C++ files of src/strata and python, by their path from the root."""
     files = {}
@@ -68,25 +80,43 @@ def resolve(file: SourceFile, target: str, files: dict[str, SourceFile]) -> str 
     return "src/" + target if target.startswith("strata/") else None
 
 
-def upward_includes(files: dict[str, SourceFile]) -> list[str]:
+def misplaced_files(files: dict[str, SourceFile]) -> list[str]:
     findings = []
     for file in files.values():
         if file.layer not in LAYERS:
             findings.append(f"{file.path}:1: is in no layer; the layers are {', '.join(LAYERS)}")
-            continue
+        elif file.layer in ROOMS and room_of(file.path) not in ROOMS[file.layer]:
+            rooms = ", ".join(room for room in ROOMS[file.layer] if room)
+            findings.append(f"{file.path}:1: is in no room of {file.layer}; its rooms are {rooms}")
+    return findings
+
+
+def upward_includes(files: dict[str, SourceFile]) -> list[str]:
+    """Files and targets that are misplaced are left to misplaced_files."""
+    findings = []
+    for file in files.values():
         for include in file.includes:
             target = resolve(file, include.target, files)
             if target is None:
                 continue
+            where = f"{file.path}:{include.line}: "
+            layer, room = layer_of(target), room_of(target)
             if target not in files:
-                findings.append(f"{file.path}:{include.line}: includes {include.target}, which is "
-                                "not there")
-            elif layer_of(target) not in LAYERS:
-                continue  # reported at that file
-            elif LAYERS.index(layer_of(target)) > LAYERS.index(file.layer):
-                findings.append(f"{file.path}:{include.line}: layer {file.layer} includes "
-                                f"{include.target} of the higher layer {layer_of(target)}")
+                findings.append(f"{where}includes {include.target}, which is not there")
+            elif file.layer not in LAYERS or layer not in LAYERS:
+                continue
+            elif LAYERS.index(layer) > LAYERS.index(file.layer):
+                findings.append(f"{where}layer {file.layer} includes {include.target} of the higher "
+                                f"layer {layer}")
+            elif layer == file.layer and is_higher_room(layer, room, room_of(file.path)):
+                findings.append(f"{where}room {room_of(file.path) or 'root'} of {layer} includes "
+                                f"{include.target} of the higher room {room or 'root'}")
     return findings
+
+
+def is_higher_room(layer: str, room: str, than: str) -> bool:
+    rooms = ROOMS.get(layer, ())
+    return room in rooms and than in rooms and rooms.index(room) > rooms.index(than)
 
 
 def include_cycles(files: dict[str, SourceFile]) -> list[str]:
@@ -127,4 +157,5 @@ def foreign_headers(files: dict[str, SourceFile]) -> list[str]:
 
 def check(root: Path) -> list[str]:
     files = parse_tree(root)
-    return upward_includes(files) + include_cycles(files) + foreign_headers(files)
+    return (misplaced_files(files) + upward_includes(files) + include_cycles(files)
+            + foreign_headers(files))

@@ -5,8 +5,11 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import class_rules
+import cpp_scopes
 import file_rules
 import include_rules
+import text_rules
 
 PARAGRAPH = "// A header of the test: immutable, used by one thread, owned by the test, sizes in bytes.\n"
 
@@ -52,6 +55,38 @@ class IncludeRulesTest(TreeTest):
         self.write("src/strata/memory/unit.h", "")
         self.write("src/strata/base/dtype.h", '#include "strata/plan/unit.h"\n')
         self.assert_finds(self.check(), "src/strata/base/dtype.h:1", "higher layer plan")
+
+    def test_rooms_of_a_layer_include_downward(self):
+        self.write("src/strata/comm/collectives.h")
+        self.write("src/strata/comm/host/shm.h", '#include "strata/comm/collectives.h"\n')
+        self.write("src/strata/engine/config/config.h")
+        self.write("src/strata/engine/engine.cpp", '#include "strata/engine/config/config.h"\n')
+        self.write("src/strata/engine/checkpoint/saver.cpp", '#include "strata/comm/host/shm.h"\n')
+        self.write("src/strata/engine/config/tool/page.cpp", '#include "../config.h"\n')
+        self.assertEqual(self.check(), [])
+
+    def test_an_include_of_a_higher_room_is_found(self):
+        self.write("src/strata/engine/reduce/reducer.h")
+        self.write("src/strata/engine/gather/gatherer.h", '#include "strata/engine/reduce/reducer.h"\n')
+        self.assert_finds(self.check(), "gatherer.h:1", "room gather", "higher room reduce")
+
+    def test_an_include_of_the_root_by_a_room_below_it_is_found(self):
+        self.write("src/strata/engine/engine.h")
+        self.write("src/strata/engine/gather/gatherer.h", '#include "strata/engine/engine.h"\n')
+        self.assert_finds(self.check(), "gatherer.h:1", "higher room root")
+
+    def test_an_include_of_a_room_by_a_root_below_it_is_found(self):
+        self.write("src/strata/comm/host/shm.h")
+        self.write("src/strata/comm/collectives.h", '#include "host/shm.h"\n')
+        self.assert_finds(self.check(), "collectives.h:1", "room root", "higher room host")
+
+    def test_a_file_of_no_room_is_found(self):
+        self.write("src/strata/torch/extras/thing.h")
+        self.assert_finds(self.check(), "src/strata/torch/extras/thing.h:1", "no room of torch")
+
+    def test_a_layer_without_rooms_may_have_folders(self):
+        self.write("src/strata/kernels/simd/adam.h")
+        self.assertEqual(self.check(), [])
 
     def test_a_cycle_within_a_layer_is_found_once(self):
         self.write("src/strata/plan/a.h", '#include "strata/plan/b.h"\n')
@@ -130,7 +165,93 @@ class FileRulesTest(TreeTest):
         self.assert_finds(self.check(), "engine.py:2", "71 lines")
 
 
-class CppFunctionsTest(unittest.TestCase):
+class ClassRulesTest(TreeTest):
+    HEADER = "namespace strata {\nclass Unit {\n  void a();\n  struct Impl;\n};\n}\n"
+
+    def check(self):
+        return class_rules.check(self.root)
+
+    def source(self, name, text):
+        self.write(f"src/strata/base/{name}.cpp", "namespace strata {\n" + text + "}\n")
+
+    def test_a_class_with_one_source_is_fine(self):
+        self.write("src/strata/base/unit.h", self.HEADER)
+        self.source("unit", "struct Unit::Impl {\n  int x;\n};\nvoid Unit::a() {\n}\n")
+        self.source("other", "std::vector<Unit::Impl> copy(const Unit& unit) {\n}\n")
+        self.assertEqual(self.check(), [])
+
+    def test_a_class_with_two_sources_is_found(self):
+        self.source("unit", "void Unit::a() {\n}\n")
+        self.source("unit_rest", "\nint Unit::b(int x) const {\n}\n")
+        self.assert_finds(self.check(), "unit_rest.cpp:3", "Unit has functions here", "unit.cpp")
+
+    def test_a_defaulted_function_counts(self):
+        self.source("unit", "void Unit::a() {\n}\n")
+        self.source("unit_end", "Unit::~Unit() = default;\n")
+        self.assert_finds(self.check(), "unit_end.cpp:2", "one .cpp")
+
+    def test_a_class_within_belongs_to_the_one_around_it(self):
+        self.source("unit", "void Unit::a() {\n}\n")
+        self.source("unit_impl", "void Unit::Impl::run() {\n}\n")
+        self.assert_finds(self.check(), "unit_impl.cpp:2", "one .cpp")
+        self.source("unit_impl", "struct Unit::Impl {\n};\n")
+        self.assert_finds(self.check(), "unit_impl.cpp:2", "one .cpp")
+
+    def test_classes_of_one_name_in_two_namespaces_are_two(self):
+        self.source("unit", "namespace io {\nvoid Unit::a() {\n}\n}\n")
+        self.source("unit_rest", "namespace plan {\nvoid Unit::a() {\n}\n}\n")
+        self.assertEqual(self.check(), [])
+        for name in ("unit", "unit_rest"):
+            self.source(name, "namespace {\nvoid Unit::a() {\n}\n}\n")
+        self.assertEqual(self.check(), [])
+
+    def test_a_template_in_headers_is_fine(self):
+        for name in ("unit", "unit_rest"):
+            self.write(f"src/strata/base/{name}.h", "template <class T>\nvoid Unit<T>::a() {\n}\n")
+        self.assertEqual(self.check(), [])
+
+    def test_a_long_class_is_found(self):
+        self.write("src/strata/base/unit.h", self.HEADER + "// About units.\n" * 194)
+        self.source("unit", "void Unit::a() {\n}\n" + "int free_function();\n" * 196)
+        self.assertEqual(self.check(), [])
+        self.source("unit", "void Unit::a() {\n}\n" + "int free_function();\n" * 197)
+        self.assert_finds(self.check(), "unit.h:2", "Unit has 401 lines")
+
+    def test_other_classes_of_its_files_do_not_count(self):
+        for name in ("A", "B"):
+            self.source(name, f"void {name}::run() {{\n}}\n" + "  int free_function();\n" * 100)
+        body = "  int x;\n" * 150
+        self.write("src/strata/base/unit.h", f"class A {{\n{body}}};\nclass B {{\n{body}}};\n")
+        self.assertEqual(self.check(), [])
+
+
+class TextRulesTest(TreeTest):
+    def check(self):
+        return text_rules.check(self.root)
+
+    def test_a_long_paragraph_is_found(self):
+        for page in ("README.md", "CONTRIBUTING.md", "docs/design/peers.md"):
+            self.write(page, "# Title\n\nShort.\n\n" + "Ten words stand in a line, as you can see.\n" * 12)
+            self.assertEqual(self.check(), [])
+            self.write(page, "# Title\n\nShort.\n\n" + "Ten words stand in a line, as you can see.\n" * 12
+                       + "More.\n")
+            self.assert_finds(self.check(), f"{page}:5", "121 words")
+            (self.root / page).unlink()
+
+    def test_an_item_of_a_list_is_a_paragraph(self):
+        item = " ".join(["word"] * 80)
+        self.write("README.md", f"{item}\n- {item}\n- {item}\n  1. {item}\n")
+        self.assertEqual(self.check(), [])
+        self.write("README.md", f"- {item}\n  {item}\n")
+        self.assert_finds(self.check(), "README.md:1", "161 words")
+
+    def test_tables_code_and_pictures_are_no_paragraphs(self):
+        line = " ".join(["word"] * 130) + "\n"
+        self.write("README.md", f"# {line}\n| {line}```\n{line}```\n<img alt='{line}'>\n")
+        self.assertEqual(self.check(), [])
+
+
+class CppScopesTest(unittest.TestCase):
     def test_functions_are_found_at_namespace_and_class_scope(self):
         text = '''\
 #define WRAP(x) \\
@@ -155,6 +276,36 @@ const int table[] = {1, 2};
 }
 '''
         self.assertEqual(file_rules.cpp_functions(text), [(6, 2), (8, 4), (14, 5)])
+
+    def test_names_are_found_with_the_scopes_around_them(self):
+        text = '''\
+namespace strata::io {
+class File final : public Base<struct Tag> {
+  struct Part { int size; };
+  void close();
+};
+namespace {
+template <class T>
+struct Hidden {};
+}
+std::map<std::string, std::function<void(int)>> File::parts(std::span<const File::Part> x) const {
+  struct Local {};
+}
+template <typename T> void File::Part::put(T x) {}
+File::operator bool() const { return true; }
+bool File::operator()(int x) { return x < 3 && x > 1; }
+File::~File() = default;
+std::string text_of(File::Part part) { return {}; }
+}
+'''
+        found = [(item.kind[0], "::".join(item.scopes), item.name)
+                 for item in cpp_scopes.definitions(text)]
+        self.assertEqual(found, [
+            ("c", "strata::io::File", "Part"), ("c", "strata::io", "File"),
+            ("c", "strata::io::", "Hidden"), ("f", "strata::io", "File::parts"),
+            ("f", "strata::io", "File::Part::put"), ("f", "strata::io", "File::operator_"),
+            ("f", "strata::io", "File::operator_"), ("f", "strata::io", "File::~File"),
+            ("f", "strata::io", "text_of")])
 
 
 if __name__ == "__main__":
