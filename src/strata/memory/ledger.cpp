@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -121,15 +120,14 @@ std::string Ledger::report() const {
     const auto tier = static_cast<Tier>(t);
     const Count& total = by_tier_[index_of(tier)];
     if (total.peak == Bytes()) continue;
-    fmt::format_to(std::back_inserter(text), "{}{} {} (peak {})", text.empty() ? "" : "; ",
-                   name_of(tier), to_string(total.held), to_string(total.peak));
+    text += fmt::format("{}{} {} (peak {})", text.empty() ? "" : "; ", name_of(tier),
+                        to_string(total.held), to_string(total.peak));
     const char* separator = ": ";
     for (int k = 0; k < kKindCount; ++k) {
       const auto kind = static_cast<Kind>(k);
       const Count& count = by_kind_[index_of(tier)][index_of(kind)];
       if (count.held == Bytes()) continue;
-      fmt::format_to(std::back_inserter(text), "{}{} {}", separator, name_of(kind),
-                     to_string(count.held));
+      text += fmt::format("{}{} {}", separator, name_of(kind), to_string(count.held));
       separator = ", ";
     }
   }

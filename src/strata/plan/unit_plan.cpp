@@ -1,6 +1,5 @@
 #include "strata/plan/unit_plan.h"
 
-#include <iterator>
 #include <map>
 #include <set>
 #include <tuple>
@@ -241,10 +240,12 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
   for (std::size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& p = params[i];
     const UnitSpec& unit = plan.units[static_cast<std::size_t>(plan.unit_of_param[i])];
-    fmt::format_to(std::back_inserter(text),
-                   "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}\n", p.name,
-                   fmt::join(p.shape, ", "), name_of(p.dtype), p.trainable ? "trainable" : "frozen",
-                   p.group, place[i], unit.name, unit.persistent ? ", persistent" : "");
+    std::string shape;
+    for (const std::int64_t size : p.shape)
+      shape += fmt::format("{}{}", shape.empty() ? "" : ", ", size);
+    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}\n",
+                        p.name, shape, name_of(p.dtype), p.trainable ? "trainable" : "frozen",
+                        p.group, place[i], unit.name, unit.persistent ? ", persistent" : "");
   }
   return text;
 }
