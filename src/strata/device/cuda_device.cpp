@@ -157,10 +157,10 @@ void CudaDevice::expect_host(Bytes bytes, memory::Kind kind) {
   const std::lock_guard lock(expected_mutex_);
   expected_.reset();  // before the next is begun
   try {
-    expected_.emplace(
+    expected_ = ExpectedHost{
         bytes, kind, std::async(std::launch::async, [this, bytes, kind] {
           return std::unique_ptr<HostMemory>(std::make_unique<CudaHostMemory>(pool_, bytes, kind));
-        }));
+        })};
   } catch (const std::system_error&) {
     return;  // the system has no thread for it: allocate_host() makes it
   }

@@ -89,7 +89,7 @@ void DryModel::add_gradients(engine::Engine& engine, std::vector<int> params,
     const auto second = [&](int param) {
       return !begun.insert(engine.weights().unit_of(param).id).second;
     };
-    std::ranges::stable_partition(params, second);
+    std::stable_partition(params.begin(), params.end(), second);
   }
   for (const int param : params)
     engine.add_gradient(param, nullptr, params_[static_cast<std::size_t>(param)].dtype);
