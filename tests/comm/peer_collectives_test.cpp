@@ -78,30 +78,97 @@ TEST(PeerCollectives, ReduceWhatIsLargerThanTheRing) {
   EXPECT_THAT(results, testing::Each(""));
 }
 
+// A clock that counts what its device has done.
+class OperationTime final : public device::TimedEvent {
+ public:
+  explicit OperationTime(int operations) : operations_(operations) {}
+  bool done() override { return true; }
+  void wait() override {}
+  double seconds_since(device::TimedEvent& earlier) override {
+    return operations_ - dynamic_cast<OperationTime&>(earlier).operations_;
+  }
+
+ private:
+  int operations_;
+};
+
+class OperationStream final : public device::Stream {
+ public:
+  OperationStream(const int& operations, std::unique_ptr<device::Stream> stream)
+      : operations_(operations), stream_(std::move(stream)) {}
+  std::unique_ptr<device::Event> record() override { return stream_->record(); }
+  std::unique_ptr<device::TimedEvent> record_timed() override {
+    return std::make_unique<OperationTime>(operations_);
+  }
+  void wait_for(device::Event& event) override { stream_->wait_for(event); }
+  void synchronize() override { stream_->synchronize(); }
+
+ private:
+  const int& operations_;
+  const std::unique_ptr<device::Stream> stream_;
+};
+
+// Times on it say how many copies, sums and flags lay between.
+class OperationClock final : public device::CpuDevice {
+ public:
+  std::unique_ptr<device::Stream> create_stream() override {
+    return std::make_unique<OperationStream>(operations_, CpuDevice::create_stream());
+  }
+  device::Stream& compute_stream() override { return compute_; }
+  void copy(std::span<std::byte> target, std::span<const std::byte> source,
+            device::Stream& stream) override {
+    ++operations_;
+    CpuDevice::copy(target, source, stream);
+  }
+  void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
+                    float scale, bool accumulate, device::Stream& stream) override {
+    ++operations_;
+    CpuDevice::sum_in_order(target, sources, dtype, scale, accumulate, stream);
+  }
+  void write_flag(device::Flag& flag, std::uint32_t value, device::Stream& stream) override {
+    ++operations_;
+    CpuDevice::write_flag(flag, value, stream);
+  }
+  void wait_flag(const device::Flag& flag, std::uint32_t value, device::Stream& stream) override {
+    ++operations_;
+    CpuDevice::wait_flag(flag, value, stream);
+  }
+
+ private:
+  int operations_ = 0;
+  OperationStream compute_{operations_, CpuDevice::create_stream()};
+};
+
 TEST(PeerCollectives, KnowWhenBytesMovedWhereTheyAreAsked) {
-  const auto results = on_peers(3, [](Collectives& c) {
+  constexpr int kWorld = 3;
+  LocalGroup group(kWorld);
+  const auto make = [&](int rank) {
+    return make_peer_collectives(std::make_shared<OperationClock>(), group.rank(rank));
+  };
+  const auto results = run_as_threads(kWorld, make, [](Collectives& c) {
     constexpr std::size_t kNumel = 1000;
-    auto shared = c.allocate("shared", Bytes(kNumel * 4 * 3));
-    std::vector<std::byte> flat(kNumel * 4 * 3);
+    auto shared = c.allocate("shared", Bytes(kNumel * 4 * kWorld));
+    std::vector<std::byte> flat(kNumel * 4 * kWorld);
     std::vector<float> result(kNumel);
     const SliceMap slices{shared.get(), 0_B, 0_B, Bytes(kNumel * 4)};
     const Reduction reduction{shared.get(), 0_B, DType::kFloat32, result, 1.0F, false};
     c.barrier();
     const auto silent = c.all_gather(slices, flat, "silent");
-    require_or_say(silent->times().begin == nullptr, [] { return std::string("not asked"); });
+    require(silent->times().begin == nullptr, "who is not asked records nothing");
     silent->wait();
     c.record_times(true);
     const auto gather = c.all_gather(slices, flat, "gather");
     gather->wait();
     const WorkTimes gathered = gather->times();
-    require_or_say(gathered.end->seconds_since(*gathered.begin) >= 0.0,
-                   [] { return std::string("a gather ends after its begin"); });
+    require(gathered.end->seconds_since(*gathered.begin) == kWorld,
+            "all copies of a gather lie between its begin and its end");
     const auto reduce = c.reduce_scatter(reduction, "reduce");
     reduce->wait();
     const WorkTimes reduced = reduce->times();
-    require_or_say(reduced.begin->seconds_since(*reduced.ready) >= 0.0 &&
-                       reduced.end->seconds_since(*reduced.begin) >= 0.0,
-                   [] { return std::string("a reduction goes through its points in order"); });
+    require(reduced.begin->seconds_since(*reduced.ready) == 2 * (kWorld - 1),
+            "a reduction begins when this rank has told its peers and has heard from them");
+    require(reduced.end->seconds_since(*reduced.begin) > kWorld - 1,
+            "a reduction ends when its sums are there and its peers were told");
     c.barrier();
     return std::string();
   });
