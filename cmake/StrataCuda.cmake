@@ -2,9 +2,11 @@
 # and nvidia-cuda-runtime, which requirements.txt names. Without them the build has no CUDA device.
 #
 #   STRATA_CUDA              AUTO (take what is found), ON (an error when nothing is), OFF
+#   STRATA_CUDA_FATBIN       kernels that another build has compiled, so that this one need not
 #   STRATA_NVCC              the compiler; false without
 #   STRATA_CUDA_INCLUDE_DIR  where cuda.h is
 set(STRATA_CUDA AUTO CACHE STRING "The CUDA device: AUTO, ON or OFF")
+set(STRATA_CUDA_FATBIN "" CACHE FILEPATH "Compiled CUDA kernels of another build; empty: compile them")
 # Ampere, Hopper and Blackwell as machine code; later devices compile what is there for Blackwell.
 set(STRATA_CUDA_ARCHITECTURES
     -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90

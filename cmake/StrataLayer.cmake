@@ -1,3 +1,24 @@
+# strata_unity(target files): compiles that many files of the target at once, where STRATA_UNITY is on.
+# Names in anonymous namespaces have to differ within a target. A file that Highway compiles once for each
+# instruction set stays alone: set_source_files_properties(... SKIP_UNITY_BUILD_INCLUSION ON).
+function(strata_unity target files)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${STRATA_UNITY} UNITY_BUILD_BATCH_SIZE ${files})
+  if(STRATA_UNITY)
+    # g++ takes a .cpp that another file includes for a header, which should not use anonymous types.
+    target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
+  endif()
+endfunction()
+
+# strata_precompiles(target header ...): those headers are compiled once for the target, as ccache likes it.
+function(strata_precompiles target)
+  target_precompile_headers(${target} PRIVATE ${ARGN})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_compile_options(${target} PRIVATE -fpch-preprocess)
+  elseif(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    target_compile_options(${target} PRIVATE "SHELL:-Xclang -fno-pch-timestamp")
+  endif()
+endfunction()
+
 # strata_layer(NAME name SOURCES a.cpp ... HEADERS a.h ... DEPENDS layer ... LINK library ...)
 # Declares one layer as the static library strata_<name>, strata::<name> to users of the installed
 # package. DEPENDS names the layers below it, the only ones that its files may include (tests/tidy
@@ -12,6 +33,7 @@ function(strata_layer)
   target_include_directories(strata_${L_NAME} PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src> $<INSTALL_INTERFACE:include>)
   target_compile_features(strata_${L_NAME} PUBLIC cxx_std_20)
+  strata_unity(strata_${L_NAME} 10)
   target_link_libraries(strata_${L_NAME} PRIVATE $<BUILD_INTERFACE:strata_warnings>)
   foreach(dep IN LISTS L_DEPENDS)
     target_link_libraries(strata_${L_NAME} PUBLIC strata_${dep})
@@ -20,6 +42,14 @@ function(strata_layer)
     target_link_libraries(strata_${L_NAME} PUBLIC ${L_LINK})
   endif()
   set_property(GLOBAL APPEND PROPERTY STRATA_LAYERS ${L_NAME})
+endfunction()
+
+# strata_compiles_tests(target): the options of test programs. A test runs for a moment, and g++ takes as
+# long to optimize it well.
+function(strata_compiles_tests target)
+  # g++ 12 sees overlapping copies in string concatenation where there are none (GCC bug 105651).
+  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
+                         $<$<CONFIG:Release>:-O1>)
 endfunction()
 
 # strata_test(NAME name SOURCES a_test.cpp ... LINK target ... [TIMEOUT seconds] [LABEL core|torch])
@@ -35,8 +65,10 @@ function(strata_test)
   endif()
   add_executable(${T_NAME} ${T_SOURCES})
   target_link_libraries(${T_NAME} PRIVATE ${T_LINK} strata_warnings GTest::gtest GTest::gmock GTest::gtest_main)
-  # g++ 12 sees overlapping copies in string concatenation where there are none (GCC bug 105651).
-  target_compile_options(${T_NAME} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>)
+  strata_compiles_tests(${T_NAME})
+  if(STRATA_UNITY AND T_LABEL STREQUAL "core")
+    target_precompile_headers(${T_NAME} REUSE_FROM strata_test_headers)
+  endif()
   target_include_directories(${T_NAME} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
   add_test(NAME ${T_NAME} COMMAND ${T_NAME} --gtest_brief=1)
   set_tests_properties(${T_NAME} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS ${T_LABEL})

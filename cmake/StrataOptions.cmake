@@ -9,6 +9,9 @@ if(NOT CMAKE_BUILD_TYPE)
 endif()
 
 option(STRATA_WERROR "Treat warnings as errors" OFF)
+# For whole builds. A changed file takes its neighbours along, and a file that includes too little is not
+# seen: the presets for daily work and the sanitizers compile each file alone.
+option(STRATA_UNITY "Compile several files of a layer at once and precompile what tests include" OFF)
 set(STRATA_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined or thread")
 
 # ccache, told that precompiled headers are fine and that build folders beside each other may share.

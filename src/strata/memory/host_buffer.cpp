@@ -27,7 +27,7 @@ namespace {
                   errno_text(error), options.ledger ? options.ledger->report() : "not counted"));
 }
 
-Bytes mapped_size(Bytes bytes) {
+Bytes whole_pages(Bytes bytes) {
   return align_up(bytes, page_size());
 }
 
@@ -100,7 +100,7 @@ HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(by
     throw_out_of_memory(bytes, options, ENOMEM);
   }
   const bool huge = options.huge_pages && bytes >= kHugePageSize;
-  data_ = huge ? map_huge_pages(mapped_size(bytes)) : map_pages(mapped_size(bytes));
+  data_ = huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
   if (data_ == nullptr) throw_out_of_memory(bytes, options, errno);
   try {
     if (options.touch != nullptr) touch(*options.touch);
@@ -133,14 +133,14 @@ HostBuffer::~HostBuffer() {
 }
 
 void HostBuffer::unmap() noexcept {
-  if (data_ != nullptr) unmap_pages(data_, mapped_size(size_));
+  if (data_ != nullptr) unmap_pages(data_, whole_pages(size_));
   data_ = nullptr;
 }
 
 void HostBuffer::touch(ThreadPool& pool) {
   // Chunks of several huge pages: long enough to pay for a call, short enough to share evenly.
   const Bytes grain = kHugePageSize * 8;
-  pool.parallel_for(mapped_size(size_).value, grain.value,
+  pool.parallel_for(whole_pages(size_).value, grain.value,
                     [this](std::int64_t begin, std::int64_t end) {
                       const int error = populate(data_ + begin, Bytes(end - begin));
                       if (error != 0) throw OutOfMemoryError("pages refused");

@@ -12,7 +12,7 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kWhat = "reading the weights";
+constexpr std::string_view kReading = "reading the weights";
 constexpr std::int64_t kMeetings = 8;  // each costs what ranks are apart
 
 // Whole units of which the map has every parameter, by the places at which they end.
@@ -89,11 +89,11 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
                                   std::optional<Bytes> enough) {
   comm::Collectives& collectives = engine.collectives();
   // Nobody stores before all have let go of what they had gathered.
-  together(collectives, kWhat, [&] { engine.gatherer().invalidate(Changed::kAll); });
+  together(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
   const auto meet = [&](const Failure& mine) {
     agreeing = true;
-    agree(collectives, kWhat, mine);
+    agree(collectives, kReading, mine);
     agreeing = false;
   };
   LoadedBytes loaded;

@@ -9,7 +9,7 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kWhat = "saving the weights";
+constexpr std::string_view kSaving = "saving the weights";
 
 }  // namespace
 
@@ -20,7 +20,7 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
       io_(io),
       writes_(engine.collectives().rank() == 0) {
   engine_.settle_step();  // what it has left to say is better said before a checkpoint
-  together(engine_.collectives(), kWhat, [&] {
+  together(engine_.collectives(), kSaving, [&] {
     engine_.require_intact_weights();
     for (const SavedTensor& tensor : tensors_) check_tensor(tensor);
     plan_runs();
@@ -142,7 +142,7 @@ void WeightSaver::write(std::size_t tensor, std::span<const std::byte> bytes) {
 }
 
 void WeightSaver::finish() {
-  together(engine_.collectives(), kWhat, [&] {
+  together(engine_.collectives(), kSaving, [&] {
     if (failure_) std::rethrow_exception(failure_);
     if (!writes_) return;
     ring_->drain();

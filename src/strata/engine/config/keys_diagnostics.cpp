@@ -14,7 +14,7 @@ using enum Treatment;
 #define NO_MONITOR "metrics are not sent anywhere; log the loss and engine.get_global_grad_norm()"
 #define NO_PROFILE "profile with torch.profiler"
 
-constexpr std::array kKeys{
+constexpr std::array kDiagnosticsKeys{
     Key{"checkpoint", kSection, "{}", "", kHint, "engine checkpoints", NO_CHECKPOINT},
     Key{"checkpoint.tag_validation", kChoice, "\"Warn\"", "Warn|Ignore|Fail|WARN|IGNORE|FAIL",
         kHint, "what to do when ranks name different tags", NO_CHECKPOINT},
@@ -116,7 +116,7 @@ constexpr std::array kKeys{
 }  // namespace
 
 std::span<const Key> diagnostics_keys() {
-  return kKeys;
+  return kDiagnosticsKeys;
 }
 
 }  // namespace strata::engine

@@ -11,7 +11,7 @@ using enum Treatment;
 
 #define REMOVE "remove the section"
 
-constexpr std::array kKeys{
+constexpr std::array kFeaturesKeys{
     Key{"amp", kSwitch, "null", "enabled", kRefused, "mixed precision of NVIDIA apex",
         "remove the section and write \"bf16\": {\"enabled\": true}"},
     Key{"torch_autocast", kSwitch, "null", "enabled", kRefused, "torch.autocast around forward",
@@ -59,7 +59,7 @@ constexpr std::array kKeys{
 }  // namespace
 
 std::span<const Key> feature_keys() {
-  return kKeys;
+  return kFeaturesKeys;
 }
 
 }  // namespace strata::engine

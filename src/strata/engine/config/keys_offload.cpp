@@ -13,7 +13,7 @@ using enum Treatment;
 #define OPTIM "zero_optimization.offload_optimizer."
 #define NOT_OFFLOADED "nothing is offloaded by this version"
 
-constexpr std::array kKeys{
+constexpr std::array kOffloadKeys{
     Key{"zero_optimization.offload_param", kSection, "{}", "", kHint,
         "where sharded parameters live", NOT_OFFLOADED},
     Key{PARAM "device", kChoice, "\"none\"", "none|cpu|nvme", kRefused,
@@ -68,7 +68,7 @@ constexpr std::array kKeys{
 }  // namespace
 
 std::span<const Key> offload_keys() {
-  return kKeys;
+  return kOffloadKeys;
 }
 
 }  // namespace strata::engine

@@ -9,7 +9,7 @@ namespace {
 using enum Kind;
 using enum Treatment;
 
-constexpr std::array kKeys{
+constexpr std::array kPrecisionKeys{
     Key{"bf16", kSection, "{}", "", kHonoured, "parameters in bfloat16, master weights in fp32",
         ""},
     Key{"bf16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
@@ -57,7 +57,7 @@ constexpr std::array kKeys{
 }  // namespace
 
 std::span<const Key> precision_keys() {
-  return kKeys;
+  return kPrecisionKeys;
 }
 
 }  // namespace strata::engine

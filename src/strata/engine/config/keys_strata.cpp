@@ -9,7 +9,7 @@ namespace {
 using enum Kind;
 using enum Treatment;
 
-constexpr std::array kKeys{
+constexpr std::array kStrataKeys{
     Key{"strata", kSection, "{}", "", kHonoured, "Strata's own settings", ""},
     Key{"strata.reduce_at", kChoice, "\"micro_step\"", "micro_step|boundary", kHonoured,
         "when gradients are reduced: after every backward, or once a step (keeps whole gradients)",
@@ -82,7 +82,7 @@ constexpr std::array kKeys{
 }  // namespace
 
 std::span<const Key> strata_keys() {
-  return kKeys;
+  return kStrataKeys;
 }
 
 }  // namespace strata::engine

@@ -9,7 +9,7 @@ namespace {
 using enum Kind;
 using enum Treatment;
 
-constexpr std::array kKeys{
+constexpr std::array kTrainingKeys{
     Key{"train_batch_size", kInteger, "null", "1..2147483647", kHonoured,
         "samples of one step over all ranks = micro-batch x accumulation x world size; any two "
         "give the third",
@@ -101,7 +101,7 @@ constexpr std::array kAdam{
 }  // namespace
 
 std::span<const Key> training_keys() {
-  return kKeys;
+  return kTrainingKeys;
 }
 std::span<const Key> adam_keys() {
   return kAdam;

@@ -11,7 +11,7 @@ using enum Treatment;
 
 #define ZERO "zero_optimization."
 
-constexpr std::array kKeys{
+constexpr std::array kZeroKeys{
     Key{"zero_optimization", kSection, "{}", "", kHonoured, "what is sharded over the ranks", ""},
     Key{ZERO "stage", kInteger, "0", "0..3", kHonoured,
         "0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters", ""},
@@ -135,7 +135,7 @@ constexpr std::array kKeys{
 }  // namespace
 
 std::span<const Key> zero_keys() {
-  return kKeys;
+  return kZeroKeys;
 }
 
 }  // namespace strata::engine

@@ -10,10 +10,6 @@ namespace {
 // DeepSpeed replaces the second beta together with the first.
 constexpr double kCycledBeta2 = 0.99;
 
-double as_double(std::int64_t v) {
-  return static_cast<double>(v);
-}
-
 }  // namespace
 
 OneCycle::OneCycle(const OneCycleParams& params, const ScheduledOptimizer& optimizer)

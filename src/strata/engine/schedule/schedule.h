@@ -16,6 +16,11 @@
 
 namespace strata::engine {
 
+// A number of steps in a formula.
+inline double as_double(std::int64_t steps) {
+  return static_cast<double>(steps);
+}
+
 struct Betas {
   double beta1 = 0.0;
   double beta2 = 0.0;

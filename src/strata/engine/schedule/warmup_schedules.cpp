@@ -10,10 +10,6 @@ namespace {
 // Two steps at least: the logarithm of one step is 0, and it is divided by.
 constexpr std::int64_t kFewestSteps = 2;
 
-double as_double(std::int64_t v) {
-  return static_cast<double>(v);
-}
-
 }  // namespace
 
 Warmup::Warmup(std::int64_t steps, WarmupShape shape)

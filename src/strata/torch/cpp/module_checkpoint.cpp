@@ -26,7 +26,7 @@ struct LoadPlan {
   std::optional<format::WeightMap> map;
 };
 
-std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
+std::span<const std::byte> tensor_bytes(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()),
           static_cast<std::size_t>(tensor.nbytes())};
 }
@@ -82,7 +82,7 @@ void save_module(ShardedModel& model, const ::torch::nn::Module& module,
   saver.write_pieces();
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     const at::Tensor dense = buffers[i].value().contiguous();
-    saver.write(params + i, bytes_of_tensor(dense));
+    saver.write(params + i, tensor_bytes(dense));
   }
   saver.finish();
 }

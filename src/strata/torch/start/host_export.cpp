@@ -15,8 +15,8 @@ namespace {
 // than on other ways, so that many threads are given pages at once, and few of them the same huge
 // one.
 constexpr engine::StagingOptions kRing{4, 16_MiB};
-constexpr Bytes kPart = 1_MiB;       // that one thread copies
-constexpr Bytes kAlignment = 256_B;  // of a source in a buffer
+constexpr Bytes kPart = 1_MiB;             // that one thread copies
+constexpr Bytes kSourceAlignment = 256_B;  // of a source in a buffer
 
 }  // namespace
 
@@ -50,7 +50,7 @@ void HostExport::add(std::span<std::byte> target, std::span<const std::byte> sou
       const std::size_t part = std::min(kPart.size(), count - at);
       parts_.push_back({target.subspan(at, part), here.data() + at});
     }
-    used_ = align_up(used_ + Bytes(count), kAlignment);
+    used_ = align_up(used_ + Bytes(count), kSourceAlignment);
     target = target.subspan(count);
     source = source.subspan(count);
   }

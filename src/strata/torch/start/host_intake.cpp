@@ -13,7 +13,7 @@
 namespace strata::torch {
 namespace {
 
-constexpr Bytes kAlignment = 256_B;  // at which values of a parameter begin in a buffer
+constexpr Bytes kValueAlignment = 256_B;  // at which values of a parameter begin in a buffer
 
 }  // namespace
 
@@ -151,7 +151,7 @@ void HostIntake::keep(int param, Numel begin, Numel count, Block block, DType dt
   };
   const auto place_in = [&](const Turn& turn) {
     const Bytes used(static_cast<std::int64_t>(turn.used));
-    return (next_store(turn) ? used : align_up(used, kAlignment)).size();
+    return (next_store(turn) ? used : align_up(used, kValueAlignment)).size();
   };
   const std::size_t room = ring_options_.buffer_bytes.size();
   if (turns_.empty() || place_in(turns_.back()) + block.kept.size() > room) turns_.emplace_back();

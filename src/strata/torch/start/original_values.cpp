@@ -8,7 +8,7 @@
 namespace strata::torch {
 namespace {
 
-void point(at::Tensor variable, const at::Tensor& values) {
+void point_back(at::Tensor variable, const at::Tensor& values) {
   variable.set_data(values);
 }
 
@@ -36,13 +36,13 @@ OriginalValues::OriginalValues(const std::vector<ModelParameter>& parameters)
 
 void OriginalValues::move(int param, at::Tensor values) {
   const auto i = static_cast<std::size_t>(param);
-  point(variables_[i], values);
+  point_back(variables_[i], values);
   values_[i] = std::move(values);
 }
 
 void OriginalValues::give_up(int param) {
   const auto i = static_cast<std::size_t>(param);
-  point(variables_[i], nothing_like(values_[i]));
+  point_back(variables_[i], nothing_like(values_[i]));
   values_[i].reset();
   gone_[i] = true;
   ++given_up_;
@@ -74,9 +74,9 @@ void free(std::vector<at::Tensor> values) noexcept {
 void OriginalValues::restore() noexcept {
   for (std::size_t i = 0; i < values_.size(); ++i) {
     try {
-      if (gone_[i]) point(variables_[i], nothing_like(variables_[i]));
+      if (gone_[i]) point_back(variables_[i], nothing_like(variables_[i]));
       if (!values_[i].defined()) continue;
-      point(variables_[i], values_[i]);
+      point_back(variables_[i], values_[i]);
       if (values_[i].device() != homes_[i]) move(static_cast<int>(i), values_[i].to(homes_[i]));
     } catch (const std::exception&) {
       continue;  // no room there now: the values are on the host
