@@ -4,7 +4,7 @@
 #   PYTHON=python3.12   the interpreter of the virtual environment
 #   WERROR=ON           warnings are errors (always so in CI and in the core's own presets)
 #   PYTEST="-k zero"    arguments for pytest
-#   JOBS=2              compile jobs and test programs at once
+#   JOBS=2              compile jobs and tests at once
 
 PYTHON_GIVEN := $(if $(filter undefined,$(origin PYTHON)),,$(PYTHON))
 PYTHON ?= python3
@@ -36,13 +36,18 @@ $(STAMPS)/bench $(STAMPS)/lint: tools/system_packages.sh
 	@sh tools/system_packages.sh $(PYTHON) $(@F)
 	@mkdir -p $(STAMPS) && touch $@
 
-$(VENV)/.strata-ready: requirements.txt requirements-test.txt tools/python_environment.sh | $(SYSTEM)
+$(VENV)/.strata-ready: requirements.txt tools/python_environment.sh | $(SYSTEM)
 	@echo "Bringing $(VENV) to the pinned requirements"
 	@sh tools/python_environment.sh $(PYTHON) $(VENV)
 	@touch $@
 
+$(VENV)/.strata-tests: requirements-test.txt $(VENV)/.strata-ready
+	@echo "Bringing $(VENV) to the pinned requirements of the tests"
+	@sh tools/python_environment.sh $(PYTHON) $(VENV) tests
+	@touch $@
+
 .PHONY: setup
-setup: $(VENV)/.strata-ready  ## System packages and the virtual environment
+setup: $(VENV)/.strata-tests  ## System packages and the virtual environment
 
 # --- the build --------------------------------------------------------------------------------------
 
@@ -54,6 +59,12 @@ $(BUILD)/.configured-$(WERROR): CMakePresets.json $(VENV)/.strata-ready
 
 build/dev/build.ninja build/asan/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
 	cmake --preset $(notdir $(@D)) --log-level=NOTICE
+	@touch $@
+
+# CUDA kernels are nvcc's work, not clang's: those of the build with g++ serve.
+build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
+	cmake --preset clang --log-level=NOTICE \
+	  -DSTRATA_CUDA_FATBIN=$(abspath $(wildcard $(BUILD)/src/strata/device/cuda_kernels.fatbin))
 	@touch $@
 
 # `import strata` in the virtual environment is this build.
@@ -75,14 +86,23 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 
 # --- the work ---------------------------------------------------------------------------------------
 
-.PHONY: test test-gpu test-core demo bench-cpu sanitize wheel
-test: build  ## All C++ and Python tests; ends with "N passed, N failed"
-	$(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS) -- $(PYTEST)
+# Ranks wait for each other, for their processes to start and for deadlines: as many Python tests at once
+# as there are cores keep those busy. Each worker holds a process with torch in memory.
+PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) : 8 )))
+RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
+
+.PHONY: test test-bench test-gpu test-core demo bench-cpu sanitize wheel
+test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
+	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
+
+test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themselves, on CPU ranks
+	ninja -C $(BUILD) -j $(JOBS) startup_limit
+	$(RUN_TESTS) --python-only -- tests/bench -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill
 # a device or time it are among the C++ ones, which run first and alone, or wait until no other test has ranks.
 GPU_JOBS ?= 8
-test-gpu: build  ## The same with models on the GPU, GPU_JOBS=8 Python tests at once
+test-gpu: build $(VENV)/.strata-tests  ## The same with models on the GPU, GPU_JOBS=8 Python tests at once
 	STRATA_TEST_DEVICE=cuda $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs 1 -- \
 	  -n $(GPU_JOBS) --dist loadgroup $(PYTEST)
 
@@ -96,7 +116,7 @@ demo: module  ## Train a small Qwen3 at ZeRO stage 3: a rank a GPU, or two on th
 	  $(VENV)/bin/torchrun --standalone --nproc_per_node=$$ranks \
 	  examples/train_stdlib.py --config examples/ds_config.json $(DEMO)
 
-bench-cpu: module  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
+bench-cpu: module $(VENV)/.strata-tests  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
 	DS_ACCELERATOR=cpu $(VENV_PYTHON) bench/bench_cpu.py $(BENCH)
 
 # TSan's older runtimes want an address space that is not randomized; where a container forbids to ask
@@ -116,15 +136,30 @@ wheel: $(VENV)/.strata-ready  ## A wheel of the Python package, in dist/
 
 CPP_FILES = $(shell git ls-files '*.h' '*.cpp')
 
-.PHONY: format tidy clean
+.PHONY: format style tidy clang fuzz clean
 format: $(STAMPS)/lint  ## clang-format on every C++ file
 	clang-format -i $(CPP_FILES)
 
-tidy: $(STAMPS)/lint build/dev/build.ninja  ## The style test, formatting and clang-tidy on the core
-	$(PYTHON) tests/tidy/check_tree.py .
+style: $(STAMPS)/lint  ## The style test and formatting: seconds
+	$(PYTHON) -B tests/tidy/check_tree.py .
 	clang-format --dry-run --Werror $(CPP_FILES)
-	git ls-files 'src/strata/*.cpp' ':!src/strata/torch/' | \
-	  xargs -n 1 -P $(JOBS) clang-tidy -p build/dev --quiet
+
+clang: build/clang/build.ninja  ## The core and the fuzz target with clang
+	ninja -C build/clang -j $(JOBS)
+
+# Over the files that join several of ours, since most of the time goes into what they all include.
+tidy: style clang  ## The same and clang-tidy on the core: minutes
+	find build/clang/src -name 'unity_*.cxx' | xargs -n 1 -P $(JOBS) clang-tidy -p build/clang --quiet
+	git grep -l 'hwy/foreach_target.h' 'src/strata/*.cpp' | \
+	  xargs -n 1 -P $(JOBS) clang-tidy -p build/clang --quiet
+
+FUZZ_SECONDS ?= 60
+fuzz: clang  ## libFuzzer over the headers of safetensors files, for FUZZ_SECONDS=60
+	@mkdir -p build/clang/fuzz/corpus
+	@echo "Fuzzing safetensors headers for $(FUZZ_SECONDS) s, from fuzz/safetensors_seeds"
+	build/clang/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 \
+	  -print_final_stats=1 -artifact_prefix=build/clang/fuzz/ build/clang/fuzz/corpus fuzz/safetensors_seeds
+	@echo "No header crashed the parser."
 
 clean:  ## Remove what was built; the virtual environment stays
 	rm -rf build dist

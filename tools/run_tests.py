@@ -1,6 +1,6 @@
 """Runs the C++ tests, then the Python tests, and adds up what passed and failed.
 
-    tools/run_tests.py BUILD_DIR [--cpp-only] [--label core] [--jobs N] [-- pytest arguments]
+    tools/run_tests.py BUILD_DIR [--cpp-only | --python-only] [--label core] [--jobs N] [-- pytest arguments]
 
 A ctest entry is a GoogleTest program or a script. Programs write their cases as XML, so a case counts
 as one test; a program that died before it wrote anything counts as one failure. The last line is
@@ -100,7 +100,9 @@ def run_pytest(build: Path, arguments: list[str]) -> Count:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path)
-    parser.add_argument("--cpp-only", action="store_true", help="leave the Python tests out")
+    languages = parser.add_mutually_exclusive_group()
+    languages.add_argument("--cpp-only", action="store_true", help="leave the Python tests out")
+    languages.add_argument("--python-only", action="store_true", help="leave the C++ tests out")
     parser.add_argument("--label", help="only ctest entries with this label")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.epilog = "Arguments after -- go to pytest."
@@ -111,7 +113,9 @@ def main() -> int:
         ours, pytest_arguments = ours[:cut], ours[cut + 1:]
     arguments = parser.parse_args(ours)
 
-    counts = {"ctest": run_ctest(arguments.build, arguments.label, arguments.jobs)}
+    counts = {}
+    if not arguments.python_only:
+        counts["ctest"] = run_ctest(arguments.build, arguments.label, arguments.jobs)
     if not arguments.cpp_only:
         counts["pytest"] = run_pytest(arguments.build, pytest_arguments)
     print()

@@ -38,6 +38,7 @@ for part in "$@"; do
   case $part in
     bench) need libbenchmark-dev compiles '#include <benchmark/benchmark.h>' ;;
     lint)
+      need clang command -v clang++
       need clang-format command -v clang-format
       need clang-tidy command -v clang-tidy
       ;;

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("strata") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build" / "python" / "pkg"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build" / "python" / "pkg"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the machine's cores
 if os.environ.get("STRATA_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models on the CPU stay there

@@ -216,7 +216,7 @@ def test_a_rank_that_fails_is_told_and_all_are_ended(tmp_path, monkeypatch, main
 def test_ranks_that_hang_are_told_with_where_they_stand(tmp_path):
     ranks = EngineProcesses("x", _hang, (), WORLD, str(tmp_path))
     ranks.collect("ready", time.monotonic() + 60)
-    _assert_fails(ranks, 0, r"ranks \[0, 1\] did not come to 'done' in time.*test_bench_step.py")
+    _assert_fails(ranks, 0, r"ranks \[0, 1\] did not come to 'done' in time.*test_step.py")
 
 
 def test_an_engine_that_is_not_installed_is_skipped(tmp_path):
