@@ -157,7 +157,7 @@ FUZZ_SECONDS ?= 60
 fuzz: clang  ## libFuzzer over the headers of safetensors files, for FUZZ_SECONDS=60
 	@mkdir -p build/clang/fuzz/corpus
 	@echo "Fuzzing safetensors headers for $(FUZZ_SECONDS) s, from fuzz/safetensors_seeds"
-	build/clang/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 \
+	build/clang/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
 	  -print_final_stats=1 -artifact_prefix=build/clang/fuzz/ build/clang/fuzz/corpus fuzz/safetensors_seeds
 	@echo "No header crashed the parser."
 
