@@ -199,11 +199,10 @@ void Engine::zero_gradients() {
 
 StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
                         bool skip_on_overflow) {
-  if (optimizer_ == nullptr) {
+  if (optimizer_ == nullptr)
     throw UsageError(
         "step() was called on an engine without an optimizer; give initialize() an optimizer, or "
         "an 'optimizer' section in the configuration");
-  }
   require_usable();
   pass_.require_gradients();
   settle_step();

@@ -5,10 +5,10 @@
 // next forward: then the parameters' readers are told to await() it, and who needs the unit calls
 // complete().
 //
-// Threads: complete() and complete(unit)'s query is_complete() may be called by any thread, beside
-// all else: a reader of weights that a script has, while another thread trains. One complete() runs
-// at a time, for as long as a wait of the compute stream takes to queue, or where collectives wait
-// on the host, as long as that. All else: one thread at a time. Ownership: owns the works. Errors:
+// Threads: complete(), complete_all() and is_complete() may be called by any thread, beside all
+// else, such as one that averages weights while another trains. One complete() runs at a time; it
+// queues a wait of the compute stream, or waits itself where the collectives do that on the host.
+// All else: one thread at a time. Ownership: owns the works. Errors:
 // CommError from the collectives; a unit whose refresh failed throws it again at each complete().
 #pragma once
 
