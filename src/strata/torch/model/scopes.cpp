@@ -107,6 +107,11 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     for (const int unit : units) first.attempt([&] { engine->gatherer().release(unit); });
     first.rethrow();
   }
+  // This thread drives from here on; waits for a read() that is under way. The driver before it.
+  std::thread::id claim() {
+    const std::lock_guard lock(reads_mutex);
+    return driver.exchange(std::this_thread::get_id());
+  }
   // Autograd's threads work for the thread that waits for them.
   bool driven_by_another_thread() const {
     const std::thread::id id = driver;
@@ -171,7 +176,7 @@ bool Scopes::needed(int) const {
 
 void Scopes::enter(int scope) {
   Tracker& t = *tracker_;
-  const std::thread::id outer = t.driver.exchange(std::this_thread::get_id());
+  const std::thread::id outer = t.claim();
   bool acquired = false;
   try {
     t.acquire(scope);
@@ -250,6 +255,7 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
 
 void Scopes::read(int unit) {
   Tracker& t = *tracker_;
+  const std::lock_guard lock(t.reads_mutex);
   if (t.driven_by_another_thread()) {
     throw UsageError(fmt::format(
         "a sharded parameter was read in a thread of its own while another thread runs forward, "
@@ -257,7 +263,6 @@ void Scopes::read(int unit) {
         "that trains, or while that does none of these; found: the unit '{}'",
         t.engine->weights().units()[static_cast<std::size_t>(unit)].name()));
   }
-  const std::lock_guard lock(t.reads_mutex);
   const bool held = std::count(t.read_units.begin(), t.read_units.end(), unit) +
                         std::count(t.idle_read_units.begin(), t.idle_read_units.end(), unit) >
                     0;
@@ -267,16 +272,12 @@ void Scopes::read(int unit) {
 }
 
 void Scopes::release_idle_reads() {
-  std::vector<int> units;
-  {
-    const std::lock_guard lock(tracker_->reads_mutex);
-    units = std::exchange(tracker_->idle_read_units, {});
-  }
-  tracker_->release(units);
+  const std::lock_guard lock(tracker_->reads_mutex);
+  tracker_->release(std::exchange(tracker_->idle_read_units, {}));
 }
 
 void Scopes::begin_backward() {
-  tracker_->driver = std::this_thread::get_id();
+  tracker_->claim();
 }
 
 void Scopes::end_backward() {
@@ -284,19 +285,17 @@ void Scopes::end_backward() {
   FirstError first;
   const auto running = t.running;
   for (const auto& life : running) first.attempt([&] { t.end(life); });
-  std::vector<int> units;
-  {
+  first.attempt([&] {
     const std::lock_guard lock(t.reads_mutex);
-    units = std::exchange(t.read_units, {});
-  }
-  first.attempt([&] { t.release(units); });
+    t.release(std::exchange(t.read_units, {}));
+  });
   first.attempt([&] { release_idle_reads(); });
   t.driver = std::thread::id();
   first.rethrow();
 }
 
 Scopes::Claim::Claim(Scopes& scopes) : scopes_(scopes) {
-  scopes_.tracker_->driver = std::this_thread::get_id();
+  scopes_.tracker_->claim();
 }
 
 Scopes::Claim::~Claim() {
