@@ -222,10 +222,10 @@ CHARTS = {
 }
 
 
-def draw(picture, results=RESULTS):
+def draw(picture, results=None):
     """The SVG of one picture, as text."""
     bench, chart = CHARTS[picture]
-    path = Path(results) / f"{bench}.json"
+    path = Path(results or RESULTS) / f"{bench}.json"
     return render(chart(read_json(path), path.name))
 
 
@@ -246,7 +246,7 @@ def store(a):
         needed = ", ".join(f"--{key}" for key in ABOUT)
         raise BadFigures(f"--store wants {' or '.join(ROW_KEYS)}, a file, and {needed}")
     figures = stored_figures(bench, read_json(raw), about, Path(raw).name)
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{bench}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
@@ -260,9 +260,9 @@ def main():
         sys.exit(f"error: {error}")
     old = [p for p, text in pictures.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
     for path in old:
-        print(f"{path.relative_to(ROOT)}: {'out of date' if a.check else 'drawn'}")
+        print(f"{path.name}: {'out of date' if a.check else 'drawn'}")
         if not a.check:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(pictures[path], encoding="utf-8")
     return 1 if a.check and old else 0
 

@@ -193,3 +193,27 @@ def test_the_engines_of_both_benches_have_names_in_words():
         source = (ROOT / "bench" / bench / "engines.py").read_text()
         names = re.findall(r'^    "([\w-]+)": Engine\(', source, flags=re.MULTILINE)
         assert len(names) > 5 and set(names) <= set(plots.LABELS[bench])
+
+
+def test_the_command_stores_draws_and_says_what_is_out_of_date(tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["plots.py", *map(str, arguments)])
+        return plots.main()
+
+    monkeypatch.setattr(plots, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(plots, "PICTURES", tmp_path / "pictures")
+    for bench, figures in (("startup", STARTUP), ("step", STEP)):
+        (tmp_path / "results").mkdir(exist_ok=True)
+        (tmp_path / "results" / f"{bench}.json").write_text(json.dumps(figures))
+    assert run("--check") == 1 and not (tmp_path / "pictures").exists()
+    assert capsys.readouterr().out.count("out of date") == 3
+    assert run() == 0 and run("--check") == 0
+    (tmp_path / "raw.json").write_text(json.dumps({
+        "settings": {"world": 2}, "limit": {"stage3_s": 0.2, "stage2_s": 0.3},
+        "engines": {"strata-z2": {"total_s": 0.4}}, "skipped": {}, "failed": {},
+    }))
+    with pytest.raises(SystemExit, match="--store wants startup or step, a file, and --model, --machine"):
+        run("--store", "startup", tmp_path / "raw.json")
+    about = [word for key in plots.ABOUT for word in (f"--{key}", f"my {key}")]
+    assert run("--store", "startup", tmp_path / "raw.json", *about) == 0 and run("--check") == 0
+    assert "my machine" in (tmp_path / "pictures" / "start_up.svg").read_text()
