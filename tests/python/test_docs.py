@@ -1,4 +1,4 @@
-"""What the documents point at is there: pages and their headings."""
+"""What the documents point at is there: pages, their headings, and the files of the tree that they name."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+NAMED = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+(?:\.(?:h|cpp|py))?)/?`")
+# Where a name of a page may begin; "" is the root of the tree.
+FOLDERS = ("", "src/strata", "python/strata", "python")
 
 
 def named(page):
@@ -22,9 +25,37 @@ def headings_of(page):
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
+def is_there(name):
+    """Whether the tree has this file, folder, or noun (a file but for its suffix)."""
+    for folder in FOLDERS:
+        path = ROOT / folder / name.removeprefix("strata/" if folder.endswith("strata") else "")
+        if path.exists() or any(path.parent.glob(path.name + ".*")):
+            return True
+    return False
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for path, heading in LINK.findall(named(page)):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{path} is not there"
         assert not heading or heading in headings_of(target), f"{target.name} has no heading '{heading}'"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_are_in_the_tree(page):
+    missing = [name for name in NAMED.findall(named(page)) if name.split("/")[0] != "build" and not is_there(name)]
+    assert missing == [], "a file was renamed: the page has to follow"
+
+
+@pytest.fixture(scope="module")
+def words_of_the_sources():
+    files = [path for suffix in ("*.h", "*.cpp") for path in (ROOT / "src").rglob(suffix)]
+    return {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_classes_and_functions_that_a_page_names_are_in_the_sources(page, words_of_the_sources):
+    for name in re.findall(r"`((?:\w+::)+\w+)`", named(page)):
+        unknown = [part for part in name.split("::") if part not in words_of_the_sources]
+        assert unknown == [], f"{name} was renamed: the page has to follow"
