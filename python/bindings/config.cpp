@@ -1,16 +1,9 @@
 // The configuration as Python reads it.
-#include <array>
-
 #include "bindings.h"
 #include "strata/engine/config/value_check.h"
 
 namespace strata::python {
 namespace {
-
-std::string_view name_of_carrier(engine::CarrierKind kind) {
-  constexpr std::array<std::string_view, 3> kNames{"auto", "peer", "nccl"};
-  return kNames.at(static_cast<std::size_t>(kind));
-}
 
 // Bytes of a text such as "5GB" or "512mib"; None for any other.
 std::optional<std::int64_t> parse_size(const std::string& text) {
@@ -27,10 +20,6 @@ void bind_config(py::module_& module) {
       .def_static("parse", &Config::parse, py::arg("text_or_path"))
       .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
       .def("digest", &Config::digest)
-      // Of a world of so many ranks.
-      .def("shard_group_size", &Config::shard_group_size, py::arg("world_size"))
-      .def_property_readonly("secondary_shards",
-                             [](const Config& c) { return c.zero.secondary_shards; })
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
       .def_property_readonly(
           "dtype", [](const Config& c) { return std::string(name_of(c.precision.param_dtype)); })
@@ -49,16 +38,6 @@ void bind_config(py::module_& module) {
           "gather_16bit_weights_on_model_save",
           [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; })
       .def_property_readonly("timeout_s", [](const Config& c) { return c.strata.timeout_s; })
-      .def_property_readonly(
-          "collectives",
-          [](const Config& c) {
-            constexpr std::array kNames{"auto", "local", "shm", "c10d", "nccl", "peer"};
-            return std::string(kNames.at(static_cast<std::size_t>(c.strata.collectives)));
-          })
-      .def_property_readonly(
-          "gather", [](const Config& c) { return std::string(name_of_carrier(c.strata.gather)); })
-      .def_property_readonly(
-          "reduce", [](const Config& c) { return std::string(name_of_carrier(c.strata.reduce)); })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
       .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })

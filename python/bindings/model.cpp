@@ -117,9 +117,8 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
                       const std::string& rule, int world_size, bool on_gpus, int ranks_per_host) {
   const torch::ModelInput input = input_from(parameters, modules);
-  const auto device = on_gpus ? torch::JobDevice::kCuda : torch::JobDevice::kCpu;
   return as_dict(
-      torch::forecast_job(input, config, rule_from(rule), {world_size, device, ranks_per_host}));
+      torch::forecast_job(input, config, rule_from(rule), {world_size, on_gpus, ranks_per_host}));
 }
 
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or

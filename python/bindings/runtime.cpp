@@ -1,18 +1,11 @@
 // Collectives and devices for a process that Python drives.
 #include "bindings.h"
-#include "strata/comm/combined/collectives_probe.h"
-#include "strata/comm/combined/grouped_collectives.h"
-#include "strata/comm/combined/split_collectives.h"
-#include "strata/comm/host/shm_collectives.h"
-#include "strata/comm/peer/peer_collectives.h"
 #include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/io/atomic_file.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
-#include "strata/torch/ranks/c10d_collectives.h"
-#include "strata/torch/ranks/device_collectives.h"
 #include "strata/torch/ranks/rank_environment.h"
-#include "strata/torch/ranks/store_bootstrap.h"
+#include "strata/torch/ranks/rank_joining.h"
 
 namespace strata::python {
 namespace {
@@ -20,10 +13,6 @@ namespace {
 std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
-
-// What the ranks of a part of the world are called in errors: (number of the first, step).
-using RankNumbers = std::pair<int, int>;
-constexpr RankNumbers kAllRanks{0, 1};
 
 // Throws the error that ended these collectives, if one did; takes part in nothing.
 void require_usable(comm::Collectives& collectives) {
@@ -36,107 +25,69 @@ void require_usable(comm::Collectives& collectives) {
   }
 }
 
-void bind_collectives(py::module_& module) {
-  module.def(
-      "shm_collectives",
-      [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s,
-         RankNumbers numbers) {
-        const py::gil_scoped_release release;
-        torch::StoreBootstrap bootstrap(std::move(store), rank, world_size,
-                                        to_milliseconds(timeout_s));
-        comm::CommOptions options;
-        options.timeout = to_milliseconds(timeout_s);
-        options.names = {numbers.first, numbers.second};
-        return std::shared_ptr<comm::Collectives>(comm::make_shm_collectives(bootstrap, options));
-      },
-      py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_s"),
-      py::arg("numbers") = kAllRanks);
-  module.def(
-      "exchange_text",
-      [](c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, double timeout_s,
-         const std::string& text) {
-        const py::gil_scoped_release release;
-        torch::StoreBootstrap bootstrap(std::move(store), rank, world_size,
-                                        to_milliseconds(timeout_s));
-        return bootstrap.exchange(text);
-      },
-      py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout_s"),
-      py::arg("text"));
-  module.def(
-      "c10d_collectives",
-      [](c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
-         std::string id, std::string name, RankNumbers numbers) {
-        return std::shared_ptr<comm::Collectives>(
-            torch::make_c10d_collectives(std::move(group), std::move(store), std::move(id),
-                                         std::move(name), {numbers.first, numbers.second}));
-      },
-      py::arg("group"), py::arg("store"), py::arg("id"), py::arg("name"),
-      py::arg("numbers") = kAllRanks);
+// {"peer" | "nccl": {"gather_s": seconds, "reduce_s": seconds}}, or None.
+py::object as_dict(const std::optional<comm::ProbedCarriers>& probe) {
+  if (!probe) return py::none();
+  const auto figures = [](const comm::ProbeTimes& times) {
+    return py::dict(py::arg("gather_s") = times.gather, py::arg("reduce_s") = times.reduce);
+  };
+  return py::dict(py::arg("peer") = figures(probe->peer), py::arg("nccl") = figures(probe->nccl));
 }
 
-// Made of other collectives.
-void bind_combined_collectives(py::module_& module) {
+py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10::Device device,
+                     c10::intrusive_ptr<c10d::Store> store, const py::function& new_backend,
+                     const py::function& say, bool on_gpu, bool nccl_runs, std::string identity) {
+  torch::JoiningRank joining;
+  joining.rank = rank;
+  joining.world_size = world_size;
+  joining.place = device;
+  joining.on_gpu = on_gpu;
+  joining.store = std::move(store);
+  joining.host = torch::host_identity();
+  joining.device = std::move(identity);
+  joining.nccl_runs = nccl_runs;
+  joining.new_backend = [&](const std::string& backend, const std::vector<int>& ranks) {
+    const py::gil_scoped_acquire acquire;
+    return new_backend(backend, ranks).cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+  joining.say = [&](bool warning, const std::string& text) {
+    const py::gil_scoped_acquire acquire;
+    say(warning, text);
+  };
+  comm::JoinedCarriers joined;
+  {
+    const py::gil_scoped_release release;
+    joined = torch::join_ranks(config, joining);
+  }
+  return py::make_tuple(std::move(joined.collectives), as_dict(joined.probe));
+}
+
+void bind_joining(py::module_& module) {
+  // Throws where the settings ask for what cannot be, whoever the other ranks are.
   module.def(
-      "peer_collectives",
-      [](std::shared_ptr<comm::Collectives> control, c10::Device device, double timeout_s,
-         RankNumbers numbers) {
+      "require_possible",
+      [](const engine::Config& config, int world_size, c10::Device device, bool on_gpu,
+         bool has_nccl) {
+        comm::require_possible(
+            config.strata.carriers,
+            {world_size, config.shard_group_size(world_size), on_gpu, has_nccl, device.str()});
+      },
+      py::arg("config"), py::arg("world_size"), py::arg("device"), py::arg("on_gpu"),
+      py::arg("has_nccl"));
+  // new_backend(name, ranks) makes "gloo" or "nccl" among these ranks of the world; say(warning,
+  // text) tells of a choice, on rank 0. `identity`: what tells the device from others.
+  module.def("join_ranks", &join_ranks, py::arg("config"), py::arg("rank"), py::arg("world_size"),
+             py::arg("device"), py::arg("store"), py::arg("new_backend"), py::arg("say"),
+             py::arg("on_gpu"), py::arg("nccl_runs"), py::arg("identity"));
+  module.def(
+      "tell_failure",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+         const std::string& reason, double patience_s) {
         const py::gil_scoped_release release;
-        comm::PeerOptions options;
-        options.timeout = to_milliseconds(timeout_s);
-        options.names = {numbers.first, numbers.second};
-        return std::shared_ptr<comm::Collectives>(comm::make_peer_collectives(
-            torch::make_device(device, 1), std::move(control), options));
+        torch::tell_failure(store, rank, world_size, reason, to_milliseconds(patience_s));
       },
-      py::arg("control"), py::arg("device"), py::arg("timeout_s"), py::arg("numbers") = kAllRanks);
-  module.def(
-      "device_collectives",
-      [](std::shared_ptr<comm::Collectives> control, c10::intrusive_ptr<c10d::Backend> bulk,
-         c10::intrusive_ptr<c10d::Store> store, c10::Device device, std::string id,
-         std::string name, RankNumbers numbers) {
-        const py::gil_scoped_release release;
-        torch::DeviceGroup group;
-        group.place = device;
-        group.device = torch::make_device(device, 1);
-        group.control = std::move(control);
-        group.bulk = std::move(bulk);
-        group.store = std::move(store);
-        group.id = std::move(id);
-        group.name = std::move(name);
-        group.names = {numbers.first, numbers.second};
-        return std::shared_ptr<comm::Collectives>(torch::make_device_collectives(std::move(group)));
-      },
-      py::arg("control"), py::arg("bulk"), py::arg("store"), py::arg("device"), py::arg("id"),
-      py::arg("name"), py::arg("numbers") = kAllRanks);
-  // Of one control plane.
-  module.def(
-      "split_collectives",
-      [](std::shared_ptr<comm::Collectives> gathers,
-         std::shared_ptr<comm::Collectives> reductions) {
-        return std::shared_ptr<comm::Collectives>(
-            comm::make_split_collectives(std::move(gathers), std::move(reductions)));
-      },
-      py::arg("gathers"), py::arg("reductions"));
-  // Seconds of (a gather, a reduction) as training under this configuration has them.
-  module.def(
-      "probe_collectives",
-      [](comm::Collectives& collectives, c10::Device device, const engine::Config& config) {
-        const py::gil_scoped_release release;
-        const auto computes_on = torch::make_device(device, 1);
-        const comm::ProbeTimes times =
-            comm::probe(collectives, *computes_on,
-                        {config.precision.param_dtype, config.precision.communication_dtype});
-        return std::pair(times.gather, times.reduce);
-      },
-      py::arg("collectives"), py::arg("device"), py::arg("config"));
-  module.def(
-      "grouped_collectives",
-      [](std::shared_ptr<comm::Collectives> inside, std::shared_ptr<comm::Collectives> across,
-         c10::Device device, bool secondary) {
-        return std::shared_ptr<comm::Collectives>(comm::make_grouped_collectives(
-            std::move(inside), std::move(across), torch::make_device(device, 1),
-            secondary ? comm::Slices::kSecondary : comm::Slices::kReplicated));
-      },
-      py::arg("inside"), py::arg("across"), py::arg("device"), py::arg("secondary"));
+      py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("reason"),
+      py::arg("patience_s"));
 }
 
 }  // namespace
@@ -156,6 +107,9 @@ void bind_runtime(py::module_& module) {
                                                       place.groups, place.parts);
                              })
       .def("require_usable", &require_usable)
+      // For a program that an exception ends: peers raise CommError "rank 1 left: <reason>".
+      .def("leave", &comm::Collectives::leave, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
       .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
       .def("all_gather_text", &comm::Collectives::all_gather_text,
            py::call_guard<py::gil_scoped_release>());
@@ -191,8 +145,7 @@ void bind_runtime(py::module_& module) {
         return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
       },
       py::arg("config"), py::arg("parameters"), py::arg("local_rank"));
-  bind_collectives(module);
-  bind_combined_collectives(module);
+  bind_joining(module);
 }
 
 }  // namespace strata::python

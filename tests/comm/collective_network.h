@@ -16,16 +16,14 @@
 
 namespace strata::comm::conformance {
 
-class CollectiveNetwork final : public Collectives {
+class CollectiveNetwork : public Collectives {
  public:
   explicit CollectiveNetwork(std::shared_ptr<Collectives> ranks, RankNames names = {})
-      : ranks_(std::move(ranks)), names_(names) {}
+      : Collectives(ranks->rank(), among(kBackendTraits, ranks->rank(), ranks->world_size())),
+        ranks_(std::move(ranks)),
+        names_(names) {}
 
   std::string_view name() const override { return "network"; }
-  int rank() const override { return ranks_->rank(); }
-  int world_size() const override { return ranks_->world_size(); }
-  bool one_sided() const override { return false; }
-  bool deterministic() const override { return false; }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
     return ranks_->allocate(std::move(name), bytes);
@@ -33,7 +31,7 @@ class CollectiveNetwork final : public Collectives {
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
     const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
-    meet(gather.what);
+    come_for(gather.what);
     auto sent = copied(gather.source);
     ranks_->barrier();
     auto work = ranks_->all_gather({sent.get(), Bytes(), Bytes(), slices.slice_bytes}, flat, tag);
@@ -42,7 +40,7 @@ class CollectiveNetwork final : public Collectives {
   }
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     const BulkOperation reduce = describe_reduction(reduction, world_size(), tag);
-    meet(reduce.what);
+    come_for(reduce.what);
     auto sent = copied(reduce.source);
     Reduction of_sent = reduction;
     of_sent.source = sent.get();
@@ -52,23 +50,25 @@ class CollectiveNetwork final : public Collectives {
     return work;
   }
   void all_reduce(std::span<double> values, ReduceOp op) override {
-    meet("all-reduce");
+    come_for("all-reduce");
     ranks_->all_reduce(values, op);
   }
   void broadcast(std::span<std::byte> bytes, int root) override {
-    meet(describe_broadcast(Bytes(bytes.size()), root, world_size()));
+    come_for(describe_broadcast(Bytes(bytes.size()), root, world_size()));
     ranks_->broadcast(bytes, root);
   }
   std::vector<std::string> all_gather_text(const std::string& text) override {
     return ranks_->all_gather_text(text);
   }
-  void barrier() override { meet("barrier"); }
-  void abort(std::string_view reason) noexcept override { ranks_->abort(reason); }
+  void barrier() override { come_for("barrier"); }
+  void end(Ending ending, std::string_view reason) noexcept override {
+    ranks_->end(ending, reason);
+  }
 
  private:
-  void meet(const std::string& what) {
+  void come_for(const std::string& what) {
     try {
-      agree(*ranks_, what, names_);
+      meet(*ranks_, what, names_);
     } catch (const CommError& error) {
       throw CommError(what + ": " + error.what());
     }

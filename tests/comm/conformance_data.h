@@ -90,7 +90,7 @@ inline void check_reduction(Collectives& c, std::size_t numel, float scale, bool
     const std::size_t at = static_cast<std::size_t>(c.rank()) * numel + i;
     const float sum = scale * sum_by_rank(c.world_size(), at);
     const float wanted = accumulate ? 3.0F + sum : sum;
-    const float slack = c.deterministic() && scale == 1.0F && !accumulate ? 0.0F : 0.02F;
+    const float slack = c.traits().deterministic && scale == 1.0F && !accumulate ? 0.0F : 0.02F;
     require_or_say(std::abs(result[i] - wanted) <= slack, [&] {
       return fmt::format("element {} of {}: {} instead of {}", i, numel, result[i], wanted);
     });
@@ -121,7 +121,7 @@ TEST_P(CollectivesMoveData, ReducesSixteenBitContributionsInSinglePrecision) {
     c.reduce_scatter({source.get(), 0_B, DType::kBFloat16, result, 1.0F, false}, "bf16")->wait();
     const float wanted = 256.0F + static_cast<float>(c.world_size() - 1);
     for (const float x : result) {
-      if (c.deterministic())
+      if (c.traits().deterministic)
         require_or_say(x == wanted, [&] { return fmt::format("{} instead of {}", x, wanted); });
     }
   });
@@ -147,7 +147,7 @@ TEST_P(CollectivesMoveData, StartsManyReductionsBeforeTheFirstIsWaitedFor) {
       require(works[i]->done(), "done after wait");
       const float wanted =
           sum_by_rank(c.world_size(), i * world + static_cast<std::size_t>(c.rank()));
-      require(std::abs(results[i] - wanted) <= (c.deterministic() ? 0.0F : 0.02F), "value");
+      require(std::abs(results[i] - wanted) <= (c.traits().deterministic ? 0.0F : 0.02F), "value");
     }
   });
 }
@@ -211,7 +211,7 @@ TEST_P(CollectivesMoveData, ReducesDoublesToTheSameBitsOnEveryRank) {
 
 TEST_P(CollectivesMoveData, ExchangesValuesOnTheDeviceWhereItSaysSo) {
   on_worlds([](Collectives& c) {
-    if (!c.gathers_on_device()) return;
+    if (!c.traits().gathers_on_device) return;
     for (int repeat = 0; repeat < 5; ++repeat) {
       for (const std::size_t bytes : {8UL, Collectives::kOnDeviceMost}) {
         std::vector<std::byte> mine(bytes);

@@ -58,6 +58,33 @@ TEST_P(CollectivesReportErrors, AbortWakesPeersWithItsReason) {
                                            testing::HasSubstr("disk of rank one is full"))));
 }
 
+// The rank that an exception ends says so, and its collectives go before its peers come.
+TEST_P(CollectivesReportErrors, ARankThatLeavesTellsWhy) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    if (c.rank() == 1) c.leave("ValueError: the loss is not finite");
+    c.barrier();
+  });
+  EXPECT_THAT(errors,
+              testing::Each(testing::HasSubstr("rank 1 left: ValueError: the loss is not finite")));
+}
+
+TEST_P(CollectivesReportErrors, ARankThatLeavesAndGoesIsNotAStranger) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    if (c.rank() == 1) {
+      c.leave("ValueError: the loss is not finite");
+      return;
+    }
+    reduce_once(c, 64, "layers.3");
+    c.barrier();
+  });
+  const auto told = testing::HasSubstr("rank 1 left: ValueError: the loss is not finite");
+  EXPECT_THAT(errors[0], told);
+  EXPECT_EQ(errors[1], "no error");
+  EXPECT_THAT(errors[2], told);
+}
+
 TEST_P(CollectivesReportErrors, AbortFailsAReductionThatPeersWaitFor) {
   const auto errors = errors_on_ranks(3, [](Collectives& c) {
     c.barrier();
@@ -148,7 +175,7 @@ TEST_P(CollectivesReportErrors, RefusesWrongArgumentsAndStaysUsable) {
     require(refused([&] { reduce(DType::kInt32); }), "integers");
     require(refused([&] { static_cast<void>(c.allocate("small", 8_B)); }), "name in use");
     require(refused([&] { c.broadcast(flat, 2); }), "no such root");
-    if (c.gathers_on_device()) {
+    if (c.traits().gathers_on_device) {
       std::vector<std::byte> much(Collectives::kOnDeviceMost + 1);
       std::vector<std::byte> all(2 * much.size());
       require(refused([&] { c.all_gather_on_device(all, much); }), "an exchange of much");

@@ -1,4 +1,4 @@
-// Conformance of implementations whose one_sided() is true: a gather needs no other rank's call.
+// Conformance of implementations with Traits::one_sided: a gather needs no other rank's call.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ inline void gather_from_all(Collectives& c, const SharedBuffer& buffer, std::siz
 
 TEST_P(OneSidedGathers, NeedNoOtherRank) {
   on_worlds([](Collectives& c) {
-    require(c.one_sided(), "one-sided");
+    require(c.traits().one_sided, "one-sided");
     auto a = c.allocate("a", 3000_B);
     auto b = c.allocate("b", 5000_B);
     fill(a->local(), c.rank());

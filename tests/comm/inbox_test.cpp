@@ -205,7 +205,7 @@ TEST_P(InboxOfPeers, AddsUpWhatEveryRankWrote) {
         return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank), {});
       },
       [&, type = dtype](Collectives& c) {
-        EXPECT_TRUE(c.has_inbox());
+        EXPECT_TRUE(c.traits().has_inbox);
         const std::vector<std::size_t> slices = {40, 3, 64, 1, 17, 64, 8, 33};
         const Bytes most = bytes_of(Numel(64 * c.world_size()), type);
         const auto inbox = c.make_inbox("inbox", most * 2 - 1_B);

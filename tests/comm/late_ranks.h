@@ -109,16 +109,11 @@ class HostGather final : public Work {
 class HostResults final : public Collectives {
  public:
   HostResults(std::unique_ptr<Collectives> collectives, std::shared_ptr<device::Device> device)
-      : device_(std::move(device)), collectives_(std::move(collectives)) {}
+      : Collectives(collectives->rank(), with_no_inbox(collectives->traits())),
+        device_(std::move(device)),
+        collectives_(std::move(collectives)) {}
 
   std::string_view name() const override { return collectives_->name(); }
-  int rank() const override { return collectives_->rank(); }
-  int world_size() const override { return collectives_->world_size(); }
-  ShardPlace shard_place() const override { return collectives_->shard_place(); }
-  bool one_sided() const override { return collectives_->one_sided(); }
-  bool deterministic() const override { return collectives_->deterministic(); }
-  bool sums_in_fp32() const override { return collectives_->sums_in_fp32(); }
-  bool gathers_on_device() const override { return collectives_->gathers_on_device(); }
   void record_times(bool on) override { collectives_->record_times(on); }
   device::Stream* contribution_stream() override { return collectives_->contribution_stream(); }
 
@@ -158,9 +153,16 @@ class HostResults final : public Collectives {
   }
   void barrier() override { collectives_->barrier(); }
   void group_barrier() override { collectives_->group_barrier(); }
-  void abort(std::string_view reason) noexcept override { collectives_->abort(reason); }
+  void end(Ending ending, std::string_view reason) noexcept override {
+    collectives_->end(ending, reason);
+  }
 
  private:
+  static Traits with_no_inbox(Traits traits) {
+    traits.has_inbox = false;
+    return traits;
+  }
+
   std::shared_ptr<device::Device> device_;
   std::unique_ptr<Collectives> collectives_;
 };

@@ -65,10 +65,11 @@ TEST_P(SplitCollectivesTest, PromiseWhatThePartsDo) {
   const bool peers_gather = GetParam() == PeersCarry::kGathers;
   const auto results = run(2, [&](Collectives& c) {
     require(c.name() == (peers_gather ? "peer/network" : "network/peer"), "name");
-    require(c.one_sided() == peers_gather, "gathers");
-    require(c.deterministic() != peers_gather && c.sums_in_fp32() != peers_gather, "sums");
+    require(c.traits().one_sided == peers_gather, "gathers");
+    require(c.traits().deterministic != peers_gather && c.traits().sums_in_fp32 != peers_gather,
+            "sums");
     require((c.contribution_stream() == nullptr) == peers_gather, "stream");
-    require(c.gathers_on_device(), "exchange");
+    require(c.traits().gathers_on_device, "exchange");
     c.barrier();
     return std::string();
   });

@@ -83,12 +83,8 @@ MemoryForecast held(const FakeModel& model, const Case& c) {
   return result;
 }
 
-Carriers carriers_for(int world, bool peers = false) {
-  Carriers carriers;
-  carriers.world_size = world;
-  carriers.place = {0, world, 0, 1};
-  carriers.gathers_on_device = carriers.has_contribution_stream = carriers.has_inbox = peers;
-  return carriers;
+comm::Traits traits_for(int world, bool peers = false) {
+  return comm::among(peers ? comm::kPeerTraits : comm::kHostMemoryTraits, 0, world);
 }
 
 MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead = false) {
@@ -97,7 +93,7 @@ MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead =
   training.micro_steps = c.micro_steps;
   training.runs_ahead = runs_ahead;
   return forecast_memory(model.params, model.plan, model.tree, training,
-                         carriers_for(c.world, c.peers));
+                         traits_for(c.world, c.peers));
 }
 
 class MemoryForecastTest : public testing::TestWithParam<Case> {};
@@ -147,7 +143,7 @@ TEST(MemoryForecast, OfPeersHasRoomForWhatIsUnderWayAndAUnit) {
   training.options = options_of({DType::kBFloat16, 3, 2}).engine;
   training.options.max_reducing = 20_KiB;  // more than a block and a half
   const MemoryForecast expected =
-      forecast_memory(model.params, model.plan, model.tree, training, carriers_for(2, true));
+      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2, true));
   EXPECT_EQ(expected.of(Kind::kGradients), 20_KiB + largest);
 }
 
@@ -171,7 +167,7 @@ TEST(MemoryForecast, HoldsForEveryOrderOfGradientsWithinABlock) {
   Training training;
   training.options = options.engine;
   const MemoryForecast expected =
-      forecast_memory(model.params, model.plan, model.tree, training, carriers_for(2));
+      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
   for (unsigned seed = 0; seed < 20; ++seed) {
     engine::fake::expect_no_errors(
         engine::fake::run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
@@ -229,17 +225,14 @@ TEST(MemoryForecast, OfAnOptimizerOfTheUsersHasItsMastersAndGradientsOnce) {
   Training training;
   training.options.stage = 3;
   training.rule = engine::UpdateRule::kExternal;
-  Carriers carriers;
-  carriers.world_size = 2;
-  carriers.place = {0, 2, 0, 1};
   const MemoryForecast forecast =
-      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
   EXPECT_EQ(forecast.of(Kind::kMasterWeights), forecast.of(Kind::kGradientShards));
   EXPECT_EQ(forecast.of(Kind::kOptimizerState), 0_B);
   // It reads fp32: of what is kept in a narrower type it gets a copy.
   training.options.accumulation_dtype = DType::kBFloat16;
   const MemoryForecast narrow =
-      forecast_memory(model.params, model.plan, model.tree, training, carriers);
+      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
   EXPECT_GE(narrow.of(Kind::kGradientShards) * 2, narrow.of(Kind::kMasterWeights) * 3);
 }
 

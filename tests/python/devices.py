@@ -66,7 +66,7 @@ def prepare_rank():
         import strata.ranks.runtime
 
         # Users are told that ranks on one GPU are a mistake, unless they ask for "peer".
-        strata.ranks.runtime._require_own_devices = lambda hosts, devices: None
+        strata.ranks.runtime._device_identity = lambda device: f"{device.type} of process {os.getpid()}"
 
 
 def to_test_device(values):

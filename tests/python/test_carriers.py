@@ -17,26 +17,26 @@ from test_errors import assert_told, error_of
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 import strata
-from strata.ranks import carriers, runtime
+from strata.ranks import runtime
 
 SPLIT = [("peer", "nccl"), ("nccl", "peer")]
 
 
 @contextmanager
-def _both_carriers(wanted=None):
-    """``wanted``: instead of what the configuration makes of the device."""
+def _both_carriers(nccl_runs=True):
+    """The choice of GPUs, on the CPU, too."""
     if ON_GPU:
         yield
         return
+    facts, new_backend = runtime._facts, runtime._new_backend
 
-    def gloo(part, device, timeout_s):
-        return part.new_group("gloo", timeout_s)._get_backend(torch.device("cpu"))
+    def as_of_a_gpu(device):
+        return facts(device) | {"on_gpu": True, "has_nccl": True, "nccl_runs": nccl_runs}
 
-    with mock.patch.object(carriers, "nccl_backend", gloo), \
-         mock.patch.object(runtime, "require_sensible", lambda *_: None), \
-         mock.patch.object(runtime, "nccl_runs", lambda _: True), \
-         mock.patch.object(runtime, "wanted_carriers",
-                           lambda *found: wanted or carriers.wanted_carriers(*found)):
+    def gloo(_, *rest):
+        return new_backend("gloo", *rest)
+
+    with mock.patch.object(runtime, "_facts", as_of_a_gpu), mock.patch.object(runtime, "_new_backend", gloo):
         yield
 
 
@@ -83,31 +83,17 @@ def test_an_engine_says_what_carries(gather, reduce):
 # --- the choice ---
 
 
-def test_nccl_must_be_faster_by_far():
-    figures = {"peer": (3.0, 3.0), "nccl": (2.5, 1.9)}
-    assert carriers.choose(("auto", "auto"), figures) == ("peer", "nccl")
-    assert carriers.choose(("nccl", "auto"), figures) == ("nccl", "nccl")
-    assert carriers.choose(("auto", "peer"), figures) == ("peer", "peer")
-
-
-def test_what_could_not_be_measured_is_not_chosen():
-    never = float("inf")
-    for peer, nccl in (((never, never), (1.0, 1.0)), ((1.0, 1.0), (never, never)), ((never, never), (never, never))):
-        assert carriers.choose(("auto", "auto"), {"peer": peer, "nccl": nccl}) == ("peer", "peer")
-
-
 def _probed():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("strata.ranks.carriers")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    runtime.logger.addHandler(handler)
+    runtime.logger.setLevel(logging.INFO)
     strata.init_distributed()
     if ON_GPU:  # the script has used NCCL
         torch.cuda.set_device(test_device())
         torch.distributed.all_reduce(torch.zeros(1, device=test_device()))
-    with _both_carriers(("auto", "auto")):
+    with _both_carriers():
         engine = make_engine(make_model(), _config("auto", "auto", collectives="auto"))
     name, probe = (engine.init_report["collectives"][key] for key in ("name", "probe"))
     engine.destroy()
@@ -126,26 +112,20 @@ def test_a_probe_compares_them_where_nccl_runs():
     assert told[1][2] == []
 
 
-def _neither_starts():
-    def no_peers(*_):
-        raise strata.CommError("rank 1 cannot share memory with the others: no handles to give")
-
+def _nccl_does_not_start():
     def no_nccl(*_):
-        raise strata.CommError("rank 0 on host h: NCCL did not start on cuda:0")
+        raise strata.CommError("no communicator to give")
 
-    with mock.patch.object(runtime, "wanted_carriers", lambda *_: ("auto", "auto")), \
-         mock.patch.object(carriers._C, "peer_collectives", no_peers), \
-         mock.patch.object(carriers, "nccl_backend", no_nccl):
-        return error_of(lambda: make_engine(make_model(), _config("auto", "auto", collectives="auto")))
+    with _both_carriers(), mock.patch.object(runtime, "_new_backend", no_nccl):
+        return error_of(lambda: make_engine(make_model(), _config("peer", "nccl", collectives="auto")))
 
 
-def test_the_failure_of_nccl_says_why_peers_were_not_taken():
-    told = run_ranks(2, _neither_starts)
-    assert_told(told, "CommError", "NCCL did not start", "do not reach each other's memory", "no handles to give")
+def test_the_failure_of_a_process_group_is_told():
+    assert_told(run_ranks(2, _nccl_does_not_start), "CommError", "no communicator to give")
 
 
 def _unprobed():
-    with mock.patch.object(runtime, "wanted_carriers", lambda *_: ("auto", "auto")):
+    with _both_carriers(nccl_runs=False):
         engine = make_engine(make_model(), _config("auto", "auto", collectives="auto"))
     name, probe = (engine.init_report["collectives"][key] for key in ("name", "probe"))
     engine.destroy()
@@ -163,7 +143,7 @@ def _errors():
     rank, _ = rank_and_world()
     cuda = {"strata": {"gather": "nccl"}, "zero_optimization": {"mics_shard_size": 1}}
     differing = _config("auto", "auto", collectives="shm" if rank else "c10d")
-    with mock.patch.object(runtime, "_join", side_effect=AssertionError("the ranks must not meet")):
+    with mock.patch.object(runtime, "_new_backend", side_effect=AssertionError("the ranks must not meet")):
         told = {"differing": error_of(strata.initialize, model=make_model(), config=differing)}
     told["choice"] = error_of(make_engine, make_model(), _config("shm", "auto"))
     if ON_GPU:
@@ -186,25 +166,3 @@ def test_settings_that_cannot_be_are_refused():
         assert_told(of("groups"), "ConfigError", "strata.gather", "groups of 1 among 2 ranks")
     else:
         assert_told(of("host"), "ConfigError", "strata.reduce", "'nccl' is for GPUs", "cpu")
-
-
-class _Asked:
-    def __init__(self, gather, reduce):
-        self.gather, self.reduce = gather, reduce
-
-
-def test_groups_are_for_one_choice():
-    with pytest.raises(strata.ConfigError, match="strata.reduce: for ranks that are one shard group.*groups of 2 among 4"):
-        carriers.require_sensible(_Asked("auto", "peer"), 4, 2, torch.device("cuda", 0))
-
-
-def test_carriers_follow_the_collectives_unless_they_are_named():
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    auto = _Asked("auto", "auto")
-    assert carriers.wanted_carriers(auto, "auto", True, gpu) == ("auto", "auto")
-    assert carriers.wanted_carriers(auto, "auto", False, gpu) == ("nccl", "nccl")
-    assert carriers.wanted_carriers(auto, "c10d", True, gpu) == ("nccl", "nccl")
-    assert carriers.wanted_carriers(auto, "peer", True, cpu) == ("peer", "peer")
-    assert carriers.wanted_carriers(auto, "auto", True, cpu) is None
-    assert carriers.wanted_carriers(_Asked("nccl", "auto"), "peer", True, gpu) == ("nccl", "peer")
-    assert carriers.wanted_carriers(_Asked("auto", "peer"), "nccl", True, gpu) == ("nccl", "peer")

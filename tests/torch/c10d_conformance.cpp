@@ -2,6 +2,8 @@
 // data of DeviceCollectives, whose device is the CPU here, also with peers for gathers or
 // reductions. A Python module, since gloo's process
 // groups are made in Python; ranks are threads of one process, each with its own group.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
@@ -10,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/collectives_conformance.h"
+#include "strata/comm/bulk_operation.h"
 #include "strata/comm/combined/split_collectives.h"
 #include "strata/comm/host/local_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
@@ -105,6 +108,48 @@ INSTANTIATE_TEST_SUITE_P(Split, CollectivesReportErrors,
 INSTANTIATE_TEST_SUITE_P(Split, OneSidedGathers, testing::Values(split_backend(true)));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesMoveData, testing::Values(Backend{"gloo", run_gloo}));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{"gloo", run_gloo}));
+
+// Rank 1 meets rank 0 for a reduction and goes instead; by then rank 0's collectives are gone, too.
+TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
+  const int group = ++groups_made;
+  LocalGroup ranks(2);
+  const auto body = [&](Collectives& c) -> std::string {
+    c10::intrusive_ptr<c10d::Backend> backend;
+    c10::intrusive_ptr<c10d::Store> store;
+    {
+      const py::gil_scoped_acquire acquire;
+      std::tie(backend, store) = make_backend(c.rank(), 2, 60.0, group);
+    }
+    const auto source = c.allocate("source", 8_B);
+    float result = 0;
+    const Reduction reduction{source.get(),          0_B,  DType::kFloat32,
+                              std::span(&result, 1), 1.0F, false};
+    if (c.rank() == 1) {
+      std::uint64_t hash = std::hash<std::string>{}(describe_reduction(reduction, 2, "one").what);
+      at::Tensor mine = at::from_blob(&hash, {sizeof(hash)}, at::kByte);
+      at::Tensor all = at::empty({2 * static_cast<std::int64_t>(sizeof(hash))}, at::kByte);
+      backend->_allgather_base(all, mine)->wait();
+      c.barrier();
+      return "gone";
+    }
+    auto gloo = torch::make_c10d_collectives(backend, store, std::to_string(group), "gloo");
+    const auto work = gloo->reduce_scatter(reduction, "one");
+    gloo.reset();
+    backend.reset();
+    c.barrier();
+    try {
+      work->wait();
+    } catch (const CommError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  const auto results = run_as_threads(
+      2, [&](int rank) { return ranks.rank(rank); }, body);
+  EXPECT_THAT(results[0], testing::HasSubstr("rank 0: reduction of 'one'"));
+  EXPECT_EQ(results[1], "gone");
+}
+
 // 0 when all tests that `filter` names passed; their output goes to stdout.
 int run(MakeBackend make, const std::string& filter) {
   make_backend = std::move(make);

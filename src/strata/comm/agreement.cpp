@@ -5,13 +5,12 @@
 #include <algorithm>
 #include <functional>
 
-#include "strata/base/error.h"
 #include "strata/comm/bulk_operation.h"
 
 namespace strata::comm {
 
-std::vector<std::uint64_t> agree(Collectives& control, const std::string& what, RankNames names,
-                                 std::uint64_t number) {
+std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
+                                std::uint64_t number) {
   const auto hash = static_cast<double>(std::hash<std::string>{}(what) >> 12U);  // exact
   std::vector<double> values(static_cast<std::size_t>(control.world_size()) + 2);
   values[static_cast<std::size_t>(control.rank())] = static_cast<double>(number);

@@ -1,9 +1,6 @@
-// What ranks settle with each other before they go on.
-//
-// The meeting before an operation that all of them must do: who came for another one shows
-// here, before a stream or a backend waits for what never comes. Collectives that carry bulk data
-// beside a control plane begin each of their operations with it, so that several of them may share
-// one control plane. Threads, errors: collectives.h; CommError that says what each rank does.
+// What ranks settle with each other before they go on: that all of them came for the same
+// operation, and that each of them can do a step. Threads, errors: collectives.h; CommError that
+// says what each rank does, or which one cannot.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +8,36 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "strata/base/error.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/comm_options.h"
 
 namespace strata::comm {
 
-// Collective over `control`. `what`: equal on ranks that do the same. Returns everybody's `number`,
-// by rank; numbers are below 2^52.
-std::vector<std::uint64_t> agree(Collectives& control, const std::string& what, RankNames names,
-                                 std::uint64_t number = 0);
+// Collective over `control`: the meeting before an operation. A rank that came for another one
+// shows here, before a stream or a backend waits for what never comes. Collectives that carry bulk
+// data beside a control plane begin each operation with it, so that several of them may share one
+// control plane. `what`: equal on ranks that do the same. Returns everybody's `number`, by rank;
+// numbers are below 2^52.
+std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
+                                std::uint64_t number = 0);
 
 // Of everybody's text, by rank: the first rank that has something to say; none: nobody has.
 std::optional<std::size_t> first_to_say(std::span<const std::string> texts);
+
+// The text of the Error that `step` threw, to be told to the others; empty: it threw none.
+template <typename Step>
+std::string error_of(Step&& step) {
+  try {
+    std::forward<Step>(step)();
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
 
 // `errors`: everybody's, by rank; empty: that rank can. CommError, alike on every rank, that names
 // the first rank that cannot do `what` ("reach the others").

@@ -7,7 +7,7 @@
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
-//   all_gather      copies every rank's slice into my flat buffer. Where one_sided() is true I pull
+//   all_gather      copies every rank's slice into my flat buffer. With Traits::one_sided I pull
 //                   the slices myself, when I like and in my own order, and peers need not take
 //                   part. Else it is a collective: every rank must call it, in the same order.
 //   reduce_scatter  adds up every rank's copy of my slice. Always a collective in one common order:
@@ -15,8 +15,8 @@
 //                   may be started before the first is waited for. The work may be done in wait(),
 //                   in done() or in any later call of this rank, so a rank that computes for long
 //                   between its calls should call done() now and then.
-// Where has_inbox(), contributions may be written into the memory of those who add them up instead
-// (inbox.h); what Inbox::reduce() starts is a reduce_scatter in that order.
+// With Traits::has_inbox contributions may be written into the memory of those who add them up
+// instead (inbox.h); what Inbox::reduce() starts is a reduce_scatter in that order.
 // reduce_scatter, all_reduce, broadcast, all_gather_text and barrier share that one order.
 // One-sided gathers are sound because slices change only between two synchronisations: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
@@ -55,6 +55,7 @@
 #include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/comm/inbox.h"
+#include "strata/comm/traits.h"
 #include "strata/device/device.h"
 
 namespace strata::comm {
@@ -68,20 +69,6 @@ class SharedBuffer {
   virtual const std::string& name() const = 0;
   // Of allocate_growing(): from now on the first `bytes` may be used. Never shrinks.
   virtual void back(Bytes /*bytes*/) {}
-};
-
-// Where this rank stands among those that one thing is sharded over, its shard group.
-struct ShardPlace {
-  int index = 0;   // of this rank's slice
-  int count = 1;   // slices of a thing, ranks of a group
-  int group = 0;   // that this rank belongs to
-  int groups = 1;  // each of them holds everything
-  // So many slices, neighbours, are held by each of as many ranks, of which one owns each: that one
-  // gets its sum, and complete_slices() brings it to the others. Gathers are of held slices.
-  int parts = 1;
-
-  int held_index() const { return index / parts; }
-  int held_count() const { return count / parts; }
 };
 
 // Where each rank keeps the slice of one thing that it holds: rank r's (r counts held slices) is at
@@ -141,15 +128,18 @@ class Work {
 
 enum class ReduceOp { kSum, kMin, kMax };
 
+// Why a rank takes part no more: it failed, or its program goes.
+enum class Ending { kFailed, kLeft };
+
 class Collectives {
  public:
   virtual ~Collectives() = default;
 
   virtual std::string_view name() const = 0;  // "local", "shm", "gloo", "nccl"
-  virtual int rank() const = 0;
-  virtual int world_size() const = 0;
-  virtual ShardPlace shard_place() const { return {rank(), world_size(), 0, 1}; }
-  virtual bool one_sided() const = 0;
+  int rank() const { return rank_; }
+  const Traits& traits() const { return traits_; }
+  int world_size() const { return traits_.world_size; }
+  const ShardPlace& shard_place() const { return traits_.place; }
 
   // Local, not a collective; peers find the buffer by its name when they first read it. `name` is
   // unique among this rank's living buffers.
@@ -170,24 +160,20 @@ class Collectives {
   virtual void complete_slices(std::span<const SliceMap> /*slices*/) {}
 
   // Sums in fp32 in the order of ranks, so that the bits are the same in every run (gloo and NCCL
-  // keep their own order: deterministic() is false).
+  // keep their own order: Traits::deterministic is false).
   virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction,
                                                std::string_view tag) = 0;
-  virtual bool deterministic() const = 0;
-  // Whether contributions of 16 bits are widened before they are added up.
-  virtual bool sums_in_fp32() const { return deterministic(); }
 
   // A stream of the device in which contributions are best written (Reduction::writer): reductions
   // run in it, too. Null: any other.
   virtual device::Stream* contribution_stream() { return nullptr; }
 
-  // Memory into which the other ranks write their contributions themselves. Only where has_inbox():
-  // ranks reach each other's memory, and things are sharded over all of them. Local, like
-  // allocate(), and of such memory.
+  // Memory into which the other ranks write their contributions themselves. Null unless
+  // Traits::has_inbox: ranks reach each other's memory, and things are sharded over all of them.
+  // Local, like allocate(), and of such memory.
   virtual std::unique_ptr<Inbox> make_inbox(std::string /*name*/, Bytes /*bytes*/) {
-    STRATA_ASSERT(false);
+    return nullptr;
   }
-  virtual bool has_inbox() const { return false; }
 
   // Whether works that are started from now on know their times(). Not from the start.
   virtual void record_times(bool /*on*/) {}
@@ -198,12 +184,11 @@ class Collectives {
   // Every rank's `mine`, at most kOnDeviceMost bytes of device memory, in the order of ranks, into
   // `all`; in the compute stream: no host waits for a device. What the compute stream gets
   // afterwards comes after what those of all ranks held before, and after the gathers that these
-  // started. Only where gathers_on_device().
+  // started. Only where Traits::gathers_on_device.
   virtual void all_gather_on_device(std::span<std::byte> /*all*/,
                                     std::span<const std::byte> /*mine*/) {
-    STRATA_ASSERT(false);
+    throw UsageError("these collectives exchange nothing on devices: ask traits() first");
   }
-  virtual bool gathers_on_device() const { return false; }
   static constexpr std::size_t kOnDeviceMost = 64;
 
   virtual void broadcast(std::span<std::byte> bytes, int root) = 0;
@@ -215,9 +200,20 @@ class Collectives {
   // Of this rank's shard group alone: enough before slices that have changed are gathered.
   virtual void group_barrier() { barrier(); }
 
-  // Makes this rank's failure known: peers' pending and later calls throw CommError that names this
-  // rank and `reason`. Local, never blocks, may be called from a destructor.
-  virtual void abort(std::string_view reason) noexcept = 0;
+  // Makes known that this rank takes part no more: peers' pending and later calls throw a CommError
+  // that names this rank, its ending and `reason`. The first ending counts. Local, never waits for
+  // a peer, may be called from a destructor.
+  virtual void end(Ending ending, std::string_view reason) noexcept = 0;
+  void abort(std::string_view reason) noexcept { end(Ending::kFailed, reason); }
+  // For a program that an exception ends: peers throw "rank 1 left: <reason>".
+  void leave(std::string_view reason) noexcept { end(Ending::kLeft, reason); }
+
+ protected:
+  Collectives(int rank, const Traits& traits) : rank_(rank), traits_(traits) {}
+
+ private:
+  int rank_;
+  Traits traits_;
 };
 
 }  // namespace strata::comm

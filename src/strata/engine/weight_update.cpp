@@ -31,7 +31,7 @@ void WeightUpdate::run(ShardedOptimizer& optimizer, std::span<const GroupScalars
 bool WeightUpdate::fetches_ahead() const {
   const comm::ShardPlace place = collectives_.shard_place();
   return device_.runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
-         collectives_.one_sided();
+         collectives_.traits().one_sided;
 }
 
 // What the next forward of every rank needs first, in the order of all. Of a unit that only some

@@ -48,23 +48,18 @@ class DryInbox final : public comm::Inbox {
 
 class DryCollectives final : public comm::Collectives {
  public:
-  DryCollectives(const Carriers& carriers, std::shared_ptr<device::Device> device)
-      : carriers_(carriers), device_(std::move(device)), contributions_(device_->create_stream()) {}
+  DryCollectives(const comm::Traits& traits, std::shared_ptr<device::Device> device)
+      : Collectives(0, traits),
+        device_(std::move(device)),
+        contributions_(device_->create_stream()) {}
 
   std::string_view name() const override { return "dry"; }
-  int rank() const override { return 0; }
-  int world_size() const override { return carriers_.world_size; }
-  comm::ShardPlace shard_place() const override { return carriers_.place; }
-  bool one_sided() const override { return carriers_.one_sided; }
-  bool deterministic() const override { return carriers_.deterministic; }
-  bool sums_in_fp32() const override { return carriers_.sums_in_fp32; }
-  bool gathers_on_device() const override { return carriers_.gathers_on_device; }
   device::Stream* contribution_stream() override {
-    return carriers_.has_contribution_stream ? contributions_.get() : nullptr;
+    return traits().has_contribution_stream ? contributions_.get() : nullptr;
   }
 
-  bool has_inbox() const override { return carriers_.has_inbox; }
   std::unique_ptr<comm::Inbox> make_inbox(std::string, Bytes bytes) override {
+    if (!traits().has_inbox) return nullptr;
     return std::make_unique<DryInbox>(bytes);
   }
 
@@ -82,35 +77,21 @@ class DryCollectives final : public comm::Collectives {
   void all_gather_on_device(std::span<std::byte>, std::span<const std::byte>) override {}
   void broadcast(std::span<std::byte>, int) override {}
   std::vector<std::string> all_gather_text(const std::string& text) override {
-    return std::vector<std::string>(static_cast<std::size_t>(carriers_.world_size), text);
+    return std::vector<std::string>(static_cast<std::size_t>(world_size()), text);
   }
   void barrier() override {}
-  void abort(std::string_view) noexcept override {}
+  void end(comm::Ending, std::string_view) noexcept override {}
 
  private:
-  Carriers carriers_;
   std::shared_ptr<device::Device> device_;
   std::unique_ptr<device::Stream> contributions_;
 };
 
 }  // namespace
 
-Carriers carriers_of(comm::Collectives& collectives) {
-  Carriers carriers;
-  carriers.world_size = collectives.world_size();
-  carriers.place = collectives.shard_place();
-  carriers.one_sided = collectives.one_sided();
-  carriers.deterministic = collectives.deterministic();
-  carriers.sums_in_fp32 = collectives.sums_in_fp32();
-  carriers.gathers_on_device = collectives.gathers_on_device();
-  carriers.has_inbox = collectives.has_inbox();
-  carriers.has_contribution_stream = collectives.contribution_stream() != nullptr;
-  return carriers;
-}
-
-std::unique_ptr<comm::Collectives> make_dry_collectives(const Carriers& carriers,
+std::unique_ptr<comm::Collectives> make_dry_collectives(const comm::Traits& traits,
                                                         std::shared_ptr<device::Device> device) {
-  return std::make_unique<DryCollectives>(carriers, std::move(device));
+  return std::make_unique<DryCollectives>(traits, std::move(device));
 }
 
 }  // namespace strata::forecast

@@ -10,20 +10,8 @@
 
 namespace strata::forecast {
 
-// What of a job's collectives an engine acts upon.
-struct Carriers {
-  int world_size = 1;
-  comm::ShardPlace place{};
-  bool one_sided = true;
-  bool deterministic = true;
-  bool sums_in_fp32 = true;
-  bool gathers_on_device = false;
-  bool has_contribution_stream = false;
-  bool has_inbox = false;
-};
-Carriers carriers_of(comm::Collectives& collectives);
-
-std::unique_ptr<comm::Collectives> make_dry_collectives(const Carriers& carriers,
+// Rank 0 of collectives with these traits.
+std::unique_ptr<comm::Collectives> make_dry_collectives(const comm::Traits& traits,
                                                         std::shared_ptr<device::Device> device);
 
 }  // namespace strata::forecast

@@ -29,13 +29,13 @@ std::size_t groups_of(std::span<const plan::ParamSpec> params) {
 
 MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                         const plan::ModuleTree& tree, const Training& training,
-                        const Carriers& carriers, Arrival arrival) {
+                        const comm::Traits& traits, Arrival arrival) {
   const auto device = std::make_shared<DryDevice>(training.runs_ahead);
   engine::EngineOptions options = training.options;
   options.trace.clear();
   NoViews views;
   engine::Engine engine(params, plan, options, training.rule, "",
-                        make_dry_collectives(carriers, device), device,
+                        make_dry_collectives(traits, device), device,
                         offload::MemoryStore::on_device(*device), views);
   engine.weights_changed(/*complete=*/true);
   engine.prepare();
@@ -62,11 +62,11 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
 
 MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                                const plan::ModuleTree& tree, const Training& training,
-                               const Carriers& carriers) {
+                               const comm::Traits& traits) {
   MemoryForecast most;
   for (const Arrival arrival :
        {Arrival{true, false}, Arrival{true, true}, Arrival{false, false}, Arrival{false, true}}) {
-    const MemoryForecast one = peaks_of(params, plan, tree, training, carriers, arrival);
+    const MemoryForecast one = peaks_of(params, plan, tree, training, traits, arrival);
     for (std::size_t k = 0; k < one.by_kind.size(); ++k)
       most.by_kind[k] = std::max(most.by_kind[k], one.by_kind[k]);
     most.total = std::max(most.total, one.total);

@@ -34,9 +34,10 @@ struct Training {
   bool runs_ahead = false;  // the device: GPUs do
 };
 
-// Of every rank; shards are equal. `tree` is what the plan was made from.
+// Of every rank; shards are equal. `traits`: of the job's collectives. `tree` is what the plan was
+// made from.
 MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                                const plan::ModuleTree& tree, const Training& training,
-                               const Carriers& carriers);
+                               const comm::Traits& traits);
 
 }  // namespace strata::forecast

@@ -29,14 +29,14 @@ class CollectivesPair {
       return std::forward<Call>(call)();
     } catch (const CommError& error) {
       if (!broken()) failure_ = error.what();
-      abort(failure_);
+      end(Ending::kFailed, failure_);
       throw CommError(failure_);
     }
   }
 
-  void abort(std::string_view reason) noexcept {
-    first_->abort(reason);
-    second_->abort(reason);
+  void end(Ending ending, std::string_view reason) noexcept {
+    first_->end(ending, reason);
+    second_->end(ending, reason);
   }
 
  private:

@@ -41,7 +41,7 @@ ProbeTimes probe(Collectives& collectives, device::Device& device, const ProbedD
   const int world = collectives.world_size();
   const Numel numel(kProbeBytes.value / size_of(dtypes.weights).value / world);  // of a slice
   const bool narrow =
-      collectives.sums_in_fp32() && size_of(dtypes.weights) < size_of(dtypes.reduce);
+      collectives.traits().sums_in_fp32 && size_of(dtypes.weights) < size_of(dtypes.reduce);
   const DType carried = narrow ? dtypes.weights : dtypes.reduce;
   const Bytes slice = bytes_of(numel, dtypes.weights);
   Room room;

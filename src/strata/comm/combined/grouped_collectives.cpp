@@ -59,7 +59,8 @@ class GroupedReduction final : public Work {
   ~GroupedReduction() override {
     try {
       wait();
-    } catch (const Error&) {  // as documented: who wants the error calls wait()
+    } catch (const std::exception&) {
+      return;  // who wants the error calls wait()
     }
   }
 
@@ -82,36 +83,20 @@ class GroupedReduction final : public Work {
   ReplicaSums::Started started_;
 };
 
-ShardPlace place_of(const Collectives& inside, const Collectives& across, Slices slices) {
-  const int replicas = across.world_size();
-  if (slices == Slices::kReplicated)
-    return {inside.rank(), inside.world_size(), across.rank(), replicas, 1};
-  return {inside.rank() * replicas + across.rank(), inside.world_size() * replicas, 0, 1, replicas};
-}
-
 class GroupedCollectives final : public Collectives {
  public:
   GroupedCollectives(std::shared_ptr<Collectives> inside, std::shared_ptr<Collectives> across,
                      std::shared_ptr<device::Device> device, Slices slices)
-      : name_(inside->name() == across->name()
+      : Collectives(across->rank() * inside->world_size() + inside->rank(),
+                    grouped_traits(inside->traits(), across->traits(), slices)),
+        name_(inside->name() == across->name()
                   ? std::string(inside->name())
                   : fmt::format("{}+{}", inside->name(), across->name())),
         groups_{inside->world_size(), across->world_size()},
-        rank_(across->rank() * groups_.size + inside->rank()),
-        place_(place_of(*inside, *across, slices)),
         core_(std::make_shared<Core>(std::move(inside), std::move(across), std::move(device),
                                      slices)) {}
 
   std::string_view name() const override { return name_; }
-  int rank() const override { return rank_; }
-  int world_size() const override { return groups_.count * groups_.size; }
-  ShardPlace shard_place() const override { return place_; }
-  bool one_sided() const override { return core_->inside().one_sided(); }
-  bool deterministic() const override {
-    return core_->inside().deterministic() && core_->across().deterministic();
-  }
-  // What the replicas add up is fp32 by then.
-  bool sums_in_fp32() const override { return core_->inside().sums_in_fp32(); }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
     return core_->guarded([&] { return core_->inside().allocate(std::move(name), bytes); });
@@ -154,7 +139,7 @@ class GroupedCollectives final : public Collectives {
     }
     core_->guarded([&] {
       core_->sums().finish_all();
-      if (groups_.index_of(root) == groups_.index_of(rank_))
+      if (groups_.index_of(root) == groups_.index_of(rank()))
         core_->across().broadcast(bytes, groups_.group_of(root));
       core_->inside().broadcast(bytes, groups_.index_of(root));
     });
@@ -184,15 +169,13 @@ class GroupedCollectives final : public Collectives {
     core_->guarded([&] { core_->inside().barrier(); });
   }
 
-  void abort(std::string_view reason) noexcept override { core_->abort(reason); }
+  void end(Ending ending, std::string_view reason) noexcept override { core_->end(ending, reason); }
 
  private:
   void complete_from_memory(std::span<const SliceMap> slices);
 
   std::string name_;
   ShardGroups groups_;
-  int rank_;
-  ShardPlace place_;
   std::shared_ptr<Core> core_;
   std::unique_ptr<SharedBuffer> parts_;  // own ones, for replicas that read them; null: none yet
 };
@@ -205,19 +188,19 @@ std::span<std::byte> memory_of(const SliceMap& slice, int index) {
 }
 
 void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
-  if (place_.parts == 1) return;
+  if (shard_place().parts == 1) return;
   core_->guarded([&] {
     core_->sums().finish_all();
-    if (core_->across().one_sided()) {
+    if (core_->across().traits().one_sided) {
       complete_from_memory(slices);
       return;
     }
     std::vector<std::unique_ptr<Work>> works;
     for (const SliceMap& slice : slices) {
-      const Bytes part(slice.slice_bytes.value / place_.parts);
-      const Bytes begin = slice.first_offset + slice.stride * place_.held_index();
+      const Bytes part(slice.slice_bytes.value / shard_place().parts);
+      const Bytes begin = slice.first_offset + slice.stride * shard_place().held_index();
       works.push_back(core_->across().all_gather({slice.buffer, begin, part, part},
-                                                 memory_of(slice, place_.held_index()),
+                                                 memory_of(slice, shard_place().held_index()),
                                                  "complete slices"));
     }
     for (const auto& work : works) work->wait();
@@ -227,7 +210,8 @@ void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
 // Replicas read no memory but what `across` has allocated.
 void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) {
   Bytes total;
-  for (const SliceMap& slice : slices) total += Bytes(slice.slice_bytes.value / place_.parts);
+  for (const SliceMap& slice : slices)
+    total += Bytes(slice.slice_bytes.value / shard_place().parts);
   Collectives& across = core_->across();
   if (parts_ == nullptr || Bytes(parts_->local().size()) < total) {
     parts_.reset();
@@ -236,9 +220,10 @@ void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) 
   device::Device& device = core_->device();
   Bytes at;
   for (const SliceMap& slice : slices) {
-    const Bytes part(slice.slice_bytes.value / place_.parts);
-    const auto own = memory_of(slice, place_.held_index())
-                         .subspan((part * (place_.index % place_.parts)).size(), part.size());
+    const Bytes part(slice.slice_bytes.value / shard_place().parts);
+    const auto own =
+        memory_of(slice, shard_place().held_index())
+            .subspan((part * (shard_place().index % shard_place().parts)).size(), part.size());
     device.copy(parts_->local().subspan(at.size(), part.size()), own, device.compute_stream());
     at += part;
   }
@@ -246,9 +231,10 @@ void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) 
   std::vector<std::unique_ptr<Work>> works;
   at = Bytes();
   for (const SliceMap& slice : slices) {
-    const Bytes part(slice.slice_bytes.value / place_.parts);
+    const Bytes part(slice.slice_bytes.value / shard_place().parts);
     works.push_back(across.all_gather({parts_.get(), at, Bytes(), part},
-                                      memory_of(slice, place_.held_index()), "complete slices"));
+                                      memory_of(slice, shard_place().held_index()),
+                                      "complete slices"));
     at += part;
   }
   for (const auto& work : works) work->wait();

@@ -41,8 +41,6 @@ struct ShardGroups {
   RankNames across_of(int rank) const { return {index_of(rank), size}; }
 };
 
-enum class Slices { kReplicated, kSecondary };
-
 // `inside.rank()` is the rank's place in its group, `across.rank()` the group; neither is used
 // otherwise afterwards. `device`: where slices lie.
 std::unique_ptr<Collectives> make_grouped_collectives(std::shared_ptr<Collectives> inside,

@@ -21,7 +21,7 @@ ReplicaSums::ReplicaSums(Collectives& inside, Collectives& across, device::Devic
       across_(across),
       device_(device),
       owns_part_(owns_part),
-      replicas_read_each_other_(across.one_sided() && across.deterministic()),
+      replicas_read_each_other_(across.traits().one_sided && across.traits().deterministic),
       replicas_(across.world_size()) {}
 
 Numel ReplicaSums::part_of(Numel numel) const {

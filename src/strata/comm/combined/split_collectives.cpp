@@ -14,15 +14,11 @@ namespace {
 class SplitCollectives final : public Collectives {
  public:
   SplitCollectives(std::shared_ptr<Collectives> gathers, std::shared_ptr<Collectives> reductions)
-      : name_(fmt::format("{}/{}", gathers->name(), reductions->name())),
+      : Collectives(gathers->rank(), split_traits(gathers->traits(), reductions->traits())),
+        name_(fmt::format("{}/{}", gathers->name(), reductions->name())),
         pair_(std::make_shared<CollectivesPair>(std::move(gathers), std::move(reductions))) {}
 
   std::string_view name() const override { return name_; }
-  int rank() const override { return gathers().rank(); }
-  int world_size() const override { return gathers().world_size(); }
-  bool one_sided() const override { return gathers().one_sided(); }
-  bool deterministic() const override { return reductions().deterministic(); }
-  bool sums_in_fp32() const override { return reductions().sums_in_fp32(); }
   device::Stream* contribution_stream() override { return reductions().contribution_stream(); }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
@@ -36,7 +32,7 @@ class SplitCollectives final : public Collectives {
                                    std::string_view tag) override {
     return pair_->guarded([&]() -> std::unique_ptr<Work> {
       std::shared_ptr<Work> work = gathers().all_gather(slices, flat, tag);
-      if (!gathers().gathers_on_device() && gathers_on_device()) {
+      if (!gathers().traits().gathers_on_device && traits().gathers_on_device) {
         std::erase_if(started_, [](const auto& started) { return started.expired(); });
         started_.push_back(work);
       }
@@ -59,16 +55,13 @@ class SplitCollectives final : public Collectives {
     pair_->guarded([&] { gathers().all_reduce(values, op); });
   }
 
-  bool gathers_on_device() const override {
-    return gathers().gathers_on_device() || reductions().gathers_on_device();
-  }
   void all_gather_on_device(std::span<std::byte> all, std::span<const std::byte> mine) override {
     pair_->guarded([&] {
-      // The others' are the exchange's own business; those that have ended left the list.
+      // The exchange itself waits for gathers of its own collectives.
       for (const auto& gather : std::exchange(started_, {})) {
         if (const std::shared_ptr<Work> work = gather.lock()) work->wait();
       }
-      Collectives& carrier = gathers().gathers_on_device() ? gathers() : reductions();
+      Collectives& carrier = gathers().traits().gathers_on_device ? gathers() : reductions();
       carrier.all_gather_on_device(all, mine);
     });
   }
@@ -88,12 +81,12 @@ class SplitCollectives final : public Collectives {
     });
   }
 
-  void abort(std::string_view reason) noexcept override { pair_->abort(reason); }
+  void end(Ending ending, std::string_view reason) noexcept override { pair_->end(ending, reason); }
 
  private:
   Collectives& gathers() const { return pair_->first(); }
   Collectives& reductions() const { return pair_->second(); }
-  Collectives& owner() const { return reductions().one_sided() ? reductions() : gathers(); }
+  Collectives& owner() const { return reductions().traits().one_sided ? reductions() : gathers(); }
 
   std::string name_;
   std::shared_ptr<CollectivesPair> pair_;
@@ -104,7 +97,7 @@ class SplitCollectives final : public Collectives {
 
 std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives> gathers,
                                                     std::shared_ptr<Collectives> reductions) {
-  STRATA_ASSERT(!gathers->one_sided() || !reductions->one_sided());
+  STRATA_ASSERT(!gathers->traits().one_sided || !reductions->traits().one_sided);
   STRATA_ASSERT(gathers->rank() == reductions->rank() &&
                 gathers->world_size() == reductions->world_size());
   STRATA_ASSERT(gathers->shard_place().groups == 1 && gathers->shard_place().parts == 1);

@@ -9,7 +9,7 @@
 
 namespace strata::comm {
 
-bool agree(const OperationEntry& a, const OperationEntry& b) {
+bool same_operation(const OperationEntry& a, const OperationEntry& b) {
   return a.kind == b.kind && a.detail == b.detail && a.count == b.count && a.tag_hash == b.tag_hash;
 }
 

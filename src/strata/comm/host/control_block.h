@@ -47,8 +47,7 @@ struct OperationEntry {
   std::array<char, kTagChars> tag{};
 };
 
-// Whether two ranks do the same thing.
-bool agree(const OperationEntry& a, const OperationEntry& b);
+bool same_operation(const OperationEntry& a, const OperationEntry& b);
 // "reduce_scatter of 'layers.3' (4096 elements of bfloat16 a rank)"
 std::string describe(const OperationEntry& entry);
 void set_tag(OperationEntry& entry, std::string_view tag);
@@ -56,10 +55,12 @@ void set_tag(OperationEntry& entry, std::string_view tag);
 // Not 0, so that 0 can mean "none".
 std::uint64_t id_of(std::string_view name);
 
+enum class Stopped : std::uint32_t { kNo, kFailed, kLeft };
+
 struct ControlBlock {
   Doorbell bell;
-  std::atomic<std::uint32_t> stopped{0};  // 1: `reason` is set and stays
-  std::atomic<std::uint32_t> left{0};     // 1: this rank's Collectives were destroyed
+  std::atomic<Stopped> stopped{Stopped::kNo};  // else `reason` is set and stays
+  std::atomic<std::uint32_t> destroyed{0};     // 1: this rank's Collectives are gone
   alignas(64) std::atomic<std::uint64_t> published{0};
   alignas(64) std::atomic<std::uint64_t> finished{0};  // peers' data of these operations was read
   alignas(64) SharedText<kTagChars> activity;

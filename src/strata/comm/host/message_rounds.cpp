@@ -41,7 +41,7 @@ void MessageRounds::round(OperationEntry entry, std::span<const std::byte> messa
     const std::span<const std::byte> mail(link_.memory().control(r).mailbox[box]);
     read(r, theirs, mail.first(theirs.payload_bytes));
   }
-  // Nobody sleeps for this: a rank that needs it for a free slot of its ring looks again by itself.
+  // No bell: a rank that waits for a free slot of its ring looks again by itself.
   link_.finish(number);
 }
 

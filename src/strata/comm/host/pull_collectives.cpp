@@ -50,7 +50,8 @@ class ReductionWork final : public Work {
   ~ReductionWork() override {
     try {
       wait();
-    } catch (const Error&) {  // as documented: who wants the error calls wait()
+    } catch (const std::exception&) {
+      return;  // who wants the error calls wait()
     }
   }
 
@@ -78,14 +79,11 @@ class ReductionWork final : public Work {
 class PullCollectives final : public Collectives {
  public:
   PullCollectives(std::unique_ptr<RankMemory> memory, const CommOptions& options)
-      : core_(std::make_shared<Core>(std::move(memory), options)) {}
-  ~PullCollectives() override { core_->link.leave(); }
+      : Collectives(memory->rank(), among(kHostMemoryTraits, memory->rank(), memory->world_size())),
+        core_(std::make_shared<Core>(std::move(memory), options)) {}
+  ~PullCollectives() override { core_->link.destroyed(); }
 
   std::string_view name() const override { return core_->link.memory().name(); }
-  int rank() const override { return core_->link.rank(); }
-  int world_size() const override { return core_->link.world_size(); }
-  bool one_sided() const override { return true; }
-  bool deterministic() const override { return true; }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
     core_->link.check_usable();
@@ -125,7 +123,9 @@ class PullCollectives final : public Collectives {
     core_->messages.barrier();
   }
 
-  void abort(std::string_view reason) noexcept override { core_->link.abort(reason); }
+  void end(Ending ending, std::string_view reason) noexcept override {
+    core_->link.end(ending, reason);
+  }
 
  private:
   void begin(std::string_view call, std::string_view tag) {

@@ -77,9 +77,10 @@ void RankLink::finish(std::uint64_t number) {
 
 void RankLink::check_agreement(std::uint64_t number) {
   const OperationEntry& mine = entry(rank_, number);
-  bool all_agree = true;
-  for (int r = 0; r < world_size_; ++r) all_agree = all_agree && agree(mine, entry(r, number));
-  if (all_agree) return;
+  bool all_same = true;
+  for (int r = 0; r < world_size_; ++r)
+    all_same = all_same && same_operation(mine, entry(r, number));
+  if (all_same) return;
   std::vector<std::pair<std::string, std::vector<int>>> groups;
   for (int r = 0; r < world_size_; ++r) {
     const std::string text = describe(entry(r, number));
@@ -113,8 +114,8 @@ void RankLink::wait_until(const Missing& missing, const std::function<std::strin
     const Clock::time_point now = Clock::now();
     const bool look = now - looked >= kLivenessPeriod;
     if (look) looked = now;
-    std::string stopped = stopped_peer();
     std::string gone = gone_peer(look);
+    std::string stopped = stopped_peer();  // read last: who is gone may have given a reason first
     if (!stopped.empty() || !gone.empty()) {
       // What a rank did before its end counts, and may be all that was missing.
       if (missing() == kNobody) return;
@@ -135,8 +136,10 @@ void RankLink::check_usable() {
 std::string RankLink::stopped_peer() {
   for (int r = 0; r < world_size_; ++r) {
     const ControlBlock& block = memory_->control(r);
-    if (r == rank_ || block.stopped.load(std::memory_order_acquire) == 0) continue;
-    return fmt::format("rank {} stopped: {}", name_of(r), block.reason.data());
+    const Stopped stopped = block.stopped.load(std::memory_order_acquire);
+    if (r == rank_ || stopped == Stopped::kNo) continue;
+    return fmt::format("rank {} {}: {}", name_of(r), stopped == Stopped::kLeft ? "left" : "stopped",
+                       block.reason.data());
   }
   return {};
 }
@@ -144,7 +147,7 @@ std::string RankLink::stopped_peer() {
 std::string RankLink::gone_peer(bool ask_system) {
   for (int r = 0; r < world_size_; ++r) {
     if (r == rank_) continue;
-    if (memory_->control(r).left.load(std::memory_order_acquire) != 0) {
+    if (memory_->control(r).destroyed.load(std::memory_order_acquire) != 0) {
       return fmt::format("rank {} has left (its collectives were destroyed)", name_of(r));
     }
     if (!ask_system) continue;
@@ -173,17 +176,18 @@ void RankLink::ring_peers() noexcept {
   }
 }
 
-void RankLink::stop(std::string_view reason) noexcept {
+void RankLink::stop(Ending ending, std::string_view reason) noexcept {
   ControlBlock& block = own();
-  if (block.stopped.load(std::memory_order_relaxed) != 0) return;
+  if (block.stopped.load(std::memory_order_relaxed) != Stopped::kNo) return;
   // The last byte stays 0.
   std::copy_n(reason.begin(), std::min(reason.size(), kReasonChars - 1), block.reason.begin());
-  block.stopped.store(1, std::memory_order_release);
+  block.stopped.store(ending == Ending::kLeft ? Stopped::kLeft : Stopped::kFailed,
+                      std::memory_order_release);
   ring_peers();
 }
 
 void RankLink::fail(const std::string& message) {
-  stop(message);
+  stop(Ending::kFailed, message);
   fail_quietly(message);
 }
 
@@ -192,17 +196,20 @@ void RankLink::fail_quietly(std::string message) {
   throw CommError(broken_);
 }
 
-void RankLink::abort(std::string_view reason) noexcept {
-  stop(reason);
+void RankLink::end(Ending ending, std::string_view reason) noexcept {
+  stop(ending, reason);
   try {
-    if (!broken()) broken_ = fmt::format("rank {} was stopped: {}", name_of(rank_), reason);
+    if (!broken()) {
+      broken_ = fmt::format("rank {} {}: {}", name_of(rank_),
+                            ending == Ending::kLeft ? "left" : "was stopped", reason);
+    }
   } catch (const std::exception&) {  // no memory for the text
     broken_ = "stopped";
   }
 }
 
-void RankLink::leave() noexcept {
-  own().left.store(1, std::memory_order_release);
+void RankLink::destroyed() noexcept {
+  own().destroyed.store(1, std::memory_order_release);
   ring_peers();
   try {
     if (!broken()) broken_ = "the collectives of this rank were destroyed";

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <utility>
 
+#include "strata/comm/collectives.h"
 #include "strata/comm/comm_options.h"
 #include "strata/comm/host/control_block.h"
 #include "strata/comm/host/rank_memory.h"
@@ -57,8 +58,9 @@ class RankLink {
   // Breaks this object for good, tells the peers, and throws.
   [[noreturn]] void fail(const std::string& message);
   bool broken() const { return !broken_.empty(); }
-  void abort(std::string_view reason) noexcept;
-  void leave() noexcept;
+  void end(Ending ending, std::string_view reason) noexcept;
+  // The rank's Collectives go, without a reason.
+  void destroyed() noexcept;
 
  private:
   ControlBlock& own() { return memory_->control(rank_); }
@@ -68,7 +70,7 @@ class RankLink {
   // Breaks this object without telling the peers, who know it as well.
   [[noreturn]] void fail_quietly(std::string message);
   [[noreturn]] void fail_by_timeout(int missing, const std::string& what);
-  void stop(std::string_view reason) noexcept;
+  void stop(Ending ending, std::string_view reason) noexcept;
 
   std::unique_ptr<RankMemory> memory_;
   int rank_;

@@ -67,7 +67,11 @@ FileDescriptor connect_to(const std::string& address) {
 
 FileDescriptor accept_from(int listener) {
   FileDescriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-  if (!socket.valid()) return socket;
+  if (!socket.valid()) {
+    if (errno == ECONNABORTED || errno == EINTR || errno == EAGAIN) return socket;
+    throw CommError(
+        fmt::format("a connection of another rank cannot be accepted: {}", std::strerror(errno)));
+  }
   ucred other{};
   socklen_t length = sizeof other;
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) != 0 ||

@@ -21,6 +21,7 @@ struct SocketMessage {
 FileDescriptor listen_at_new_address(std::string& address);
 FileDescriptor connect_to(const std::string& address);
 // A connection of a process of the same user; nothing where it was another's, or is gone again.
+// CommError where the system has no descriptor for it.
 FileDescriptor accept_from(int listener);
 
 // At most 4 KiB of text, not empty, and 64 descriptors. False: the other end is closed.

@@ -77,6 +77,7 @@ std::unique_ptr<SharedBuffer> PeerBuffers::allocate(const std::shared_ptr<PeerBu
 }
 
 std::optional<SharedParts> PeerBuffers::share(const std::string& key, std::size_t first) {
+  if (key.empty()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const std::string rest = key.substr(1);
   if (key[0] == 'n') {
@@ -116,7 +117,7 @@ std::optional<PeerBuffers::View> PeerBuffers::find_ahead(PeerChannel& channel, i
   return look(channel, Place(rank, key), kAll, /*unmaps=*/false);
 }
 
-// Peers free what they have when one of them has failed, too, whatever this rank reads of it.
+// After a failure peers free their buffers while this rank may still read them.
 void PeerBuffers::unmap_gone() {
   const auto gone = [](const auto& each) { return each.second.gone; };
   if (std::ranges::none_of(mappings_, gone)) return;
@@ -163,7 +164,7 @@ bool PeerBuffers::may_be_freed(int rank) const {
 
 void PeerBuffers::note_freed(PeerChannel& channel, int rank) {
   const std::uint32_t freed = flags_.freed(rank).load();
-  std::optional<Place> last;  // between two questions others may ask
+  std::optional<Place> last;  // the lock is free between two questions, so that others may ask
   for (;;) {
     const std::lock_guard lock(mapping_mutex_);
     const auto next = last ? mappings_.upper_bound(*last) : mappings_.lower_bound(Place(rank, ""));

@@ -82,7 +82,8 @@ class PeerBuffers {
   mutable std::mutex mutex_;               // guards these two
   std::map<std::string, Buffer*> living_;  // by name
   std::uint64_t next_number_ = 1;
-  // Guards the mappings, and one question to a peer at a time; never taken by who answers them.
+  // Guards the mappings, and one question to a peer at a time. Held while a peer answers, which the
+  // channel's timeout bounds; the thread that answers peers never takes it.
   mutable std::mutex mapping_mutex_;
   std::map<Place, Mapping> mappings_;
   std::map<int, std::uint32_t> looked_;  // each owner's count of freed buffers at the last look

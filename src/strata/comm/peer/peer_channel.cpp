@@ -9,7 +9,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <sstream>
+#include <limits>
+#include <span>
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
@@ -18,54 +19,38 @@
 namespace strata::comm {
 namespace {
 
-// First letters of messages.
-constexpr char kHello = 'H';   // "H <rank>"
-constexpr char kAsk = 'Q';     // "Q <first> <key>"
-constexpr char kFailed = 'F';  // "F <reason>"
-constexpr char kLeave = 'L';
-constexpr char kNone = 'N';   // reply: no such buffer
-constexpr char kParts = 'P';  // reply: "P <number> <bytes> <reserved> {<offset> <bytes>}"
+using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kPiecesPerReply = 64;
-constexpr std::size_t kReasonMax = 3000;
 // How often a failure is told again, to streams whose flags late peers still write.
-constexpr int kRemindMs = 20;
+constexpr std::chrono::milliseconds kRemind(20);
 // The system closes all sockets of a rank that ended; the bound is for a rank that only closed one.
 constexpr std::chrono::seconds kLastWords(5);
 
-std::string text_of(const SharedParts& parts) {
-  std::string text =
-      fmt::format("{} {} {} {}", kParts, parts.number, parts.bytes.value, parts.reserved.value);
-  for (const device::SharedPiece& piece : parts.pieces)
-    text += fmt::format(" {} {}", piece.offset.value, piece.bytes.value);
-  return text;
-}
-
-SharedParts parts_from(SocketMessage message) {
-  SharedParts parts;
-  std::istringstream text(message.text.substr(1));
-  text >> parts.number >> parts.bytes.value >> parts.reserved.value;
-  for (FileDescriptor& descriptor : message.descriptors) {
-    device::SharedPiece piece;
-    text >> piece.offset.value >> piece.bytes.value;
-    piece.descriptor = std::move(descriptor);
-    parts.pieces.push_back(std::move(piece));
+// False: the time is over.
+bool wait_until(Clock::time_point give_up, std::span<pollfd> waiting) {
+  for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(give_up - Clock::now()).count();
+    const int ready = ::poll(
+        waiting.data(), waiting.size(),
+        static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max())));
+    if (ready >= 0) return ready > 0;
+    if (errno != EINTR) throw CommError(fmt::format("poll failed: {}", std::strerror(errno)));
   }
-  STRATA_ASSERT(!text.fail());
-  return parts;
 }
 
 }  // namespace
 
-PeerChannel::PeerChannel(Collectives& control, Service& service, RankNames names)
-    : service_(service), rank_(control.rank()), names_(names), wake_(::eventfd(0, EFD_CLOEXEC)) {
+PeerChannel::PeerChannel(Collectives& control, Service& service, std::chrono::milliseconds timeout,
+                         RankNames names)
+    : service_(service), rank_(control.rank()), timeout_(timeout), names_(names) {
+  FileDescriptor listener;
   std::string address;
-  std::string error;
-  try {
-    listener_ = listen_at_new_address(address);
-  } catch (const CommError& caught) {
-    error = caught.what();
-  }
+  const std::string error = error_of([&] {
+    wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC));
+    if (!wake_.valid())
+      throw CommError(fmt::format("the system has no event to give: {}", std::strerror(errno)));
+    listener = listen_at_new_address(address);
+  });
   const std::vector<std::string> addresses =
       control.all_gather_text(error.empty() ? "+" + address : "-" + error);
   for (std::size_t r = 0; r < addresses.size(); ++r) {
@@ -73,12 +58,11 @@ PeerChannel::PeerChannel(Collectives& control, Service& service, RankNames names
     throw CommError(fmt::format("rank {} cannot be reached: {}", names_.of(static_cast<int>(r)),
                                 addresses[r].substr(1)));
   }
-  try {
-    connect_to_peers(addresses);
-  } catch (const CommError& caught) {
-    error = caught.what();
-  }
-  require_that_all_can(control.all_gather_text(error), "reach the others", names_);
+  const auto all_can = [&](std::string_view what, const auto& step) {
+    require_that_all_can(control.all_gather_text(error_of(step)), what, names_);
+  };
+  all_can("reach the others", [&] { connect_to_peers(addresses); });
+  all_can("be reached by the others", [&] { accept_peers(listener.get()); });
   thread_ = std::thread([this] { serve(); });
 }
 
@@ -87,15 +71,53 @@ void PeerChannel::connect_to_peers(const std::vector<std::string>& addresses) {
   for (std::size_t r = 0; r < addresses.size(); ++r) {
     if (static_cast<int>(r) == rank_) continue;
     outward_[r] = connect_to(addresses[r].substr(1));
-    send_message(outward_[r].get(), fmt::format("{} {}", kHello, rank_), {});
+    send_message(outward_[r].get(), hello_line(rank_), {});
   }
+}
+
+// All peers have connected by now, and each says first which rank it is.
+void PeerChannel::accept_peers(int listener) {
+  const Clock::time_point give_up = Clock::now() + timeout_;
+  std::vector<FileDescriptor> unknown;
+  while (peers_.size() + 1 < outward_.size()) {
+    std::vector<pollfd> waiting{{listener, POLLIN, 0}};
+    for (const FileDescriptor& each : unknown) waiting.push_back({each.get(), POLLIN, 0});
+    if (!wait_until(give_up, waiting)) {
+      throw CommError(fmt::format("only {} of {} peers said who they are within {} ms",
+                                  peers_.size(), outward_.size() - 1, timeout_.count()));
+    }
+    for (std::size_t i = unknown.size(); i > 0; --i) {
+      if (waiting[i].revents == 0) continue;
+      FileDescriptor socket = std::move(unknown[i - 1]);
+      unknown.erase(unknown.begin() + static_cast<std::ptrdiff_t>(i - 1));
+      const std::optional<int> rank = new_peer(receive_message(socket.get()).text);
+      if (rank) peers_.push_back({std::move(socket), *rank, false, {}});
+    }
+    if (waiting[0].revents == 0) continue;
+    FileDescriptor socket = accept_from(listener);
+    if (socket.valid()) unknown.push_back(std::move(socket));
+  }
+}
+
+// The peer that a connection's first line names; nothing where it is none, or has a connection.
+std::optional<int> PeerChannel::new_peer(std::string_view hello) const {
+  const std::optional<int> rank = rank_in_hello(hello);
+  const bool expected =
+      rank && *rank >= 0 && *rank < static_cast<int>(outward_.size()) && *rank != rank_;
+  const auto known = [&](const Peer& peer) { return peer.rank == *rank; };
+  return expected && std::ranges::none_of(peers_, known) ? rank : std::nullopt;
 }
 
 PeerChannel::~PeerChannel() {
   for (const FileDescriptor& socket : outward_) {
-    if (socket.valid()) send_message(socket.get(), std::string(1, kLeave), {});
+    if (socket.valid()) send_message(socket.get(), kLeaveLine, {});
   }
   if (!thread_.joinable()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    heard_.notify_all();
+  }
   const std::uint64_t one = 1;
   while (::write(wake_.get(), &one, sizeof one) < 0 && errno == EINTR) {
   }
@@ -103,52 +125,96 @@ PeerChannel::~PeerChannel() {
 }
 
 std::optional<SharedParts> PeerChannel::ask(int rank, const std::string& key, std::size_t first) {
+  const auto silent = [&] {
+    return CommError(
+        fmt::format("rank {} lives but does not answer: it was asked for '{}', and the timeout of "
+                    "{} ms is over; look there for a process that is stopped or hangs",
+                    names_.of(rank), key, timeout_.count()));
+  };
+  if (silent_.count(rank) != 0) throw silent();
   const int socket = outward_.at(static_cast<std::size_t>(rank)).get();
-  if (!failed_.load() && send_message(socket, fmt::format("{} {} {}", kAsk, first, key), {})) {
+  if (!asks_no_more_.load() && send_message(socket, question_line({first, key}), {})) {
+    pollfd waiting{socket, POLLIN, 0};
+    if (!wait_until(Clock::now() + timeout_, {&waiting, 1})) {
+      silent_.insert(rank);
+      throw silent();
+    }
     SocketMessage message = receive_message(socket);
-    if (!message.text.empty() && message.text[0] == kNone) return std::nullopt;
-    if (!message.text.empty()) return parts_from(std::move(message));
+    if (!message.text.empty()) {
+      if (message.text == kNoBufferLine) return std::nullopt;
+      if (std::optional<SharedParts> parts = parts_in(std::move(message))) return parts;
+      throw CommError(
+          fmt::format("rank {} answers what this version does not know; all ranks must "
+                      "run the same version",
+                      names_.of(rank)));
+    }
   }
-  if (failed_.load()) throw CommError("this rank has failed: nobody answers it");
+  if (asks_no_more_.load()) throw CommError("this rank has failed: nobody answers it");
   wait_for_end_of(rank);
   throw CommError(fmt::format("rank {} has ended: it does not answer", names_.of(rank)));
 }
 
-void PeerChannel::fail(std::string_view reason) noexcept {
-  failed_.store(true);
+void PeerChannel::fail(std::string_view told) noexcept {
+  asks_no_more_.store(true);
   try {
-    const std::string text =
-        fmt::format("{} {}", kFailed, reason.substr(0, std::min(reason.size(), kReasonMax)));
+    const std::string text = failure_line(told);
     for (const FileDescriptor& socket : outward_) {
-      if (!socket.valid()) continue;
-      send_message(socket.get(), text, {});
-      ::shutdown(socket.get(), SHUT_RD);
+      if (socket.valid()) send_message(socket.get(), text, {});
     }
-  } catch (const std::exception&) {
-    return;  // no memory for the words: peers see this rank end
+  } catch (const std::exception&) {  // no memory for the words: peers see this rank end
+    asks_no_more_.store(true);
+  }
+  stop_asking();
+}
+
+void PeerChannel::stop_asking() noexcept {
+  asks_no_more_.store(true);
+  for (const FileDescriptor& socket : outward_) {
+    if (socket.valid()) ::shutdown(socket.get(), SHUT_RD);
   }
 }
 
-void PeerChannel::serve() {
-  for (;;) {
-    std::vector<pollfd> waiting{{wake_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
-    bool failed = false;
-    for (const Peer& peer : peers_) {
-      waiting.push_back({peer.gone ? -1 : peer.socket.get(), POLLIN, 0});
-      failed = failed || !peer.failure.empty();
+void PeerChannel::serve() noexcept {
+  std::string failure = "its thread failed";
+  try {
+    while (serve_once()) {
     }
-    const int ready = ::poll(waiting.data(), waiting.size(), failed ? kRemindMs : -1);
-    if (ready < 0 && errno != EINTR) return;
-    if (waiting[0].revents != 0) return;
-    const std::size_t known = peers_.size();
-    for (std::size_t i = 0; ready > 0 && i < known; ++i) {
-      if (waiting[i + 2].revents != 0) receive(peers_[i]);
-    }
-    if (ready > 0 && waiting[1].revents != 0) accept_peer();
-    for (const Peer& peer : peers_) {
-      if (!peer.failure.empty()) service_.peer_failed(peer.rank, peer.failure);
-    }
-    note_ended();
+    return;
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  repeat_until_stopped(failure);
+}
+
+bool PeerChannel::serve_once() {
+  std::vector<pollfd> waiting{{wake_.get(), POLLIN, 0}};
+  bool failed = false;
+  for (const Peer& peer : peers_) {
+    waiting.push_back({peer.gone ? -1 : peer.socket.get(), POLLIN, 0});
+    failed = failed || !peer.failure.empty();
+  }
+  wait_until(failed ? Clock::now() + kRemind : Clock::time_point::max(), waiting);
+  if (waiting[0].revents != 0) return false;
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    if (waiting[i + 1].revents != 0) receive(peers_[i]);
+  }
+  for (const Peer& peer : peers_) {
+    if (!peer.failure.empty())
+      service_.failed(fmt::format("rank {} {}", names_.of(peer.rank), peer.failure));
+  }
+  note_ended();
+  return true;
+}
+
+// This rank hears nobody now, and its streams may wait for a peer that ends.
+void PeerChannel::repeat_until_stopped(const std::string& failure) noexcept {
+  try {
+    const std::string message =
+        fmt::format("rank {} cannot hear its peers any more: {}", names_.of(rank_), failure);
+    std::unique_lock lock(mutex_);
+    while (!heard_.wait_for(lock, kRemind, [&] { return stopping_; })) service_.failed(message);
+  } catch (const std::exception&) {
+    service_.failed({});  // no memory for the words
   }
 }
 
@@ -166,43 +232,29 @@ void PeerChannel::wait_for_end_of(int rank) {
   heard_.wait_for(lock, kLastWords, [&] { return ended_.count(rank) != 0; });
 }
 
-void PeerChannel::accept_peer() {
-  Peer peer;
-  peer.socket = accept_from(listener_.get());
-  if (peer.socket.valid()) peers_.push_back(std::move(peer));
-}
-
 void PeerChannel::receive(Peer& peer) {
   const SocketMessage message = receive_message(peer.socket.get());
-  if (message.text.empty()) return lost(peer, "it has ended");
-  const std::string_view rest = std::string_view(message.text).substr(1);
-  switch (message.text[0]) {
-    case kHello:
-      peer.rank = std::stoi(std::string(rest));
-      return;
-    case kAsk:
-      return reply(peer, rest.substr(1));
-    case kFailed:
-      return lost(peer, std::string(rest.substr(1)));
-    case kLeave:
-      peer.gone = true;
-      return;
-    default:
-      return lost(peer, "it sent what this version does not know");
+  if (const std::optional<Question> question = question_in(message.text))
+    return reply(peer, *question);
+  peer.gone = true;
+  if (message.text == kLeaveLine) return;
+  if (message.text.empty()) {
+    peer.failure = "failed: it has ended";
+  } else {
+    peer.failure =
+        failure_in(message.text).value_or("failed: it sent a line that this version does not know");
   }
 }
 
-void PeerChannel::reply(const Peer& peer, std::string_view request) {
-  const std::size_t space = request.find(' ');
-  const auto first = static_cast<std::size_t>(std::stoull(std::string(request.substr(0, space))));
+void PeerChannel::reply(const Peer& peer, const Question& question) {
   std::optional<SharedParts> parts;
   try {
-    parts = service_.share(std::string(request.substr(space + 1)), first);
-  } catch (const Error&) {
+    parts = service_.share(question.key, question.first);
+  } catch (const std::exception&) {
     parts = std::nullopt;  // a driver that refuses: the peer's wait for the buffer ends in an error
   }
   if (!parts) {
-    send_message(peer.socket.get(), std::string(1, kNone), {});
+    send_message(peer.socket.get(), kNoBufferLine, {});
     return;
   }
   if (parts->pieces.size() > kPiecesPerReply) parts->pieces.resize(kPiecesPerReply);
@@ -210,13 +262,8 @@ void PeerChannel::reply(const Peer& peer, std::string_view request) {
   for (const device::SharedPiece& piece : parts->pieces)
     descriptors.push_back(piece.descriptor.get());
   // One that waits must get an answer, also where the system has no descriptors left to send.
-  if (!send_message(peer.socket.get(), text_of(*parts), descriptors))
-    send_message(peer.socket.get(), std::string(1, kNone), {});
-}
-
-void PeerChannel::lost(Peer& peer, std::string reason) {
-  peer.gone = true;
-  peer.failure = std::move(reason);
+  if (!send_message(peer.socket.get(), parts_line(*parts), descriptors))
+    send_message(peer.socket.get(), kNoBufferLine, {});
 }
 
 }  // namespace strata::comm

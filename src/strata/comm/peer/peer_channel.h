@@ -2,8 +2,10 @@
 // descriptors of its shared memory to peers that ask, and hears at once when a peer fails or ends,
 // whatever the rank's own thread is waiting for.
 // A socket leads from every rank to every other; requests and news go along it, replies come back.
-// Threads: ask() in one thread at a time; fail() in any; the Service is called in the channel's
-// thread. Ownership: stops its thread on destruction. Units: bytes; timeout in milliseconds.
+// All of them exist when the constructor returns, and nobody can connect later. A connection that
+// does not say which rank it belongs to, of another program of the same user, say, is closed.
+// Threads: ask() in one thread at a time; fail() and stop_asking() in any; the Service is called in
+// the channel's thread. Ownership: stops its thread on destruction. Units: bytes, milliseconds.
 // Errors: CommError from construction and ask(), which name the rank.
 #pragma once
 
@@ -23,17 +25,9 @@
 #include "strata/base/file_descriptor.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/comm_options.h"
-#include "strata/device/shared_memory.h"
+#include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
-
-// What a rank lets its peers know of one of its buffers.
-struct SharedParts {
-  std::uint64_t number = 0;  // of the buffer among all that the rank ever had
-  Bytes bytes;               // asked for
-  Bytes reserved;            // of address space, for all pieces to come
-  std::vector<device::SharedPiece> pieces;
-};
 
 class PeerChannel {
  public:
@@ -43,49 +37,61 @@ class PeerChannel {
     // The pieces from `first` on, some of them at least, of the buffer with this key; nothing
     // where there is none (yet).
     virtual std::optional<SharedParts> share(const std::string& key, std::size_t first) = 0;
-    // Rank `rank` failed or ended; called again and again from then on.
-    virtual void peer_failed(int rank, const std::string& reason) noexcept = 0;
+    // A peer failed or ended, or this rank hears its peers no more; `message` names the rank.
+    // Called again and again from then on.
+    virtual void failed(const std::string& message) noexcept = 0;
   };
 
-  // Collective: meets the other ranks by way of `control`.
-  PeerChannel(Collectives& control, Service& service, RankNames names);
+  // Collective: meets the other ranks by way of `control`. `timeout`: how long a peer that lives
+  // may take to answer.
+  PeerChannel(Collectives& control, Service& service, std::chrono::milliseconds timeout,
+              RankNames names);
   ~PeerChannel();
   PeerChannel(const PeerChannel&) = delete;
   PeerChannel& operator=(const PeerChannel&) = delete;
 
-  // Where the rank has ended, its last words have come to the Service before this throws.
+  // Where the rank has ended, its last words have come to the Service before this throws. A rank
+  // that did not answer within the timeout is not asked again: every later call throws at once.
   std::optional<SharedParts> ask(int rank, const std::string& key, std::size_t first);
-  // Tells the peers that this rank has failed. They answer it no more: a question on its way ends
-  // in an error, as later ones do.
-  void fail(std::string_view reason) noexcept;
+  // Tells the peers that this rank has failed, and how: they read "rank 1 <told>". They answer it
+  // no more: a question on its way ends in an error, as later ones do.
+  void fail(std::string_view told) noexcept;
+  // Ends a question on its way in an error, and every later one.
+  void stop_asking() noexcept;
 
  private:
   struct Peer {
     FileDescriptor socket;  // that it asks through
-    int rank = -1;          // not known before its first message
+    int rank = 0;
     bool gone = false;
-    std::string failure;  // empty: none
+    std::string failure;  // what it told, or what became of it; empty: nothing
   };
   void connect_to_peers(const std::vector<std::string>& addresses);
-  void serve();
-  void accept_peer();
+  void accept_peers(int listener);
+  std::optional<int> new_peer(std::string_view hello) const;
+
+  void serve() noexcept;
+  // False: the channel goes. Throws where the system refuses to wait.
+  bool serve_once();
   void receive(Peer& peer);
-  void reply(const Peer& peer, std::string_view request);
-  void lost(Peer& peer, std::string reason);
+  void reply(const Peer& peer, const Question& question);
   void note_ended();
+  void repeat_until_stopped(const std::string& failure) noexcept;
   void wait_for_end_of(int rank);
 
   Service& service_;
   int rank_;
+  std::chrono::milliseconds timeout_;
   RankNames names_;
-  FileDescriptor listener_;
   FileDescriptor wake_;                  // an event that ends the thread
   std::vector<FileDescriptor> outward_;  // by rank; mine is empty
+  std::set<int> silent_;                 // ranks that did not answer in time; of the asking thread
   std::vector<Peer> peers_;              // the thread's own
-  std::atomic<bool> failed_ = false;     // fail() was called
+  std::atomic<bool> asks_no_more_ = false;
   std::mutex mutex_;
   std::condition_variable heard_;
-  std::set<int> ended_;  // guarded by mutex_: ranks that failed, left or ended
+  std::set<int> ended_;    // guarded by mutex_: ranks that failed, left or ended
+  bool stopping_ = false;  // guarded by mutex_
   std::thread thread_;
 };
 

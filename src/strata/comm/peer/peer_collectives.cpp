@@ -23,7 +23,8 @@ class PeerCollectives final : public Collectives {
  public:
   PeerCollectives(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
                   const PeerOptions& options)
-      : link_(std::make_shared<PeerLink>(std::move(device), std::move(control), options)),
+      : Collectives(control->rank(), among(kPeerTraits, control->rank(), control->world_size())),
+        link_(std::make_shared<PeerLink>(std::move(device), std::move(control), options)),
         reductions_(std::make_shared<PeerReductions>(*link_)) {
     link_->buffers()->set_before_free([link = link_.get()] { link->wait_for_readers(); });
   }
@@ -40,10 +41,6 @@ class PeerCollectives final : public Collectives {
   }
 
   std::string_view name() const override { return "peer"; }
-  int rank() const override { return link_->rank(); }
-  int world_size() const override { return link_->world_size(); }
-  bool one_sided() const override { return true; }
-  bool deterministic() const override { return true; }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
     link_->require_usable();
@@ -71,24 +68,22 @@ class PeerCollectives final : public Collectives {
     return std::make_unique<PeerInbox>(link_, reductions_, allocate(std::move(name), bytes),
                                        records_times_);
   }
-  bool has_inbox() const override { return true; }
   void record_times(bool on) override { *records_times_ = on; }
 
   void all_reduce(std::span<double> values, ReduceOp op) override {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
-    link_->agree(what);
+    link_->meet(what);
     link_->transfers().synchronize();  // shards may change when all ranks have come here
     link_->controlled(what, [&] { link_->control().all_reduce(values, op); });
   }
 
-  bool gathers_on_device() const override { return true; }
   void all_gather_on_device(std::span<std::byte> all, std::span<const std::byte> mine) override {
     link_->exchange(all, mine);
   }
 
   void broadcast(std::span<std::byte> bytes, int root) override {
     const std::string what = describe_broadcast(Bytes(bytes.size()), root, world_size());
-    link_->agree(what);
+    link_->meet(what);
     if (bytes.empty() || world_size() == 1) return;
     if (link_->device().host_accessible(bytes.data())) {
       link_->controlled(what, [&] { link_->control().broadcast(bytes, root); });
@@ -107,16 +102,13 @@ class PeerCollectives final : public Collectives {
     link_->barrier();
   }
 
-  // Bytes of every rank arrive at every other; throws on every rank where they do not.
+  // Sends bytes from every rank to every other; throws on every rank where some do not arrive.
   void prove();
 
-  void abort(std::string_view reason) noexcept override {
-    link_->stop(fmt::format("rank {} gave up: {}", link_->names().of(rank()), reason));
-  }
+  void end(Ending ending, std::string_view reason) noexcept override { link_->end(ending, reason); }
 
  private:
   void broadcast_on_device(std::span<std::byte> bytes, int root);
-  void agree_that_all_can(const std::string& error);
 
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;
@@ -182,10 +174,6 @@ void PeerCollectives::broadcast_on_device(std::span<std::byte> bytes, int root) 
   barrier();
 }
 
-void PeerCollectives::agree_that_all_can(const std::string& error) {
-  require_that_all_can(all_gather_text(error), "read its peers' memory", link_->names());
-}
-
 void PeerCollectives::prove() {
   constexpr std::size_t kBytes = 4096;
   const auto byte_of = [](std::size_t rank) { return static_cast<std::byte>(rank * 7 + 1); };
@@ -193,14 +181,8 @@ void PeerCollectives::prove() {
   std::unique_ptr<SharedBuffer> buffer;
   std::unique_ptr<device::Memory> flat;
   std::vector<std::byte> all(kBytes * static_cast<std::size_t>(world_size()));
-  std::string error;
   const auto attempt = [&](const auto& step) {
-    try {
-      step();
-    } catch (const Error& caught) {
-      error = caught.what();
-    }
-    agree_that_all_can(error);
+    require_that_all_can(all_gather_text(error_of(step)), "read its peers' memory", link_->names());
   };
   attempt([&] {
     buffer = allocate("proof", Bytes(kBytes));

@@ -4,10 +4,9 @@
 // of the device takes part, no peer has to come, and ranks may gather different things. Of a
 // reduction each rank adds up its slice of all contributions in fp32 in the order of ranks: the
 // same bits in every run, from contributions of 16 bits, too. Contributions that go through an
-// inbox their ranks have written into this rank's memory; of others it copies its slice, piece by
-// piece.
-// Streams of different ranks wait for each other by flags in host memory; no kernel waits. What is
-// small, texts, numbers and the agreement on each reduction, goes through `control`.
+// inbox lie in this rank's memory already; of all others it copies its slice, piece by piece.
+// Streams of different ranks wait for each other by flags in host memory; no kernel waits. Texts,
+// numbers and the meeting before each reduction go through `control`.
 // Memory: each rank copies through world_size - 1 pieces of kReducePiece, made at the first
 // reduction that copies, uncharged.
 //
@@ -28,7 +27,7 @@ namespace strata::comm {
 inline constexpr Bytes kReducePiece = 32_MiB;
 
 struct PeerOptions {
-  // How long a gather waits for a buffer that a peer has not allocated.
+  // How long this rank waits for a peer's answer, and for a buffer that a peer has not allocated.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   RankNames names = {};
 };

@@ -20,15 +20,8 @@ namespace {
 constexpr std::string_view kFlagsKey = "flags";
 constexpr std::chrono::microseconds kAskAgainAfter(200);
 
-// Empty: there was none.
-template <typename Call>
-std::string error_of(Call&& call) {
-  try {
-    std::forward<Call>(call)();
-    return {};
-  } catch (const Error& error) {
-    return error.what();
-  }
+std::string failed_because(std::string_view reason) {
+  return fmt::format("failed: {}", reason);
 }
 
 }  // namespace
@@ -44,10 +37,10 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       transfers_(device_->create_stream()) {
   std::string error;
-  // Before anybody else can have the file: to pin pages for long, the system may have to move them,
-  // which it gives up where another rank is pinning them.
+  // Rank 0 pins before it shares: pinning may migrate pages, which fails while another rank pins
+  // them.
   if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
-  channel_ = std::make_unique<PeerChannel>(*control_, *this, names_);
+  channel_ = std::make_unique<PeerChannel>(*control_, *this, timeout_, names_);
   if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
   require_that_all_can(control_->all_gather_text(error), "share memory with the others", names_);
   buffers_->set_before_unmap([this] {
@@ -59,6 +52,7 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
 
 PeerLink::~PeerLink() {
   if (failed_.load()) pass_on_failure();
+  channel_->stop_asking();
   mapper_.reset();
   buffers_->set_before_unmap({});
   channel_.reset();
@@ -104,18 +98,20 @@ std::optional<SharedParts> PeerLink::share(const std::string& key, std::size_t f
   return parts;
 }
 
-void PeerLink::peer_failed(int rank, const std::string& reason) noexcept {
+void PeerLink::failed(const std::string& message) noexcept {
   try {
-    set_failure(fmt::format("rank {} failed: {}", names_.of(rank), reason));
-  } catch (const std::exception&) {
-    failed_.store(true);
+    set_failure(message, failed_because(message));
+  } catch (const std::exception&) {  // no memory for the words
+    set_failure("a rank failed", "failed");
   }
   if (flags_mapped_.load()) flags_.release(rank_);
 }
 
-void PeerLink::set_failure(const std::string& message) noexcept {
+void PeerLink::set_failure(std::string message, std::string told) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!failed_.exchange(true)) failure_ = message;
+  if (failed_.exchange(true)) return;
+  failure_ = std::move(message);
+  told_ = std::move(told);
 }
 
 void PeerLink::require_usable() {
@@ -128,19 +124,29 @@ void PeerLink::require_usable() {
 void PeerLink::pass_on_failure() noexcept {
   if (std::exchange(passed_on_, true)) return;
   const std::lock_guard lock(mutex_);
-  channel_->fail(failure_);
+  channel_->fail(told_);
   control_->abort(failure_);
 }
 
-void PeerLink::stop(std::string_view reason) noexcept {
-  set_failure(std::string(reason));
+void PeerLink::stop(std::string message, std::string told) noexcept {
+  set_failure(std::move(message), std::move(told));
   flags_.release(rank_);
   pass_on_failure();
 }
 
+void PeerLink::end(Ending ending, std::string_view reason) noexcept {
+  control_->end(ending, reason);
+  try {
+    std::string told = fmt::format("{}: {}", ending == Ending::kLeft ? "left" : "gave up", reason);
+    stop(fmt::format("rank {} {}", names_.of(rank_), told), told);
+  } catch (const std::exception&) {  // no memory for the words
+    stop("a rank gave up", "gave up");
+  }
+}
+
 void PeerLink::fail(const std::string& message) {
   // A peer that ended may show here before its own words arrive.
-  if (!failed_.load()) stop(message);
+  if (!failed_.load()) stop(message, failed_because(message));
   const std::lock_guard lock(mutex_);
   throw CommError(failure_);
 }
@@ -189,17 +195,16 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
   }
 }
 
-std::vector<std::uint64_t> PeerLink::agree(const std::string& what, std::uint64_t number) {
-  return controlled(what, [&] { return comm::agree(*control_, what, names_, number); });
+std::vector<std::uint64_t> PeerLink::meet(const std::string& what, std::uint64_t number) {
+  return controlled(what, [&] { return comm::meet(*control_, what, names_, number); });
 }
 
 void PeerLink::barrier() {
-  agree("barrier");
+  meet("barrier");
   ++barriers_;
   device::Stream& compute = device_->compute_stream();
   if (reduced_ != nullptr) compute.wait_for(*reduced_);
-  // Gathers of before the barrier may still run: the updates that come with it do not wait for
-  // them.
+  // Gathers from before the barrier may still run: updates behind the barrier do not wait for them.
   for (int turn = 0; turn < peers(); ++turn) {
     device_->write_flag(flag(PeerFlags::Kind::kBarrier, rank_, peer(turn)), barriers_, compute);
     device_->write_flag(flag(PeerFlags::Kind::kGathered, rank_, peer(turn)), barriers_,
@@ -218,7 +223,7 @@ void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> min
         "given and {} B wanted on {} ranks",
         Collectives::kOnDeviceMost, mine.size(), all.size(), world_size_));
   }
-  agree(fmt::format("exchange of {} B", mine.size()));
+  meet(fmt::format("exchange of {} B", mine.size()));
   ++exchanges_;
   device::Stream& compute = device_->compute_stream();
   compute.wait_for(*transfers_->record());

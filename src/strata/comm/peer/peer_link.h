@@ -42,8 +42,8 @@ class PeerLink final : public PeerChannel::Service {
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
 
-  // Of all that waits for peers or for the model: gathers, contributions, reductions. A second such
-  // stream makes every launch of a kernel on this device longer by half, the model's too.
+  // Carries gathers, contributions and reductions: all that waits for peers or for the model. A
+  // second stream that waits would make every kernel launch on this device longer by half.
   device::Stream& transfers() { return *transfers_; }
   // Barriers have the compute stream wait for it.
   void note_reduction(std::unique_ptr<device::Event> added) { reduced_ = std::move(added); }
@@ -61,7 +61,8 @@ class PeerLink final : public PeerChannel::Service {
   void require_usable();
   // The failure of this rank; the peers hear of it.
   [[noreturn]] void fail(const std::string& message);
-  void stop(std::string_view reason) noexcept;
+  // Collectives::end().
+  void end(Ending ending, std::string_view reason) noexcept;
   // A call of the control plane; what it throws is the end of this link, too.
   template <typename Call>
   auto controlled(std::string_view what, Call&& call) -> decltype(call()) {
@@ -72,10 +73,9 @@ class PeerLink final : public PeerChannel::Service {
       fail(fmt::format("{}: {}", what, error.what()));
     }
   }
-  // All ranks do the same: else an error that says what each of them does. Returns everybody's
-  // number.
-  std::vector<std::uint64_t> agree(const std::string& what, std::uint64_t number = 0);
-  // After it, in each rank's streams, what any rank did before it is done.
+  // comm::meet() on the control plane.
+  std::vector<std::uint64_t> meet(const std::string& what, std::uint64_t number = 0);
+  // What a rank's streams get after it runs when what every rank's streams held before it is done.
   void barrier();
   // Of device memory, in the compute stream, which comes to a barrier by it.
   void exchange(std::span<std::byte> all, std::span<const std::byte> mine);
@@ -83,16 +83,18 @@ class PeerLink final : public PeerChannel::Service {
   void wait_for_readers() noexcept;
 
   std::optional<SharedParts> share(const std::string& key, std::size_t first) override;
-  void peer_failed(int rank, const std::string& reason) noexcept override;
+  void failed(const std::string& message) noexcept override;
 
  private:
   FileDescriptor make_flags_file();     // rank 0, who gives it to the others
   FileDescriptor ask_for_flags_file();  // they
   void map_flags(FileDescriptor file);
   Bytes flags_bytes() const;
-  void set_failure(const std::string& message) noexcept;
-  // To the peers, once. A rank that ends because of another's failure says so first: whoever misses
-  // it would blame it.
+  // The first one counts. `told`: what peers hear after this rank's name.
+  void set_failure(std::string message, std::string told) noexcept;
+  void stop(std::string message, std::string told) noexcept;
+  // To the peers, once. A rank that ends because another one failed says so before it goes, so that
+  // nobody blames it.
   void pass_on_failure() noexcept;
 
   std::shared_ptr<device::Device> device_;
@@ -113,7 +115,8 @@ class PeerLink final : public PeerChannel::Service {
   std::atomic<bool> failed_ = false;
   std::atomic<bool> flags_mapped_ = false;
   std::mutex mutex_;
-  std::string failure_;  // guarded by mutex_; the first one counts
+  std::string failure_;  // guarded by mutex_, like the next
+  std::string told_;
 
   std::unique_ptr<device::Stream> transfers_;
   std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none

@@ -1,14 +1,13 @@
 #include "strata/comm/peer/peer_mapper.h"
 
 #include <chrono>
+#include <exception>
 #include <utility>
-
-#include "strata/base/error.h"
 
 namespace strata::comm {
 namespace {
 
-// Between two looks at buffers that grow; a piece of memory takes about as long to make.
+// Between two looks at buffers that grow: about what a piece of memory takes to make.
 constexpr std::chrono::milliseconds kLookAgain(2);
 // Between two looks for freed buffers: each asks for all that is mapped.
 constexpr std::chrono::milliseconds kLookForFreedAgain(50);
@@ -61,7 +60,7 @@ bool PeerMapper::map(const Buffer& buffer) const {
       const auto view = buffers_.find_ahead(channel_, peer, key);
       complete = complete && view && view->mapped >= view->bytes;
     }
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     return true;
   }
   return complete;
@@ -71,8 +70,8 @@ void PeerMapper::note_freed() const {
   for (const int peer : peers_) {
     try {
       buffers_.note_freed(channel_, peer);
-    } catch (const Error&) {
-      continue;  // it has ended
+    } catch (const std::exception&) {
+      continue;  // it has ended, or does not answer
     }
   }
 }

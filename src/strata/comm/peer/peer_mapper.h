@@ -2,7 +2,8 @@
 // mapped as their memory comes, so that the first gather finds them, and what peers have freed is
 // noted, to be unmapped before the next gather: a mapping keeps the memory.
 // Threads: calls of the rank's. Ownership: borrows buffers and channel; stops its thread on
-// destruction. Errors: none. What cannot be mapped is left to whoever needs it, and is told.
+// destruction. Errors: none leave it. A mapping that fails here is tried again, and reported, by
+// the first operation that needs it.
 #pragma once
 
 #include <condition_variable>

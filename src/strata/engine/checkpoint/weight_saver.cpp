@@ -100,7 +100,7 @@ void WeightSaver::write_pieces() {
   for (const Run& run : runs_) {
     const Unit& source = engine_.weights().units()[static_cast<std::size_t>(run.unit)];
     // After a failure peers still take part in gathers that need them.
-    if (failure_ && engine_.collectives().one_sided()) return;
+    if (failure_ && engine_.collectives().traits().one_sided) return;
     if (run.unit != unit) {
       flat = gather(source);
       unit = run.unit;

@@ -71,7 +71,7 @@ class WeightSaver {
 
   void check_tensor(const SavedTensor& tensor) const;
   void plan_runs();
-  bool gathers() const { return writes_ || !engine_.collectives().one_sided(); }
+  bool gathers() const { return writes_ || !engine_.collectives().traits().one_sided; }
   std::span<const std::byte> gather(const Unit& unit);
   void write_run(const Run& run, std::span<const std::byte> flat, DType dtype);
   void copy_out(std::size_t tensor, Bytes offset, std::span<const std::byte> source);

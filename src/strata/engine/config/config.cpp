@@ -131,10 +131,24 @@ PrecisionConfig read_precision(const Settings& s) {
           .loss_scale = read_loss_scale(s, fp16)};
 }
 
-CarrierKind carrier_of(const std::string& name) {
+comm::CarrierKind carrier_of(const std::string& name) {
+  using comm::CarrierKind;
   return name == "peer"   ? CarrierKind::kPeer
          : name == "nccl" ? CarrierKind::kNccl
                           : CarrierKind::kAuto;
+}
+
+comm::CarrierSettings read_carriers(const Settings& s) {
+  using comm::CollectivesKind;
+  const std::string how = s.text("strata.collectives");
+  return {.collectives = how == "local"  ? CollectivesKind::kLocal
+                         : how == "shm"  ? CollectivesKind::kShm
+                         : how == "c10d" ? CollectivesKind::kC10d
+                         : how == "nccl" ? CollectivesKind::kNccl
+                         : how == "peer" ? CollectivesKind::kPeer
+                                         : CollectivesKind::kAuto,
+          .gather = carrier_of(s.text("strata.gather")),
+          .reduce = carrier_of(s.text("strata.reduce"))};
 }
 
 StrataConfig read_strata(const Settings& s) {
@@ -143,7 +157,6 @@ StrataConfig read_strata(const Settings& s) {
     return value ? std::optional(Bytes(*value)) : std::nullopt;
   };
   const std::string refresh = s.text("strata.refresh_at");
-  const std::string how = s.text("strata.collectives");
   const std::string where = s.text("strata.device");
   const auto threads = s.maybe<std::int64_t>("strata.threads");
   return {.reduce_at =
@@ -154,15 +167,8 @@ StrataConfig read_strata(const Settings& s) {
           .device = where == "cpu"    ? DeviceKind::kCpu
                     : where == "cuda" ? DeviceKind::kCuda
                                       : DeviceKind::kAuto,
+          .carriers = read_carriers(s),
           .move_inputs = s.flag("strata.move_inputs"),
-          .collectives = how == "local"  ? CollectivesKind::kLocal
-                         : how == "shm"  ? CollectivesKind::kShm
-                         : how == "c10d" ? CollectivesKind::kC10d
-                         : how == "nccl" ? CollectivesKind::kNccl
-                         : how == "peer" ? CollectivesKind::kPeer
-                                         : CollectivesKind::kAuto,
-          .gather = carrier_of(s.text("strata.gather")),
-          .reduce = carrier_of(s.text("strata.reduce")),
           .max_live = bytes("strata.max_live_bytes"),
           .wrap = s.texts("strata.wrap"),
           .unit_size = bytes("strata.unit_size"),

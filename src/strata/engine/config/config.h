@@ -14,6 +14,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
+#include "strata/comm/carriers.h"
 #include "strata/engine/config/batch_sizes.h"
 #include "strata/engine/config/hint.h"
 #include "strata/engine/config/optimizer_config.h"
@@ -59,9 +60,6 @@ struct PrecisionConfig {
 enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
 enum class RefreshAt : std::uint8_t { kAuto, kStep, kForward };
-enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
-// What carries weights or gradients between GPUs; kAuto: as CollectivesKind says.
-enum class CarrierKind : std::uint8_t { kAuto, kPeer, kNccl };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
@@ -69,10 +67,8 @@ struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   RefreshAt refresh_at = RefreshAt::kAuto;
   DeviceKind device = DeviceKind::kAuto;
-  bool move_inputs = true;  // of the host, to the model's device
-  CollectivesKind collectives = CollectivesKind::kAuto;
-  CarrierKind gather = CarrierKind::kAuto;
-  CarrierKind reduce = CarrierKind::kAuto;
+  comm::CarrierSettings carriers;          // collectives, gather, reduce
+  bool move_inputs = true;                 // of the host, to the model's device
   std::optional<Bytes> max_live;           // absent: from zero.max_live_parameters
   std::vector<std::string> wrap;           // empty: blocks are found by themselves
   std::optional<Bytes> unit_size;          // absent: the engine's own
@@ -95,6 +91,10 @@ struct Config {
   // Ranks of a shard group where there are this many in all. Errors: ConfigError where that does
   // not come out even.
   int shard_group_size(int world_size) const;
+
+  comm::Slices slices() const {
+    return zero.secondary_shards ? comm::Slices::kSecondary : comm::Slices::kReplicated;
+  }
 
   // One line "path = value" a setting, sorted by path, defaults included; hints are left out. Ranks
   // that got the same configuration have the same digest.

@@ -39,7 +39,7 @@ GatherMemory::GatherMemory(device::Device& device, comm::Collectives& collective
 
 GatherMemory::Ranks GatherMemory::ranks_of(const comm::Collectives& collectives) {
   const comm::ShardPlace place = collectives.shard_place();
-  if (collectives.one_sided() || place.held_count() == 1) return Ranks::kNeedNot;
+  if (collectives.traits().one_sided || place.held_count() == 1) return Ranks::kNeedNot;
   return place.groups == 1 ? Ranks::kAgree : Ranks::kCannotAgree;
 }
 

@@ -109,7 +109,7 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
     listed[static_cast<std::size_t>(index)] = true;
     if (changed == Changed::kAll || u.trainable()) result.push_back(index);
   };
-  if (collectives_.one_sided()) std::ranges::for_each(order_.next_pass(), add);
+  if (collectives_.traits().one_sided) std::ranges::for_each(order_.next_pass(), add);
   for (const Unit& u : units_) add(u.id);
   return result;
 }

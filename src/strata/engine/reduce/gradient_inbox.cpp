@@ -20,7 +20,7 @@ GradientInbox::GradientInbox(std::string name, std::vector<Unit>& units,
 
 bool GradientInbox::make(std::span<const Bytes> contributions) {
   if (inbox_ != nullptr) return true;
-  if (!collectives_.has_inbox()) return false;
+  if (!collectives_.traits().has_inbox) return false;
   Bytes all;
   Bytes largest;
   for (const Bytes bytes : contributions) {

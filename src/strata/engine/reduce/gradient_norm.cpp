@@ -13,7 +13,7 @@ using kernels::GradientFactor;
 
 bool GradientNorm::available() const {
   return shards_.dtype() == DType::kFloat32 &&
-         (collectives_.world_size() == 1 || collectives_.gathers_on_device());
+         (collectives_.world_size() == 1 || collectives_.traits().gathers_on_device);
 }
 
 GradientNorm::Values GradientNorm::values() const {

@@ -29,7 +29,7 @@ GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& coll
 
 DType GradientWrites::dtype(int unit, bool wide) const {
   const DType own = layout(unit).dtype();
-  const bool exact = !wide && collectives_.sums_in_fp32() && is_floating(own) &&
+  const bool exact = !wide && collectives_.traits().sums_in_fp32 && is_floating(own) &&
                      size_of(own) < size_of(options_.reduce_dtype);
   return exact ? own : options_.reduce_dtype;
 }

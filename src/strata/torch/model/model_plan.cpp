@@ -54,15 +54,15 @@ PlannedModel plan_model(const ModelInput& input, const engine::Config& config) {
 }
 
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, const Job& job) {
+                                      engine::UpdateRule rule, const forecast::Job& job) {
   const PlannedModel model = plan_model(input, config);
   forecast::Training training;
   training.options = engine::engine_options_from(config);
   training.rule = rule;
   training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
-  training.runs_ahead = job.device == JobDevice::kCuda;
+  training.runs_ahead = job.on_gpus;
   return forecast::forecast_memory(model.specs, model.plan, model.tree, training,
-                                   carriers_of_job(config, job));
+                                   forecast::traits_of_job(config, job));
 }
 
 }  // namespace strata::torch

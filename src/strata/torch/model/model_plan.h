@@ -7,11 +7,11 @@
 
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
+#include "strata/forecast/job_traits.h"
 #include "strata/forecast/memory_forecast.h"
 #include "strata/plan/module_tree.h"
 #include "strata/plan/unit_plan.h"
 #include "strata/torch/model/model_input.h"
-#include "strata/torch/ranks/job_carriers.h"
 
 namespace strata::torch {
 
@@ -24,8 +24,8 @@ struct PlannedModel {
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config);
 
 // Of a job that does not run. `config.batch` must be complete for that many ranks. Errors: of
-// carriers_of_job().
+// forecast::traits_of_job().
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, const Job& job);
+                                      engine::UpdateRule rule, const forecast::Job& job);
 
 }  // namespace strata::torch

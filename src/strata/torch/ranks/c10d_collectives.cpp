@@ -30,22 +30,20 @@ class C10dCollectives final : public comm::Collectives {
  public:
   C10dCollectives(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
                   const std::string& id, std::string name, comm::RankNames names)
-      : group_(std::move(group)),
-        rank_(group_->getRank()),
-        world_size_(group_->getSize()),
+      : Collectives(group->getRank(),
+                    among(comm::kBackendTraits, group->getRank(), group->getSize())),
+        group_(std::move(group)),
         name_(std::move(name)),
         names_of_ranks_(names),
-        failure_(std::move(store), id, rank_, world_size_, names) {}
+        failure_(
+            std::make_shared<GroupFailure>(std::move(store), id, rank(), world_size(), names)) {}
+  ~C10dCollectives() override { failure_->destroyed(); }
 
   std::string_view name() const override { return name_; }
-  int rank() const override { return rank_; }
-  int world_size() const override { return world_size_; }
-  bool one_sided() const override { return false; }
-  bool deterministic() const override { return false; }
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    failure_.rethrow();
-    failure_.throw_if_a_peer_failed();
+    failure_->rethrow();
+    failure_->throw_if_a_peer_failed();
     auto memory = std::make_shared<memory::HostBuffer>(bytes);
     const std::span<std::byte> span = memory->bytes();
     return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span);
@@ -61,7 +59,7 @@ class C10dCollectives final : public comm::Collectives {
     if (mine.empty()) return std::make_unique<GroupWork>();
     at::Tensor target = byte_tensor(flat);
     at::Tensor source = byte_tensor(mine);
-    return failure_.guarded(what, [&] {
+    return failure_->guarded(what, [&] {
       return std::make_unique<GroupWork>(group_->_allgather_base(target, source), nullptr,
                                          failure_of(what));
     });
@@ -84,7 +82,7 @@ class C10dCollectives final : public comm::Collectives {
       const at::Tensor scaled = sum.to(at::kFloat).mul_(scale);
       accumulate ? result.add_(scaled) : result.copy_(scaled);
     };
-    return failure_.guarded(what, [&] {
+    return failure_->guarded(what, [&] {
       return std::make_unique<GroupWork>(group_->_reduce_scatter_base(sum, source), finish,
                                          failure_of(what));
     });
@@ -96,7 +94,7 @@ class C10dCollectives final : public comm::Collectives {
     if (count == 0) return;
     at::Tensor mine = as_tensor(values.data(), count, at::kDouble).clone();
     at::Tensor all = at::empty({count * world_size()}, at::TensorOptions().dtype(at::kDouble));
-    failure_.guarded("all-reduce", [&] { return group_->_allgather_base(all, mine)->wait(); });
+    failure_->guarded("all-reduce", [&] { return group_->_allgather_base(all, mine)->wait(); });
     const auto* by_rank = all.const_data_ptr<double>();
     for (std::size_t i = 0; i < values.size(); ++i) {
       double result = by_rank[i];
@@ -116,7 +114,7 @@ class C10dCollectives final : public comm::Collectives {
     std::vector<at::Tensor> tensors{byte_tensor(bytes)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    failure_.guarded("broadcast", [&] { return group_->broadcast(tensors, options)->wait(); });
+    failure_->guarded("broadcast", [&] { return group_->broadcast(tensors, options)->wait(); });
   }
 
   std::vector<std::string> all_gather_text(const std::string& text) override {
@@ -125,11 +123,13 @@ class C10dCollectives final : public comm::Collectives {
 
   void barrier() override { require_same_operation("barrier"); }
 
-  void abort(std::string_view reason) noexcept override { failure_.give_up(reason); }
+  void end(comm::Ending ending, std::string_view reason) noexcept override {
+    failure_->end(ending, reason);
+  }
 
  private:
   GroupWork::Fail failure_of(const std::string& what) {
-    return [this, what](const std::string& error) { failure_.fail(what, error); };
+    return [failure = failure_, what](const std::string& error) { failure->fail(what, error); };
   }
 
   std::vector<std::string> gather_text(const std::string& text) {
@@ -137,8 +137,8 @@ class C10dCollectives final : public comm::Collectives {
     std::int64_t length = static_cast<std::int64_t>(text.size());
     at::Tensor mine = as_tensor(&length, 1, at::kLong);
     at::Tensor lengths = at::empty({world}, at::TensorOptions().dtype(at::kLong));
-    failure_.guarded("exchange of texts",
-                     [&] { return group_->_allgather_base(lengths, mine)->wait(); });
+    failure_->guarded("exchange of texts",
+                      [&] { return group_->_allgather_base(lengths, mine)->wait(); });
     const auto* by_rank = lengths.const_data_ptr<std::int64_t>();
     const std::int64_t longest =
         std::max<std::int64_t>(1, *std::max_element(by_rank, by_rank + world));
@@ -146,8 +146,8 @@ class C10dCollectives final : public comm::Collectives {
     padded.resize(static_cast<std::size_t>(longest));
     at::Tensor source = as_tensor(padded.data(), longest, at::kByte);
     at::Tensor all = at::empty({longest * world}, at::TensorOptions().dtype(at::kByte));
-    failure_.guarded("exchange of texts",
-                     [&] { return group_->_allgather_base(all, source)->wait(); });
+    failure_->guarded("exchange of texts",
+                      [&] { return group_->_allgather_base(all, source)->wait(); });
     std::vector<std::string> texts;
     const auto* bytes = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
     for (int r = 0; r < world; ++r)
@@ -161,22 +161,20 @@ class C10dCollectives final : public comm::Collectives {
     at::Tensor mine = as_tensor(&hash, sizeof(hash), at::kByte);
     at::Tensor all = at::empty({static_cast<std::int64_t>(sizeof(hash)) * world_size()},
                                at::TensorOptions().dtype(at::kByte));
-    failure_.guarded(what, [&] { return group_->_allgather_base(all, mine)->wait(); });
+    failure_->guarded(what, [&] { return group_->_allgather_base(all, mine)->wait(); });
     const auto* bytes = all.const_data_ptr<std::uint8_t>();
     bool same = true;
     for (int r = 1; r < world_size(); ++r) {
       same = same && std::memcmp(bytes, bytes + static_cast<std::size_t>(r) * sizeof(hash),
                                  sizeof(hash)) == 0;
     }
-    if (!same) failure_.fail_with(comm::different_operations(gather_text(what), names_of_ranks_));
+    if (!same) failure_->fail_with(comm::different_operations(gather_text(what), names_of_ranks_));
   }
 
   c10::intrusive_ptr<c10d::Backend> group_;
-  int rank_;
-  int world_size_;
   std::string name_;
   comm::RankNames names_of_ranks_;
-  GroupFailure failure_;
+  std::shared_ptr<GroupFailure> failure_;  // shared with works, which may outlive this
   std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
 };
 

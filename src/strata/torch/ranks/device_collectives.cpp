@@ -26,151 +26,22 @@ void fold(const at::Tensor& result, const at::Tensor& sum, double scale, bool ac
   if (scale != 1.0) result.mul_(scale);
 }
 
-class DeviceCollectives final : public comm::Collectives {
+// Both planes and their one failure: shared by the Collectives and its works, which may outlive it.
+class Planes {
  public:
-  explicit DeviceCollectives(DeviceGroup group)
-      : place_(group.place),
-        device_(std::move(group.device)),
-        control_(std::move(group.control)),
-        bulk_(std::move(group.bulk)),
-        name_(std::move(group.name)),
-        failure_(std::move(group.store), std::move(group.id), control_->rank(),
-                 control_->world_size(), group.names),
-        names_of_ranks_(group.names) {}
-
-  std::string_view name() const override { return name_; }
-  int rank() const override { return control_->rank(); }
-  int world_size() const override { return control_->world_size(); }
-  bool one_sided() const override { return false; }
-  bool deterministic() const override { return bulk_ == nullptr; }
-
-  std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    require_usable();
-    std::shared_ptr<device::Memory> memory = device_->allocate_uncharged(bytes);
-    const std::span<std::byte> span = memory->bytes();
-    device_->fill_zero(span, device_->compute_stream());
-    return std::make_unique<NamedBuffer>(
-        std::move(name), names_, std::move(memory), span,
-        BufferActions{.before_free = [device = device_] { wait_for_stream(*device); }});
+  Planes(std::shared_ptr<comm::Collectives> control, c10::intrusive_ptr<c10d::Backend> bulk,
+         c10::intrusive_ptr<c10d::Store> store, std::string id, comm::RankNames names)
+      : control_(std::move(control)),
+        bulk_(std::move(bulk)),
+        failure_(std::move(store), std::move(id), control_->rank(), control_->world_size(), names) {
   }
 
-  std::unique_ptr<comm::SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
-    require_usable();
-    std::shared_ptr<device::GrowableMemory> memory;
-    try {
-      // Charged to a ledger that nobody reads: this device is the collectives' own.
-      memory = device_->reserve(bytes, memory::Kind::kWeights);
-    } catch (const DeviceError&) {
-      return allocate(std::move(name), bytes);  // a driver that maps no pages
-    }
-    const std::span<std::byte> span{memory->base(), bytes.size()};
-    BufferActions actions;
-    actions.back = [grown = memory.get()](Bytes wanted) { grown->grow_to(wanted); };
-    actions.before_free = [device = device_] { wait_for_stream(*device); };
-    return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span,
-                                         std::move(actions));
-  }
+  comm::Collectives& control() { return *control_; }
+  c10d::Backend* bulk() { return bulk_.get(); }  // null: one rank
 
-  void record_times(bool on) override { records_times_ = on && !place_.is_cpu(); }
-
-  std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
-                                         std::string_view tag) override {
-    const comm::BulkOperation gather =
-        comm::describe_gather(slices, flat, rank(), world_size(), tag);
-    const std::string& what = gather.what;
-    const std::span<std::byte> mine = gather.source;
-    require_same_operation(what);
-    if (mine.empty()) return std::make_unique<GroupWork>();
-    if (!bulk_) {
-      if (mine.data() != flat.data()) device_->copy(flat, mine, device_->compute_stream());
-      return std::make_unique<GroupWork>();
-    }
-    at::Tensor target = bytes_at(flat);
-    at::Tensor source = bytes_at(mine);
-    return guarded(what, [&] {
-      return started([&] { return bulk_->_allgather_base(target, source); }, nullptr, what);
-    });
-  }
-
-  std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
-                                             std::string_view tag) override {
-    const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
-    const std::string& what = reduce.what;
-    const std::span<std::byte> whole = reduce.source;
-    require_same_operation(what);
-    if (whole.empty()) return std::make_unique<GroupWork>();
-    if (reduction.writer != nullptr)
-      device_->compute_stream().wait_for(*reduction.writer->record());
-    const auto numel = static_cast<std::int64_t>(reduction.result.size());
-    const auto scalar = to_scalar_type(reduction.dtype);
-    at::Tensor source = tensor_over(whole.data(), numel * world_size(), scalar, place_);
-    // In place: this rank's slice of its own contribution takes the sum.
-    at::Tensor sum = source.narrow(0, numel * rank(), numel);
-    at::Tensor result = tensor_over(reduction.result.data(), numel, at::kFloat, place_);
-    const auto finish = [result, sum, scale = double{reduction.scale},
-                         accumulate = reduction.accumulate] {
-      fold(result, sum, scale, accumulate);
-    };
-    if (!bulk_) {
-      finish();
-      return std::make_unique<GroupWork>();
-    }
-    return guarded(what, [&] {
-      return started([&] { return bulk_->_reduce_scatter_base(sum, source); }, finish, what);
-    });
-  }
-
-  void all_reduce(std::span<double> values, comm::ReduceOp op) override {
-    require_same_operation(fmt::format("all-reduce of {} values", values.size()));
-    controlled("all-reduce", [&] { control_->all_reduce(values, op); });
-  }
-
-  void broadcast(std::span<std::byte> bytes, int root) override {
-    const std::string what = comm::describe_broadcast(Bytes(bytes.size()), root, world_size());
-    require_same_operation(what);
-    if (bytes.empty() || world_size() == 1) return;
-    if (!bulk_ || device_->host_accessible(bytes.data())) {
-      controlled(what, [&] { control_->broadcast(bytes, root); });
-      return;
-    }
-    std::vector<at::Tensor> tensors{bytes_at(bytes)};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    guarded(what, [&] { return bulk_->broadcast(tensors, options)->wait(); });
-  }
-
-  std::vector<std::string> all_gather_text(const std::string& text) override {
-    return controlled("exchange of texts", [&] { return control_->all_gather_text(text); });
-  }
-
-  void barrier() override { require_same_operation("barrier"); }
-
-  void abort(std::string_view reason) noexcept override {
-    failure_.give_up(reason);
-    stop(reason);
-  }
-
- private:
   void require_usable() {
     failure_.rethrow();
     if (bulk_) failure_.throw_if_a_peer_failed();
-  }
-
-  static void wait_for_stream(device::Device& device) {
-    try {
-      device.compute_stream().synchronize();
-    } catch (const std::exception&) {
-      return;  // a device that is lost runs nothing
-    }
-  }
-
-  at::Tensor bytes_at(std::span<const std::byte> bytes) const {
-    return tensor_over(bytes.data(), static_cast<std::int64_t>(bytes.size()), at::kByte, place_);
-  }
-
-  // Before sizes and kinds must agree, and before anything is queued that only a peer can end.
-  void require_same_operation(const std::string& what) {
-    controlled(what, [&] { comm::agree(*control_, what, names_of_ranks_); });
   }
 
   // A call of the control plane; what it throws is the end of this group, too.
@@ -196,6 +67,174 @@ class DeviceCollectives final : public comm::Collectives {
     }
   }
 
+  void end(comm::Ending ending, std::string_view reason) noexcept {
+    failure_.end(ending, reason);
+    control_->end(ending, reason);
+    stop(reason);
+  }
+  void destroyed() noexcept { failure_.destroyed(); }
+
+ private:
+  // Peers hear of it in the control plane; kernels of the backend that wait for a peer end.
+  void stop(std::string_view reason) noexcept {
+    if (std::exchange(stopped_, true)) return;
+    control_->abort(reason);
+    if (!bulk_) return;
+    try {
+      bulk_->abort();
+    } catch (const std::exception&) {
+      return;  // it is broken, which is why it is aborted
+    }
+  }
+
+  std::shared_ptr<comm::Collectives> control_;
+  c10::intrusive_ptr<c10d::Backend> bulk_;
+  GroupFailure failure_;
+  bool stopped_ = false;
+};
+
+class DeviceCollectives final : public comm::Collectives {
+ public:
+  explicit DeviceCollectives(DeviceGroup group)
+      : Collectives(group.control->rank(),
+                    among(group.bulk ? comm::kBackendTraits : comm::kOneDeviceTraits,
+                          group.control->rank(), group.control->world_size())),
+        place_(group.place),
+        device_(std::move(group.device)),
+        planes_(std::make_shared<Planes>(std::move(group.control), std::move(group.bulk),
+                                         std::move(group.store), std::move(group.id), group.names)),
+        name_(std::move(group.name)),
+        names_of_ranks_(group.names) {}
+  ~DeviceCollectives() override { planes_->destroyed(); }
+
+  std::string_view name() const override { return name_; }
+
+  std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    planes_->require_usable();
+    std::shared_ptr<device::Memory> memory = device_->allocate_uncharged(bytes);
+    const std::span<std::byte> span = memory->bytes();
+    device_->fill_zero(span, device_->compute_stream());
+    return std::make_unique<NamedBuffer>(
+        std::move(name), names_, std::move(memory), span,
+        BufferActions{.before_free = [device = device_] { wait_for_stream(*device); }});
+  }
+
+  std::unique_ptr<comm::SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
+    planes_->require_usable();
+    std::shared_ptr<device::GrowableMemory> memory;
+    try {
+      // Charged to a ledger that nobody reads: this device is the collectives' own.
+      memory = device_->reserve(bytes, memory::Kind::kWeights);
+    } catch (const DeviceError&) {
+      return allocate(std::move(name), bytes);  // a driver that maps no pages
+    }
+    const std::span<std::byte> span{memory->base(), bytes.size()};
+    BufferActions actions;
+    actions.back = [grown = memory.get()](Bytes wanted) { grown->grow_to(wanted); };
+    actions.before_free = [device = device_] { wait_for_stream(*device); };
+    return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span,
+                                         std::move(actions));
+  }
+
+  void record_times(bool on) override { records_times_ = on && !place_.is_cpu(); }
+
+  std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
+                                         std::string_view tag) override {
+    const comm::BulkOperation gather =
+        comm::describe_gather(slices, flat, rank(), world_size(), tag);
+    const std::string& what = gather.what;
+    const std::span<std::byte> mine = gather.source;
+    require_same_operation(what);
+    if (mine.empty()) return std::make_unique<GroupWork>();
+    if (planes_->bulk() == nullptr) {
+      if (mine.data() != flat.data()) device_->copy(flat, mine, device_->compute_stream());
+      return std::make_unique<GroupWork>();
+    }
+    at::Tensor target = bytes_at(flat);
+    at::Tensor source = bytes_at(mine);
+    return planes_->guarded(what, [&] {
+      return started([&] { return planes_->bulk()->_allgather_base(target, source); }, nullptr,
+                     what);
+    });
+  }
+
+  std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
+                                             std::string_view tag) override {
+    const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
+    const std::string& what = reduce.what;
+    const std::span<std::byte> whole = reduce.source;
+    require_same_operation(what);
+    if (whole.empty()) return std::make_unique<GroupWork>();
+    if (reduction.writer != nullptr)
+      device_->compute_stream().wait_for(*reduction.writer->record());
+    const auto numel = static_cast<std::int64_t>(reduction.result.size());
+    const auto scalar = to_scalar_type(reduction.dtype);
+    at::Tensor source = tensor_over(whole.data(), numel * world_size(), scalar, place_);
+    // In place: this rank's slice of its own contribution takes the sum.
+    at::Tensor sum = source.narrow(0, numel * rank(), numel);
+    at::Tensor result = tensor_over(reduction.result.data(), numel, at::kFloat, place_);
+    const auto finish = [result, sum, scale = double{reduction.scale},
+                         accumulate = reduction.accumulate] {
+      fold(result, sum, scale, accumulate);
+    };
+    if (planes_->bulk() == nullptr) {
+      finish();
+      return std::make_unique<GroupWork>();
+    }
+    return planes_->guarded(what, [&] {
+      return started([&] { return planes_->bulk()->_reduce_scatter_base(sum, source); }, finish,
+                     what);
+    });
+  }
+
+  void all_reduce(std::span<double> values, comm::ReduceOp op) override {
+    require_same_operation(fmt::format("all-reduce of {} values", values.size()));
+    planes_->controlled("all-reduce", [&] { planes_->control().all_reduce(values, op); });
+  }
+
+  void broadcast(std::span<std::byte> bytes, int root) override {
+    const std::string what = comm::describe_broadcast(Bytes(bytes.size()), root, world_size());
+    require_same_operation(what);
+    if (bytes.empty() || world_size() == 1) return;
+    if (planes_->bulk() == nullptr || device_->host_accessible(bytes.data())) {
+      planes_->controlled(what, [&] { planes_->control().broadcast(bytes, root); });
+      return;
+    }
+    std::vector<at::Tensor> tensors{bytes_at(bytes)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    planes_->guarded(what, [&] { return planes_->bulk()->broadcast(tensors, options)->wait(); });
+  }
+
+  std::vector<std::string> all_gather_text(const std::string& text) override {
+    return planes_->controlled("exchange of texts",
+                               [&] { return planes_->control().all_gather_text(text); });
+  }
+
+  void barrier() override { require_same_operation("barrier"); }
+
+  void end(comm::Ending ending, std::string_view reason) noexcept override {
+    planes_->end(ending, reason);
+  }
+
+ private:
+  static void wait_for_stream(device::Device& device) {
+    try {
+      device.compute_stream().synchronize();
+    } catch (const std::exception&) {
+      return;  // a device that is lost runs nothing
+    }
+  }
+
+  at::Tensor bytes_at(std::span<const std::byte> bytes) const {
+    return tensor_over(bytes.data(), static_cast<std::int64_t>(bytes.size()), at::kByte, place_);
+  }
+
+  // Before sizes and kinds must agree, and before anything is queued that only a peer can end.
+  void require_same_operation(const std::string& what) {
+    planes_->controlled(what, [&] { comm::meet(planes_->control(), what, names_of_ranks_); });
+  }
+
   // The backend's streams are its own: one beside them waits for what they wait for, and marks
   // when that was.
   template <typename Start>
@@ -211,34 +250,19 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
   GroupWork::Fail failure_of(const std::string& what) {
-    return [this, what](const std::string& error) {
-      guarded(what, [&] { throw std::runtime_error(error); });
+    return [planes = planes_, what](const std::string& error) {
+      planes->guarded(what, [&] { throw std::runtime_error(error); });
     };
-  }
-
-  // Peers hear of it in the control plane; kernels of the backend that wait for a peer end.
-  void stop(std::string_view reason) noexcept {
-    if (std::exchange(stopped_, true)) return;
-    control_->abort(reason);
-    if (!bulk_) return;
-    try {
-      bulk_->abort();
-    } catch (const std::exception&) {
-      return;  // it is broken, which is why it is aborted
-    }
   }
 
   c10::Device place_;
   std::shared_ptr<device::Device> device_;
-  std::shared_ptr<comm::Collectives> control_;
-  c10::intrusive_ptr<c10d::Backend> bulk_;
+  std::shared_ptr<Planes> planes_;
   std::string name_;
-  GroupFailure failure_;
   comm::RankNames names_of_ranks_;
   std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
   GroupClock clock_{place_, *device_};
   bool records_times_ = false;
-  bool stopped_ = false;
 };
 
 }  // namespace

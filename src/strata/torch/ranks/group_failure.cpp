@@ -17,7 +17,7 @@ GroupFailure::GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id
                            int world_size, comm::RankNames names)
     : rank_(rank), names_(names), notes_(std::move(store), std::move(id), rank, world_size) {}
 
-GroupFailure::~GroupFailure() {
+void GroupFailure::destroyed() noexcept {
   if (error_.empty()) notes_.post(PeerNote::Kind::kLeft, "");
 }
 
@@ -48,9 +48,14 @@ void GroupFailure::fail_with(std::string message) {
   throw CommError(error_);
 }
 
-void GroupFailure::give_up(std::string_view reason) noexcept {
+void GroupFailure::end(comm::Ending ending, std::string_view reason) noexcept {
   if (!error_.empty()) return;
-  error_ = fmt::format("rank {} gave up: {}", names_.of(rank_), reason);
+  try {
+    error_ = fmt::format("rank {} {}: {}", names_.of(rank_),
+                         ending == comm::Ending::kLeft ? "left" : "gave up", reason);
+  } catch (const std::exception&) {  // no memory for the words
+    error_ = "a rank gave up";
+  }
   notes_.post(PeerNote::Kind::kGaveUp, error_);
 }
 

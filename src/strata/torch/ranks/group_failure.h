@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "strata/comm/collectives.h"
 #include "strata/comm/comm_options.h"
 #include "strata/torch/ranks/peer_notes.h"
 
@@ -18,8 +19,6 @@ class GroupFailure {
   // `id` tells the groups that share a store apart; the same on every rank, and never used again.
   GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
                comm::RankNames names = {});
-  // Tells the others that this rank has left, if all was well.
-  ~GroupFailure();
   GroupFailure(const GroupFailure&) = delete;
   GroupFailure& operator=(const GroupFailure&) = delete;
 
@@ -33,8 +32,10 @@ class GroupFailure {
   [[noreturn]] void fail(std::string_view what, std::string_view error);
   // Keeps, posts and throws `message` as it is.
   [[noreturn]] void fail_with(std::string message);
-  // Keeps `message` as this rank's decision to stop, and posts it.
-  void give_up(std::string_view reason) noexcept;
+  // Keeps the end of this rank as its failure, and posts it.
+  void end(comm::Ending ending, std::string_view reason) noexcept;
+  // Tells the others that the rank's collectives go, if all was well.
+  void destroyed() noexcept;
 
   // Runs a call of the backend.
   template <typename Call>

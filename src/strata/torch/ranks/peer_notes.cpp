@@ -15,9 +15,9 @@ std::string PeerNotes::key(int rank) const {
   return fmt::format("strata/notes/{}/{}", name_, rank);
 }
 
-void PeerNotes::post(PeerNote::Kind kind, const std::string& text) noexcept {
+void PeerNotes::post(PeerNote::Kind kind, std::string_view text) noexcept {
   try {
-    const std::string note = static_cast<char>(kind) + text;
+    const std::string note = static_cast<char>(kind) + std::string(text);
     store_->set(key(rank_), std::vector<std::uint8_t>(note.begin(), note.end()));
   } catch (const std::exception&) {
     return;  // the store went first; the backend's own error has to do

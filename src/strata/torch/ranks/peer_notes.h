@@ -1,13 +1,13 @@
-// What ranks tell each other when their process group is broken and can carry nothing any more:
-// short notes in the c10d Store, one a rank, the last one counts. So an error can name the rank
-// that gave up and why, where the backend only says that a connection closed. Threads: one thread a
-// rank. Ownership: shares the store. Errors: none leave it; a store that cannot be reached is a
-// store without notes.
+// What ranks tell each other when their process group is broken: short notes in the c10d Store, one
+// a rank, of which the last one counts. So an error can name the rank that gave up and why, where
+// the backend only says that a connection closed. Threads: one thread a rank. Ownership: shares the
+// store. Errors: none leave it; a store that cannot be reached counts as one without notes.
 #pragma once
 
 #include <chrono>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -23,7 +23,7 @@ class PeerNotes {
  public:
   PeerNotes(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int world_size);
 
-  void post(PeerNote::Kind kind, const std::string& text) noexcept;
+  void post(PeerNote::Kind kind, std::string_view text) noexcept;
   // What every rank has posted so far; nothing where it has not. My own note is among them.
   std::vector<std::optional<PeerNote>> read() noexcept;
   // The same, but gives the others this long to post.

@@ -8,13 +8,11 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "strata/base/error.h"
-#include "strata/comm/combined/grouped_collectives.h"
+#include "strata/comm/carriers.h"
 #include "strata/comm/host/local_collectives.h"
-#include "strata/comm/host/shm_collectives.h"
-#include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/device_collectives.h"
-#include "strata/torch/ranks/store_bootstrap.h"
+#include "strata/torch/ranks/rank_joining.h"
 
 namespace strata::torch {
 namespace {
@@ -66,53 +64,16 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
   }
 }
 
-// Ranks of the world that meet in a store of their own.
-struct Meeting {
-  c10::intrusive_ptr<c10d::Store> store;
-  int rank = 0;
-  int world_size = 1;
-  comm::RankNames names;
-};
-
-std::shared_ptr<comm::Collectives> meet(const Meeting& meeting, c10::Device place, bool peers,
-                                        std::chrono::milliseconds timeout) {
-  if (meeting.world_size == 1) return single_rank(place);
-  StoreBootstrap bootstrap(meeting.store, meeting.rank, meeting.world_size, timeout);
-  comm::CommOptions options;
-  options.timeout = timeout;
-  options.names = meeting.names;
-  std::shared_ptr<comm::Collectives> host = comm::make_shm_collectives(bootstrap, options);
-  if (!peers) return host;
-  comm::PeerOptions peer_options;
-  peer_options.timeout = timeout;
-  peer_options.names = meeting.names;
-  return comm::make_peer_collectives(make_device(place, 1), std::move(host), peer_options);
-}
-
-void require_same_groups(const c10::intrusive_ptr<c10d::Store>& store,
-                         const RankEnvironment& environment, const std::string& mine,
-                         std::chrono::milliseconds timeout) {
-  StoreBootstrap bootstrap(store, environment.rank, environment.world_size, timeout);
-  const std::vector<std::string> groups = bootstrap.exchange(mine);
-  for (std::size_t r = 1; r < groups.size(); ++r) {
-    if (groups[r] == groups[0]) continue;
-    throw ConfigError(fmt::format(
-        "zero_optimization.mics_shard_size, zero_hpz_partition_size: every rank must use the same "
-        "shard groups; found {} on rank 0 and {} on rank {}",
-        groups[0], groups[r], r));
-  }
-}
-
 // This face starts no NCCL.
 void require_one_carrier(const engine::Config& config, c10::Device place) {
-  using engine::CarrierKind;
-  for (const CarrierKind kind : {config.strata.gather, config.strata.reduce}) {
+  using comm::CarrierKind;
+  for (const CarrierKind kind : {config.strata.carriers.gather, config.strata.carriers.reduce}) {
     if (kind == CarrierKind::kAuto || (kind == CarrierKind::kPeer && place.is_cuda())) continue;
     throw ConfigError(fmt::format(
         "strata.gather, strata.reduce: they choose between peer and nccl for a model on GPUs, and "
         "a C++ program that wants NCCL for one of them makes both (make_split_collectives) and "
         "passes TrainerOptions::collectives; found '{}' and a model on {}",
-        kind == CarrierKind::kPeer ? "peer" : "nccl", place.str()));
+        name_of(kind), place.str()));
   }
 }
 
@@ -149,15 +110,14 @@ RankEnvironment RankEnvironment::read() {
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
                                                     const engine::Config& config,
                                                     c10::Device place) {
-  using engine::CollectivesKind;
   if (environment.world_size == 1) return single_rank(place);
-  const CollectivesKind kind = config.strata.collectives;
+  const comm::CarrierSettings& settings = config.strata.carriers;
   require_one_carrier(config, place);
-  const bool peers =
-      kind == CollectivesKind::kPeer || (kind == CollectivesKind::kAuto && place.is_cuda());
-  const bool shared =
-      kind == CollectivesKind::kShm || (kind == CollectivesKind::kAuto && place.is_cpu());
-  if (!peers && (!shared || place.is_cuda())) {
+  const comm::CarrierChoice choice =
+      choose_inside(settings, {environment.world_size, true}, place.is_cuda());
+  if (settings.collectives == comm::CollectivesKind::kLocal ||
+      choice.control == comm::CarrierChoice::Control::kBackend ||
+      (choice.bulk && choice.bulk->has(comm::CarrierKind::kNccl))) {
     throw ConfigError(fmt::format(
         "strata.collectives: a C++ program of several processes of one host finds \"shm\" for a "
         "model on the CPU by itself and \"peer\" for one on GPUs, with \"auto\"; for anything else "
@@ -167,29 +127,13 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
   }
   const std::chrono::milliseconds timeout(
       static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
-  const int size = config.shard_group_size(environment.world_size);
-  const c10::intrusive_ptr<c10d::Store> store = open_store(environment, timeout);
-  require_same_groups(
-      store, environment,
-      fmt::format("{}groups of {}", config.zero.secondary_shards ? "secondary " : "", size),
-      timeout);
-  const comm::ShardGroups groups{size, environment.world_size / size};
-  const int index = groups.index_of(environment.rank);
-  const int group = groups.group_of(environment.rank);
-  const auto part = [&](const char* what, int number) {
-    return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}-{}", what, number), store);
-  };
-  std::shared_ptr<comm::Collectives> collectives =
-      meet({part("inside", group), index, size, groups.inside_of(environment.rank)}, place, peers,
-           timeout);
-  if (groups.count > 1) {
-    collectives = comm::make_grouped_collectives(
-        std::move(collectives),
-        meet({part("across", index), group, groups.count, groups.across_of(environment.rank)},
-             place, peers, timeout),
-        make_device(place, 1),
-        config.zero.secondary_shards ? comm::Slices::kSecondary : comm::Slices::kReplicated);
-  }
+  JoiningRank rank;
+  rank.rank = environment.rank;
+  rank.world_size = environment.world_size;
+  rank.place = place;
+  rank.on_gpu = place.is_cuda();
+  rank.store = open_store(environment, timeout);
+  std::shared_ptr<comm::Collectives> collectives = join_ranks(config, rank).collectives;
   collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
   return collectives;
 }

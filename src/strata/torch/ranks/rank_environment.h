@@ -29,11 +29,9 @@ struct RankEnvironment {
 // The collectives of a world of one rank.
 std::shared_ptr<comm::Collectives> single_rank(c10::Device place);
 
-// Collective. Host memory: one rank is local; else shared memory, since this face serves ranks of
-// one host. On a GPU: one rank. Others make a process group of their own and pass
-// make_c10d_collectives() or make_device_collectives() to the trainer; the ConfigError says so.
-// `place`: of the model. The shard groups are the
-// configuration's; ranks with others are told so by a ConfigError.
+// Collective. Of ranks of one host: shared memory for models on the CPU, and peers for models on
+// GPUs. Others make a process group of their own and pass make_c10d_collectives() or
+// make_device_collectives() to the trainer; the ConfigError says so. `place`: of the model.
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
                                                     const engine::Config& config,
                                                     c10::Device place);

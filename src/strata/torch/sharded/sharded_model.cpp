@@ -77,7 +77,7 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
   training.micro_steps = static_cast<int>(control().accumulation_steps());
   training.runs_ahead = runtime_.device->runs_ahead();
   return forecast::forecast_memory(model_.specs, model_.plan, model_.tree, training,
-                                   forecast::carriers_of(*runtime_.collectives));
+                                   runtime_.collectives->traits());
 }
 
 void ShardedModel::begin_forward() {

@@ -1,0 +1,129 @@
+#include "strata/comm/carriers.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "strata/base/error.h"
+
+namespace strata::comm {
+namespace {
+
+using Control = CarrierChoice::Control;
+
+void require_sensible(std::string_view key, CarrierKind found, const RankFacts& facts) {
+  if (found == CarrierKind::kAuto) return;
+  if (!facts.on_gpu) {
+    throw ConfigError(
+        fmt::format("strata.{}: '{}' is for GPUs, and the model trains on {}; leave it out, since "
+                    "strata.collectives chooses on the host",
+                    key, name_of(found), facts.device));
+  }
+  if (found == CarrierKind::kNccl && facts.world_size > 1 && !facts.has_nccl) {
+    throw ConfigError(
+        fmt::format("strata.{}: this build of torch has no NCCL; write 'peer'. Found 'nccl'", key));
+  }
+  if (facts.group_size != facts.world_size) {
+    throw ConfigError(
+        fmt::format("strata.{}: for ranks that are one shard group; leave it out, since "
+                    "strata.collectives chooses for all groups. Found '{}' and groups of {} among "
+                    "{} ranks",
+                    key, name_of(found), facts.group_size, facts.world_size));
+  }
+}
+
+std::optional<BulkCarriers> choose_bulk(const CarrierSettings& settings, const RankSet& ranks,
+                                        bool on_gpus) {
+  CarrierKind both = CarrierKind::kNccl;
+  if (settings.collectives == CollectivesKind::kPeer) {
+    both = CarrierKind::kPeer;
+  } else if (settings.collectives != CollectivesKind::kNccl) {
+    if (!on_gpus) return std::nullopt;
+    if (settings.collectives == CollectivesKind::kAuto && ranks.one_host) both = CarrierKind::kAuto;
+  }
+  const auto one = [both](CarrierKind own) { return own == CarrierKind::kAuto ? both : own; };
+  return BulkCarriers{one(settings.gather), one(settings.reduce)};
+}
+
+CarrierChoice choose(const CarrierSettings& settings, const RankSet& ranks, bool on_gpus) {
+  if (ranks.size == 1) return {};
+  const CollectivesKind kind = settings.collectives;
+  const bool shares_memory =
+      kind == CollectivesKind::kShm || (kind != CollectivesKind::kC10d && ranks.one_host);
+  const CarrierChoice choice{shares_memory ? Control::kSharedMemory : Control::kBackend,
+                             choose_bulk(settings, ranks, on_gpus)};
+  if (choice.bulk && choice.bulk->has(CarrierKind::kPeer) && !ranks.one_host) {
+    throw ConfigError(
+        "strata.gather, strata.reduce: 'peer' joins ranks of one host, and these are on several; "
+        "write 'nccl', or leave both out");
+  }
+  return choice;
+}
+
+}  // namespace
+
+std::string_view name_of(CollectivesKind kind) {
+  constexpr std::array<std::string_view, 6> kNames{"auto", "local", "shm", "c10d", "nccl", "peer"};
+  return kNames.at(static_cast<std::size_t>(kind));
+}
+
+std::string_view name_of(CarrierKind kind) {
+  constexpr std::array<std::string_view, 3> kNames{"auto", "peer", "nccl"};
+  return kNames.at(static_cast<std::size_t>(kind));
+}
+
+void require_possible(const CarrierSettings& settings, const RankFacts& facts) {
+  const CollectivesKind kind = settings.collectives;
+  if (kind == CollectivesKind::kLocal && facts.world_size > 1) {
+    throw ConfigError(fmt::format(
+        "strata.collectives: 'local' is for one rank, or for ranks that are threads; found {} "
+        "processes. Write 'auto'",
+        facts.world_size));
+  }
+  if (kind == CollectivesKind::kNccl && !facts.on_gpu) {
+    throw ConfigError(fmt::format(
+        "strata.collectives: 'nccl' joins GPUs, and the model trains on {}; write 'auto'",
+        facts.device));
+  }
+  if (facts.world_size > 1 && facts.on_gpu && kind != CollectivesKind::kPeer && !facts.has_nccl) {
+    throw ConfigError(
+        fmt::format("strata.device: {} ranks on GPUs need NCCL, and this build of torch has none; "
+                    "write 'cpu'",
+                    facts.world_size));
+  }
+  require_sensible("gather", settings.gather, facts);
+  require_sensible("reduce", settings.reduce, facts);
+}
+
+CarrierChoice choose_inside(const CarrierSettings& settings, const RankSet& inside, bool on_gpus) {
+  if (settings.collectives == CollectivesKind::kPeer && !inside.one_host) {
+    throw ConfigError(
+        "strata.collectives: 'peer' joins ranks of one host, and these are on several; write "
+        "'auto'");
+  }
+  return choose(settings, inside, on_gpus);
+}
+
+CarrierChoice choose_across(const CarrierSettings& settings, const RankSet& across, bool on_gpus) {
+  CarrierSettings reaching = settings;
+  const bool within_a_host = settings.collectives == CollectivesKind::kShm ||
+                             settings.collectives == CollectivesKind::kPeer;
+  if (within_a_host && !across.one_host) reaching.collectives = CollectivesKind::kAuto;
+  return choose(reaching, across, on_gpus);
+}
+
+Traits traits_of(const CarrierChoice& choice, int size, bool on_gpus) {
+  const auto carried_by = [&](CarrierKind kind) {
+    return among(kind == CarrierKind::kNccl ? kBackendTraits : kPeerTraits, 0, size);
+  };
+  if (choice.control == Control::kNone)
+    return among(on_gpus ? kOneDeviceTraits : kHostMemoryTraits, 0, size);
+  if (!choice.bulk) {
+    return among(choice.control == Control::kBackend ? kBackendTraits : kHostMemoryTraits, 0, size);
+  }
+  const Traits gathers = carried_by(choice.bulk->gather);
+  const Traits reductions = carried_by(choice.bulk->reduce);
+  return gathers == reductions ? gathers : split_traits(gathers, reductions);
+}
+
+}  // namespace strata::comm

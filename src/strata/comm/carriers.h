@@ -1,0 +1,75 @@
+// Which collectives carry a job's small things, its weights and its gradients: the one decision,
+// made of the configuration, the devices, the shard groups, and which ranks share a host. Whoever
+// joins ranks (torch/ranks/rank_joining.h) follows it, and the forecast foresees by it.
+// Pure functions of plain values; any thread. Errors: ConfigError for settings that do not fit the
+// ranks or their devices.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "strata/comm/traits.h"
+
+namespace strata::comm {
+
+enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
+// What carries weights or gradients between GPUs; kAuto: as CollectivesKind says.
+enum class CarrierKind : std::uint8_t { kAuto, kPeer, kNccl };
+std::string_view name_of(CollectivesKind kind);  // as configurations spell it
+std::string_view name_of(CarrierKind kind);
+
+// strata.collectives, strata.gather, strata.reduce.
+struct CarrierSettings {
+  CollectivesKind collectives = CollectivesKind::kAuto;
+  CarrierKind gather = CarrierKind::kAuto;
+  CarrierKind reduce = CarrierKind::kAuto;
+};
+
+// What a rank knows of itself before it meets the others.
+struct RankFacts {
+  int world_size = 1;
+  int group_size = 1;  // of a shard group
+  bool on_gpu = false;
+  bool has_nccl = true;  // this build of torch
+  std::string device;    // of the model, for errors: "cuda:0"
+};
+// Throws where the settings ask for what cannot be, whoever the others are.
+void require_possible(const CarrierSettings& settings, const RankFacts& facts);
+
+// Ranks that exchange bytes with each other.
+struct RankSet {
+  int size = 1;
+  bool one_host = true;
+};
+
+// What carries the weights and the gradients where the control plane does not. kAuto: peers where
+// all ranks reach each other's memory, unless a probe finds NCCL faster; else NCCL.
+struct BulkCarriers {
+  CarrierKind gather = CarrierKind::kAuto;
+  CarrierKind reduce = CarrierKind::kAuto;
+  bool has(CarrierKind kind) const { return gather == kind || reduce == kind; }
+  bool operator==(const BulkCarriers&) const = default;
+};
+
+struct CarrierChoice {
+  enum class Control : std::uint8_t {
+    kNone,          // one rank
+    kSharedMemory,  // of one host
+    kBackend,       // a process group
+  };
+  Control control = Control::kNone;
+  std::optional<BulkCarriers> bulk;  // nothing: the control plane carries everything
+  bool operator==(const CarrierChoice&) const = default;
+};
+
+// `inside`: the ranks of a shard group, which are all ranks where there is one group.
+CarrierChoice choose_inside(const CarrierSettings& settings, const RankSet& inside, bool on_gpus);
+// `across`: the ranks that hold the same slice, one of each of several groups.
+CarrierChoice choose_across(const CarrierSettings& settings, const RankSet& across, bool on_gpus);
+
+// Of rank 0 of the set, where a probe leaves kAuto to peers.
+Traits traits_of(const CarrierChoice& choice, int size, bool on_gpus);
+
+}  // namespace strata::comm

@@ -1,0 +1,64 @@
+// What collectives promise to whoever uses them, as plain values: of each kind alone, and of two
+// that are combined. The collectives answer with these, and the choice of carriers (carriers.h) and
+// the forecast foresee them by the same functions. Pure; any thread.
+#pragma once
+
+#include <cstdint>
+
+namespace strata::comm {
+
+// Where this rank stands among those that one thing is sharded over, its shard group.
+struct ShardPlace {
+  int index = 0;   // of this rank's slice
+  int count = 1;   // slices of a thing, ranks of a group
+  int group = 0;   // that this rank belongs to
+  int groups = 1;  // each of them holds everything
+  // So many slices, neighbours, are held by each of as many ranks, of which one owns each: that one
+  // gets its sum, and complete_slices() brings it to the others. Gathers are of held slices.
+  int parts = 1;
+
+  int held_index() const { return index / parts; }
+  int held_count() const { return count / parts; }
+  bool operator==(const ShardPlace&) const = default;
+};
+
+// What the ranks of several shard groups own of the slices that they hold alike: all of each, or a
+// part (secondary shards).
+enum class Slices : std::uint8_t { kReplicated, kSecondary };
+
+struct Traits {
+  int world_size = 1;
+  ShardPlace place{};
+  bool one_sided = true;           // a gather needs no other rank's call
+  bool deterministic = true;       // sums run in the order of ranks: the same bits in every run
+  bool sums_in_fp32 = true;        // contributions of 16 bits are widened before they are added up
+  bool gathers_on_device = false;  // all_gather_on_device() may be called
+  bool has_contribution_stream = false;  // contribution_stream() is not null
+  bool has_inbox = false;                // make_inbox() gives one
+
+  bool operator==(const Traits&) const = default;
+};
+
+// Of one rank alone.
+inline constexpr Traits kHostMemoryTraits{};  // ranks pull from each other's memory
+inline constexpr Traits kPeerTraits{
+    .gathers_on_device = true, .has_contribution_stream = true, .has_inbox = true};
+inline constexpr Traits kBackendTraits{// of a process group: gloo, NCCL
+                                       .one_sided = false,
+                                       .deterministic = false,
+                                       .sums_in_fp32 = false};
+inline constexpr Traits kOneDeviceTraits{.one_sided = false};  // no peer: copies on the device
+
+// The same among `world_size` ranks that are one shard group.
+constexpr Traits among(Traits alone, int rank, int world_size) {
+  alone.world_size = world_size;
+  alone.place = {rank, world_size, 0, 1};
+  return alone;
+}
+
+// Of the same ranks: one carries gathers, the other one reductions.
+Traits split_traits(const Traits& gathers, const Traits& reductions);
+// Of the ranks of a shard group, and of the replicas of a slice.
+Traits grouped_traits(const Traits& inside, const Traits& across, Slices slices);
+
+}  // namespace strata::comm
