@@ -87,8 +87,8 @@ def _probed():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    runtime.logger.addHandler(handler)
-    runtime.logger.setLevel(logging.INFO)
+    runtime.choices.addHandler(handler)
+    runtime.choices.setLevel(logging.INFO)
     strata.init_distributed()
     if ON_GPU:  # the script has used NCCL
         torch.cuda.set_device(test_device())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .. import _C
 
 logger = logging.getLogger("strata")
+choices = logging.getLogger(__name__)  # of what carries the bytes
 
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
 
@@ -139,7 +140,7 @@ def _new_backend(kind, ranks, timeout_s, device):
 
 
 def _say(warning, text):
-    logger.log(logging.WARNING if warning else logging.INFO, "strata: %s", text)
+    choices.log(logging.WARNING if warning else logging.INFO, "strata: %s", text)
 
 
 @contextmanager
