@@ -55,7 +55,7 @@ TEST(Placement, SaysWhatIsMissingWhereAGpuIsAskedFor) {
     return;
   }
   EXPECT_THAT(error_of([] { choose_device(DeviceKind::kCuda, std::nullopt, 0); }),
-              testing::AllOf(HasSubstr("\"cuda\" is asked for"), HasSubstr("torch sees 0 GPUs")));
+              ::testing::AllOf(HasSubstr("\"cuda\" is asked for"), HasSubstr("torch sees 0 GPUs")));
   EXPECT_THAT(error_of([] { choose_device(DeviceKind::kAuto, c10::Device(at::kCUDA, 1), 0); }),
               HasSubstr("the model is on cuda:1"));
 }
@@ -64,7 +64,7 @@ TEST(Placement, WrapsMemoryOfTheEngine) {
   float values[] = {1.0F, 2.0F, 3.0F};
   const at::Tensor tensor = tensor_over(values, 3, at::kFloat, c10::Device(at::kCPU));
   tensor.mul_(2.0);
-  EXPECT_THAT(values, testing::ElementsAre(2.0F, 4.0F, 6.0F));
+  EXPECT_THAT(values, ::testing::ElementsAre(2.0F, 4.0F, 6.0F));
 }
 
 }  // namespace
