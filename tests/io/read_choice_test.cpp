@@ -97,7 +97,8 @@ class ReadProbe : public ::testing::Test {
 };
 
 TEST_F(ReadProbe, FindsAWarmFileInThePageCache) {
-  if (!io::in_page_cache(*file_, 0_B).has_value()) return;  // nobody can say here, which is no error
+  if (!io::in_page_cache(*file_, 0_B).has_value())
+    return;  // nobody can say here, which is no error
   for (const Bytes offset : {0_B, 1_MiB, 2_MiB - 1_B})
     EXPECT_TRUE(*io::in_page_cache(*file_, offset));
   EXPECT_EQ(probe().look().cached, 1.0);

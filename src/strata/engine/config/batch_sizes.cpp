@@ -9,7 +9,7 @@
 namespace strata::engine {
 namespace {
 
-std::string shown(const std::optional<std::int64_t>& v) {
+std::string size_text(const std::optional<std::int64_t>& v) {
   return v ? fmt::format("{}", *v) : std::string("not given");
 }
 
@@ -17,7 +17,7 @@ std::string given_text(const BatchSizes& given, int world_size) {
   return fmt::format(
       "train_batch_size: {}, train_micro_batch_size_per_gpu: {}, gradient_accumulation_steps: {}, "
       "world size: {}",
-      shown(given.train_batch_size), shown(given.micro_batch_size), shown(given.accumulation_steps),
+      size_text(given.train_batch_size), size_text(given.micro_batch_size), size_text(given.accumulation_steps),
       world_size);
 }
 
@@ -58,7 +58,7 @@ BatchSizes complete_batch_sizes(const BatchSizes& given, int world_size) {
                     "gradient_accumulation_steps x world size: {} != {} x {} x {}; correct one of "
                     "them or remove "
                     "it and let the others give it; found {}",
-                    shown(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps,
+                    size_text(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps,
                     world_size, given_text(given, world_size)));
   }
   return all;
