@@ -164,7 +164,7 @@ def _caption(figures, place, *more):
     engines = figures["engines"]
     labels = [row["label"] for row in engines.values() if "label" in row]
     notes = [text for word, text in WORDS.items() if any(label.endswith(word) for label in labels)]
-    if any(base_name(name) != name for name in engines):
+    if any(base_name(name) not in (name, FLOOR) for name in engines):
         notes.append("Engines with several turns: the median.")
     if missing := figures.get("not_run"):
         notes.append(f"Did not run: {', '.join(missing)}.")
