@@ -17,8 +17,8 @@ std::string given_text(const BatchSizes& given, int world_size) {
   return fmt::format(
       "train_batch_size: {}, train_micro_batch_size_per_gpu: {}, gradient_accumulation_steps: {}, "
       "world size: {}",
-      size_text(given.train_batch_size), size_text(given.micro_batch_size), size_text(given.accumulation_steps),
-      world_size);
+      size_text(given.train_batch_size), size_text(given.micro_batch_size),
+      size_text(given.accumulation_steps), world_size);
 }
 
 // The product of the three, or nothing when it is beyond any real batch.
