@@ -15,27 +15,20 @@
 namespace strata::device {
 
 struct CudaDriver {
-#define STRATA_CUDA_CALLS(X)                                                                   \
-  X(Init)                                                                                      \
-  X(DeviceGetCount)                                                                            \
-  X(DeviceGet)                                                                                 \
-  X(DeviceGetAttribute)                                                                        \
-  X(DevicePrimaryCtxRetain)                                                                    \
-  X(DevicePrimaryCtxRelease)                                                                   \
-  X(CtxPushCurrent)                                                                            \
-  X(CtxPopCurrent)                                                                             \
-  X(MemGetInfo)                                                                                \
-  X(MemAlloc)                                                                                  \
-  X(MemFree)                                                                                   \
-  X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister) X(MemAddressReserve) \
-      X(MemAddressFree) X(MemCreate) X(MemRelease) X(MemMap) X(MemUnmap) X(MemSetAccess)       \
-          X(MemGetAllocationGranularity) X(PointerGetAttribute) X(StreamDestroy)               \
-              X(StreamSynchronize) X(StreamWaitEvent) X(EventCreate) X(EventDestroy)           \
-                  X(EventRecord) X(EventQuery) X(EventElapsedTime) X(EventSynchronize)         \
-                      X(ModuleLoadData) X(ModuleUnload) X(ModuleGetFunction) X(LaunchKernel)   \
-                          X(GetErrorName) X(GetErrorString) X(MemExportToShareableHandle)      \
-                              X(MemImportFromShareableHandle) X(StreamWriteValue32)            \
-                                  X(StreamWaitValue32) X(MemHostGetDevicePointer) X(StreamCreate)
+// clang-format 14 indents these further each time.
+// clang-format off
+#define STRATA_CUDA_CALLS(X) \
+  X(Init) X(DeviceGetCount) X(DeviceGet) X(DeviceGetAttribute) X(DevicePrimaryCtxRetain) \
+  X(DevicePrimaryCtxRelease) X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) \
+  X(MemFree) X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister) \
+  X(MemAddressReserve) X(MemAddressFree) X(MemCreate) X(MemRelease) X(MemMap) X(MemUnmap) \
+  X(MemSetAccess) X(MemGetAllocationGranularity) X(PointerGetAttribute) X(StreamDestroy) \
+  X(StreamSynchronize) X(StreamWaitEvent) X(EventCreate) X(EventDestroy) X(EventRecord) \
+  X(EventQuery) X(EventElapsedTime) X(EventSynchronize) X(ModuleLoadData) X(ModuleUnload) \
+  X(ModuleGetFunction) X(LaunchKernel) X(GetErrorName) X(GetErrorString) \
+  X(MemExportToShareableHandle) X(MemImportFromShareableHandle) X(StreamWriteValue32) \
+  X(StreamWaitValue32) X(MemHostGetDevicePointer) X(StreamCreate)
+// clang-format on
 #define STRATA_CUDA_DECLARE(name) decltype(&::cu##name) name = nullptr;
   STRATA_CUDA_CALLS(STRATA_CUDA_DECLARE)
 #undef STRATA_CUDA_DECLARE
