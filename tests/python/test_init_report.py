@@ -14,6 +14,7 @@ from devices import ON_GPU, ranks_at_most
 from hf_models import MODELS
 from ranks import run_ranks
 from rich.console import Console
+from strata.views import start_up
 from strata.views.start_up import StartUp, merged
 from strata.views.start_up_view import ProgressBar, print_table, table_text
 from tiny_models import config_of, make_engine, make_model
@@ -146,15 +147,12 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_model_is_touched(
 
 
 def test_a_report_that_is_lost_at_the_end_is_a_warning_and_leaves_nothing(tmp_path, caplog, monkeypatch):
-    def fail(*_):
-        raise OSError("the folder is gone")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "replace", fail)
-        engine = make_engine(make_model(), _config(report=str(tmp_path / "start.json")))
-    assert "start.json' could not be written: the folder is gone" in caplog.text
+    path = tmp_path / "start.json"
+    monkeypatch.setattr(start_up, "_show", lambda _: path.mkdir())  # after the look at the start, before the file
+    engine = make_engine(make_model(), _config(report=str(path)))
+    assert "start.json' could not be written: " in caplog.text
     assert engine.init_report.keys() == KEYS
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["start.json"] and os.listdir(path) == []
     engine.destroy()
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from .. import _C
 from .start_up_view import ProgressBar, print_table, table_text
@@ -189,24 +189,9 @@ def _show(report):
 
 def _write(path, report):
     try:
-        _write_whole(path, json.dumps(report, indent=1) + "\n")
-    except OSError as error:  # no reason to give up an engine that has started
+        _C.write_file_atomically(os.fspath(path), json.dumps(report, indent=1) + "\n")
+    except _C.IoError as error:  # no reason to give up an engine that has started
         logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
-
-
-def _write_whole(path, text):
-    """Writes ``text`` to a file that appears when it is complete. Its name until then cannot be predicted, so nobody
-    else who may write to the folder can have put a link there. An error leaves no file behind."""
-    partial = f"{path}.{os.urandom(8).hex()}.partial"
-    file = open(partial, "x")  # fails where there is anything, also a link
-    try:
-        with file:
-            file.write(text)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(partial)
-        raise
 
 
 def _host_peak():
