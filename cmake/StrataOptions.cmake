@@ -10,7 +10,7 @@ endif()
 
 option(STRATA_WERROR "Treat warnings as errors" OFF)
 # For whole builds. A changed file takes its neighbours along, and a file that includes too little is not
-# seen: the presets for daily work and the sanitizers compile each file alone.
+# seen: the preset for daily work compiles each file alone.
 option(STRATA_UNITY "Compile several files of a layer at once and precompile what tests include" OFF)
 set(STRATA_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined or thread")
 
@@ -24,7 +24,7 @@ endif()
 
 if(STRATA_SANITIZE)
   add_compile_options(-fsanitize=${STRATA_SANITIZE} -fno-sanitize-recover=all
-                      -fno-omit-frame-pointer -g)
+                      -fno-omit-frame-pointer -g1)
   add_link_options(-fsanitize=${STRATA_SANITIZE})
 endif()
 
