@@ -8,8 +8,11 @@ The entry points are those of DeepSpeed::
     engine.backward(loss)
     engine.step()
 
-Importing this package starts nothing: no process group, no device, no threads.
+Importing this package starts nothing: no process group, no device, no threads. What reads checkpoints and what
+forecasts memory is imported when it is first asked for.
 """
+
+import importlib
 
 from . import zero
 from ._C import (
@@ -26,10 +29,8 @@ from ._C import (
     UsageError,
 )
 from .engine import Engine
-from .forecast import memory_forecast
 from .initialize import initialize
 from .optimizer import ShardedOptimizer
-from .pretrained import load_pretrained, load_weights
 from .ranks.runtime import init_distributed
 from .schedule import ScheduledLR
 
@@ -57,3 +58,13 @@ __all__ = [
     "memory_forecast",
     "zero",
 ]
+
+_FIRST_ASKED_FOR = {"load_pretrained": "pretrained", "load_weights": "pretrained", "memory_forecast": "forecast"}
+
+
+def __getattr__(name):
+    module = _FIRST_ASKED_FOR.get(name, name)
+    if module not in _FIRST_ASKED_FOR.values():
+        raise AttributeError(f"module 'strata' has no attribute '{name}'")
+    found = importlib.import_module(f".{module}", __name__)
+    return found if module == name else getattr(found, name)

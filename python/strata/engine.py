@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
-from .checkpoint.saving import save_pretrained
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
@@ -304,6 +303,8 @@ class Engine(torch.nn.Module):
             IoError: on every rank, where rank 0 cannot write.
             UsageError: for another size, and for a version of transformers that is not supported.
         """
+        from .checkpoint.saving import save_pretrained  # not before somebody saves
+
         save_pretrained(self, save_directory, max_shard_size)
 
     # --- the end ---

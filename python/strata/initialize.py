@@ -7,8 +7,7 @@ import os
 import torch
 
 from . import _C
-from .checkpoint.names import is_transformers_model
-from .checkpoint.supported_transformers import unsupported
+from .checkpoint.supported_transformers import is_transformers_model, unsupported
 from .engine import Engine
 from .model.model_input import ModelTree
 from .model.placement import choose_device

@@ -2,19 +2,12 @@
 says for its models (renamings, fused experts, a base model's prefix)."""
 
 import re
-import sys
 from contextlib import suppress
 from copy import deepcopy
 
 from .. import _C
 from .repeated_blocks import RepeatedBlocks
-from .supported_transformers import private
-
-
-def is_transformers_model(model):
-    """Whether ``model`` is a transformers.PreTrainedModel; imports nothing."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+from .supported_transformers import is_transformers_model, private
 
 
 def state_names(model):

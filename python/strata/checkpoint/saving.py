@@ -7,8 +7,9 @@ import torch
 
 from .. import _C
 from ..ranks.joint import together
-from .names import is_transformers_model, preferred_names, saved_tensors, state_names
+from .names import preferred_names, saved_tensors, state_names
 from .ranges import RangeTensor
+from .supported_transformers import is_transformers_model
 
 
 def save_pretrained(engine, folder, max_shard_size="5GB"):

@@ -6,6 +6,7 @@ refused before it does something else with a checkpoint. CONTRIBUTING.md says ho
 """
 
 import importlib
+import sys
 
 from .. import _C
 
@@ -19,6 +20,12 @@ PRIVATE = {
     "conversion_mapping": ("get_model_conversion_mapping",),
     "core_model_loading": ("WeightRenaming", "dot_natural_key", "rename_source_key", "revert_weight_conversion"),
 }
+
+
+def is_transformers_model(model):
+    """Whether ``model`` is a transformers.PreTrainedModel; imports nothing."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def private(name):
