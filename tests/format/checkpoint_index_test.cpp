@@ -10,6 +10,7 @@ namespace strata::testing {
 namespace {
 
 using format::CheckpointIndex;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -157,7 +158,10 @@ TEST_F(Checkpoint, RefusesAnIndexThatIsNotOne) {
   };
   EXPECT_THAT(with_text(""), HasSubstr("not valid JSON"));
   EXPECT_THAT(with_text("{\"weight_map\":{}"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(with_text(""), HasSubstr("not valid JSON"));
   EXPECT_THAT(with_text("[]"), HasSubstr("no object 'weight_map'"));
+  EXPECT_THAT(with_text(R"({"weight_map":{}})"),
+              AllOf(HasSubstr("is empty"), HasSubstr("model.safetensors.index.json")));
   EXPECT_THAT(with_text("{}"), HasSubstr("no object 'weight_map'"));
   EXPECT_THAT(with_text(R"({"weight_map":[]})"), HasSubstr("no object 'weight_map'"));
   EXPECT_THAT(with_text(R"({"weight_map":"t","of":{"weight_map":{"t":"a"}}})"),

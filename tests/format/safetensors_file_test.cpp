@@ -49,6 +49,15 @@ TEST(SafetensorsFile, AcceptsAFileWithoutTensors) {
   EXPECT_TRUE(parse("{ } \n\t\r ", 0).tensors.empty());
 }
 
+TEST(SafetensorsFile, ReadsPastWhatAnEntryHasBesides) {
+  const SafetensorsHeader header =
+      parse(R"({"a":{"x":{"y":[1,-2.5e3 ,{"z":null}],"":{}},"dtype":"U8","s":"]}","shape":[2],)"
+            R"("t": true ,"u":[],"data_offsets":[0,2],"v":0}})",
+            2);
+  ASSERT_EQ(header.tensors.size(), 1U);
+  EXPECT_EQ(header.tensors[0].bytes, 2_B);
+}
+
 TEST(SafetensorsFile, AcceptsEmptyTensorsBetweenOthers) {
   const SafetensorsHeader header =
       parse(R"({"x":{"dtype":"U8","shape":[2],"data_offsets":[1,3]},)"

@@ -1,5 +1,8 @@
 #include "strata/format/header_scanner.h"
 
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
 #include "strata/base/error.h"
 #include "strata/format/message_text.h"
 
@@ -106,6 +109,24 @@ std::int64_t HeaderScanner::integer(std::string_view what) {
     fail_wanted(fmt::format("{} without fraction or exponent", what));
   }
   return value;
+}
+
+void HeaderScanner::skip_value(int nesting) {
+  if (nesting > kNestingMax) fail(fmt::format("a value nests deeper than {}", kNestingMax));
+  skip_whitespace();
+  const char c = at_ < text_.size() ? text_[at_] : '\0';
+  if (c == '{') {
+    object("an object", [&](const std::string&) { skip_value(nesting + 1); });
+  } else if (c == '[') {
+    array("an array", [&] { skip_value(nesting + 1); });
+  } else if (c == '"') {
+    string("a string");
+  } else {  // a number or a word
+    const std::size_t end = std::min(text_.find_first_of(",]} \n\t\r", at_), text_.size());
+    const std::string_view token = text_.substr(at_, end - at_);
+    if (!nlohmann::json::accept(token)) fail_wanted("a value of JSON");
+    at_ = end;
+  }
 }
 
 std::string HeaderScanner::string(std::string_view what) {

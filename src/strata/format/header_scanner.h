@@ -1,10 +1,10 @@
 // Reads the JSON of a safetensors header token by token, driven by what the format allows at each
-// place: there is no tree, no recursion and no nesting to bound, since a value of another kind than
-// the one asked for is refused where it begins. Strict: strings are valid UTF-8 with every escape
-// of JSON and no lone surrogate, numbers are non-negative integers without leading zeros that fit
-// 63 bits. Threads: one thread. Ownership: borrows the text. Errors: FormatError with the path and
-// the byte of the header; nothing of unbounded size is allocated before the text that asks for it
-// was read.
+// place: there is no tree, since a value of another kind than the one asked for is refused where it
+// begins. Only a value that nobody asked for may nest, to a bound. Strict: strings are valid UTF-8
+// with every escape of JSON and no lone surrogate, numbers are non-negative integers without
+// leading zeros that fit 63 bits. Threads: one thread. Ownership: borrows the text. Errors:
+// FormatError with the path and the byte of the header; nothing of unbounded size is allocated
+// before the text that asks for it was read.
 #pragma once
 
 #include <cstddef>
@@ -42,6 +42,9 @@ class HeaderScanner {
   }
   std::string string(std::string_view what);
   std::int64_t integer(std::string_view what);
+  // Reads past a value of any kind, which must be JSON. May nest kNestingMax deep.
+  void skip_value() { skip_value(0); }
+  static constexpr int kNestingMax = 64;
   // Only whitespace may follow.
   void end();
 
@@ -49,6 +52,7 @@ class HeaderScanner {
   [[noreturn]] void fail(std::string_view problem) const;
 
  private:
+  void skip_value(int nesting);
   void skip_whitespace();
   bool consume(char c);
   void expect(char c, std::string_view what);

@@ -55,6 +55,10 @@ class MapReader final : public nlohmann::json_sax<Json> {
                       "tensor's file: path={}",
                       path_));
     }
+    if (files_.tensors.empty()) {
+      throw FormatError(fmt::format(
+          "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path_));
+    }
     if (!std::ranges::is_sorted(files_.tensors, {}, &WeightFiles::Entry::tensor))
       std::ranges::sort(files_.tensors, {}, &WeightFiles::Entry::tensor);
     const auto twice = std::ranges::adjacent_find(files_.tensors, {}, &WeightFiles::Entry::tensor);
