@@ -4,12 +4,14 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from . import _C
+from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config
 from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
-from .checkpoint.load_plan import Contents, LoadPlan
+from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans
 from .checkpoint.names import model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import require_supported
@@ -43,7 +45,8 @@ def load_pretrained(
     call ``engine.train()``. What the model's class freezes stays frozen.
 
     Args:
-        path: a folder with config.json and model.safetensors or model.safetensors.index.json.
+        path: a folder with config.json and model.safetensors or model.safetensors.index.json; or one that PEFT wrote,
+            whose adapter_config.json names the folder of the base model: a PeftModel then, with its adapter trainable.
         config: as ``strata.initialize`` takes it.
         model_class: a class of transformers; None: what config.json names in ``architectures``.
         optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
@@ -67,7 +70,7 @@ def load_pretrained(
             init_distributed()
             parsed, runtime, _ = prepare(config)
             building = beside.submit(_build_flat, path, opening, model_class, parsed, model_arguments)
-            planning = beside.submit(_plan, path, opening, building, strict)
+            planning = beside.submit(_plan, building, strict)
             collectives = make_collectives(parsed, runtime.device)
         with start_up.phase("meet"), together(collectives, f"opening the checkpoint '{path}'"):
             with start_up.phase("open checkpoint"):
@@ -111,7 +114,9 @@ def load_weights(engine, path, strict=False):
     with together(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, entry[1], entry[2]) for i, entry in enumerate(engine._described)]
-        plan = LoadPlan(engine.module, checkpoint, path, *_named(engine.module, parameters, engine._config), strict)
+        names, buffers = _names_of(engine.module)
+        entries = _entries(parameters, names, engine._config)
+        plan = LoadPlan(engine.module, checkpoint, path, entries, buffers, strict)
     _load(engine, plan, StartUp())
 
 
@@ -129,24 +134,78 @@ def _beside():
         sys.setswitchinterval(interval)
 
 
+class _Files(NamedTuple):
+    """One checkpoint: its path, a _C.Checkpoint, what it has."""
+
+    path: str
+    checkpoint: object
+    contents: Contents
+
+
+class _Opened(NamedTuple):
+    """A model's files; where an adapter of PEFT was asked for, its files and configuration."""
+
+    base: _Files
+    adapter: _Files = None
+    adapter_config: object = None
+
+
 def _open(path):
+    if not holds_adapter(path):
+        return _Opened(_open_files(path))
+    adapter_config, base = read_adapter_config(path)
+    return _Opened(_open_files(base), _open_files(os.path.join(path, WEIGHTS)), adapter_config)
+
+
+def _open_files(path):
     checkpoint = _C.Checkpoint(os.fspath(path))
-    return checkpoint, Contents(checkpoint)
+    return _Files(path, checkpoint, Contents(checkpoint))
+
+
+class _Part(NamedTuple):
+    """What one checkpoint has to fill: the first arguments of a LoadPlan."""
+
+    model: torch.nn.Module
+    files: _Files
+    parameters: list
+    buffers: dict
+    constructed: dict
 
 
 def _build_flat(path, opening, model_class, config, model_arguments):
-    """(model, {id(parameter): full shape}, what ``_named`` gives): tied as the checkpoint is, without memory."""
-    model = _build(path, model_class, getattr(torch, config.dtype), model_arguments)
-    _tie(model, *opening.result())
+    """(model, {id(parameter): full shape}, [_Part]): tied as the checkpoint is, without memory."""
+    folder = opening.result().base.path if holds_adapter(path) else path
+    base, constructed = _build(folder, model_class, getattr(torch, config.dtype), model_arguments)
+    opened = opening.result()
+    _tie(base, opened.base)
+    named, buffers = _names_of(base)
+    model, of_adapter = base, {}
+    if opened.adapter is not None:
+        model, in_file = attach_adapter(base, opened.adapter_config)
+        for name, parameter in in_file.items():
+            if id(parameter) not in named or name in opened.adapter.contents.shapes:
+                of_adapter.setdefault(id(parameter), []).append(name)
+        all_names, _ = _names_of(model)
+        of_adapter |= {key: names for key, names in all_names.items() if key not in named and key not in of_adapter}
     shapes = make_flat(model)
     parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
-    return model, shapes, _named(model, parameters, config)
+    of_base = {key: names for key, names in named.items() if key not in of_adapter}
+    constructed = {i: constructed[id(p)] for i, p, _ in parameters if id(p) in constructed}
+    parts = [_Part(base, opened.base, _entries(parameters, of_base, config), buffers, constructed)]
+    if opened.adapter is not None:
+        parts.append(_Part(model, opened.adapter, _entries(parameters, of_adapter, config), {}, {}))
+    return model.eval(), shapes, parts
 
 
-def _plan(path, opening, building, strict):
-    checkpoint, contents = opening.result()
-    model, _, named = building.result()
-    return LoadPlan(model, checkpoint, path, *named, strict, contents)
+def _plan(building, strict):
+    _, _, parts = building.result()
+    return LoadPlans(
+        LoadPlan(
+            part.model, part.files.checkpoint, part.files.path, part.parameters, part.buffers, strict,
+            part.files.contents, part.constructed,
+        )
+        for part in parts
+    )
 
 
 def _build(path, model_class, dtype, model_arguments):
@@ -162,37 +221,42 @@ def _build(path, model_class, dtype, model_arguments):
                 f"{path}: config.json names no architecture of transformers {transformers.__version__}; pass "
                 f"model_class=<class>. Found architectures {config.architectures}"
             )
-    model = build_model(model_class, config, dtype, model_arguments)
+    model, constructed = build_model(model_class, config, dtype, model_arguments)
     if model.can_generate() and os.path.exists(os.path.join(path, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return model
+    return model, constructed
 
 
-def _tie(model, checkpoint, contents):
+def _tie(model, files):
     if not model.all_tied_weights_keys:
         return
     parameters, buffers = state_names(model)
-    found, _ = model_tensors(model, {*parameters, *buffers}, contents.tensors)
+    found, _ = model_tensors(model, {*parameters, *buffers}, files.contents.tensors)
 
     def same(one, other):
         a, b = found[one], found[other]
-        return a.source is not None and b.source is not None and checkpoint.same(a.source, b.source)
+        return a.source is not None and b.source is not None and files.checkpoint.same(a.source, b.source)
 
     tie_as_checkpoint(model, found, same)
 
 
-def _named(model, parameters, config):
-    """(parameters, buffers) as LoadPlan takes them, of [(index, parameter, full shape)]."""
+def _names_of(model):
+    """({id(parameter): [names]}, {name: persistent buffer})."""
     by_name, buffers = state_names(model)
     names = {}
     for name, parameter in by_name.items():
         names.setdefault(id(parameter), []).append(name)
+    return names, buffers
+
+
+def _entries(parameters, names, config):
+    """What LoadPlan takes, of [(index, parameter, full shape)] and the names of those that are asked for."""
     weight = getattr(torch, config.dtype)
-    entries = [
+    return [
         (index, names[id(p)], list(shape), weight if p.is_floating_point() else p.dtype)
         for index, p, shape in parameters
+        if id(p) in names
     ]
-    return entries, buffers
 
 
 def _load(engine, plan, start_up):

@@ -13,17 +13,28 @@ from .supported_transformers import private
 def build_model(model_class, config, dtype, model_arguments):
     """A transformers model with meta parameters of the right shape and real buffers, in eval mode, not tied.
 
-    No weight is initialised. Buffers are computed as ``from_pretrained`` computes them: as the model's
-    constructor and its ``_init_weights`` do.
+    No weight is initialised but what the model's class leaves out of its checkpoints. That and buffers are computed
+    as ``from_pretrained`` computes them: as the model's constructor and its ``_init_weights`` do.
+
+    Returns:
+        (model, {id(parameter): value} of what the class leaves out).
     """
     with _meta_parameters(), private("no_init_weights")():
         model = model_class._from_config(config, dtype=dtype, **model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # one that was put past register_parameter
-    for tensor in (*model.parameters(), *state_names(model)[1].values()):
-        tensor._is_hf_initialized = True
+    parameters, buffers = state_names(model)
+    left_out = [parameters[n] for n in model._keys_to_ignore_on_save or () if n in parameters]
+    for parameter in left_out:
+        _swap(parameter, torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad))
+    known = {id(parameter) for parameter in left_out}
+    for tensor in (*parameters.values(), *buffers.values()):
+        tensor._is_hf_initialized = id(tensor) not in known
     model.initialize_weights()
-    return model.eval()
+    constructed = {id(parameter): parameter.detach().clone() for parameter in left_out}
+    for parameter in left_out:
+        _to_meta(parameter)
+    return model.eval(), constructed
 
 
 def tie_as_checkpoint(model, present, same):

@@ -30,13 +30,14 @@ class LoadPlan:
         buffers: {name: persistent buffer}.
         strict: tensors that the model has no use for are an error; else a warning.
         contents: ``Contents`` of the checkpoint, where they have been made.
+        constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
 
     Raises:
         FormatError: tensors that are missing, misshapen, wrongly typed, or with ``strict`` unexpected; lists
             them.
     """
 
-    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None):
+    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None, constructed=None):
         self._checkpoint = checkpoint
         self._path = path
         known = {name for _, names, _, _ in parameters for name in names} | set(buffers)
@@ -46,12 +47,17 @@ class LoadPlan:
         if strict and self.unexpected:
             raise _C.FormatError(_listing(f"{path}: the model has no use for", self.unexpected))
         self._computed = []  # (index, RangeTensor)
+        self._constructed = []  # (index, value)
+        left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self._buffers = []  # (buffer, RangeTensor)
         self._indices, sources, problems = [], [], []
         for index, names, shape, dtype in parameters:
             name = next((n for n in names if n in found), None)
             tensor = found.get(name)
-            if tensor is None or tensor.source is not None:  # the map reports what is missing or misshapen
+            if tensor is None and left_out.intersection(names):
+                if constructed and index in constructed:
+                    self._constructed.append((index, constructed[index]))
+            elif tensor is None or tensor.source is not None:  # the map reports what is missing or misshapen
                 piece = (tensor.source if tensor is not None else names[0], shape, 0, 0, None)
                 sources.append((names[0], shape, dtype, [piece]))
                 self._indices.append(index)
@@ -104,6 +110,8 @@ class LoadPlan:
         """
         for index, tensor in self._computed:
             _C.store(core, index, tensor.compute(self._checkpoint.read))
+        for index, value in self._constructed:
+            _C.store(core, index, value)
         for buffer, tensor in self._buffers:
             buffer.copy_(tensor.compute(self._checkpoint.read))
 
@@ -113,6 +121,25 @@ class LoadPlan:
             logger.warning("%s", _listing(f"{self._path}: not used by the model:", self.unexpected))
         if self.absent_buffers:
             logger.warning("%s", _listing(f"{self._path}: buffers not in the checkpoint:", self.absent_buffers))
+
+
+class LoadPlans:
+    """Several of ``LoadPlan`` as one: of a model and of its adapter."""
+
+    def __init__(self, plans):
+        self._plans = list(plans)
+
+    def read(self, core):
+        for plan in self._plans:
+            plan.read(core)
+
+    def compute(self, core):
+        for plan in self._plans:
+            plan.compute(core)
+
+    def warn(self):
+        for plan in self._plans:
+            plan.warn()
 
 
 def _listing(what, names):

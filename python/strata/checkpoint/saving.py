@@ -7,6 +7,7 @@ import torch
 
 from .. import _C
 from ..ranks.joint import together
+from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
 from .ranges import RangeTensor
 from .supported_transformers import is_transformers_model
@@ -18,7 +19,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     The weights stay sharded: one unit at a time is gathered and rank 0 writes it. Weights are in the
     configuration's precision; names are those that transformers' own ``save_pretrained`` writes. config.json
     and generation_config.json are written for transformers models. A checkpoint that is already in the
-    folder stays as it is until the new one is complete.
+    folder stays as it is until the new one is complete. Of a PEFT model the adapters are written, as PEFT does.
 
     Args:
         folder: made if need be.
@@ -29,6 +30,8 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
         UsageError: for a ``max_shard_size`` that is no size, and for a version of transformers that is not supported.
     """
     collectives, model = engine._collectives, engine.module
+    if is_peft_model(model):
+        return save_adapters(engine, folder)
     with together(collectives, "saving the weights"):
         shard_max = _parse_size(max_shard_size)
         weights, buffers = _state_leaves(engine)

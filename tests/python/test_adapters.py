@@ -1,0 +1,116 @@
+"""PEFT's adapters, and weights that a class leaves out of its checkpoints: loaded and saved as PEFT and transformers
+do, to the bit."""
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from devices import test_device, to_test_device
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+import strata
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MARIAN = {
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "pad_token_id": 1, "decoder_start_token_id": 1,
+}
+
+
+def _config(stage):
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+
+
+def _trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base model, an adapter of it as PEFT writes it, and a model whose positions are in no file."""
+    root = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(0)
+    hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).save_pretrained(root / "base")
+    base = hf.AutoModelForCausalLM.from_pretrained(root / "base")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora)
+    with torch.no_grad():
+        for parameter in _trainable(model):
+            parameter.normal_()
+    model.save_pretrained(root / "adapter")
+    hf.MarianMTModel(hf.MarianConfig(**MARIAN)).save_pretrained(root / "marian")
+    return root
+
+
+def _plain(root, folder):
+    base = hf.AutoModelForCausalLM.from_pretrained(root / "base")
+    return peft.PeftModel.from_pretrained(base, folder, is_trainable=True).to(test_device())
+
+
+def _assert_same(engine, plain):
+    with strata.zero.GatheredParameters(list(engine.module.parameters())):
+        ours, theirs = dict(engine.module.named_parameters()), dict(plain.named_parameters())
+        assert list(ours) == list(theirs)
+        for name, parameter in theirs.items():
+            assert torch.equal(ours[name], parameter), name
+            left_out = "embed_positions" in name  # from_pretrained forgets that the class freezes it
+            assert left_out or ours[name].requires_grad == parameter.requires_grad, name
+
+
+def _adapter(root, folder, stage):
+    """Loads the adapter, trains a step, saves, and compares with PEFT after each."""
+    engine, *_ = strata.load_pretrained(root / "adapter", _config(stage), model_parameters=_trainable)
+    plain = _plain(root, root / "adapter")
+    _assert_same(engine, plain)
+    ids = to_test_device(torch.arange(12)[None])
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.save_pretrained(folder / str(stage))
+    torch.distributed.barrier()
+    _assert_same(engine, _plain(root, folder / str(stage)))
+    engine.destroy()
+
+
+def _all_of_it(root, folder):
+    for stage in (2, 3):
+        _adapter(root, folder, stage)
+    engine, *_ = strata.load_pretrained(root / "marian", _config(3))
+    _assert_same(engine, hf.MarianMTModel.from_pretrained(root / "marian").to(test_device()))
+    strata.load_weights(engine, root / "marian", strict=True)
+    _assert_same(engine, hf.MarianMTModel.from_pretrained(root / "marian").to(test_device()))
+    engine.destroy()
+    return True
+
+
+def _configuration(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return {**config, "target_modules": sorted(config["target_modules"])}  # PEFT has a set
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_and_constructed_weights_are_those_of_peft_and_transformers(folders, tmp_path, world):
+    assert all(run_ranks(world, _all_of_it, folders, tmp_path))
+    for stage in ("2", "3"):
+        written = {path.name for path in (tmp_path / stage).iterdir()}
+        assert written == {path.name for path in (folders / "adapter").iterdir()}
+        ours, theirs = (
+            load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / stage, folders / "adapter")
+        )
+        assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
+        assert _configuration(tmp_path / stage) == _configuration(folders / "adapter")
+
+
+def test_an_adapter_without_its_base_model_is_refused(folders, tmp_path):
+    config = json.loads((folders / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "/nowhere/llama"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(strata.FormatError, match="adapter_config.json names the base model '/nowhere/llama'"):
+        strata.load_pretrained(tmp_path, _config(3))
