@@ -26,6 +26,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if inner is not None:
             self.state = inner.state
 
+    def add_param_group(self, param_group):
+        """As torch's, which is wrapped to keep torch's compiler out of it. The wrapper imports the compiler for that:
+        880 modules, most of the time that a small model's start takes."""
+        wrapped = torch.optim.Optimizer.add_param_group
+        getattr(wrapped, "__wrapped__", wrapped)(self, param_group)
+
     def bind(self, model):
         """Called by the engine: ``model`` is its _C.ShardedModel."""
         self._model = model

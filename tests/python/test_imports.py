@@ -1,0 +1,46 @@
+"""What the package imports, seen in fresh processes: a start waits for every module."""
+
+import subprocess
+import sys
+
+TWO_STEPS = """
+import sys
+import torch
+import strata
+
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+}
+engine, *_ = strata.initialize(model=model, config=config)
+for _ in range(4):
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).sum())
+    engine.step()
+assert engine.global_steps == 2
+"""
+
+
+def _modules_after(script):
+    script += "\nprint(*sys.modules)\nengine.destroy() if 'engine' in globals() else None"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_two_steps_import_nothing_of_torchs_compiler():
+    """880 modules, nearly four seconds, that torch imports when an optimizer is first made."""
+    compiler = {"torch._dynamo", "torch._inductor", "sympy", "torch.fx.experimental.symbolic_shapes"}
+    assert not _modules_after(TWO_STEPS) & compiler
+
+
+def test_what_reads_checkpoints_is_imported_when_it_is_asked_for():
+    modules = _modules_after("import sys, strata")
+    assert not modules & {"strata.pretrained", "strata.forecast", "strata.checkpoint.names", "transformers"}
+    later = _modules_after("import sys, strata; strata.load_weights, strata.memory_forecast; strata.pretrained")
+    assert later >= {"strata.pretrained", "strata.forecast"}
