@@ -1,0 +1,51 @@
+"""Tiny models of many architectures of the transformers library, each made by shrinking its own configuration."""
+
+import importlib
+import inspect
+
+import torch
+import transformers as hf
+
+VOCABULARY, WIDTH, LAYERS = 96, 32, 2
+
+# What configurations call their sizes. A name that a configuration lacks is left out.
+SIZES = {
+    **dict.fromkeys(("vocab_size", "n_vocab", "encoder_vocab_size", "decoder_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "dim", "emb_dim"), WIDTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "d_inner", "encoder_ffn_dim", "decoder_ffn_dim",
+                     "ffn_hidden_size", "hidden_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+                     "feed_forward_proj_size", "mlp_dim", "lstm_dim"), 2 * WIDTH),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+                     "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+                     "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("head_dim", "d_kv"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length",
+                     "max_source_positions", "max_target_positions"), 64),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_top_k"), 2),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id", "sep_token_id"), 2),
+    **dict.fromkeys(("image_size",), 16),
+    **dict.fromkeys(("patch_size",), 4),
+    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_dropout", "attention_probs_dropout_prob", "dropout",
+                     "resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout", "classifier_dropout", "layerdrop",
+                     "encoder_layerdrop", "decoder_layerdrop", "attention_dropout_prob", "summary_first_dropout"), 0.0),
+}
+
+
+def tiny_config(config_class, **more):
+    """The architecture's configuration with small sizes; ``more`` goes over them."""
+    attributes = {**vars(config_class()), **getattr(config_class, "attribute_map", {})}
+    known = {**{name: size for name, size in SIZES.items() if name in attributes}, **more}
+    return config_class(**known)
+
+
+def build(name, **more):
+    """A model by the name of its class, on seeded random weights."""
+    model_class = getattr(hf, name)
+    torch.manual_seed(7)
+    model = model_class(tiny_config(model_class.config_class, **more))
+    return model.float()
