@@ -57,8 +57,12 @@ $(BUILD)/.configured-$(WERROR): CMakePresets.json $(VENV)/.strata-ready
 	  -DPython_EXECUTABLE=$(abspath $(VENV_PYTHON)) --log-level=NOTICE
 	@rm -f $(BUILD)/.configured-* && touch $@
 
-build/dev/build.ninja build/asan/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
+build/dev/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
 	cmake --preset $(notdir $(@D)) --log-level=NOTICE
+	@touch $@
+
+build/asan/build.ninja: CMakePresets.json | $(SYSTEM) $(STAMPS)/lint
+	cmake --preset asan --log-level=NOTICE
 	@touch $@
 
 # CUDA kernels are nvcc's work, not clang's: those of the build with g++ serve.
@@ -91,13 +95,16 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) : 8 )))
 RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
-.PHONY: test test-bench test-gpu test-core demo bench-cpu sanitize wheel
+.PHONY: test test-bench soak test-gpu test-core demo bench-cpu sanitize wheel
 test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
 test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themselves, on CPU ranks
 	ninja -C $(BUILD) -j $(JOBS) startup_limit
 	$(RUN_TESTS) --python-only -- tests/bench -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
+
+soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures loaded, trained and saved
+	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
 
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill
 # a device or time it are among the C++ ones, which run first and alone, or wait until no other test has ranks.
@@ -123,7 +130,7 @@ bench-cpu: module $(VENV)/.strata-tests  ## Strata, FSDP2, DDP and DeepSpeed sid
 # for that, it has to do without.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan and under TSan
+sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan (clang) and under TSan (g++)
 	ninja -C build/asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
 	ninja -C build/tsan -j $(JOBS)
@@ -144,7 +151,7 @@ style: $(STAMPS)/lint  ## The style test and formatting: seconds
 	$(PYTHON) -B tests/tidy/check_tree.py .
 	clang-format --dry-run --Werror $(CPP_FILES)
 
-clang: build/clang/build.ninja  ## The core and the fuzz target with clang
+clang: build/clang/build.ninja  ## The core with clang, as clang-tidy reads it
 	ninja -C build/clang -j $(JOBS)
 
 # Over the files that join several of ours, since most of the time goes into what they all include.
@@ -154,11 +161,12 @@ tidy: style clang  ## The same and clang-tidy on the core: minutes
 	  xargs -n 1 -P $(JOBS) clang-tidy -p build/clang --quiet
 
 FUZZ_SECONDS ?= 60
-fuzz: clang  ## libFuzzer over the headers of safetensors files, for FUZZ_SECONDS=60
-	@mkdir -p build/clang/fuzz/corpus
+fuzz: build/asan/build.ninja  ## libFuzzer over the headers of safetensors files, for FUZZ_SECONDS=60
+	ninja -C build/asan -j $(JOBS) safetensors_header_fuzz
+	@mkdir -p build/asan/fuzz/corpus
 	@echo "Fuzzing safetensors headers for $(FUZZ_SECONDS) s, from fuzz/safetensors_seeds"
-	build/clang/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
-	  -print_final_stats=1 -artifact_prefix=build/clang/fuzz/ build/clang/fuzz/corpus fuzz/safetensors_seeds
+	build/asan/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
+	  -print_final_stats=1 -artifact_prefix=build/asan/fuzz/ build/asan/fuzz/corpus fuzz/safetensors_seeds
 	@echo "No header crashed the parser."
 
 clean:  ## Remove what was built; the virtual environment stays

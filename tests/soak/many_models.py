@@ -1,8 +1,5 @@
 """Tiny models of many architectures of the transformers library, each made by shrinking its own configuration."""
 
-import importlib
-import inspect
-
 import torch
 import transformers as hf
 
@@ -36,6 +33,39 @@ SIZES = {
 }
 
 
+_TEXT = """
+    Afmoe Apertus Arcee Bloom BioGpt BitNet Cohere Cohere2 Cwm DiffLlama Doge Ernie4_5 Ernie4_5_Moe Exaone4 Falcon
+    FalconMamba FlexOlmo Gemma Gemma2 Gemma3 Glm Glm4 Glm4Moe GPTBigCode GPTNeoX GptOss Granite GraniteMoe
+    GraniteMoeShared Helium HunYuanDenseV1 JetMoe Lfm2 Llama Mamba MBart MiniMax Mistral Mixtral Mpt Nemotron Olmo
+    Olmo2 Olmo3 Olmoe OPT Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe Rwkv SeedOss SmolLM3 StableLm
+    Starcoder2 VaultGemma Whisper XGLM GPT2LMHeadModel OpenAIGPTLMHeadModel
+"""
+_MASKED = """
+    Albert Bert BigBird ConvBert Deberta DebertaV2 DistilBert Electra Esm FNet IBert MobileBert ModernBert MPNet
+    Nystromformer RemBert Roberta RoFormer SqueezeBert XLMRoberta Yoso
+"""
+_PAIRS = """
+    Bart MBart Mvp ProphetNet Marian T5
+"""
+_IMAGES = """
+    Beit Data2VecVision DeiT Dinov2 Dinov2WithRegisters IJepa
+"""
+
+
+def _names(text, suffix):
+    return [name if name.endswith("Model") else name + suffix for name in text.split()]
+
+
+# {class of transformers: what its batches are}
+MODELS = {
+    **dict.fromkeys(_names(_TEXT, "ForCausalLM"), "text"),
+    **dict.fromkeys(_names(_MASKED, "ForMaskedLM"), "masked"),
+    **dict.fromkeys(_names(_PAIRS, "ForConditionalGeneration"), "pairs"),
+    **dict.fromkeys(_names(_IMAGES, "ForImageClassification"), "images"),
+}
+MODELS["MarianMTModel"] = MODELS.pop("MarianForConditionalGeneration")
+
+
 def tiny_config(config_class, **more):
     """The architecture's configuration with small sizes; ``more`` goes over them."""
     attributes = {**vars(config_class()), **getattr(config_class, "attribute_map", {})}
@@ -49,3 +79,17 @@ def build(name, **more):
     torch.manual_seed(7)
     model = model_class(tiny_config(model_class.config_class, **more))
     return model.float()
+
+
+def batch(kind, config, step, rank):
+    """Keyword arguments of a forward with labels, other ones in each step and on each rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    if kind == "images":
+        shape = (2, getattr(config, "num_channels", 3), 16, 16)
+        return {"pixel_values": torch.rand(shape, generator=generator), "labels": torch.tensor([0, 1])}
+    ids = torch.randint(3, VOCABULARY - 6, (2, 9), generator=generator)
+    if kind == "pairs":
+        return {"input_ids": ids, "labels": ids[:, :6].contiguous()}
+    if kind == "masked":
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    return {"input_ids": ids, "labels": ids}
