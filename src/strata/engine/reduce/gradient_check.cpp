@@ -34,10 +34,20 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
   last_finding_ = measure(loss_scale);
   recorder_.end(span);
   recorder_.note_idle();
-  if (!last_finding_.finite && !allows_overflow && options_.check_finite)
-    report_not_finite(first_not_finite(), "this step");
-  return {last_finding_.finite, last_finding_.norm,
+  applied_ = !skips(allows_overflow);
+  if (!applied_) ++skipped_;
+  return {applied_, last_finding_.norm,
           kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping), nullptr};
+}
+
+// Of gradients that were measured; throws where it is one skipped step too many.
+bool GradientCheck::skips(bool allows_overflow) {
+  if (last_finding_.finite) in_a_row_ = 0;
+  if (last_finding_.finite || allows_overflow) return !last_finding_.finite;
+  if (!options_.check_finite) return false;
+  ++in_a_row_;
+  tell(/*late=*/false);
+  return true;
 }
 
 // No rank has late gradients to reduce, or unused parameters to complain of.
@@ -110,8 +120,11 @@ int GradientCheck::first_not_finite() {
   return -1;
 }
 
-// `mine`: a unit in which this rank found one; -1: none.
-void GradientCheck::report_not_finite(int mine, std::string_view which) {
+// Of the step that is being checked, or, late, of the one before.
+void GradientCheck::tell(bool late) {
+  const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
+  if (!one_too_many && std::exchange(told_, true)) return;
+  const int mine = late ? norm_.first_not_finite() : first_not_finite();
   const std::vector<std::string> texts = collectives_.all_gather_text(
       mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
   // Of finite gradients, too, the squares may add up to more than a number can be.
@@ -119,12 +132,29 @@ void GradientCheck::report_not_finite(int mine, std::string_view which) {
   const std::string where =
       first ? fmt::format("unit '{}' in the shard of rank {}", texts[*first], *first)
             : "none; their norm is too large for a number";
+  const std::string what =
+      fmt::format("the gradients of {} are not finite (NaN or infinity; usually the loss was)",
+                  late ? "the last step" : "this step");
+  if (!one_too_many) {
+    warning_ = fmt::format(
+        "{}, so the step is skipped: weights, optimizer and scheduler stay as they are. This is "
+        "said once; skipped_steps counts such steps, and more than {} in a row "
+        "(strata.max_skipped_steps) are an error. First found in: {}",
+        what, options_.max_skipped_steps, where);
+    return;
+  }
   reducer_.drop_gradients();
+  const std::string before =
+      options_.max_skipped_steps == 0
+          ? ""
+          : fmt::format(
+                ", after {} steps in a row that were skipped for that reason "
+                "(strata.max_skipped_steps)",
+                options_.max_skipped_steps);
   throw NumericsError(fmt::format(
-      "the gradients of {} are not finite (NaN or infinity; usually the loss was). The weights are "
-      "unchanged and the step's gradients are dropped, so training may go on with other data or a "
-      "lower learning rate. First found in: {}",
-      which, where));
+      "{}{}. The weights are unchanged and the step's gradients are dropped, so training may go on "
+      "with other data or a lower learning rate. First found in: {}",
+      what, before, where));
 }
 
 void GradientCheck::report_unused() {
@@ -143,7 +173,13 @@ void GradientCheck::report_unused() {
 void GradientCheck::look_at_norm() {
   if (!norm_.begun()) return;
   last_finding_ = norm_.finish();
-  if (last_finding_.finite) return;
+  applied_ = last_finding_.finite;
+  if (applied_) {
+    in_a_row_ = 0;
+    return;
+  }
+  ++in_a_row_;
+  ++skipped_;
   last_finding_.norm = std::numeric_limits<double>::infinity();
   tells_late_ = true;
 }
@@ -153,14 +189,24 @@ double GradientCheck::last_norm() {
   return last_finding_.norm;
 }
 
+bool GradientCheck::last_applied() {
+  look_at_norm();
+  return applied_;
+}
+
+std::int64_t GradientCheck::skipped_steps(bool wait) {
+  if (wait) look_at_norm();
+  return skipped_;
+}
+
 bool GradientCheck::failed_late() {
   look_at_norm();
   return tells_late_;
 }
 
-void GradientCheck::report_late_failure() {
+void GradientCheck::tell_late() {
   tells_late_ = false;
-  report_not_finite(norm_.first_not_finite(), "the last step");
+  tell(/*late=*/true);
 }
 
 }  // namespace strata::engine

@@ -43,9 +43,11 @@ struct EngineOptions {
   bool wants_late_norm(bool runs_ahead) const {
     return late_norm.value_or(runs_ahead) && check_finite;
   }
-  bool check_finite = true;  // fp32, bf16: a gradient that is not finite is an error
-  std::string trace;         // the file of the timeline (step_trace.h); empty: none
-  int trace_steps = 3;       // that are in it
+  bool check_finite = true;  // fp32, bf16: the step is skipped where a gradient is not finite
+  // So many steps may be skipped for that in a row; the next one is an error.
+  int max_skipped_steps = 20;
+  std::string trace;    // the file of the timeline (step_trace.h); empty: none
+  int trace_steps = 3;  // that are in it
 };
 
 }  // namespace strata::engine
