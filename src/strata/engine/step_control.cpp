@@ -43,6 +43,7 @@ EngineOptions engine_options_from(const Config& config) {
   options.trace = config.strata.trace.value_or("");
   options.trace_steps = config.strata.trace_steps;
   options.check_finite = dtype == DType::kFloat32 || config.precision.skip_on_overflow;
+  options.decay_unused = config.strata.decay_unused;
   options.max_skipped_steps = config.strata.max_skipped_steps;
   return options;
 }

@@ -1,9 +1,14 @@
 // What a step has to know of its gradients before it updates the weights: that ranks agree on what
-// is there, their global norm, whether all are finite.
+// is there, which parameters no rank gave one, their global norm, whether all are finite.
 //
 // Where the device runs ahead the host does not wait for the norm: check() then gives a place in
 // the device's memory from which the update reads its factor, and last_norm() and failed_late() say
 // later what it was.
+//
+// Which parameters got no gradient is known to hosts: each rank's autograd has handed over those
+// that it has. So it needs no device. It travels with the exchange that is there anyway: with the
+// sums, as counts (PackedCounts), or, where the device has those, with the texts that say that no
+// rank has anything else to agree on; those are empty unless something was missing.
 //
 // A step whose gradients are not finite is skipped and counted. The first one says where they were
 // found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
@@ -23,6 +28,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/reduce/gradient_norm.h"
+#include "strata/engine/reduce/packed_counts.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
@@ -61,7 +67,9 @@ class GradientCheck {
 
  private:
   using Finding = GradientNorm::Finding;
-  bool nothing_to_agree_on();
+  bool agrees_in_texts();
+  std::vector<double> totals(bool first);
+  void leave_out(std::vector<int> params);
   Finding measure(double loss_scale);
   void reduce_late();
   std::vector<int> filled_units();
@@ -78,6 +86,7 @@ class GradientCheck {
   StepRecorder& recorder_;
   const EngineOptions& options_;
   GradientNorm norm_;
+  PackedCounts counts_;      // by parameter: ranks that have a gradient of it
   Finding last_finding_;     // of the last step whose norm is known
   bool applied_ = true;      // that step
   bool tells_late_ = false;  // it was skipped, and tell_late() has yet to come

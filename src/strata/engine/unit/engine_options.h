@@ -37,6 +37,10 @@ struct EngineOptions {
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
   bool allow_unused =
       true;  // false: a trainable parameter without a gradient is an error at the step
+  // A parameter that no rank gave a gradient in a step is updated with a gradient of zeroes, so
+  // that it decays and its momentum goes on. False: it is left as it is, and the step does not
+  // count for it.
+  bool decay_unused = false;
   // Whether the norm of the gradients is computed where they are, and no host waits for it. Absent:
   // where the device runs ahead.
   std::optional<bool> late_norm;
