@@ -59,7 +59,8 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
           &destroy_unlocked};
 }
 
-// None at a micro-step that is no boundary, else whether the weights were updated.
+// None at a micro-step that is no boundary, else (whether the weights were updated, or None where
+// the device has yet to tell; what the user is to be told, or "").
 py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
   for (const auto& [lr, beta1, beta2, eps, decay] : groups)
@@ -70,7 +71,9 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
     result = model.step(scalars);
   }
   if (!result) return py::none();
-  return py::bool_(result->applied);
+  const bool known = result->grad_norm.has_value();
+  return py::make_tuple(known ? py::object(py::bool_(result->applied)) : py::none(),
+                        result->warning);
 }
 
 engine::ExternalOptimizer& external(ShardedModel& model) {
@@ -192,8 +195,15 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
                              [](ShardedModel& m) { return m.control().micro_steps(); })
       .def_property_readonly("global_steps",
                              [](ShardedModel& m) { return m.control().global_steps(); })
-      .def_property_readonly("skipped_steps",
-                             [](ShardedModel& m) { return m.control().skipped_steps(); })
+      .def(
+          "skipped_steps",
+          [](ShardedModel& m, bool wait) { return m.control().skipped_steps(wait); },
+          py::arg("wait"), unlocked)
+      .def_property_readonly("last_step_applied",
+                             [](ShardedModel& m) {
+                               const py::gil_scoped_release release;
+                               return m.control().last_step_applied();
+                             })
       .def_property_readonly("grad_norm",
                              [](ShardedModel& m) {
                                const py::gil_scoped_release release;

@@ -13,6 +13,7 @@ from .model.ownership import give_up_ownership, take_ownership
 from .model.placement import move_buffers
 from .optimizer import groups_of, require_all_optimised
 from .ranks.departure import unwatch, watch
+from .schedule import Advance
 from .views.step_view import print_table
 
 
@@ -41,6 +42,7 @@ class Engine(torch.nn.Module):
         self.module = tree.model
         self.optimizer = optimizer
         self.lr_scheduler = None
+        self._advance = None  # of the scheduler, by the last step
         self.training_dataloader = None
         self.init_report = None
         self._config = config
@@ -106,21 +108,33 @@ class Engine(torch.nn.Module):
 
         Raises:
             UsageError: without a backward pass since the last step.
-            NumericsError: in fp32 and bf16, when gradients are not finite. The weights are unchanged. On a GPU
-                the next ``step()`` raises it, or saving: this one does not wait to know.
+            NumericsError: in fp32 and bf16, where gradients were not finite in more steps in a row than
+                ``strata.max_skipped_steps``. On a GPU the next ``step()`` raises it, or saving: this one does not wait.
         """
-        applied = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
-        if applied is None:
+        if self.core.at_boundary():
+            self._settle_schedule()
+        result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        if result is None:
             return
+        applied, warning = result  # None: the device has yet to tell
+        if warning and self.global_rank == 0:
+            logger.warning("%s", warning)
         if self._trace is not None:
             self._tell_of_trace()
-        self.optimizer.overflow = not applied
+        self.optimizer.overflow = applied is False
         self.optimizer._opt_called = True  # torch's schedulers look whether the optimizer went first
-        if applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        if applied is not False and self.lr_scheduler is not None:
+            self._advance = Advance(self.lr_scheduler, self.optimizer, lr_kwargs or {}, can_be_undone=applied is None)
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
-            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+            skipped = self.core.skipped_steps(wait=False)
+            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, skipped, self.get_lr())
+
+    def _settle_schedule(self):
+        """A step that the device skipped counts for the scheduler neither."""
+        advance, self._advance = self._advance, None
+        if advance is not None and advance.can_be_undone and not self.core.last_step_applied:
+            advance.undo()
 
     def _tell_of_trace(self):
         over, problem = self.core.trace_state()
@@ -173,8 +187,8 @@ class Engine(torch.nn.Module):
 
     @property
     def skipped_steps(self):
-        """int: boundaries at which 16-bit gradients overflowed."""
-        return self.core.skipped_steps
+        """int: boundaries that were skipped because gradients were not finite. Waits for the device."""
+        return self.core.skipped_steps(wait=True)
 
     @property
     def global_samples(self):
@@ -182,8 +196,9 @@ class Engine(torch.nn.Module):
         return self.core.micro_steps * self._config.micro_batch_size * self.world_size
 
     def was_step_applied(self):
-        """bool: whether the last boundary changed the weights."""
-        return self.optimizer is not None and self.global_steps > 0 and not self.optimizer.overflow
+        """bool: whether the last boundary changed the weights. Waits for the device."""
+        self._settle_schedule()
+        return self.core.last_step_applied
 
     def get_lr(self):
         """[float]: the learning rate of each param group."""

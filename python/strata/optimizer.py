@@ -15,7 +15,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     (as under DeepSpeed). ``inner`` is the user's optimizer when one updates the shards, else None.
 
     Attributes:
-        overflow: bool, whether the last step was skipped because 16-bit gradients overflowed.
+        overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
+            not wait for a GPU to tell: ``engine.was_step_applied()`` does.
     """
 
     def __init__(self, param_groups, defaults, inner=None):

@@ -1,4 +1,6 @@
-"""Learning-rate schedules of the configuration, as the object that ``initialize`` returns."""
+"""Learning-rate schedules of the configuration, as the object that ``initialize`` returns, and how any is stepped."""
+
+import copy
 
 from . import _C
 
@@ -47,3 +49,52 @@ class ScheduledLR:
             group["lr"] = lrs[i]
             if betas is not None:
                 group["betas"] = betas[i]
+
+
+class Advance:
+    """One step of a scheduler, which can be taken back.
+
+    On a GPU the engine steps the scheduler before anybody knows whether the device skipped the update, since the
+    script reads the new rates at once.
+
+    Args:
+        scheduler: whatever has ``step()``; what has no ``state_dict()`` has its rates taken back alone.
+        optimizer: whose param groups it writes.
+        arguments: of its ``step()``, a dict.
+        can_be_undone: False: ``undo()`` will not be called.
+    """
+
+    def __init__(self, scheduler, optimizer, arguments, can_be_undone):
+        self.can_be_undone = can_be_undone
+        if not can_be_undone:
+            scheduler.step(**arguments)
+            return
+        self._scheduler = scheduler
+        self._state = copy.deepcopy(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
+        before = [_settings(group) for group in optimizer.param_groups]
+        scheduler.step(**arguments)
+        self._written = []  # (group, key, before, after)
+        for group, old in zip(optimizer.param_groups, before, strict=True):
+            changed = [key for key, value in old.items() if key in group and not _same(group[key], value)]
+            self._written += [(group, key, old[key], _kept(group[key])) for key in changed]
+
+    def undo(self):
+        """What the script has written into a param group since then stays."""
+        if self._state is not None:
+            self._scheduler.load_state_dict(self._state)
+        for group, key, before, after in self._written:
+            if _same(group[key], after):
+                group[key] = before
+
+
+def _settings(group):
+    return {key: _kept(value) for key, value in group.items() if key != "params"}
+
+
+def _kept(value):
+    """As it is now: schedulers change rates that are tensors in place."""
+    return value.clone() if hasattr(value, "clone") else value
+
+
+def _same(a, b):
+    return type(a) is type(b) and bool(a == b)

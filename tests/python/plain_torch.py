@@ -27,15 +27,16 @@ class PlainTrainer:
         grad_accum_dtype: what the sum over micro-steps is kept in.
         group_size: ranks of a shard group. Each group adds up its own, and over the groups once: at the step.
         groups_at_once: over the groups after every micro-step, as also where sums are kept in less than fp32.
+        decay_unused: whether a parameter without a gradient is updated with one of zeroes; else it has none.
     """
 
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
                  reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0,
-                 group_size=None, groups_at_once=False):
+                 group_size=None, groups_at_once=False, decay_unused=False):
         self.model = copy.deepcopy(model).to(test_device(), dtype)
         self.world, self.clipping, self.accumulation = world, clipping, accumulation
         self.reduce_dtype, self.grad_accum_dtype = reduce_dtype, grad_accum_dtype
-        self.loss_scale, self.group_size = loss_scale, group_size or world
+        self.loss_scale, self.group_size, self.decay_unused = loss_scale, group_size or world, decay_unused
         self.groups_at_once = groups_at_once or grad_accum_dtype != torch.float32
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._make_optimizer(model, make_optimizer, torch.device("cpu"))
@@ -55,12 +56,13 @@ class PlainTrainer:
         for rank, batch in enumerate(batches):
             loss = loss_of(self.model, batch)
             factor = self.loss_scale / self.accumulation
-            self.model.zero_grad()
+            self.model.zero_grad()  # to None
             (loss if factor == 1.0 else loss.float() * factor).backward()
             rounded = [
                 (torch.zeros_like(p) if p.grad is None else p.grad).to(self.reduce_dtype).float()
                 for p in self.parameters
             ]
+            self.came = [came or p.grad is not None for came, p in zip(self.came, self.parameters)]
             if rank % self.group_size == 0:
                 totals.append(rounded)
             else:
@@ -89,8 +91,9 @@ class PlainTrainer:
         if self.clipping > 0.0:
             scale *= min(1.0, self.clipping / ((self.norm if norm is None else norm) + 1e-6))
         factor = torch.tensor(scale, dtype=torch.float32)
-        for master, gradient in zip(self.masters, self.sums):
-            master.grad = (gradient.float() * factor).to(master.device)
+        for master, gradient, came in zip(self.masters, self.sums, self.came):
+            counts = came or self.decay_unused
+            master.grad = (gradient.float() * factor).to(master.device) if counts else None
         with exact_square_roots():
             self.optimizer.step()
         with torch.no_grad():
@@ -101,6 +104,7 @@ class PlainTrainer:
     def drop_gradients(self):
         """A step that is skipped."""
         self.sums, self.sums_of_groups = [None] * len(self.masters), None
+        self.came = [False] * len(self.masters)  # in some micro-step, on some rank
 
     def values(self):
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}

@@ -273,7 +273,7 @@ def test_a_rank_that_dies_is_named_in_every_group(collectives):
 
 def _nan():
     rank, world = rank_and_world()
-    engine = make_engine(make_model(), _config(2, "fp32"))
+    engine = make_engine(make_model(), _config(2, "fp32", strata={"max_skipped_steps": 0}))
     before = full_parameters(engine.module)
     loss = engine(make_batches(1, world)[0, rank]).float().square().mean()
     engine.backward(loss * float("nan") if rank == 3 else loss)

@@ -212,12 +212,11 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
   pass_.drop_gradients();  // used up, or dropped by an error
   const GradientCheck::Outcome found =
       check_.check(loss_scale, skip_on_overflow, optimizer_->takes_late_scale());
-  const bool applies = found.finite || !skip_on_overflow;
-  if (applies) update_weights(groups, {found.factor, found.late_factor});
+  if (found.applies) update_weights(groups, {found.factor, found.late_factor});
   reducer_.drop_gradients();
   pass_.end_step();
   trace_.end_step(recorder_, *collectives_);
-  return {applies, found.norm};
+  return {found.applies, found.norm, check_.take_warning()};
 }
 
 void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
@@ -233,8 +232,12 @@ void Engine::update_weights(std::span<const GroupScalars> groups, const Gradient
 void Engine::settle_step() {
   if (!check_.failed_late()) return;
   optimizer_->forget_step();
-  pass_.drop_gradients();
-  check_.report_late_failure();
+  try {
+    check_.tell_late();
+  } catch (const NumericsError&) {
+    pass_.drop_gradients();
+    throw;
+  }
 }
 
 }  // namespace strata::engine

@@ -53,10 +53,13 @@ inline bool takes_remainders(UpdateRule rule) {
 }
 
 struct StepResult {
-  bool applied = false;  // false: skipped, because 16-bit gradients overflowed
-  // Global L2 norm before clipping, without loss scale; infinite on overflow. Absent: not computed
-  // yet (Engine::grad_norm()).
+  // False: skipped, because gradients were not finite. Where the norm is absent that is not known
+  // yet (Engine::last_step_applied()).
+  bool applied = false;
+  // Global L2 norm before clipping, without loss scale; infinite where gradients are not finite.
+  // Absent: not computed yet (Engine::grad_norm()).
   std::optional<double> grad_norm = 0.0;
+  std::string warning = {};  // what the user is to be told, the same on every rank; empty: nothing
 };
 
 class Engine {
@@ -112,7 +115,11 @@ class Engine {
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
   // Of the last step; waits for the device where it has not computed it yet.
   double grad_norm() { return check_.last_norm(); }
-  // Throws what the last step has left to say.
+  bool last_step_applied() { return check_.last_applied(); }
+  // All steps that were skipped. `wait`: for the device; else the last one may be missing.
+  std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
+  // Has the optimizer forget the last step where the device skipped it. Throws what that has left
+  // to say.
   void settle_step();
   // Drops the gradients of the step so far.
   void zero_gradients();

@@ -43,6 +43,8 @@ EngineOptions engine_options_from(const Config& config) {
   options.trace = config.strata.trace.value_or("");
   options.trace_steps = config.strata.trace_steps;
   options.check_finite = dtype == DType::kFloat32 || config.precision.skip_on_overflow;
+  options.decay_unused = config.strata.decay_unused;
+  options.max_skipped_steps = config.strata.max_skipped_steps;
   return options;
 }
 
@@ -87,7 +89,6 @@ std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups
   if (!boundary) return std::nullopt;
   const StepResult result = engine_.step(groups, scaler_.scale(), half_precision_);
   ++global_steps_;
-  if (!result.applied) ++skipped_steps_;
   scaler_.update(!result.applied);
   return result;
 }

@@ -45,7 +45,10 @@ class StepControl {
 
   std::int64_t micro_steps() const { return micro_steps_; }
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
-  std::int64_t skipped_steps() const { return skipped_steps_; }
+  // Of the boundaries; `wait` is Engine::skipped_steps()'s.
+  std::int64_t skipped_steps(bool wait = true) const { return engine_.skipped_steps(wait); }
+  // Whether the last boundary changed the weights; waits for the device where that is not known.
+  bool last_step_applied() const { return global_steps_ > 0 && engine_.last_step_applied(); }
   std::int64_t accumulation_steps() const { return accumulation_steps_; }
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
@@ -58,13 +61,12 @@ class StepControl {
  private:
   Engine& engine_;
   LossScaler scaler_;
-  bool half_precision_;  // fp16: overflow is expected now and then, and skipped
+  bool half_precision_;  // fp16: overflow is expected now and then
   std::int64_t accumulation_steps_;
   std::optional<bool> boundary_;
   bool synchronise_ = true;
   std::int64_t micro_steps_ = 0;
   std::int64_t global_steps_ = 0;
-  std::int64_t skipped_steps_ = 0;
 };
 
 }  // namespace strata::engine

@@ -38,8 +38,8 @@ bool WeightUpdate::fetches_ahead() const {
 // of them need the others say nothing when they have updated it.
 std::vector<int> WeightUpdate::first_needed_by_all() {
   std::vector<int> common = gatherer_.first_needed();
-  for (const std::string& text : collectives_.all_gather_text(text_of_units(common))) {
-    const std::vector<int> theirs = units_of_text(text);
+  for (const std::string& text : collectives_.all_gather_text(text_of_numbers(common))) {
+    const std::vector<int> theirs = numbers_of_text(text);
     const auto end = std::ranges::mismatch(common, theirs).in1;
     common.erase(end, common.end());
   }

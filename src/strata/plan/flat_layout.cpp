@@ -44,18 +44,14 @@ std::vector<ShardPiece> FlatLayout::pieces(int rank) const {
   return result;
 }
 
-std::vector<GroupSegment> FlatLayout::segments(int rank, std::span<const ParamSpec> model) const {
-  std::vector<GroupSegment> result;
+std::vector<ParamSegment> FlatLayout::segments(int rank, std::span<const ParamSpec> model) const {
+  std::vector<ParamSegment> result;
   for (const ShardPiece& piece : pieces(rank)) {
     const Slot& slot = slots_[static_cast<std::size_t>(piece.slot)];
     const int group = model[static_cast<std::size_t>(slot.param)].group;
     const Numel end = piece.shard_offset + (piece.param_end - piece.param_begin);
-    if (!result.empty() && result.back().group == group) {
-      result.back().end = end;
-    } else {
-      if (!result.empty()) result.back().end = piece.shard_offset;
-      result.push_back({group, piece.shard_offset, end});
-    }
+    if (!result.empty()) result.back().end = piece.shard_offset;
+    result.push_back({slot.param, group, piece.shard_offset, end});
   }
   return result;
 }

@@ -30,9 +30,10 @@ struct ShardPiece {
   Numel shard_offset;
 };
 
-// Elements [begin, end) of a shard that one param group updates.
-struct GroupSegment {
-  int group = 0;
+// Elements [begin, end) of a shard that belong to one parameter.
+struct ParamSegment {
+  int param = 0;  // index into the model's parameters
+  int group = 0;  // its param group
   Numel begin;
   Numel end;
 };
@@ -55,9 +56,9 @@ class FlatLayout {
   // The parts of parameters in rank r's shard, in order; padding left out.
   std::vector<ShardPiece> pieces(int rank) const;
 
-  // Rank r's shard cut by param group. Padding belongs to the segment before it (its values are
-  // zero and stay zero), so neighbours of one group are one segment.
-  std::vector<GroupSegment> segments(int rank, std::span<const ParamSpec> model) const;
+  // Rank r's shard cut by parameter. Padding between two belongs to the segment before it (its
+  // values are zero and stay zero), so that neighbours can be updated as one.
+  std::vector<ParamSegment> segments(int rank, std::span<const ParamSpec> model) const;
 
  private:
   std::vector<Slot> slots_;

@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <unordered_map>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/torch/base/host_threads.h"
@@ -149,9 +150,18 @@ void Trainer::backward(const at::Tensor& loss) {
 }
 
 std::optional<engine::StepResult> Trainer::step() {
+  if (at_boundary()) settle_schedule();
   const std::optional<engine::StepResult> result = model_->step(groups_);
-  if (result && result->applied && scheduler_) write_rates(scheduler_->step());
+  if (result && result->applied && scheduler_) {
+    write_rates(scheduler_->step());
+    schedule_is_ahead_ = !result->grad_norm.has_value();
+  }
   return result;
+}
+
+void Trainer::settle_schedule() {
+  if (std::exchange(schedule_is_ahead_, false) && !model_->control().last_step_applied())
+    write_rates(scheduler_->step_to(scheduler_->last_iteration() - 1));
 }
 
 void Trainer::save(const std::string& folder) {

@@ -20,8 +20,8 @@
 // own model and trainer. Ownership: shares the module; owns the parameters' memory until close().
 // Collective, on all ranks in the same order: construction, step() at a boundary, save(), load(),
 // close(), the destructor of an open trainer. Units: bytes in the ledger, L2 norms before clipping.
-// Errors: ConfigError, CommError, OutOfMemoryError, NumericsError (gradients that are not finite:
-// the step's gradients are dropped, the weights unchanged), IoError and FormatError of files;
+// Errors: ConfigError, CommError, OutOfMemoryError, NumericsError (too many steps in a row whose
+// gradients are not finite; the weights are unchanged), IoError and FormatError of files;
 // UsageError for calls out of order and after close().
 #pragma once
 
@@ -119,12 +119,14 @@ class Trainer {
   void require_root(const ::torch::nn::Module& root) const;
   void make_scheduler();
   void write_rates(const engine::Rates& rates);
+  void settle_schedule();
 
   std::shared_ptr<::torch::nn::Module> module_;
   std::shared_ptr<comm::Collectives> collectives_;
   std::shared_ptr<ShardedModel> model_;
   std::shared_ptr<const ModuleScopes> scopes_;
   std::vector<engine::GroupScalars> groups_;
+  bool schedule_is_ahead_ = false;  // it was stepped for a step that may turn out to be skipped
   std::optional<engine::Scheduler> scheduler_;
   int exceptions_;  // in flight when this was made
 };

@@ -24,6 +24,7 @@ struct ReferenceOptions {
   bool decoupled = true;
   int group_size = 0;           // ranks of a shard group; 0: all
   bool groups_at_once = false;  // added up after every micro-step
+  bool decay_unused = false;    // updates parameters without a gradient, too
 };
 
 class ReferenceStep {
@@ -43,13 +44,15 @@ class ReferenceStep {
       exp_avg_sq_.emplace_back(masters_.back().size());
       accumulated_.emplace_back();
     }
-    forget_kept();
+    steps_.resize(masters_.size());
+    forget();
   }
 
   // One micro-step. Not reduced: its gradients are kept by each rank, in the reduce dtype.
   void add(const std::vector<Gradients>& by_rank, bool reduce) {
     for (std::size_t r = 0; r < by_rank.size(); ++r) {
       for (std::size_t p = 0; p < by_rank[r].size(); ++p) {
+        if (by_rank[r][p]) came_[p] = true;
         if (by_rank[r][p]) keep(kept_[r][p], *by_rank[r][p], spec(p).dtype);
       }
     }
@@ -63,9 +66,10 @@ class ReferenceStep {
     if (std::isfinite(norm)) {
       double scale = 1.0 / loss_scale;
       if (options_.clipping > 0.0) scale *= std::min(1.0, options_.clipping / (norm + 1e-6));
-      ++steps_;
       for (std::size_t p = 0; p < masters_.size(); ++p) {
-        if (spec(p).trainable) update(p, groups, static_cast<float>(scale));
+        if (!spec(p).trainable || !(came_[p] || options_.decay_unused)) continue;
+        ++steps_[p];
+        update(p, groups, static_cast<float>(scale));
       }
     }
     forget_accumulated();
@@ -93,6 +97,7 @@ class ReferenceStep {
   }
 
   void forget_accumulated() {
+    came_.assign(masters_.size(), false);
     for (Values& values : accumulated_) values.clear();
     for (auto& group : of_group_) {
       for (Values& values : group) values.clear();
@@ -200,7 +205,7 @@ class ReferenceStep {
     scalars.eps = group.eps;
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = options_.decoupled;
-    scalars.step = steps_;
+    scalars.step = steps_[p];
     scalars.gradient_scale = scale;
     kernels::adam_step_reference(spans, scalars);
     weights_[p] = rounded(masters_[p], spec(p).dtype);
@@ -217,7 +222,8 @@ class ReferenceStep {
   std::vector<Values> accumulated_;            // reduced, of this step
   std::vector<std::vector<Values>> of_group_;  // by shard group and parameter: what it has reduced
   std::vector<std::vector<std::vector<std::byte>>> kept_;  // by rank and parameter
-  std::int64_t steps_ = 0;
+  std::vector<bool> came_;           // by parameter: some rank had a gradient in this step
+  std::vector<std::int64_t> steps_;  // by parameter
 };
 
 }  // namespace strata::engine::fake

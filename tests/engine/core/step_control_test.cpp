@@ -3,12 +3,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "engine/core/fake_model.h"
 
 namespace strata::engine::fake {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 const std::vector<GroupScalars> kGroups(3);
 
@@ -20,10 +26,11 @@ Config config_of(std::string_view text) {
 
 // One rank whose engine is driven through a StepControl.
 struct Driven {
-  explicit Driven(std::string_view text, DType dtype = DType::kFloat32)
+  explicit Driven(std::string_view text, DType dtype = DType::kFloat32, bool late_norm = false)
       : config(config_of(text)), model(small_builder(dtype)), group(1) {
     RankOptions options;
     options.engine = engine_options_from(config);
+    options.engine.late_norm = late_norm;
     rank = std::make_unique<FakeRank>(model, options, group.rank(0));
     control = std::make_unique<StepControl>(rank->engine(), config);
   }
@@ -135,17 +142,75 @@ TEST(StepControl, ANormDoesNotDependOnTheLossScale) {
   EXPECT_EQ(d.control->step(kGroups)->grad_norm, plain.control->step(kGroups)->grad_norm);
 }
 
-TEST(StepControl, AGradientThatIsNotFiniteIsAnErrorInFp32AndBf16) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    Driven d(dtype == DType::kFloat32
-                 ? R"({"train_micro_batch_size_per_gpu": 1})"
-                 : R"({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}})",
-             dtype);
-    d.micro_step(std::numeric_limits<float>::infinity());
-    EXPECT_THROW(d.control->step(kGroups), NumericsError);
-    d.micro_step();
-    EXPECT_TRUE(d.control->step(kGroups)->applied);
+TEST(StepControl, AGradientThatIsNotFiniteIsAnErrorAtOnceWhereNoStepMayBeSkipped) {
+  Driven d(R"({"train_micro_batch_size_per_gpu": 1, "strata": {"max_skipped_steps": 0}})");
+  d.micro_step(kInfinity);
+  EXPECT_THROW(d.control->step(kGroups), NumericsError);
+  d.micro_step();
+  EXPECT_TRUE(d.control->step(kGroups)->applied);
+  EXPECT_EQ(d.control->skipped_steps(), 0);
+  EXPECT_EQ(d.control->global_steps(), 1);
+}
+
+TEST(StepControl, InBf16StepsThatAreNotFiniteAreSkippedUnlessTheConfigurationLooksAway) {
+  const auto applied = [](std::string_view text) {
+    Driven d(text, DType::kBFloat16);
+    d.micro_step(kInfinity);
+    return d.control->step(kGroups)->applied;
+  };
+  EXPECT_FALSE(applied(R"({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}})"));
+  EXPECT_TRUE(applied(R"({"train_micro_batch_size_per_gpu": 1,
+                          "bf16": {"enabled": true, "check_grad_overflow": false}})"));
+}
+
+// `late`: nobody waits for the norm, and the next step hears of it.
+void expect_skips(bool late) {
+  Driven d(R"({"train_micro_batch_size_per_gpu": 1, "strata": {"max_skipped_steps": 2}})",
+           DType::kFloat32, late);
+  Driven clean(R"({"train_micro_batch_size_per_gpu": 1})");
+  std::string warnings;
+  const auto step = [&](float scale) {
+    d.micro_step(scale);
+    const std::optional<StepResult> result = d.control->step(kGroups);
+    ASSERT_TRUE(result.has_value());
+    warnings += result->warning;
+    EXPECT_EQ(result->grad_norm.has_value(), !late);
+    EXPECT_EQ(d.control->last_step_applied(), scale == 1.0F);
+  };
+  for (int series = 0; series < 2; ++series) {
+    step(kInfinity);
+    step(kInfinity);  // as many as may be
+    EXPECT_EQ(d.control->skipped_steps(), 2 * series + 2);
+    step(1.0F);
+    clean.micro_step();
+    clean.control->step(kGroups);
+    for (int p = 0; p < d.model.count(); ++p) EXPECT_EQ(d.rank->weight(p), clean.rank->weight(p));
   }
+  EXPECT_THAT(warnings, AllOf(HasSubstr("First found in: unit '"), HasSubstr("of rank 0")));
+  EXPECT_EQ(warnings.find("First"), warnings.rfind("First")) << "it is said once: " << warnings;
+  step(kInfinity);
+  step(kInfinity);
+  const auto too_many = [&] {
+    d.micro_step(kInfinity);
+    d.control->step(kGroups);
+    d.micro_step();
+    d.control->step(kGroups);
+  };
+  EXPECT_THAT([&] { too_many(); },
+              ThrowsMessage<NumericsError>(AllOf(HasSubstr("after 2 steps in a row"),
+                                                 HasSubstr("unit '"), HasSubstr("unchanged"))));
+  EXPECT_EQ(d.control->global_steps() - d.control->skipped_steps(), 2) << "those that were applied";
+  d.micro_step();
+  EXPECT_TRUE(d.control->step(kGroups)->applied);
+  EXPECT_EQ(d.rank->engine().optimizer()->steps(), 3);
+}
+
+TEST(StepControl, StepsThatAreNotFiniteAreSkippedAndCountedUntilTheyAreTooMany) {
+  expect_skips(/*late=*/false);
+}
+
+TEST(StepControl, SoTheyAreWhereNobodyWaitsForTheNorm) {
+  expect_skips(/*late=*/true);
 }
 
 TEST(StepControl, StepNeedsABackwardOfItsOwnMicroStep) {

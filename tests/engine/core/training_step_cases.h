@@ -114,6 +114,7 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
   plain.sum = c.options.engine.sum_gradients;
   plain.clipping = c.options.engine.gradient_clipping;
   plain.decoupled = c.options.rule == UpdateRule::kAdamW;
+  plain.decay_unused = c.options.engine.decay_unused;
   expect_no_errors(run_ranks(c.world, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     ReferenceStep reference(model, c.world, plain);
     RankOptions options = c.options;

@@ -177,6 +177,8 @@ StrataConfig read_strata(const Settings& s) {
           .init_read = s.text("strata.init.read"),
           .init_report = s.maybe<std::string>("strata.init.report"),
           .timeout_s = s.number("strata.timeout_s"),
+          .decay_unused = s.flag("strata.decay_unused"),
+          .max_skipped_steps = static_cast<int>(s.integer("strata.max_skipped_steps")),
           .trace = s.maybe<std::string>("strata.trace"),
           .trace_steps = static_cast<int>(s.integer("strata.trace_steps"))};
 }

@@ -77,6 +77,8 @@ struct StrataConfig {
   std::string init_read = "auto";          // or "buffered", "direct": how files are read
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
+  bool decay_unused = false;         // parameters without a gradient decay, too
+  int max_skipped_steps = 20;        // in a row, for gradients that are not finite
   std::optional<std::string> trace;  // the file of the timeline; absent: none
   int trace_steps = 3;
 };

@@ -70,6 +70,14 @@ constexpr std::array kStrataKeys{
         "file to which rank 0 writes, as JSON, how start-up went; null: nowhere", ""},
     Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,
         "seconds after which a rank that waits for another reports an error", ""},
+    Key{"strata.decay_unused", kFlag, "false", "", kHonoured,
+        "a parameter that no rank gave a gradient in a step is updated all the same, as under "
+        "DeepSpeed: it decays and its momentum goes on; false: it is left as it is, as in torch",
+        ""},
+    Key{"strata.max_skipped_steps", kInteger, "20", "0..1000000", kHonoured,
+        "steps in a row that may be skipped because gradients were not finite (fp32 and bf16); the "
+        "next one raises NumericsError; 0: the first does",
+        ""},
     Key{"strata.trace", kText, "null", "", kHonoured,
         "file to which rank 0 writes a timeline of some steps, of all ranks, for "
         "ui.perfetto.dev: gathers, reductions, waits, computing, the optimizer, by unit; null: "

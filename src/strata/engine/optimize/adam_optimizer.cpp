@@ -13,7 +13,11 @@ std::span<float> floats(offload::Lease& lease) {
 
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
                              offload::StateStore& states, bool decoupled)
-    : shards_(shards), device_(device), store_(states), decoupled_(decoupled) {}
+    : shards_(shards),
+      device_(device),
+      store_(states),
+      decoupled_(decoupled),
+      missed_(static_cast<std::size_t>(shards.weights().param_count())) {}
 
 void AdamOptimizer::prepare() {
   if (!states_.empty()) return;
@@ -32,11 +36,35 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
                          std::span<const int> first, const Updated& updated) {
   prepare();
   ++steps_;
+  left_out_ = shards_.gradients().left_out();
+  for (const int param : left_out_) ++missed_[static_cast<std::size_t>(param)];
   for (const int unit : order(first)) {
     const std::size_t i = shards_.index_of(unit);
     if (shards_.gradients().filled(unit)) update(shards_.units()[i], states_[i], groups, scale);
     updated(unit);
   }
+}
+
+void AdamOptimizer::forget_step() {
+  --steps_;
+  for (const int param : left_out_) --missed_[static_cast<std::size_t>(param)];
+  left_out_.clear();
+}
+
+std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(
+    const OptimizerShards::UnitShard& shard) const {
+  std::vector<Run> runs;
+  for (const plan::ParamSegment& segment : shard.segments) {
+    if (shards_.gradients().left_out(segment.param)) continue;
+    const std::int64_t step = steps_ - missed_[static_cast<std::size_t>(segment.param)];
+    if (!runs.empty() && runs.back().end == segment.begin && runs.back().group == segment.group &&
+        runs.back().step == step) {
+      runs.back().end = segment.end;
+    } else {
+      runs.push_back({segment.group, step, segment.begin, segment.end});
+    }
+  }
+  return runs;
 }
 
 void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
@@ -48,14 +76,14 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
   const auto exp_avg_sq = store_.fetch(states.exp_avg_sq, offload::Access::kReadWrite);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
   const plan::MasterForm form = weights.master_form(shard.unit);
-  for (const plan::GroupSegment& segment : shard.segments) {
-    STRATA_ASSERT(static_cast<std::size_t>(segment.group) < groups.size());
-    const GroupScalars& group = groups[static_cast<std::size_t>(segment.group)];
-    const std::size_t begin = segment.begin.size();
-    const std::size_t numel = (segment.end - segment.begin).size();
+  for (const Run& run : runs_of(shard)) {
+    STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
+    const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
+    const std::size_t begin = run.begin.size();
+    const std::size_t numel = (run.end - run.begin).size();
     kernels::AdamSpans spans;
     if (form == plan::MasterForm::kRemainder) {
-      // Segments begin where parameters do, at multiples of 256 bytes.
+      // Runs begin where parameters do, at multiples of 256 bytes.
       spans.remainder = kernels::remainder_over(master->bytes(), unit.layout.shard()).from(begin);
     } else {
       spans.weight = floats(*master).subspan(begin, numel);
@@ -64,7 +92,7 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
     spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
     spans.gradient = gradient.subspan(begin, numel);
     if (form != plan::MasterForm::kShard) {
-      spans.weight16 = unit.shard.data() + bytes_of(segment.begin, unit.layout.dtype()).size();
+      spans.weight16 = unit.shard.data() + bytes_of(run.begin, unit.layout.dtype()).size();
       spans.weight16_dtype = unit.layout.dtype();
     }
     kernels::AdamScalars scalars;
@@ -74,7 +102,7 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
     scalars.eps = group.eps;
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = decoupled_;
-    scalars.step = steps_;
+    scalars.step = run.step;
     scalars.gradient_scale = scale.value;
     scalars.late_scale = scale.late;
     device_.adam_step(spans, scalars, device_.compute_stream());

@@ -1,6 +1,8 @@
-// Adam and AdamW over this rank's shards: one pass a segment, states in the StateStore, the 16-bit
-// weight written in the same pass. Threads: one thread at a time. Errors: those of the StateStore;
-// a step that fails half-way leaves later units at their old values, so the caller must not go on.
+// Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
+// same scalars, states in the StateStore, the 16-bit weight written in the same pass. As in torch
+// each parameter counts the steps that it took part in. Threads: one thread at a time. Errors:
+// those of the StateStore; a step that fails half-way leaves later units at their old values, so
+// the caller must not go on.
 #pragma once
 
 #include <memory>
@@ -23,7 +25,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   bool takes_late_scale() const override { return true; }
-  void forget_step() override { --steps_; }
+  void forget_step() override;
   std::int64_t steps() const override { return steps_; }
 
  private:
@@ -31,6 +33,14 @@ class AdamOptimizer final : public ShardedOptimizer {
     offload::BlockId exp_avg = -1;
     offload::BlockId exp_avg_sq = -1;
   };
+  // Elements [begin, end) of a shard.
+  struct Run {
+    int group = 0;
+    std::int64_t step = 0;  // counted from 1
+    Numel begin;
+    Numel end;
+  };
+  std::vector<Run> runs_of(const OptimizerShards::UnitShard& shard) const;
   void update(const OptimizerShards::UnitShard& shard, const States& states,
               std::span<const GroupScalars> groups, const GradientScale& scale);
 
@@ -39,7 +49,9 @@ class AdamOptimizer final : public ShardedOptimizer {
   offload::StateStore& store_;
   bool decoupled_;
   std::int64_t steps_ = 0;
-  std::vector<States> states_;  // by index into shards_.units()
+  std::vector<std::int64_t> missed_;  // by parameter: steps that left it out
+  std::vector<int> left_out_;         // parameters, of the last step
+  std::vector<States> states_;        // by index into shards_.units()
 };
 
 }  // namespace strata::engine

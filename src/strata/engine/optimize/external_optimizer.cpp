@@ -12,7 +12,7 @@ void ExternalOptimizer::prepare() {
   shards_.weights().back_all();  // at once: every growth costs a mapping, here and at every peer
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     auto* weight = reinterpret_cast<float*>(shards_.weights().hold_master(shard.unit).data());
-    for (const plan::GroupSegment& segment : shard.segments) {
+    for (const plan::ParamSegment& segment : shard.segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
       segments_.push_back({segment.group, {weight + segment.begin.size(), numel}});
     }
@@ -46,9 +46,10 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   std::vector<std::span<float>> gradients;
   for (std::size_t i = 0; i < shards_.units().size(); ++i) {
     const std::span<float> all = scaled_gradient(i, scale.value);
-    for (const plan::GroupSegment& segment : shards_.units()[i].segments) {
+    for (const plan::ParamSegment& segment : shards_.units()[i].segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
-      gradients.push_back(all.empty() ? all : all.subspan(segment.begin.size(), numel));
+      const bool none = all.empty() || shards_.gradients().left_out(segment.param);
+      gradients.push_back(none ? std::span<float>() : all.subspan(segment.begin.size(), numel));
     }
   }
   update_(gradients);

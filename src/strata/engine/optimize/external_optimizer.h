@@ -14,7 +14,7 @@
 
 namespace strata::engine {
 
-// One stretch of parameters of one group: what the layer above wraps as a tensor.
+// What this rank owns of one parameter: what the layer above wraps as a tensor.
 struct ExternalSegment {
   int group = 0;
   std::span<float> weight;
@@ -22,8 +22,8 @@ struct ExternalSegment {
 
 class ExternalOptimizer final : public ShardedOptimizer {
  public:
-  // `gradients`: scaled, of each of segments(), as long as its weight; empty where none came in
-  // this step. They are the callback's until it returns.
+  // `gradients`: scaled, of each of segments(), as long as its weight; empty where no rank
+  // had one in this step. They are the callback's until it returns.
   using Update = std::function<void(std::span<const std::span<float>> gradients)>;
 
   ExternalOptimizer(OptimizerShards& shards, device::Device& device);

@@ -1,5 +1,5 @@
 // What an optimizer works on: for each trainable unit the fp32 master weights and the fp32 gradient
-// of this rank's shard, cut into segments by param group. Both our Adam and an optimizer of the
+// of this rank's shard, cut into segments by parameter. Both our Adam and an optimizer of the
 // user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
 #pragma once
 
@@ -21,7 +21,7 @@ class OptimizerShards {
 
   struct UnitShard {
     int unit = 0;
-    std::vector<plan::GroupSegment> segments;  // empty where the shard holds nothing but padding
+    std::vector<plan::ParamSegment> segments;  // empty where the shard holds nothing but padding
   };
   const std::vector<UnitShard>& units() const { return units_; }
   // Their numbers: these first, in their order, then the others.
@@ -55,7 +55,8 @@ struct GradientScale {
   const float* late = nullptr;
 };
 
-// Updates the shards once.
+// Updates the shards once; what GradientShards::left_out() lists stays as it is, and so do its
+// states.
 class ShardedOptimizer {
  public:
   virtual ~ShardedOptimizer() = default;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -20,13 +21,14 @@ GradientCheck::GradientCheck(Reducer& reducer, Weights& weights, comm::Collectiv
       device_(device),
       recorder_(recorder),
       options_(options),
-      norm_(collectives, device, reducer.shards()) {}
+      norm_(collectives, device, reducer.shards()),
+      counts_(static_cast<std::size_t>(weights.param_count()), collectives.world_size()) {}
 
 // Where overflow is allowed the host has to know of it: the loss scale depends on it.
 GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overflow, bool late) {
   const auto span = recorder_.begin(Activity::kNorm, -1);
   if (late && options_.wants_late_norm(device_.runs_ahead()) && !allows_overflow &&
-      norm_.available() && nothing_to_agree_on()) {
+      norm_.available() && agrees_in_texts()) {
     norm_.begin(loss_scale, options_.gradient_clipping);
     recorder_.end(span);
     return {true, std::nullopt, 1.0F, norm_.factor()};
@@ -34,44 +36,74 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
   last_finding_ = measure(loss_scale);
   recorder_.end(span);
   recorder_.note_idle();
-  if (!last_finding_.finite && !allows_overflow && options_.check_finite)
-    report_not_finite(first_not_finite(), "this step");
-  return {last_finding_.finite, last_finding_.norm,
+  applied_ = !skips(allows_overflow);
+  if (!applied_) ++skipped_;
+  return {applied_, last_finding_.norm,
           kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping), nullptr};
 }
 
-// No rank has late gradients to reduce, or unused parameters to complain of.
-bool GradientCheck::nothing_to_agree_on() {
+// Of gradients that were measured; throws where it is one skipped step too many.
+bool GradientCheck::skips(bool allows_overflow) {
+  if (last_finding_.finite) in_a_row_ = 0;
+  if (last_finding_.finite || allows_overflow) return !last_finding_.finite;
+  if (!options_.check_finite) return false;
+  ++in_a_row_;
+  tell(/*late=*/false);
+  return true;
+}
+
+// True: no rank has late gradients to reduce, or unused parameters to complain of, and all know
+// what is left out.
+bool GradientCheck::agrees_in_texts() {
+  const std::string more = "more";
   const bool something =
       !reducer_.late_units().empty() || (reducer_.unused_param() >= 0 && !options_.allow_unused);
-  const std::vector<std::string> texts = collectives_.all_gather_text(something ? "!" : "");
-  return std::ranges::all_of(texts, [](const std::string& text) { return text.empty(); });
+  std::vector<int> without = reducer_.params_without_gradient();
+  const std::vector<std::string> texts =
+      collectives_.all_gather_text(something ? more : text_of_numbers(without));
+  if (std::ranges::find(texts, more) != texts.end()) return false;
+  for (const std::string& text : texts) {
+    const std::vector<int> theirs = numbers_of_text(text);
+    std::erase_if(without, [&](int param) { return !std::ranges::binary_search(theirs, param); });
+  }
+  leave_out(std::move(without));
+  return true;
+}
+
+void GradientCheck::leave_out(std::vector<int> params) {
+  if (!options_.decay_unused) reducer_.shards().leave_out(std::move(params));
+}
+
+// The one all-reduce of a step. It also is the synchronisation before the shards change: whoever
+// takes part has finished its gathers. `first`: late gradients are still to be reduced.
+std::vector<double> GradientCheck::totals(bool first) {
+  double sum = 0.0;
+  double not_finite = 0.0;
+  for (const kernels::GradStats& stats : reducer_.shards().statistics(filled_units())) {
+    sum += stats.sum_of_squares;
+    if (!stats.finite) not_finite += 1.0;
+  }
+  // Every group has all shards: those of the first one count.
+  if (collectives_.shard_place().group > 0) sum = 0.0;
+  std::vector<double> values{sum, not_finite};
+  if (first) {
+    values.push_back(static_cast<double>(reducer_.late_units().size()));
+    values.push_back(reducer_.unused_param() >= 0 ? 1.0 : 0.0);
+    const std::vector<double> counts = counts_.ones_without(reducer_.params_without_gradient());
+    values.insert(values.end(), counts.begin(), counts.end());
+  }
+  collectives_.all_reduce(values, comm::ReduceOp::kSum);
+  return values;
 }
 
 GradientCheck::Finding GradientCheck::measure(double loss_scale) {
-  const auto totals = [this](bool with_late) {
-    double sum = 0.0;
-    double not_finite = 0.0;
-    for (const kernels::GradStats& stats : reducer_.shards().statistics(filled_units())) {
-      sum += stats.sum_of_squares;
-      if (!stats.finite) not_finite += 1.0;
-    }
-    // The one all-reduce of a step. It also is the synchronisation before the shards change:
-    // whoever takes part has finished its gathers.
-    // Every group has all shards: those of the first one count.
-    if (collectives_.shard_place().group > 0) sum = 0.0;
-    std::vector<double> values{sum, not_finite,
-                               with_late ? static_cast<double>(reducer_.late_units().size()) : 0.0,
-                               reducer_.unused_param() >= 0 ? 1.0 : 0.0};
-    collectives_.all_reduce(values, comm::ReduceOp::kSum);
-    return values;
-  };
   reducer_.complete_groups();
-  std::vector<double> values = totals(true);
+  std::vector<double> values = totals(/*first=*/true);
   if (values[3] > 0.0 && !options_.allow_unused) report_unused();
+  leave_out(counts_.zeroes(std::span(values).subspan(4)));
   if (values[2] > 0.0) {
     reduce_late();
-    values = totals(false);
+    values = totals(/*first=*/false);
   }
   const bool finite = values[1] == 0.0;
   const double norm =
@@ -82,9 +114,9 @@ GradientCheck::Finding GradientCheck::measure(double loss_scale) {
 void GradientCheck::reduce_late() {
   // Which units are late is known to each rank only for itself; all must reduce the union.
   std::vector<bool> late(weights_.units().size());
-  const std::string mine = text_of_units(reducer_.late_units());
+  const std::string mine = text_of_numbers(reducer_.late_units());
   for (const std::string& text : collectives_.all_gather_text(mine)) {
-    for (const int unit : units_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
+    for (const int unit : numbers_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
   }
   std::vector<int> units;
   for (std::size_t i = 0; i < late.size(); ++i) {
@@ -110,8 +142,11 @@ int GradientCheck::first_not_finite() {
   return -1;
 }
 
-// `mine`: a unit in which this rank found one; -1: none.
-void GradientCheck::report_not_finite(int mine, std::string_view which) {
+// Of the step that is being checked, or, late, of the one before.
+void GradientCheck::tell(bool late) {
+  const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
+  if (!one_too_many && std::exchange(told_, true)) return;
+  const int mine = late ? norm_.first_not_finite() : first_not_finite();
   const std::vector<std::string> texts = collectives_.all_gather_text(
       mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
   // Of finite gradients, too, the squares may add up to more than a number can be.
@@ -119,12 +154,29 @@ void GradientCheck::report_not_finite(int mine, std::string_view which) {
   const std::string where =
       first ? fmt::format("unit '{}' in the shard of rank {}", texts[*first], *first)
             : "none; their norm is too large for a number";
+  const std::string what =
+      fmt::format("the gradients of {} are not finite (NaN or infinity; usually the loss was)",
+                  late ? "the last step" : "this step");
+  if (!one_too_many) {
+    warning_ = fmt::format(
+        "{}, so the step is skipped: weights, optimizer and scheduler stay as they are. This is "
+        "said once; skipped_steps counts such steps, and more than {} in a row "
+        "(strata.max_skipped_steps) are an error. First found in: {}",
+        what, options_.max_skipped_steps, where);
+    return;
+  }
   reducer_.drop_gradients();
+  const std::string before =
+      options_.max_skipped_steps == 0
+          ? ""
+          : fmt::format(
+                ", after {} steps in a row that were skipped for that reason "
+                "(strata.max_skipped_steps)",
+                options_.max_skipped_steps);
   throw NumericsError(fmt::format(
-      "the gradients of {} are not finite (NaN or infinity; usually the loss was). The weights are "
-      "unchanged and the step's gradients are dropped, so training may go on with other data or a "
-      "lower learning rate. First found in: {}",
-      which, where));
+      "{}{}. The weights are unchanged and the step's gradients are dropped, so training may go on "
+      "with other data or a lower learning rate. First found in: {}",
+      what, before, where));
 }
 
 void GradientCheck::report_unused() {
@@ -143,7 +195,13 @@ void GradientCheck::report_unused() {
 void GradientCheck::look_at_norm() {
   if (!norm_.begun()) return;
   last_finding_ = norm_.finish();
-  if (last_finding_.finite) return;
+  applied_ = last_finding_.finite;
+  if (applied_) {
+    in_a_row_ = 0;
+    return;
+  }
+  ++in_a_row_;
+  ++skipped_;
   last_finding_.norm = std::numeric_limits<double>::infinity();
   tells_late_ = true;
 }
@@ -153,14 +211,24 @@ double GradientCheck::last_norm() {
   return last_finding_.norm;
 }
 
+bool GradientCheck::last_applied() {
+  look_at_norm();
+  return applied_;
+}
+
+std::int64_t GradientCheck::skipped_steps(bool wait) {
+  if (wait) look_at_norm();
+  return skipped_;
+}
+
 bool GradientCheck::failed_late() {
   look_at_norm();
   return tells_late_;
 }
 
-void GradientCheck::report_late_failure() {
+void GradientCheck::tell_late() {
   tells_late_ = false;
-  report_not_finite(norm_.first_not_finite(), "the last step");
+  tell(/*late=*/true);
 }
 
 }  // namespace strata::engine

@@ -132,6 +132,7 @@ void GradientShards::clear() {
     shard.filled = false;
     shard.measured = false;
   }
+  left_out_.clear();
 }
 
 }  // namespace strata::engine

@@ -4,9 +4,11 @@
 // unit, kept since.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "strata/device/device.h"
@@ -28,6 +30,11 @@ class GradientShards {
   void settle(int unit);
 
   bool filled(int unit) const { return shards_[static_cast<std::size_t>(unit)].filled; }
+  // Parameters that no rank gave a gradient in this step, in ascending order. The optimizer leaves
+  // them as they are.
+  void leave_out(std::vector<int> params) { left_out_ = std::move(params); }
+  const std::vector<int>& left_out() const { return left_out_; }
+  bool left_out(int param) const { return std::ranges::binary_search(left_out_, param); }
   // fp32 values of a filled shard; valid until the next call with another unit where the dtype is
   // narrow.
   std::span<float> values(int unit);
@@ -40,7 +47,7 @@ class GradientShards {
   std::span<const double> squares();
   DType dtype() const { return dtype_; }
   std::size_t count() const { return shards_.size(); }  // units
-  // Forgets all values; the memory stays.
+  // Forgets all values and what is left out; the memory stays.
   void clear();
 
  private:
@@ -67,6 +74,7 @@ class GradientShards {
   device::Device& device_;
   DType dtype_;
   std::vector<Shard> shards_;
+  std::vector<int> left_out_;
   std::deque<Arrived> arrived_;              // settled, and not freed; the oldest first
   std::unique_ptr<device::Memory> squares_;  // a double by unit; null: nobody asked yet
   std::unique_ptr<device::Memory>

@@ -32,7 +32,14 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       in_flight_(buffers_, shards_, recorder),
       adds_up_later_(collectives.shard_place().groups > 1 &&
                      options_.accumulation_dtype == DType::kFloat32),
-      of_group_(units.size()) {}
+      of_group_(units.size()) {
+  for (const Unit& unit : units) {
+    for (const int param : unit.spec.params) {
+      const auto end = static_cast<std::size_t>(param) + 1;
+      got_gradient_.resize(std::max(got_gradient_.size(), end));
+    }
+  }
+}
 
 Reducer::~Reducer() = default;
 
@@ -59,13 +66,14 @@ void Reducer::open_buffer(int unit) {
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
-  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.slots()[index].numel;
+  const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
+  got_gradient_[static_cast<std::size_t>(place.param)] = true;
   const bool alone = !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
   if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
     open_buffer(unit);
     writes_.write(unit, slot, gradient, dtype);
   }
-  writes_.hold_until_written(std::move(owner), bytes_of(numel, dtype));
+  writes_.hold_until_written(std::move(owner), bytes_of(place.numel, dtype));
   in_flight_.progress();
   if (arrivals_.note(unit, index, writes_.bytes(unit)) && pass_ != BackwardPass::kKeeps)
     start_ready();
@@ -132,17 +140,32 @@ std::exception_ptr Reducer::abandon_backward() noexcept {
   writes_.end_pushing();
   error.attempt([this] { in_flight_.abandon(); });
   error.keep(writes_.abandon().get());
-  shards_.clear();
-  std::fill(of_group_.begin(), of_group_.end(), false);
-  unused_param_ = -1;
+  forget_step();
   return error.get();
 }
 
 void Reducer::drop_gradients() {
   writes_.drop();
+  forget_step();
+}
+
+void Reducer::forget_step() {
   shards_.clear();
   std::fill(of_group_.begin(), of_group_.end(), false);
+  std::fill(got_gradient_.begin(), got_gradient_.end(), false);
   unused_param_ = -1;
+}
+
+std::vector<int> Reducer::params_without_gradient() const {
+  std::vector<int> result;
+  for (const int unit : arrivals_.order()) {
+    for (const plan::Slot& slot : units_[static_cast<std::size_t>(unit)].layout.slots()) {
+      if (slot.numel.value > 0 && !got_gradient_[static_cast<std::size_t>(slot.param)])
+        result.push_back(slot.param);
+    }
+  }
+  std::ranges::sort(result);
+  return result;
 }
 
 std::vector<int> Reducer::late_units() const {

@@ -70,8 +70,12 @@ class Reducer {
   // during a backward pass.
   void drop_gradients();
 
-  // A parameter that got no gradient on this rank since the last drop_gradients(); -1: none.
+  // A parameter whose gradient was missing on this rank when its unit was reduced, in some backward
+  // pass since the last drop_gradients(); -1: none.
   int unused_param() const { return unused_param_; }
+  // Trainable parameters that have elements and got no gradient on this rank in any backward pass
+  // since the last drop_gradients(), in ascending order.
+  std::vector<int> params_without_gradient() const;
 
   // Units that hold gradients which came too late for their reduction.
   std::vector<int> late_units() const;
@@ -84,6 +88,7 @@ class Reducer {
   GradientShards& shards() { return shards_; }
 
  private:
+  void forget_step();
   void start_ready();
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
@@ -102,6 +107,7 @@ class Reducer {
   bool adds_up_later_;          // over several groups, in the last pass of a step
   std::vector<bool> of_group_;  // by unit: its shard holds what no other group has added to
   int unused_param_ = -1;
+  std::vector<bool> got_gradient_;  // by parameter, since the last drop_gradients()
 };
 
 }  // namespace strata::engine

@@ -37,15 +37,21 @@ struct EngineOptions {
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
   bool allow_unused =
       true;  // false: a trainable parameter without a gradient is an error at the step
+  // A parameter that no rank gave a gradient in a step is updated with a gradient of zeroes, so
+  // that it decays and its momentum goes on. False: it is left as it is, and the step does not
+  // count for it.
+  bool decay_unused = false;
   // Whether the norm of the gradients is computed where they are, and no host waits for it. Absent:
   // where the device runs ahead.
   std::optional<bool> late_norm;
   bool wants_late_norm(bool runs_ahead) const {
     return late_norm.value_or(runs_ahead) && check_finite;
   }
-  bool check_finite = true;  // fp32, bf16: a gradient that is not finite is an error
-  std::string trace;         // the file of the timeline (step_trace.h); empty: none
-  int trace_steps = 3;       // that are in it
+  bool check_finite = true;  // fp32, bf16: the step is skipped where a gradient is not finite
+  // So many steps may be skipped for that in a row; the next one is an error.
+  int max_skipped_steps = 20;
+  std::string trace;    // the file of the timeline (step_trace.h); empty: none
+  int trace_steps = 3;  // that are in it
 };
 
 }  // namespace strata::engine

@@ -7,11 +7,11 @@
 
 namespace strata::engine {
 
-std::string text_of_units(std::span<const int> units) {
-  return fmt::format("{}", fmt::join(units, " "));
+std::string text_of_numbers(std::span<const int> numbers) {
+  return fmt::format("{}", fmt::join(numbers, " "));
 }
 
-std::vector<int> units_of_text(const std::string& text) {
+std::vector<int> numbers_of_text(const std::string& text) {
   std::istringstream words(text);
   return {std::istream_iterator<int>(words), std::istream_iterator<int>()};
 }

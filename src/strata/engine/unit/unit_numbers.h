@@ -1,4 +1,4 @@
-// Lists of units, by their numbers, as ranks tell each other of them in texts.
+// Lists of units or parameters, by their numbers, as ranks tell each other of them in texts.
 #pragma once
 
 #include <span>
@@ -7,7 +7,7 @@
 
 namespace strata::engine {
 
-std::string text_of_units(std::span<const int> units);
-std::vector<int> units_of_text(const std::string& text);
+std::string text_of_numbers(std::span<const int> numbers);
+std::vector<int> numbers_of_text(const std::string& text);
 
 }  // namespace strata::engine

@@ -1,0 +1,78 @@
+"""A parameter that no rank gave a gradient in a step stays as it is, as in plain torch; a gradient of zeroes is one."""
+
+import pytest
+import torch
+from comparison import compare
+from plain_torch import PlainTrainer
+from ranks import run_ranks
+from tiny_models import VOCABULARY, WIDTH, TinyModel, config_of, make_batches, make_model, rank_and_world
+
+
+class Experts(TinyModel):
+    """Bits of the batch's first token say which experts it goes through. The last one is never asked; the second half
+    of the embedding's rows is never read."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.rows = torch.nn.Embedding(2 * VOCABULARY, WIDTH, padding_idx=3)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens) + self.rows(tokens)
+        bits = int(tokens[0, 0])
+        for index, expert in enumerate(self.experts):
+            if bits >> index & 1:
+                hidden = hidden + expert(hidden)
+        return self.head(hidden) * self.one
+
+
+# By micro-step, of two ranks: an expert that nobody asks, one that one rank asks, one that is asked in one micro-step.
+BITS = [(7, 7), (1, 1), (0, 0), (2, 0), (4, 4), (0, 1), (6, 1), (0, 0)]
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def _momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False)
+
+
+def _batches(world):
+    batches = make_batches(len(BITS), world)
+    for step, bits in enumerate(BITS):
+        for rank in range(world):
+            batches[step, rank, 0, 0] = bits[rank % 2]
+    return batches
+
+
+def _train(stage, accumulation, own, decay_unused):
+    _, world = rank_and_world()
+    make_optimizer = _adamw if own else _momentum
+    reference = PlainTrainer(
+        make_model(Experts), world, make_optimizer, accumulation=accumulation, decay_unused=decay_unused
+    )
+    config = config_of(stage, accumulation=accumulation, optimizer=False, strata={"decay_unused": decay_unused})
+    history = compare(
+        config, reference, lambda: make_model(Experts), {"optimizer": make_optimizer}, batches=_batches(world)
+    )
+    initial = dict(make_model(Experts).named_parameters())
+    for name in ("experts.3.weight", "layers.0.up.weight"):
+        assert torch.equal(history[-1][name], initial[name]) is not decay_unused, name
+    unread = history[-1]["rows.weight"][VOCABULARY:]
+    assert not torch.equal(unread, initial["rows.weight"][VOCABULARY:]), "rows without a gradient decay with the others"
+
+
+def _sweep(decay_unused):
+    for stage in range(4):
+        for own in (True, False):
+            _train(stage, 1 + (stage + own) % 2, own, decay_unused)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_without_a_gradient_stay_as_in_plain_torch(world):
+    run_ranks(world, _sweep, False)
+
+
+def test_they_decay_where_the_configuration_asks_for_it():
+    run_ranks(2, _train, 3, 2, True, True)
