@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 
+#include "engine/core/short_passes.h"
 #include "engine/core/training_step_cases.h"
 
 namespace strata::forecast {
@@ -140,6 +141,18 @@ TEST(MemoryForecast, OfPeersHasRoomForWhatIsUnderWayAndAUnit) {
     largest = std::max(largest, layout.flat_bytes());
   }
   Training training;
+TEST(MemoryForecast, OfBoundsOfZeroIsTheUnitInUse) {
+  for (const FakeModel& model :
+       {engine::fake::model_of_blocks(engine::fake::kBlock, engine::fake::kBlock),
+        engine::fake::model_of_neighbours(engine::fake::kBlock, Numel())}) {
+    Training training;
+    training.options = engine::fake::bounds_of_zero().engine;
+    const MemoryForecast expected =
+        forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+    EXPECT_EQ(expected.of(Kind::kGathered), engine::fake::block_bytes());
+  }
+}
+
   training.options = options_of({DType::kBFloat16, 3, 2}).engine;
   training.options.max_reducing = 20_KiB;  // more than a block and a half
   const MemoryForecast expected =

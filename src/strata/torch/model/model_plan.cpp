@@ -26,6 +26,8 @@ plan::PlanOptions plan_options(const engine::Config& config) {
     options.persistence_total = config.zero.model_persistence_threshold;
   }
   return options;
+    // strata.max_live_bytes leaves the units as they are: strata.unit_size is there beside it.
+    if (!config.strata.max_live) options.shared_numel = config.zero.max_live_parameters;
 }
 
 // Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
