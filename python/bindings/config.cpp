@@ -1,6 +1,7 @@
 // The configuration as Python reads it.
 #include "bindings.h"
 #include "strata/engine/config/value_check.h"
+#include "strata/torch/base/dtype.h"
 
 namespace strata::python {
 namespace {
@@ -21,8 +22,16 @@ void bind_config(py::module_& module) {
       .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
       .def("digest", &Config::digest)
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
-      .def_property_readonly(
-          "dtype", [](const Config& c) { return std::string(name_of(c.precision.param_dtype)); })
+      .def("weight_dtype",
+           [](const Config& c, at::ScalarType own) {
+             return torch::to_scalar_type(c.precision.weight_dtype(torch::from_scalar_type(own)));
+           })
+      .def_property_readonly("dtype",
+                             [](const Config& c) -> std::optional<std::string> {
+                               const auto dtype = c.precision.param_dtype;
+                               if (!dtype) return std::nullopt;
+                               return std::string(name_of(*dtype));
+                             })
       .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
       .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",

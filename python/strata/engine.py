@@ -307,7 +307,7 @@ class Engine(torch.nn.Module):
         )
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
-        """Writes the weights, in the configuration's precision, and the model's configuration, so that transformers'
+        """Writes the weights, each in the dtype that it has, and the model's configuration, so that transformers'
         ``from_pretrained`` loads them. Collective, between steps; ``strata.pretrained.save_pretrained`` says more.
 
         Args:

@@ -40,8 +40,8 @@ def load_pretrained(
     """A transformers checkpoint as a model under the engine, never whole on any rank. Collective.
 
     The model is built without parameter memory; each rank reads the ranges of the files that its shards
-    hold. Tensors come in any floating dtype; the weights have the one of the configuration's precision, and
-    fp32 master weights take the files' own values. As after ``from_pretrained`` the model is in eval mode:
+    hold. Tensors come in any floating dtype; the weights have the one of the configuration's precision, or without one
+    the one that ``from_pretrained`` gives them; fp32 master weights take the files' own values. As after ``from_pretrained`` the model is in eval mode:
     call ``engine.train()``. What the model's class freezes stays frozen.
 
     Args:
@@ -53,7 +53,7 @@ def load_pretrained(
         model_parameters: None, or a callable that makes parameters or param groups from the model. All
             parameters are empty then: go by their names.
         strict: tensors that the model has no use for are an error; else a warning.
-        model_arguments: for the model's constructor, such as ``attn_implementation``.
+        model_arguments: for the model's constructor, such as ``attn_implementation``; ``dtype`` as ``from_pretrained``'s.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
@@ -175,7 +175,7 @@ class _Part(NamedTuple):
 def _build_flat(path, opening, model_class, config, model_arguments):
     """(model, {id(parameter): full shape}, [_Part]): tied as the checkpoint is, without memory."""
     folder = opening.result().base.path if holds_adapter(path) else path
-    base, constructed = _build(folder, model_class, getattr(torch, config.dtype), model_arguments)
+    base, constructed = _build(folder, model_class, opening, config.dtype, model_arguments)
     opened = opening.result()
     _tie(base, opened.base)
     named, buffers = _names_of(base)
@@ -208,7 +208,7 @@ def _plan(building, strict):
     )
 
 
-def _build(path, model_class, dtype, model_arguments):
+def _build(path, model_class, opening, precision, model_arguments):
     import transformers
 
     require_supported()
@@ -221,10 +221,25 @@ def _build(path, model_class, dtype, model_arguments):
                 f"{path}: config.json names no architecture of transformers {transformers.__version__}; pass "
                 f"model_class=<class>. Found architectures {config.architectures}"
             )
-    model, constructed = build_model(model_class, config, dtype, model_arguments)
+    arguments = dict(model_arguments)
+    given = arguments.pop("dtype", None)
+    dtype = precision or _dtype_as_loaded(given, config, opening)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model, constructed = build_model(model_class, config, dtype, arguments)
     if model.can_generate() and os.path.exists(os.path.join(path, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model, constructed
+
+
+def _dtype_as_loaded(given, config, opening):
+    """The dtype that ``from_pretrained(dtype=given)`` builds a model in: what the model's configuration says where
+    nothing is given, else that of the checkpoint's first floating tensor."""
+    if given not in (None, "auto"):
+        return given
+    if config.dtype is not None:
+        return config.dtype
+    dtypes = (tensor.dtype for _, tensor in opening.result().base.contents.tensors.items())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def _tie(model, files):
@@ -251,9 +266,8 @@ def _names_of(model):
 
 def _entries(parameters, names, config):
     """What LoadPlan takes, of [(index, parameter, full shape)] and the names of those that are asked for."""
-    weight = getattr(torch, config.dtype)
     return [
-        (index, names[id(p)], list(shape), weight if p.is_floating_point() else p.dtype)
+        (index, names[id(p)], list(shape), config.weight_dtype(p.dtype))
         for index, p, shape in parameters
         if id(p) in names
     ]

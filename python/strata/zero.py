@@ -80,7 +80,7 @@ class Init:
         module: shards this module, already built, at once.
         config_dict_or_path, config: a configuration (dict, path or JSON text) whose precision the shards get;
             "auto" values are accepted. Without one, ``dtype`` says the precision.
-        dtype: torch.float32 (default), torch.bfloat16 or torch.float16.
+        dtype: torch.bfloat16 or torch.float16; None or torch.float32: parameters keep theirs.
         enabled: False makes the context do nothing.
         The other arguments are DeepSpeed's and have no effect here.
     """

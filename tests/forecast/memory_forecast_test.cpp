@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 
+#include "engine/core/short_passes.h"
 #include "engine/core/training_step_cases.h"
 
 namespace strata::forecast {
@@ -96,11 +97,7 @@ MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead =
                          traits_for(c.world, c.peers));
 }
 
-class MemoryForecastTest : public testing::TestWithParam<Case> {};
-
-TEST_P(MemoryForecastTest, IsWhatARankHoldsAtMost) {
-  const Case c = GetParam();
-  const FakeModel model = blocks(c.dtype);
+void expect_held_as_foreseen(const FakeModel& model, const Case& c) {
   const MemoryForecast expected = foreseen(model, c);
   const MemoryForecast found = held(model, c);
   for (int k = 0; k < memory::kKindCount; ++k) {
@@ -117,6 +114,20 @@ TEST_P(MemoryForecastTest, IsWhatARankHoldsAtMost) {
   EXPECT_GE(found.total + expected.of(Kind::kGradients), expected.total);
 }
 
+class MemoryForecastTest : public testing::TestWithParam<Case> {};
+
+TEST_P(MemoryForecastTest, IsWhatARankHoldsAtMost) {
+  expect_held_as_foreseen(blocks(GetParam().dtype), GetParam());
+}
+
+TEST(MemoryForecast, OfSeveralDTypesInABlockIsWhatARankHoldsAtMost) {
+  const FakeModel model(engine::fake::mixed_builder());
+  for (const int stage : {0, 2, 3}) {
+    for (const bool peers : {false, true})
+      expect_held_as_foreseen(model, {DType::kFloat32, stage, 2, 2, {}, false, peers});
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Cases, MemoryForecastTest,
                          testing::Values(Case{DType::kFloat32, 0, 2}, Case{DType::kBFloat16, 1, 3},
                                          Case{DType::kBFloat16, 2, 2}, Case{DType::kBFloat16, 3, 2},
@@ -129,6 +140,18 @@ INSTANTIATE_TEST_SUITE_P(Cases, MemoryForecastTest,
                                          Case{DType::kBFloat16, 2, 2, 1, {}, false, true},
                                          Case{DType::kBFloat16, 3, 3, 1, {}, false, true},
                                          Case{DType::kFloat32, 3, 2, 3, 1_B, false, true}));
+
+TEST(MemoryForecast, OfBoundsOfZeroIsTheUnitInUse) {
+  for (const FakeModel& model :
+       {engine::fake::model_of_blocks(engine::fake::kBlock, engine::fake::kBlock),
+        engine::fake::model_of_neighbours(engine::fake::kBlock, Numel())}) {
+    Training training;
+    training.options = engine::fake::bounds_of_zero().engine;
+    const MemoryForecast expected =
+        forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+    EXPECT_EQ(expected.of(Kind::kGathered), engine::fake::block_bytes());
+  }
+}
 
 // Where every gradient goes at once there is the inbox and no buffer: room for what may be under
 // way and for the largest unit.

@@ -89,6 +89,30 @@ TEST(UnitPlan, ParametersOutsideBlocksShareUnitsUpToTheBound) {
   EXPECT_THAT(plan.scopes[1].units, ElementsAre(0)) << "every owner is a scope of its own";
 }
 
+TEST(UnitPlan, ModulesOutsideBlocksShareNoMoreThanMayBeLive) {
+  ModelBuilder b;
+  for (const char* name : {"a", "b", "c"}) b.param(b.linear(0, name, 100), "bias", 10);
+  PlanOptions options;
+  options.shared_numel = Numel();
+  EXPECT_THAT(plan_of(b, options).unit_of_param, ElementsAre(0, 0, 1, 1, 2, 2));
+  options.shared_numel = Numel(220);
+  EXPECT_THAT(plan_of(b, options).unit_of_param, ElementsAre(0, 0, 0, 0, 1, 1));
+  options.one_by_one = true;
+  options.shared_numel = Numel();
+  EXPECT_THAT(plan_of(b, options).unit_of_param, ElementsAre(0, 0, 1, 1, 2, 2));
+}
+
+TEST(UnitPlan, WhatMayBeLiveBoundsNeitherABlockNorWhatStaysGathered) {
+  ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  for (const char* name : {"0", "1"}) b.linear(b.block(layers, name, "Layer", 100), "out", 100);
+  for (const char* name : {"a", "b"}) b.linear(0, name, 5);
+  PlanOptions options;
+  options.shared_numel = Numel();
+  options.persistence_threshold = Numel(5);
+  EXPECT_THAT(plan_of(b, options).unit_of_param, ElementsAre(0, 0, 1, 1, 2, 2));
+}
+
 TEST(UnitPlan, NeighboursAcrossABlockDoNotShareAUnit) {
   ModelBuilder b;
   b.linear(0, "embed", 8);

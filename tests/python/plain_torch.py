@@ -21,7 +21,7 @@ class PlainTrainer:
     """A model trained by ``torch.optim`` on the summed gradients of ``world`` ranks' batches.
 
     Args:
-        model: copied, and cast to ``dtype``.
+        model: copied, and cast to ``dtype``; None: its parameters keep theirs, and are updated in fp32.
         make_optimizer: from fp32 parameters, in the order of ``model.parameters()``, to an optimizer.
         reduce_dtype: what gradients are rounded to before they are summed.
         grad_accum_dtype: what the sum over micro-steps is kept in.
@@ -33,7 +33,9 @@ class PlainTrainer:
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
                  reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0,
                  group_size=None, groups_at_once=False, decay_unused=False):
-        self.model = copy.deepcopy(model).to(test_device(), dtype)
+        self.model = copy.deepcopy(model).to(test_device())
+        if dtype is not None:
+            self.model.to(dtype)
         self.world, self.clipping, self.accumulation = world, clipping, accumulation
         self.reduce_dtype, self.grad_accum_dtype = reduce_dtype, grad_accum_dtype
         self.loss_scale, self.group_size, self.decay_unused = loss_scale, group_size or world, decay_unused
@@ -46,7 +48,7 @@ class PlainTrainer:
         self.norm = None
 
     def _make_optimizer(self, model, make_optimizer, device):
-        masters = copy.deepcopy(model).to(device)
+        masters = copy.deepcopy(model).float().to(device)
         self.masters = [p for p in masters.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.masters)
 

@@ -138,7 +138,7 @@ DIFFERENT = {
     "more blocks": ["different models", "rank 1", "layers.3"],
     "another shape": ["different models", "rank 1", "head.weight", "12"],
     "frozen": ["different models", "rank 1", "layers.1.up.weight"],
-    "another dtype": ["different models", "rank 1", "layers.1.up.weight", "BFloat16"],
+    "another dtype": ["different models", "rank 1", "layers.1.up.weight", "bfloat16"],
     "another name": ["different models", "rank 1", "tail.weight"],
     "another stage": ["different configurations", "rank 1", "stage"],
     "another precision": ["different configurations", "rank 1"],

@@ -131,7 +131,39 @@ def test_one_by_one_the_parameter_in_use_and_the_next_are_gathered():
 
 def test_one_by_one_nothing_is_fetched_ahead_where_the_bucket_is_empty():
     for told in run_ranks(2, _gathered_at_a_time, True, {"stage3_prefetch_bucket_size": 0}):
-        assert told["uses"]["prefetched"] == 0 and told["uses"]["late"] > 2 * len(told["units"])
+        # Forward and backward fetch every unit, but backward does without the embedding's.
+        assert told["uses"]["prefetched"] == 0 and told["uses"]["late"] == 2 * len(told["units"]) - 1
+
+
+class Neighbours(torch.nn.Module):
+    """Small modules that are no blocks, and so may share a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = hidden + torch.relu(layer(hidden))
+        return hidden
+
+
+def _whole_with_bounds_of_zero():
+    names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+    bounds = dict.fromkeys((*names, "stage3_param_persistence_threshold"), 0)
+    model = make_model(Neighbours)
+    engine = make_engine(model, config_of(3, zero_optimization={"stage": 3, **bounds}))
+    for _ in range(3):
+        engine.backward(engine(torch.ones(4, WIDTH, device=engine.device)).square().mean())
+        engine.step()
+    sizes = {-(-unit["flat_bytes"] // 4096) * 4096 for unit in engine.core.units()}
+    return len(engine.core.units()), sizes, engine.memory_report()["device", "gathered weights"], engine.memory_forecast()
+
+
+def test_with_bounds_of_zero_nothing_is_whole_but_what_is_in_use():
+    for units, sizes, (_, peak), forecast in run_ranks(2, _whole_with_bounds_of_zero):
+        assert units == 8
+        assert peak == forecast["gathered weights"] == max(sizes)
 
 
 def _kept_by_default(sequential, more=None):

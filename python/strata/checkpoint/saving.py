@@ -3,8 +3,6 @@
 import copy
 import os
 
-import torch
-
 from .. import _C
 from ..ranks.joint import together
 from .adapters import is_peft_model, save_adapters
@@ -16,8 +14,8 @@ from .supported_transformers import is_transformers_model
 def save_pretrained(engine, folder, max_shard_size="5GB"):
     """Writes the weights as a Hugging Face checkpoint. Collective; ``engine.save_pretrained`` is this.
 
-    The weights stay sharded: one unit at a time is gathered and rank 0 writes it. Weights are in the
-    configuration's precision; names are those that transformers' own ``save_pretrained`` writes. config.json
+    The weights stay sharded: one unit at a time is gathered and rank 0 writes it. Each has the dtype
+    that its parameter has; names are those that transformers' own ``save_pretrained`` writes. config.json
     and generation_config.json are written for transformers models. A checkpoint that is already in the
     folder stays as it is until the new one is complete. Of a PEFT model the adapters are written, as PEFT does.
 
@@ -49,7 +47,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     saver.finish()
     with together(collectives, "saving the configuration"):
         if engine.global_rank == 0 and is_transformers_model(model):
-            _save_configuration(model, folder, engine._config.dtype)
+            _save_configuration(model, folder)
 
 
 def _state_leaves(engine):
@@ -57,12 +55,11 @@ def _state_leaves(engine):
     engine, and of buffers ("buffer", name)."""
     by_name, buffers = state_names(engine.module)
     index_of = {id(entry[1]): i for i, entry in enumerate(engine._described)}
-    weight = getattr(torch, engine._config.dtype)
     weights = {}
     for name in preferred_names(engine.module, by_name):
         index = index_of[id(by_name[name])]
         _, parameter, shape, *_ = engine._described[index]
-        weights[name] = RangeTensor.leaf(index, shape, weight if parameter.is_floating_point() else parameter.dtype)
+        weights[name] = RangeTensor.leaf(index, shape, parameter.dtype)
     values = {("buffer", name): buffer for name, buffer in buffers.items()}
     return weights, ({n: RangeTensor.leaf(("buffer", n), b.shape, b.dtype) for n, b in buffers.items()}, values)
 
@@ -92,9 +89,9 @@ def _source_values(engine, source, buffers):
     return (engine._described[source][1] if isinstance(source, int) else buffers[source]).detach()
 
 
-def _save_configuration(model, folder, dtype):
+def _save_configuration(model, folder):
     config = copy.deepcopy(model.config)
-    config.dtype = dtype
+    config.dtype = model.dtype  # of its first floating parameter
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate():

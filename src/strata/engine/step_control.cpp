@@ -16,8 +16,8 @@ Bytes bytes_or_unbounded(Numel numel, DType dtype) {
 
 }  // namespace
 
-EngineOptions engine_options_from(const Config& config) {
-  const DType dtype = config.precision.param_dtype;
+EngineOptions engine_options_from(const Config& config, DType weights) {
+  const DType dtype = config.precision.param_dtype.value_or(weights);
   EngineOptions options;
   options.stage = config.zero.stage;
   options.reduce_at_boundary = config.strata.reduce_at == ReduceAt::kBoundary;
@@ -42,7 +42,7 @@ EngineOptions engine_options_from(const Config& config) {
   options.gradient_clipping = config.gradient_clipping;
   options.trace = config.strata.trace.value_or("");
   options.trace_steps = config.strata.trace_steps;
-  options.check_finite = dtype == DType::kFloat32 || config.precision.skip_on_overflow;
+  options.check_finite = !config.precision.param_dtype || config.precision.skip_on_overflow;
   options.decay_unused = config.strata.decay_unused;
   options.max_skipped_steps = config.strata.max_skipped_steps;
   return options;

@@ -16,7 +16,9 @@
 namespace strata::engine {
 
 // The engine's own terms for a configuration. `world_size` completes what depends on it.
-EngineOptions engine_options_from(const Config& config);
+// `weights`: in what numbers of elements count where the configuration leaves parameters their
+// dtypes.
+EngineOptions engine_options_from(const Config& config, DType weights = DType::kFloat32);
 
 class StepControl {
  public:

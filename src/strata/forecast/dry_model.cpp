@@ -92,7 +92,7 @@ void DryModel::add_gradients(engine::Engine& engine, std::vector<int> params,
     std::stable_partition(params.begin(), params.end(), second);
   }
   for (const int param : params)
-    engine.add_gradient(param, nullptr, params_[static_cast<std::size_t>(param)].dtype);
+    engine.add_gradient(param, nullptr, params_[static_cast<std::size_t>(param)].gradient_dtype());
 }
 
 }  // namespace strata::forecast

@@ -17,6 +17,8 @@ struct ParamSpec {
   bool trainable = true;
   int group = 0;  // index of the optimizer's param group; meaningless when not trainable
 
+  // In what its gradients are brought to the engine, whose kernels do not add up fp64.
+  DType gradient_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat32 : dtype; }
   Numel numel() const {
     std::int64_t n = 1;
     for (const std::int64_t d : shape) n *= d;

@@ -35,7 +35,9 @@ class Planner {
  private:
   struct Open {
     int unit = -1;
+    std::size_t module = 0;  // the last whose parameters it took; a block's, for all that it holds
     Bytes bytes;
+    Numel numel;
   };
 
   // For every module, which of these it lies in (or is), or -1.
@@ -86,9 +88,9 @@ class Planner {
     for (const int param : params) {
       const Key key = key_of(param);
       if (std::get<2>(key)) {
-        add_to(open_, path, param, options_.unit_bytes);
+        add_to(open_, path, param, module, options_.unit_bytes);
       } else if (bytes_of_param(param) <= options_.small_bytes) {
-        add_to(open_, path, param, options_.small_bytes);
+        add_to(open_, path, param, module, options_.small_bytes);
       } else {
         put(new_unit(params_[static_cast<std::size_t>(param)].name, key), param);
       }
@@ -105,10 +107,12 @@ class Planner {
         take(tree_[member].params, params);
       }
       open_.clear();
-      add_block(tree_[module].path, params);
+      add_block(module, params);
     } else if (block < 0) {
       take(tree_[module].params, params);
-      for (const int param : params) add_loose(tree_[module].path, param);
+      for (const int param : params) {
+        add_to(open_, tree_[module].path, param, module, options_.unit_bytes);
+      }
     }
   }
 
@@ -121,27 +125,35 @@ class Planner {
     }
   }
 
-  void add_block(const std::string& path, const std::vector<int>& params) {
+  void add_block(std::size_t module, const std::vector<int>& params) {
     std::map<Key, Open> units;
     for (const int param : params) {
-      add_to(units, path, param, options_.block_unit_bytes);
+      add_to(units, tree_[module].path, param, module, options_.block_unit_bytes);
     }
   }
 
-  void add_loose(const std::string& path, int param) {
-    add_to(open_, path, param, options_.unit_bytes);
-  }
-
-  // To the unit of its kind that may still grow, or to a new one where that would exceed `most`.
-  void add_to(std::map<Key, Open>& units, const std::string& path, int param, Bytes most) {
+  // To the unit of its kind that may still grow, or to a new one where that would exceed `most`, or
+  // what modules may share.
+  void add_to(std::map<Key, Open>& units, const std::string& path, int param, std::size_t module,
+              Bytes most) {
     const Key key = key_of(param);
     const Bytes bytes = bytes_of_param(param);
+    const Numel numel = params_[static_cast<std::size_t>(param)].numel();
     auto it = units.find(key);
-    if (it == units.end() || it->second.bytes + bytes > most) {
-      it = units.insert_or_assign(key, Open{new_unit(path, key), Bytes()}).first;
+    if (it == units.end() || it->second.bytes + bytes > most ||
+        !may_share(it->second, key, module, numel)) {
+      it = units.insert_or_assign(key, Open{new_unit(path, key), module, Bytes(), Numel()}).first;
     }
-    put(it->second.unit, param);
-    it->second.bytes += bytes;
+    Open& open = it->second;
+    put(open.unit, param);
+    open.module = module;
+    open.bytes += bytes;
+    open.numel += numel;
+  }
+
+  // What stays gathered is in nobody's way.
+  bool may_share(const Open& open, const Key& key, std::size_t module, Numel numel) const {
+    return open.module == module || std::get<2>(key) || open.numel + numel <= options_.shared_numel;
   }
 
   Bytes bytes_of_param(int param) const {

@@ -2,18 +2,21 @@
 // (the modules whose forward needs them). A block's parameters form one unit, split by dtype,
 // trainability and persistence, and by size: gradients of a part can be reduced while those of the
 // next are computed, and buffers are smaller. Parameters outside blocks form units of neighbours up
-// to `unit_bytes`, with their owning modules as scopes.
+// to `unit_bytes`, with their owning modules as scopes; modules share such a unit only up to
+// `shared_numel`, so that a bound on what is gathered holds for models without blocks, too.
 //
 // One by one (`one_by_one`), a parameter is a unit by itself, and scopes are the innermost modules
 // that own parameters and are called: the least that can be gathered at once, for more gathers.
-// Small parameters of neighbours within a block still share units, and so do those that stay
-// gathered. A module that was named, in `wrap` or as a leaf, is one scope with all that it contains
-// (experts of which each batch uses others, where a gather needs every rank).
+// Small parameters of neighbours within a block still share units, up to `shared_numel`, and so do
+// those that stay gathered. A module that was named, in `wrap` or as a leaf, is one scope with all
+// that it contains (experts of which each batch uses others, where a gather needs every rank).
 //
 // A tied parameter belongs to the first unit that meets it; every scope that reaches it lists that
 // unit. Pure function; the same model gives the same plan on every rank.
 #pragma once
 
+#include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,11 +46,14 @@ struct ModelPlan {
   std::vector<int> unit_of_param;
 };
 
+inline constexpr Numel kUnbounded(std::numeric_limits<std::int64_t>::max());
+
 struct PlanOptions {
   std::vector<std::string> wrap;          // class names of blocks; empty: found by themselves
   std::vector<std::string> leaf_classes;  // classes that are blocks where they lie in no other
   Bytes unit_bytes = 32_MiB;              // bound for units of neighbours outside blocks
   Bytes block_unit_bytes = 256_MiB;       // and for those of a block; a parameter is never cut
+  Numel shared_numel = kUnbounded;        // of a unit that several modules outside blocks use
   bool one_by_one = false;                // units of one parameter
   Bytes small_bytes = 64_KiB;             // then: a parameter that takes more is a unit by itself
   Numel persistence_threshold;  // parameters of at most so many elements stay gathered; 0: none

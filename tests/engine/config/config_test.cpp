@@ -21,7 +21,7 @@ TEST(Config, HasDeepSpeedsDefaults) {
   EXPECT_EQ(c.zero.leaf.classes.size(), 3U);
   EXPECT_EQ(c.gradient_clipping, 1.0);
   EXPECT_EQ(c.gradient_op, GradientOp::kMean);
-  EXPECT_EQ(c.precision.param_dtype, DType::kFloat32);
+  EXPECT_EQ(c.precision.param_dtype, std::nullopt) << "each parameter's own";
   EXPECT_EQ(c.precision.grad_accum_dtype, DType::kFloat32);
   EXPECT_FALSE(c.precision.skip_on_overflow);
   EXPECT_FALSE(c.steps_per_print.has_value());
@@ -158,7 +158,7 @@ TEST(Config, DropsAutoInSectionsAndWhereCallersFillIn) {
   EXPECT_EQ(c.gradient_clipping, 1.0);
   EXPECT_FALSE(c.batch.train_batch_size.has_value());
   EXPECT_EQ(c.batch.micro_batch_size, 2);
-  EXPECT_EQ(c.precision.param_dtype, DType::kFloat32);
+  EXPECT_EQ(c.precision.param_dtype, std::nullopt) << "each parameter's own";
   EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
 }
 

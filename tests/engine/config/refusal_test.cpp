@@ -34,15 +34,18 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
        "zero_optimization.stage: wanted an integer 0..3"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": "5e8"}})",
        "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
-       "elements that are gathered at a time, but for the unit in use and the next one; null: 1e9; "
-       "one parameter at a time: stage3_prefetch_bucket_size); write the number without quotes; "
+       "elements that are gathered at a time, but for the units in use and, unless "
+       "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
+       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); write the "
+       "number without quotes; "
        "found \"5e8\""},
       {R"({"zero_optimization": {"reduce_bucket_size": 0.5}})",
        "zero_optimization.reduce_bucket_size: wanted a number of elements > 0"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": NaN}})",
        "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
-       "elements that are gathered at a time, but for the unit in use and the next one; null: 1e9; "
-       "one parameter at a time: stage3_prefetch_bucket_size); found NaN"},
+       "elements that are gathered at a time, but for the units in use and, unless "
+       "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
+       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found NaN"},
       {R"({"zero_optimization": [3]})",
        "zero_optimization: wanted an object { ... } (what is sharded over the ranks); found [3]"},
       {R"({"zero_optimization": {"ignore_unused_parameters": "false"}})",

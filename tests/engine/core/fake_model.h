@@ -45,9 +45,15 @@ inline Values noises(std::uint64_t seed, Numel numel) {
   return values;
 }
 
+// Of a dtype that is not floating-point: as many bytes that differ.
 inline std::vector<std::byte> rounded(const Values& values, DType dtype) {
   const Numel numel(values.size());
   std::vector<std::byte> bytes(bytes_of(numel, dtype).size());
+  if (!is_floating(dtype)) {
+    for (std::size_t i = 0; i < bytes.size(); ++i)
+      bytes[i] = static_cast<std::byte>(static_cast<int>(128.0F * noise(7, i)));
+    return bytes;
+  }
   kernels::cast_reference(bytes.data(), dtype, reinterpret_cast<const std::byte*>(values.data()),
                           DType::kFloat32, numel);
   return bytes;
@@ -86,6 +92,15 @@ inline plan::ModelBuilder small_builder(DType dtype) {
   }
   b.linear(0, "norm", 5, dtype);
   b.tie(b.module(0, "head", "Linear"), b.tree[static_cast<std::size_t>(embed)].params[0]);
+  return b;
+}
+
+// The same with parameters of several dtypes side by side; what is frozen is quantized.
+inline plan::ModelBuilder mixed_builder() {
+  plan::ModelBuilder b = small_builder(DType::kFloat32);
+  constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat64, DType::kFloat16};
+  for (std::size_t p = 0; p < b.params.size(); ++p)
+    b.params[p].dtype = b.params[p].trainable ? kDTypes[p % 4] : DType::kUInt8;
   return b;
 }
 
@@ -154,8 +169,10 @@ class FakeRank {
             device_, std::shared_ptr(offload::MemoryStore::on_device(*device_)), views_)) {
     for (int p = 0; p < model.count(); ++p) {
       const Values values = model.initial(p);
-      engine_->weights().store(p, Numel(), model.numel(p),
-                               reinterpret_cast<const std::byte*>(values.data()), DType::kFloat32);
+      const DType dtype = model.params[static_cast<std::size_t>(p)].dtype;
+      const DType brought = is_floating(dtype) ? DType::kFloat32 : dtype;
+      const std::vector<std::byte> bytes = rounded(values, brought);
+      engine_->weights().store(p, Numel(), model.numel(p), bytes.data(), brought);
     }
     engine_->weights_changed();
   }
@@ -205,7 +222,7 @@ class FakeRank {
     }
   }
   void add(int param, const Values& gradient) {
-    const DType dtype = model_.params[static_cast<std::size_t>(param)].dtype;
+    const DType dtype = model_.params[static_cast<std::size_t>(param)].gradient_dtype();
     std::vector<std::byte> values = rounded(gradient, dtype);
     auto memory = compute_.memory(Bytes(values.size()));
     std::byte* const there = memory.get();

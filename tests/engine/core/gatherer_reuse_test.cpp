@@ -18,14 +18,6 @@ RankOptions reusing(std::optional<Numel> most) {
   return options;
 }
 
-std::vector<int> gathered_units(FakeRank& rank) {
-  std::vector<int> units;
-  for (const Unit& unit : rank.engine().weights().units()) {
-    if (rank.gatherer().gathered(unit.id)) units.push_back(unit.id);
-  }
-  return units;
-}
-
 TEST(GathererReuse, KeepsAfterForwardWhatBackwardUsesWithinSoManyElements) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   on_two_ranks([&](auto collectives) {
@@ -55,6 +47,29 @@ TEST(GathererReuse, OfNothingLeavesTheUnitThatIsUsedNext) {
     EXPECT_LE(rank.ledger().peak(memory::Tier::kDevice, memory::Kind::kGathered),
               block_bytes() * 4);
   });
+}
+
+TEST(GathererReuse, WithBoundsOfZeroNothingIsWholeButTheUnitInUse) {
+  for (const FakeModel& model :
+       {model_of_blocks(kBlock, kBlock), model_of_neighbours(kBlock, Numel())}) {
+    on_two_ranks([&](auto collectives) {
+      FakeRank rank(model, bounds_of_zero(), std::move(collectives));
+      for (int pass = 0; pass < 3; ++pass) {
+        rank.engine().begin_forward();
+        for (const plan::ScopeSpec& scope : model.plan.scopes) {
+          rank.in_scope(scope, [&] { EXPECT_EQ(gathered_units(rank), scope.units); });
+        }
+        rank.backward(true, [&](int p) {
+          EXPECT_THAT(gathered_units(rank),
+                      ElementsAre(model.plan.unit_of_param[static_cast<std::size_t>(p)]));
+          rank.add(p, noises(1, rank.model().numel(p)));
+        });
+        step(rank);
+        EXPECT_THAT(gathered_units(rank), IsEmpty());
+      }
+      EXPECT_EQ(rank.ledger().peak(memory::Tier::kDevice, memory::Kind::kGathered), block_bytes());
+    });
+  }
 }
 
 TEST(GathererReuse, IsNoBoundWhereNoneIsStated) {

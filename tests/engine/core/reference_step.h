@@ -53,7 +53,7 @@ class ReferenceStep {
     for (std::size_t r = 0; r < by_rank.size(); ++r) {
       for (std::size_t p = 0; p < by_rank[r].size(); ++p) {
         if (by_rank[r][p]) came_[p] = true;
-        if (by_rank[r][p]) keep(kept_[r][p], *by_rank[r][p], spec(p).dtype);
+        if (by_rank[r][p]) keep(kept_[r][p], *by_rank[r][p], spec(p).gradient_dtype());
       }
     }
     if (reduce) reduce_kept();

@@ -26,6 +26,33 @@ inline FakeModel model_of_blocks(std::int64_t block_numel, std::int64_t first_nu
   return FakeModel(b);
 }
 
+// Eight modules that are no blocks, so that only a bound keeps them from sharing a unit.
+inline FakeModel model_of_neighbours(std::int64_t numel, Numel shared) {
+  plan::ModelBuilder b;
+  for (int i = 0; i < 8; ++i) b.linear(0, "linear" + std::to_string(i), numel);
+  plan::PlanOptions options;
+  options.shared_numel = shared;
+  return FakeModel(b, options);
+}
+
+// What a configuration of these bounds makes of them.
+inline RankOptions bounds_of_zero() {
+  RankOptions options;
+  options.engine.max_live = 0_B;
+  options.engine.max_live_is_hard = false;
+  options.engine.max_reuse = Numel();
+  options.engine.prefetch = 0_B;
+  return options;
+}
+
+inline std::vector<int> gathered_units(FakeRank& rank) {
+  std::vector<int> units;
+  for (const Unit& unit : rank.engine().weights().units()) {
+    if (rank.gatherer().gathered(unit.id)) units.push_back(unit.id);
+  }
+  return units;
+}
+
 inline constexpr std::int64_t kBlock = 4096;  // elements: four pages
 
 inline Bytes block_bytes() {

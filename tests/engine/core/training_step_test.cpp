@@ -36,6 +36,21 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhenGradientsAreReducedAtTheBoundar
   }
 }
 
+TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereABlockHasSeveralDTypes) {
+  const FakeModel model(mixed_builder());
+  for (const Over over : {Over::kThreads, Over::kPeers}) {
+    for (int world = 1; world <= 3; ++world) {
+      for (const bool at_boundary : {false, true}) {
+        Case c{DType::kFloat32, world, 3, {}, 1.0, over};
+        c.options.engine.stage = GetParam();
+        c.options.engine.reduce_at_boundary = at_boundary;
+        c.options.engine.gradient_clipping = 0.25;
+        expect_bits_of_reference(model, c, plain_script(model));
+      }
+    }
+  }
+}
+
 TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
   const FakeModel model(small_builder(DType::kFloat32));
   Case c{DType::kFloat32, 3, 2, {}, 1.0};

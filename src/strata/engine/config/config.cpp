@@ -123,7 +123,9 @@ PrecisionConfig read_precision(const Settings& s) {
   }
   const bool skip_bf16 = s.flag("bf16.check_grad_overflow");
   const bool cast = s.flag("fp16.auto_cast");
-  return {.param_dtype = bf16 ? DType::kBFloat16 : (fp16 ? DType::kFloat16 : DType::kFloat32),
+  return {.param_dtype = bf16   ? std::optional(DType::kBFloat16)
+                         : fp16 ? std::optional(DType::kFloat16)
+                                : std::nullopt,
           .grad_accum_dtype = dtype_or_fp32(s, "data_types.grad_accum_dtype"),
           .communication_dtype = dtype_or_fp32(s, "communication_data_type"),
           .cast_inputs = fp16 && cast,

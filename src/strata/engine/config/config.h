@@ -49,12 +49,18 @@ struct ZeroConfig {
 };
 
 struct PrecisionConfig {
-  DType param_dtype = DType::kFloat32;          // fp32, bf16 or fp16
+  std::optional<DType> param_dtype;             // under bf16 or fp16; absent: each its own
   DType grad_accum_dtype = DType::kFloat32;     // data_types.grad_accum_dtype
   DType communication_dtype = DType::kFloat32;  // communication_data_type
   bool cast_inputs = false;                     // fp16.auto_cast
   bool skip_on_overflow = false;                // fp16, or bf16.check_grad_overflow under bf16
   LossScaleParams loss_scale;                   // a fixed 1 unless fp16 is on
+
+  // In what a parameter computes whose values are of dtype `own`. What kernels do not compute with
+  // (quantized, packed) stays as it is.
+  DType weight_dtype(DType own) const {
+    return param_dtype && is_floating(own) ? *param_dtype : own;
+  }
 };
 
 enum class GradientOp : std::uint8_t { kMean, kSum };

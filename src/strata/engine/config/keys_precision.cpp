@@ -10,7 +10,10 @@ using enum Kind;
 using enum Treatment;
 
 constexpr std::array kPrecisionKeys{
-    Key{"bf16", kSection, "{}", "", kHonoured, "parameters in bfloat16, master weights in fp32",
+    Key{"bf16", kSection, "{}", "", kHonoured,
+        "parameters in bfloat16, master weights in fp32; without it and fp16 each parameter keeps "
+        "its "
+        "own type, with master weights in fp32",
         ""},
     Key{"bf16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
     Key{"bf16.check_grad_overflow", kFlag, "true", "", kHonoured,

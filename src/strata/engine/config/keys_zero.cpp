@@ -30,8 +30,9 @@ constexpr std::array kZeroKeys{
     Key{ZERO "stage3_model_persistence_threshold", kNumel, "9223372036854775807", ">= 0", kHonoured,
         "most elements that stay gathered in all", ""},
     Key{ZERO "stage3_max_live_parameters", kNumel, "null", ">= 0", kHonoured,
-        "most elements that are gathered at a time, but for the unit in use and the next one; "
-        "null: 1e9; one parameter at a time: stage3_prefetch_bucket_size",
+        "most elements that are gathered at a time, but for the units in use and, unless "
+        "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
+        "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size",
         ""},
     Key{ZERO "stage3_max_reuse_distance", kNumel, "null", ">= 0", kHonoured,
         "let gathered parameters go that are not used again within this many elements, even where "

@@ -38,9 +38,15 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   ++steps_;
   left_out_ = shards_.gradients().left_out();
   for (const int param : left_out_) ++missed_[static_cast<std::size_t>(param)];
+  Weights& weights = shards_.weights();
   for (const int unit : order(first)) {
     const std::size_t i = shards_.index_of(unit);
-    if (shards_.gradients().filled(unit)) update(shards_.units()[i], states_[i], groups, scale);
+    if (shards_.gradients().filled(unit)) {
+      update(shards_.units()[i], states_[i], groups, scale);
+      // The kernel writes 16-bit weights beside their masters, but no fp64 ones.
+      const Unit& updated_unit = weights.units()[static_cast<std::size_t>(unit)];
+      if (updated_unit.layout.dtype() == DType::kFloat64) weights.round_masters(unit);
+    }
     updated(unit);
   }
 }
@@ -91,7 +97,7 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
     spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
     spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
     spans.gradient = gradient.subspan(begin, numel);
-    if (form != plan::MasterForm::kShard) {
+    if (size_of(unit.layout.dtype()) == 2_B) {
       spans.weight16 = unit.shard.data() + bytes_of(run.begin, unit.layout.dtype()).size();
       spans.weight16_dtype = unit.layout.dtype();
     }

@@ -42,9 +42,11 @@ class TakeGradient final : public autograd::FunctionPreHook {
     }
     // Kept until it is copied; after that the engine has the stream of this thread, on which torch
     // may use the memory again, wait for the copy.
-    auto dense = std::make_shared<const at::Tensor>(gradient.to(place_).contiguous());
+    const DType given = from_scalar_type(gradient.scalar_type());
+    const DType dtype = given == DType::kFloat64 ? DType::kFloat32 : given;
+    auto dense =
+        std::make_shared<const at::Tensor>(gradient.to(place_, to_scalar_type(dtype)).contiguous());
     const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
-    const DType dtype = from_scalar_type(dense->scalar_type());
     engine->add_gradient(param_, values, dtype, std::move(dense));
     return {at::Tensor()};
   }

@@ -1,8 +1,10 @@
 #include "strata/torch/model/model_plan.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
+#include "strata/base/error.h"
 #include "strata/engine/step_control.h"
 #include "strata/torch/base/dtype.h"
 
@@ -24,28 +26,46 @@ plan::PlanOptions plan_options(const engine::Config& config) {
     }
     options.persistence_threshold = config.zero.param_persistence_threshold;
     options.persistence_total = config.zero.model_persistence_threshold;
+    // strata.max_live_bytes leaves the units as they are: strata.unit_size is there beside it.
+    if (!config.strata.max_live) options.shared_numel = config.zero.max_live_parameters;
   }
   return options;
 }
 
-// Floating-point parameters compute in the dtype of the configuration; others (quantised, packed)
-// travel as they are.
 std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config) {
   std::vector<plan::ParamSpec> specs;
   for (const ModelParameter& parameter : input.parameters) {
     plan::ParamSpec spec;
     spec.name = parameter.name;
     spec.shape = parameter.shape;
-    spec.dtype = from_scalar_type(parameter.variable.scalar_type());
-    if (is_floating(spec.dtype)) spec.dtype = config.precision.param_dtype;
+    spec.dtype = config.precision.weight_dtype(from_scalar_type(parameter.variable.scalar_type()));
     spec.trainable = parameter.variable.requires_grad();
+    if (spec.trainable && !is_floating(spec.dtype)) {
+      throw ConfigError(fmt::format(
+          "a trainable parameter is of float32, bfloat16, float16 or float64; freeze '{}' "
+          "(requires_grad=False), or convert it before initialize(); it is of {}",
+          spec.name, name_of(spec.dtype)));
+    }
     spec.group = parameter.group;
     specs.push_back(std::move(spec));
   }
   return specs;
 }
 
+// Of fp32 where there are no parameters.
+DType most_common_dtype(std::span<const plan::ParamSpec> specs) {
+  std::map<DType, Numel> elements;
+  for (const plan::ParamSpec& spec : specs) elements[spec.dtype] += spec.numel();
+  const auto most =
+      std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; });
+  return most == elements.end() ? DType::kFloat32 : most->first;
+}
+
 }  // namespace
+
+engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config) {
+  return engine::engine_options_from(config, most_common_dtype(model.specs));
+}
 
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config) {
   std::vector<plan::ParamSpec> specs = param_specs(input, config);
@@ -57,7 +77,7 @@ forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Con
                                       engine::UpdateRule rule, const forecast::Job& job) {
   const PlannedModel model = plan_model(input, config);
   forecast::Training training;
-  training.options = engine::engine_options_from(config);
+  training.options = engine_options_of(model, config);
   training.rule = rule;
   training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
   training.runs_ahead = job.on_gpus;

@@ -16,12 +16,17 @@
 namespace strata::torch {
 
 struct PlannedModel {
-  std::vector<plan::ParamSpec> specs;  // in the dtype that they are trained in
+  std::vector<plan::ParamSpec> specs;  // in the dtype that they compute in
   plan::ModelPlan plan;
   plan::ModuleTree tree;
 };
 
+// Errors: ConfigError for a trainable parameter of a dtype that nothing can be trained in.
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config);
+
+// Of an engine for this model. Where parameters keep their dtypes, numbers of elements in the
+// configuration become bytes with the width of the one that most elements have.
+engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config);
 
 // Of a job that does not run. `config.batch` must be complete for that many ranks. Errors: of
 // forecast::traits_of_job().

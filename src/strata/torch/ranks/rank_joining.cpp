@@ -132,7 +132,8 @@ class Part {
     makers.nccl_runs = nccl_runs;
     makers.probe = [&](comm::Collectives& collectives) {
       return comm::probe(collectives, *make_device(me_.place, 1),
-                         {config_.precision.param_dtype, config_.precision.communication_dtype});
+                         {config_.precision.param_dtype.value_or(DType::kFloat32),
+                          config_.precision.communication_dtype});
     };
     makers.say = [&](bool warning, const std::string& text) {
       if (rank_ == 0 && me_.say) me_.say(warning, text);

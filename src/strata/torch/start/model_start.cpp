@@ -71,7 +71,7 @@ class ModelStart {
 };
 
 void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
-  engine::EngineOptions engine_options = engine::engine_options_from(config_);
+  engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
