@@ -21,6 +21,13 @@ void bind_config(py::module_& module) {
       .def_static("parse", &Config::parse, py::arg("text_or_path"))
       .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
       .def("digest", &Config::digest)
+      .def("for_construction",  // of a model whose parameters are all sharded as they are made
+           [](Config c) {
+             c.zero.stage = 3;
+             c.zero.param_persistence_threshold = Numel();
+             c.zero.model_persistence_threshold = Numel();
+             return c;
+           })
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
       .def("weight_dtype",
            [](const Config& c, at::ScalarType own) {

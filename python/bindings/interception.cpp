@@ -72,6 +72,22 @@ class ScopedForward {
 
   py::object forward() const { return forward_; }
 
+  // For Python's cyclic collector: the module has this object, and its bound method the module.
+  static void make_collectable(PyHeapTypeObject* type) {
+    type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      if (py::detail::is_holder_constructed(self))
+        Py_VISIT(py::cast<ScopedForward&>(py::handle(self)).forward_.ptr());
+      return 0;
+    };
+    type->ht_type.tp_clear = [](PyObject* self) {
+      if (py::detail::is_holder_constructed(self))
+        py::cast<ScopedForward&>(py::handle(self)).forward_ = py::none();
+      return 0;
+    };
+  }
+
  private:
   std::shared_ptr<ShardedModel> model_;
   int scope_;
@@ -142,7 +158,8 @@ py::object make_parameter_dict_type() {
 }  // namespace
 
 void bind_interception(py::module_& module) {
-  py::class_<ScopedForward>(module, "ScopedForward")
+  py::class_<ScopedForward>(module, "ScopedForward",
+                            py::custom_type_setup(&ScopedForward::make_collectable))
       .def(py::init<std::shared_ptr<ShardedModel>, int, py::object>(), py::arg("model"),
            py::arg("scope"), py::arg("forward"))
       .def("__call__", &ScopedForward::call)

@@ -228,6 +228,11 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
           unlocked)
       .def("index_of", &ShardedModel::index_of)
       .def("gathered", &ShardedModel::gathered)
+      .def("held_elsewhere", &ShardedModel::held_elsewhere)
+      .def("local_part", &ShardedModel::local_part)
+      .def("read", &ShardedModel::read, unlocked)
+      .def("parameter_name",
+           [](ShardedModel& m, int p) { return m.engine().weights().param(p).name; })
       .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
       .def("free_originals", &ShardedModel::free_originals)
       .def("is_sharded",

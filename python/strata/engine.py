@@ -54,8 +54,8 @@ class Engine(torch.nn.Module):
             require_all_optimised(parameters, groups)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
-        self._described = parameters
-        take_ownership(self.core, parameters)
+        self._described = [(*entry[:5], None, 0) for entry in parameters]  # earlier owners may go
+        take_ownership(self.core, parameters, config.stage)
         self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
         self._restore_arguments = intercept_arguments(
             tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
@@ -328,17 +328,18 @@ class Engine(torch.nn.Module):
         """Takes every hook away and gives the engine's memory back.
 
         Args:
-            keep_values: leave the model with full parameters of its own (collective at stage 3); else its
-                parameters are empty.
+            keep_values: leave the model with full parameters of its own (collective at stage 3). Else those that are
+                sharded end empty; what is whole anyway (all at stages 0 to 2, and on one rank) stays, unless the
+                device has no room for a copy of it beside the engine.
         """
         self.core.end_trace()
         if self._trace is not None:
             self._tell_of_trace()
         self.core.destroy(keep_values)
         unwatch(self.core)
-        restore(self._interception)
+        restore(self.core, self.module, self._interception)
         self._restore_arguments()
-        give_up_ownership(self.core, self._described)
+        give_up_ownership(self._described)
 
     def __getattr__(self, name):
         """Names that the engine does not have are the model's (``engine.generate``)."""

@@ -10,6 +10,7 @@ from . import _C
 from .checkpoint.supported_transformers import is_transformers_model, unsupported
 from .engine import Engine
 from .model.model_input import ModelTree
+from .model.ownership import require_values
 from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
 from .ranks.joint import together
@@ -82,10 +83,11 @@ def initialize(
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none. The engine, and the
-        memory that it has, stay until ``engine.destroy()``, also where nobody refers to it any more.
+        memory that it has, stay until ``engine.destroy()``, or until nobody refers to it nor to the model.
 
     Raises:
         ConfigError: the configuration, or ranks that bring different models or configurations.
+        UsageError: a model whose parameters went with an engine that was destroyed or dropped.
         CommError: a rank that does not come or ends.
         OutOfMemoryError: the shards do not fit.
     """
@@ -123,6 +125,8 @@ def prepare(config, model=None):
             require_writable(parsed.init_report)
             require_writable(parsed.trace, "strata.trace")
         tree = None if model is None else ModelTree(model)
+        if tree is not None:
+            require_values(tree.parameters)
         runtime = _C.Runtime(choose_device(parsed, tree), parsed.threads, world_size)
         if tree is None or _comes_from_the_host(tree, runtime.device):
             runtime.expect_values()

@@ -1,24 +1,30 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
 import json
+import types
+import weakref
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from . import _C
-from .model.interception import intercept
-from .model.model_input import ModelTree, describe_modules, describe_parameters
-from .model.ownership import owner_of, take_ownership
+from .model.constructors import ConstructorWatch
+from .model.looks import BornParameters, Looks, open_looks, references
+from .model.model_input import describe_modules, describe_parameters
+from .model.owner import owner_of
+from .model.ownership import take_ownership
+from .model.parameter import is_managed, mark_managed
 from .model.placement import choose_device
-from .ranks.runtime import init_distributed, make_collectives, telling_the_others
+from .ranks.runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
 
 __all__ = ["GatheredParameters", "Init"]
 
+_ALONE = 2  # references to what only the dict has that is asked
 _DTYPES = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
 
 
 class GatheredParameters:
-    """Context in which parameters are whole on every rank.
+    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or
+    an outer context holds them.
 
     Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
     must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
@@ -27,62 +33,108 @@ class GatheredParameters:
     Args:
         params: a Parameter, or an iterable of Parameters.
         modifier_rank: the rank whose changes count: at the end what it holds becomes everybody's value, in
-            the weights and the fp32 master weights. None: read only; changes are lost at the end.
+            the weights and the fp32 master weights. None: read only.
         fwd_module: accepted for DeepSpeed's sake; parameters used by other modules are gathered as they are
             read.
         enabled: False makes the context do nothing.
 
     Raises:
-        UsageError: ``modifier_rank`` is not a rank of the job.
+        UsageError: ``modifier_rank`` is not a rank of the job. At the end, on each rank that has changed a parameter in
+            place though ``modifier_rank`` is None; the change is lost where the parameter is sharded. Changes past
+            autograd's count of them (through ``.data``) are not seen.
     """
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
         self._modifier_rank = modifier_rank
         self._by_core = {}
+        self._managed = {}  # id -> parameter
         if not enabled:
             return
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
             core, index = owner_of(parameter)
             if core is not None:
                 self._by_core.setdefault(id(core), (core, set()))[1].add(index)
+            if core is not None or (parameter is not None and is_managed(parameter)):
+                self._managed[id(parameter)] = parameter
 
     def __enter__(self):
         self._held = []
-        for core, indices in self._by_core.values():
-            indices = sorted(indices)
-            core.gather(indices)
-            self._held.append((core, indices))
+        try:
+            for core, indices in self._by_core.values():
+                indices = sorted(indices)
+                core.gather(indices)
+                self._held.append((core, indices))
+        except BaseException:
+            self._release()
+            raise
+        self._versions = {key: _version(parameter) for key, parameter in self._managed.items()}
         return self
 
     def __exit__(self, kind, value, traceback):
-        held, self._held = self._held, []
-        published = False
         try:
             if kind is None and self._modifier_rank is not None:
-                for core, indices in held:
+                for core, indices in self._held:
                     core.publish(indices, self._modifier_rank)
-                published = True
+                for parameter in self._managed.values():
+                    parameter._strata_published = _version(parameter)
+            elif kind is None:
+                self._require_unchanged()
         finally:
-            for core, indices in held:
-                core.release(indices, not published)  # half a change must not stay in the gathered copies
+            self._release()  # half a change must not stay in the gathered copies
         return False
+
+    def _release(self):
+        held, self._held = self._held, []
+        for core, indices in held:
+            core.release(indices, True)
+
+    def _require_unchanged(self):
+        changed = [
+            parameter
+            for key, parameter in self._managed.items()
+            if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
+        ]
+        if changed:
+            core, index = owner_of(changed[0])
+            first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"
+            raise _C.UsageError(
+                f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
+                "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
+                f"{first}"
+            )
+
+
+def _version(parameter):
+    return 0 if parameter.is_inference() else parameter._version
 
 
 class Init:
-    """Context that shards a module's parameters as soon as the module is added to another one, so that no
-    rank ever holds the whole model, at most one module's own parameters. Rank 0's values win.
-    ``strata.initialize`` takes the shards over, a unit at a time. Inside, parameters may be read as usual
-    (they are gathered on the spot); change them within ``GatheredParameters``.
+    """Context that shards a module's parameters as soon as its constructor is over, so that no rank ever holds the
+    whole model. ``strata.initialize`` takes the shards over, a unit at a time.
 
-    Collective: every rank builds the same modules. Nested contexts are harmless.
+    While a constructor runs, its class and those that inherit from it see the parameters that it has made itself, and
+    those of its children as soon as they read them (``child.weight``, ``self.parameters()``, ``self.apply(...)``), and
+    what they write counts: in the end rank 0's values win. Nothing else is whole meanwhile: a parameter that was looked
+    at is released when nobody refers to it any more, at the latest when the constructor ends. Afterwards change
+    parameters within ``GatheredParameters``.
+
+    Modules that were built elsewhere are sharded when they are attached to one that is built inside, at the end of its
+    constructor or of the context. Parameters on torch's device "meta", and lazy ones, stay as they are. On one rank
+    parameters stay whole; they are cast and moved to where they train.
+
+    Collective: every rank builds the same modules, whose constructors look at the same parameters. A context within
+    another one does nothing of its own: the outer one's settings hold.
 
     Args:
         module: shards this module, already built, at once.
         config_dict_or_path, config: a configuration (dict, path or JSON text) whose precision the shards get;
-            "auto" values are accepted. Without one, ``dtype`` says the precision.
+            "auto" values are accepted, and any stage. Without one, ``dtype`` says the precision.
         dtype: torch.bfloat16 or torch.float16; None or torch.float32: parameters keep theirs.
         enabled: False makes the context do nothing.
         The other arguments are DeepSpeed's and have no effect here.
+
+    Raises:
+        UsageError: for another ``dtype``, and for a ``module`` that is none.
     """
 
     def __init__(
@@ -100,75 +152,117 @@ class Init:
         **_ignored,
     ):
         self._enabled = enabled
-        self._hook = None
-        self._roots = []
+        self._looks = None  # while the context is open
         self._count = 0
+        self._runtime = self._device = None  # made with the first parameters, which say where all of them lie
         if not enabled:
             return
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise _C.UsageError(f"zero.Init(module=...) takes a torch.nn.Module; found {type(module).__name__}")
         init_distributed()
         self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
-        self._runtime = None  # made with the first module, which says where all of them lie
         if module is not None:
-            self._shard(module)
+            self._shard_all(module)
 
     def __enter__(self):
-        if self._enabled:
-            self._hook = register_module_module_registration_hook(self._registered)
+        if self._enabled and open_looks() is None:
+            self._roots = []  # weak references to modules made outside any other's constructor
+            self._watch = ConstructorWatch(self._begin, self._end)
+            self._looks = Looks()
+            self._looks.open()
+            self._watch.install()
         return self
 
     def __exit__(self, kind, value, traceback):
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        if kind is None:
-            for parent in self._roots:
-                self._shard(parent)
-        self._roots = []
+        if self._looks is None:
+            return False
+        self._watch.remove()
+        try:
+            for root in [reference() for reference in self._roots] if kind is None else []:
+                if root is not None:
+                    self._shard_all(root)
+        finally:
+            looks, self._looks = self._looks, None
+            looks.close(failed=kind is not None)
         return False
 
-    def _registered(self, parent, name, child):
-        """Called where ``parent.name = child``: the child is complete, the parent is not yet."""
-        if child is not None:
-            self._shard(child)
-        if not any(parent is root for root in self._roots):
-            self._roots.append(parent)
-        self._roots = [root for root in self._roots if root is not child]
+    def _begin(self, module):
+        if self._watch.running:  # what that constructor has made by now need not stay whole meanwhile
+            own = self._watch.running[-1].__dict__.get("_parameters", {})
+            self._shard([(self._watch.running[-1], name) for name in own if references(own, name) == _ALONE])
+        self._looks.enter()
 
-    def _make_runtime(self, tree):
-        with telling_the_others():
-            device = choose_device(self._config, tree)
-        return _C.Runtime(device, threads=1, world_size=1).joined(make_collectives(self._config, device))
+    def _end(self, module, failed):
+        try:
+            if not failed:
+                self._shard_all(module)
+                if not self._watch.running:
+                    self._roots.append(weakref.ref(module))
+        finally:
+            self._looks.leave(failed)
 
-    def _shard(self, module):
-        new = [p for p in module.parameters() if owner_of(p)[0] is None]
-        if not new or not all(p.is_floating_point() for p in new):
+    def _shard_all(self, module):
+        self._shard([(m, name) for m in module.modules() for name in m._parameters])
+
+    def _shard(self, homes):
+        """Shards what nobody has sharded yet of the parameters at [(module, name)]."""
+        homes = [(m, name) for m, name in homes if _can_be_sharded(dict.__getitem__(m._parameters, name))]
+        new = {id(p): p for p in (dict.__getitem__(m._parameters, name) for m, name in homes)}
+        if not new:
             return
-        tree = ModelTree(_OwnParameters(module))
+        tree = _Flat(homes, list(new.values()))
+        if self._device is None:
+            with telling_the_others():
+                self._device = choose_device(self._config, tree)
+        if rank_and_world_size()[1] == 1:
+            for parameter in new.values():
+                _place(parameter, self._device, getattr(torch, self._config.dtype))
+            return
         if self._runtime is None:
-            self._runtime = self._make_runtime(tree)
+            self._runtime = _C.Runtime(self._device, threads=1, world_size=1).joined(
+                make_collectives(self._config, self._device)
+            )
         parameters = describe_parameters(tree, {})
         core = _C.ShardedModel(
             parameters, describe_modules(tree), self._config, "none", self._runtime, f"init.{self._count}"
         )
         self._count += 1
-        take_ownership(core, parameters)
-        own = {id(p) for p in new}
-        owners = [m for m in module.modules() if any(id(p) in own for p in m._parameters.values())]
-        intercept(core, owners, scopes=False)
+        take_ownership(core, parameters, stage=3, weakly=False)
+        for module in {id(m): m for m, _ in homes}.values():
+            if not isinstance(module._parameters, BornParameters):
+                module.__dict__["_parameters"] = BornParameters(dict.items(module._parameters))
+        if self._looks is not None:
+            self._looks.add(core, list(new.values()), [(m._parameters, name) for m, name in homes])
         core.free_originals()
 
 
-class _OwnParameters(torch.nn.Module):
-    """The parameters of a module that no engine owns yet, and nothing else of it."""
+class _Flat:
+    """A ModelTree of one module that has these parameters, named after where they are: [(module, name)]."""
 
-    def __init__(self, module):
-        super().__init__()
-        for path, parameter in module.named_parameters():
-            if owner_of(parameter)[0] is None:
-                self.register_parameter(path.replace(".", "/"), parameter)
+    def __init__(self, homes, parameters):
+        names = {id(dict.__getitem__(m._parameters, name)): f"{type(m).__name__}/{name}" for m, name in homes}
+        self.parameters = [(f"{names[id(p)]}/{number}", p) for number, p in enumerate(parameters)]
+        self.modules = [("", types.SimpleNamespace(_parameters=dict(self.parameters)), None)]
+
+
+def _can_be_sharded(parameter):
+    return (
+        parameter is not None
+        and owner_of(parameter)[0] is None
+        and not is_managed(parameter)
+        and not parameter.is_meta
+        and not isinstance(parameter, torch.nn.parameter.UninitializedParameter)
+    )
+
+
+def _place(parameter, device, dtype):
+    parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
+    mark_managed(parameter, parameter.shape)
 
 
 def _parse(config, dtype):
     if config is None:
-        config = {"zero_optimization": {"stage": 3}, **_DTYPES[dtype or torch.float32]}
-    return _C.Config.parse(json.dumps(config) if isinstance(config, dict) else str(config))
+        if dtype not in (None, *_DTYPES):
+            raise _C.UsageError(f"zero.Init(dtype=...) takes torch.float32, bfloat16 or float16; found {dtype}")
+        config = _DTYPES[dtype or torch.float32]
+    return _C.Config.parse(json.dumps(config) if isinstance(config, dict) else str(config)).for_construction()

@@ -1,4 +1,4 @@
-"""zero.GatheredParameters and zero.Init, and how released parameters look."""
+"""zero.GatheredParameters, and how released parameters look."""
 
 import copy
 import pickle
@@ -11,7 +11,6 @@ from plain_torch import PlainTrainer
 from ranks import run_ranks
 from strata.zero import GatheredParameters
 from tiny_models import (
-    TinyModel,
     config_of,
     differences,
     full_parameters,
@@ -118,22 +117,136 @@ def test_modifying_contexts_nest():
     run_ranks(WORLD, _nested_modifiers)
 
 
-def _lost(live_bytes):
-    model, original = _engine(live_bytes=live_bytes).module, make_model()
-    expected = {n: p.detach() for n, p in original.named_parameters()}
-    with GatheredParameters([model.head.weight]), torch.no_grad():
-        model.head.weight.fill_(9.0)
-    assert differences(full_parameters(model), expected) == []
-    with pytest.raises(ValueError, match="half way"):
-        with GatheredParameters([model.head.weight], modifier_rank=0), torch.no_grad():
-            model.head.weight.fill_(9.0)
-            raise ValueError("half way")
-    assert differences(full_parameters(model), expected) == []
+def _refused():
+    """An edit that is nobody's, or half of one."""
+    rank, world = rank_and_world()
+    for stage in range(4):
+        for live_bytes in ("auto", 1):
+            model = make_engine(make_model(), config_of(stage, live_bytes=live_bytes)).module
+            expected = {n: p.detach() for n, p in make_model().named_parameters()}
+            name = "head.weight"
+            head = dict(model.named_parameters())[name]
+            with pytest.raises(strata.UsageError, match=f"pass modifier_rank=<.*First: '{name}'"):
+                with GatheredParameters([head]), torch.no_grad():
+                    head.fill_(9.0)
+            if stage == 3 and world > 1:
+                assert differences(full_parameters(model), expected) == []
+            with pytest.raises(ValueError, match="half way"):
+                with GatheredParameters([head], modifier_rank=0), torch.no_grad():
+                    head.fill_(9.0)
+                    raise ValueError("half way")
+            if stage == 3 and world > 1 and live_bytes == 1:
+                assert head.numel() == 0 and differences(full_parameters(model), expected) == []
+            with GatheredParameters([head]), torch.no_grad():
+                with GatheredParameters([head], modifier_rank=0):
+                    head.fill_(3.0 + rank)
+            assert full_parameters(model)["head.weight"].eq(3.0).all()
 
 
-@pytest.mark.parametrize("live_bytes", ["auto", 1])
-def test_changes_are_lost_without_a_modifier_and_after_an_exception(live_bytes):
-    run_ranks(WORLD, _lost, live_bytes)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_edit_without_a_modifier_is_an_error_and_one_that_fails_is_lost(world):
+    run_ranks(world, _refused)
+
+
+def _released():
+    rank, _ = rank_and_world()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = make_engine(make_model(), config_of(3, zero_optimization=zero))
+    model = engine.module
+    named = dict(model.named_parameters())
+    every = [p for p in named.values() if p.ds_numel]
+    train_step(engine, make_batches(1, WORLD)[0][rank])
+    with GatheredParameters(every):
+        assert all(p.shape == p.ds_shape for p in every)
+    assert all(p.numel() == 0 for p in every)
+    with GatheredParameters(every, modifier_rank=1):
+        pass
+    assert all(p.numel() == 0 for p in every)
+    weight = model.head.weight  # a read gathers, until the next backward pass is over; the context ends that
+    assert weight.numel() == 176
+    with GatheredParameters(weight):
+        pass
+    assert weight.numel() == 0
+
+    def within(*_):
+        weight = named["layers.1.up.weight"]
+        with GatheredParameters(weight):
+            pass
+        assert weight.numel() == 512
+
+    hook = model.layers[1].up.register_forward_hook(within)  # a running scope holds it
+    train_step(engine, make_batches(1, WORLD)[0][rank])
+    hook.remove()
+
+
+def test_what_was_gathered_is_released_at_the_end_unless_a_scope_uses_it():
+    run_ranks(WORLD, _released)
+
+
+def _saved_by_autograd():
+    """The backward of what was computed with gathered parameters has them again."""
+    rank, _ = rank_and_world()
+    engine = _engine()
+    head, norm = engine.module.head.weight, dict(engine.module.named_parameters())["layers.0.norm.weight"]
+    tokens = make_batches(1, WORLD)[0]
+    reference = PlainTrainer(make_model(), WORLD, adamw)
+
+    def loss_with(model, batch, head, norm):
+        loss = loss_of(model, batch)
+        with GatheredParameters([head, norm]):
+            return loss + (head.t() @ head).square().mean() + (norm * norm.detach()).sum()
+
+    def plain_loss(model, batch):
+        return loss_with(model, batch, model.head.weight, model.layers[0].norm.weight)
+
+    reference.micro_step(tokens, plain_loss)
+    reference.step()
+    loss = loss_with(engine, tokens[rank], head, norm)
+    assert head.numel() == 0 and norm.numel() == 0
+    engine.backward(loss)
+    engine.step()
+    assert differences(full_parameters(engine.module), reference.values()) == []
+
+
+def test_what_autograd_saved_of_a_gathered_parameter_is_there_in_backward():
+    run_ranks(WORLD, _saved_by_autograd)
+
+
+def _of_deepspeeds_face():
+    rank, world = rank_and_world()
+    model = make_engine(make_model(), config_of(3, live_bytes=1)).module
+    named, original = dict(model.named_parameters()), dict(make_model().named_parameters())
+    assert len({p.ds_id for p in named.values()}) == len(named)
+    for name, parameter in named.items():
+        assert parameter.ds_shape == original[name].shape and parameter.ds_numel == original[name].numel()
+        part = parameter.ds_tensor
+        assert part.dim() == 1 and part.ds_numel == part.numel() and part.status.name == "AVAILABLE"
+        assert torch.isin(part, original[name].detach()).all()
+    head = named["head.weight"]
+    for _ in range(2):
+        head.all_gather()
+        head.all_gather()
+        assert head.ds_status.name == "AVAILABLE" and torch.equal(head, original["head.weight"])
+        head.partition()
+        head.partition()
+        assert head.ds_status.name == ("AVAILABLE" if world == 1 else "NOT_AVAILABLE")
+    head.all_gather(list(named.values()))
+    assert all(p.shape == p.ds_shape for p in named.values())
+    with torch.no_grad():
+        head.fill_(2.0 + rank)
+    head.partition([head], has_been_updated=True)
+    head.partition(list(named.values()))
+    assert full_parameters(model)["head.weight"].eq(2.0).all()
+    whole = make_engine(make_model(), config_of(2)).module
+    assert not any(hasattr(p, "ds_id") for p in whole.parameters())
+    return {name: p.ds_tensor.numel() for name, p in named.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_managed_parameters_have_deepspeeds_attributes_at_stage_3_alone(world):
+    parts = run_ranks(world, _of_deepspeeds_face)
+    for name, parameter in make_model().named_parameters():
+        assert sum(part[name] for part in parts) == parameter.numel()
 
 
 def _no_such_rank():
@@ -145,54 +258,3 @@ def _no_such_rank():
 
 def test_a_modifier_that_does_not_exist_is_an_error():
     run_ranks(WORLD, _no_such_rank)
-
-
-def _born_in_init(dtype, nested):
-    rank, _ = rank_and_world()
-    config = config_of(3, dtype, live_bytes=1)
-    torch.manual_seed(0)
-    with strata.zero.Init(config_dict_or_path=config):
-        if nested:
-            with strata.zero.Init(config_dict_or_path=config):
-                model = TinyModel()
-        else:
-            model = TinyModel()
-        with torch.no_grad():
-            assert model.layers[0].up.bias.numel() == 32  # read within: gathered on the spot
-    sizes = [p.numel() for p in model.parameters() if p.ds_status.name == "NOT_AVAILABLE"]
-    assert sizes and not any(sizes)
-    original = make_model()
-    engine = make_engine(model, config)
-    target = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    start = {n: p.detach().to(target) for n, p in original.named_parameters()}
-    assert differences(full_parameters(model), start) == []
-    born = make_model()
-    born.load_state_dict({n: v.float() for n, v in start.items()})
-    reference = PlainTrainer(born, WORLD, adamw, target)
-    for tokens in make_batches(2, WORLD):
-        reference.micro_step(tokens, loss_of)
-        train_step(engine, tokens[rank])
-        reference.step()
-    assert differences(full_parameters(model), reference.values()) == []
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_models_may_be_built_sharded(dtype, nested):
-    run_ranks(WORLD, _born_in_init, dtype, nested)
-
-
-def _disabled_init():
-    with strata.zero.Init(enabled=False):
-        model = make_model()
-    assert not any(hasattr(p, "ds_id") for p in model.parameters())
-    outside = make_model()
-    assert type(outside.head.weight) is torch.nn.Parameter
-    strata.zero.Init(module=outside, dtype=torch.float32)
-    assert outside.head.weight.ds_shape == torch.Size([11, 16])
-    engine = make_engine(outside, config_of(3))
-    assert differences(full_parameters(engine.module), {n: p.detach() for n, p in model.named_parameters()}) == []
-
-
-def test_init_may_be_disabled_or_given_a_module():
-    run_ranks(WORLD, _disabled_init)

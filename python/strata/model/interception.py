@@ -3,20 +3,30 @@
 from .. import _C
 
 
-def intercept(core, modules, scopes=True):
+class _Keeper:
+    """Has a core; a copy or pickle of the module that has this one has None instead."""
+
+    def __init__(self, core):
+        self.core = core
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+def intercept(core, modules):
     """Wraps the forward of every scope's module, and the ``_parameters`` of every module that owns
-    sharded parameters, so that a read outside any scope gathers.
+    sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``.
 
     Args:
         core: a _C.ShardedModel.
         modules: [torch.nn.Module] in the order of the module tree that ``core`` was made of.
-        scopes: False leaves every forward as it is; reads alone gather.
 
     Returns:
         what ``restore`` takes.
     """
     undo = []
-    for scope, module_index in enumerate(core.scopes() if scopes else ()):
+    modules[0].__dict__["_strata_core"] = _Keeper(core)
+    for scope, module_index in enumerate(core.scopes()):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
@@ -24,8 +34,8 @@ def intercept(core, modules, scopes=True):
         undo.append((module, "forward", module.__dict__.get("forward") if had_own else None))
         module.__dict__["forward"] = _C.ScopedForward(core, scope, module.forward)
     for module in modules:
-        if isinstance(module._parameters, _C.ParameterDict):
-            module.__dict__["_parameters"] = dict(module._parameters)  # of an earlier engine
+        if type(module._parameters) is not dict:
+            module.__dict__["_parameters"] = dict(module._parameters)  # of an earlier engine, or of zero.Init
         own = [core.index_of(p) for p in module._parameters.values() if p is not None]
         if not any(i >= 0 and core.is_sharded(i) for i in own):
             continue
@@ -36,8 +46,11 @@ def intercept(core, modules, scopes=True):
     return undo
 
 
-def restore(undo):
-    """Undoes ``intercept``."""
+def restore(core, model, undo):
+    """Undoes ``intercept``; ``model``: its first module."""
+    keeper = model.__dict__.get("_strata_core")
+    if keeper is not None and keeper.core is core:  # else of a later engine
+        del model.__dict__["_strata_core"]
     for module, name, value in undo:
         if name == "_parameters":
             module.__dict__[name] = dict(module.__dict__[name])

@@ -2,7 +2,7 @@
 
 import torch
 
-from .ownership import owner_of
+from .owner import owner_of
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -33,7 +33,7 @@ class ModelTree:
             seen.add(id(module))
             self.modules.append((path, module, parent))
             prefix = f"{path}." if path else ""
-            for name, parameter in module._parameters.items():
+            for name, parameter in dict.items(module._parameters):  # gathers nothing
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     self.parameters.append((prefix + name, parameter))
@@ -71,7 +71,7 @@ def describe_modules(tree):
     number_of = {id(module): i for i, (_, module, _) in enumerate(tree.modules)}
     entries = []
     for path, module, parent in tree.modules:
-        own = [index_of[id(p)] for p in module._parameters.values() if p is not None]
+        own = [index_of[id(p)] for p in dict.values(module._parameters) if p is not None]
         number = -1 if parent is None else number_of[id(parent)]
         callable_ = not isinstance(module, _CONTAINERS)
         entries.append((path, type(module).__name__, number, own, callable_, not _only_looks_up(module)))

@@ -1,47 +1,55 @@
-"""Which engine owns a parameter, and how parameters change hands: from the user to an engine, and between engines.
+"""How parameters change hands: from the user to an engine, between engines, and back."""
 
-The owner is kept on the parameter itself, as two private attributes."""
+import math
 
-from .parameter import mark_sharded, unmark_sharded
+from .. import _C
+from .owner import clear_owner, owner_of, set_owner
+from .parameter import mark_managed, unmark_managed
+
+_GIVEN_UP = "_strata_given_up"
 
 
-def take_ownership(core, parameters):
-    """Marks every parameter of ``core``; sharded ones look as DeepSpeed's do from now on.
+def take_ownership(core, parameters, stage, weakly=True):
+    """Marks every parameter of ``core``; at stage 3 they look as DeepSpeed's do from now on.
 
     Args:
         core: a _C.ShardedModel.
         parameters: what it was made of (``describe_parameters``).
+        stage: of ZeRO.
+        weakly: as ``set_owner`` takes it.
     """
     for index, (_, parameter, shape, *_rest) in enumerate(parameters):
-        set_owner(parameter, core, index)
-        if core.is_sharded(index):
-            mark_sharded(parameter, index, shape)
+        set_owner(parameter, core, index, weakly)
+        parameter.__dict__.pop(_GIVEN_UP, None)
+        if stage == 3:
+            mark_managed(parameter, shape)
         else:
-            unmark_sharded(parameter)
+            unmark_managed(parameter)
 
 
-def give_up_ownership(core, parameters):
-    """Undoes ``take_ownership``, once ``core`` is destroyed."""
-    for _, parameter, *_rest in parameters:
-        clear_owner(parameter, core)
-        unmark_sharded(parameter)
+def give_up_ownership(parameters):
+    """Undoes ``take_ownership``, once the core is destroyed. What a later engine owns stays its own."""
+    for _, parameter, shape, *_rest in parameters:
+        if owner_of(parameter)[0] is not None:
+            continue
+        clear_owner(parameter)
+        unmark_managed(parameter)
+        if parameter.numel() == 0 and math.prod(shape) > 0:
+            setattr(parameter, _GIVEN_UP, True)
 
 
-def set_owner(parameter, core, index):
-    """``core``: the _C.ShardedModel that owns it; ``index``: its index there."""
-    parameter._strata_core = core
-    parameter._strata_index = index
+def require_values(named_parameters):
+    """Raises UsageError where one of [(name, parameter)] is empty because its engine is gone."""
+    lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
+    if lost:
+        raise _C.UsageError(
+            f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, and the shards "
+            "went with it. End it with engine.destroy(keep_values=True), or build or load the model again. First: "
+            f"'{lost[0]}'"
+        )
 
 
-def owner_of(parameter):
-    """(core, index), or (None, None) for what no living engine owns."""
-    core = getattr(parameter, "_strata_core", None)
-    if core is None or not core.alive:
-        return None, None
-    return core, parameter._strata_index
-
-
-def clear_owner(parameter, core):
-    """Forgets ``core``; leaves a later owner alone."""
-    if parameter.__dict__.get("_strata_core") is core:
-        del parameter._strata_core, parameter._strata_index
+def _is_lost(parameter):
+    if parameter.numel() > 0 or owner_of(parameter)[0] is not None:
+        return False
+    return _GIVEN_UP in parameter.__dict__ or parameter.__dict__.get("ds_numel", 0) > 0

@@ -1,12 +1,18 @@
-"""How a sharded parameter looks to frameworks that know DeepSpeed's: the ``ds_*`` attributes.
+"""How a parameter that ZeRO shards looks to frameworks that know DeepSpeed's: the ``ds_*`` attributes.
 
-The user's Parameter objects stay the same objects; while their model is sharded (stage 3) their class is
-``ShardedParameter``. A copy or pickle of one is a plain ``torch.nn.Parameter``.
+The user's Parameter objects stay the same objects; while an engine of stage 3 or ``zero.Init`` manages them, their
+class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of one
+is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then.
 """
 
 import enum
+import itertools
 
 import torch
+
+from .owner import owner_of
+
+_ids = itertools.count()  # equal on all ranks, since all mark the same parameters in the same order
 
 
 class ParameterStatus(enum.Enum):
@@ -18,13 +24,14 @@ class ParameterStatus(enum.Enum):
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """A parameter that is empty (``numel() == 0``, shape [0]) unless it is gathered.
+    """A parameter that is empty (``numel() == 0``, shape [0]) unless it is gathered or stays whole.
 
     Attributes:
-        ds_id: int, its index in the model; equal on all ranks.
+        ds_id: int, one of its own; equal on all ranks.
         ds_shape: torch.Size, the full shape, gathered or not.
         ds_numel: int, elements of the full shape.
         ds_status: ``ParameterStatus``, live.
+        ds_tensor: a copy of this rank's part, of one dimension, with ``ds_numel`` and ``status``. A part may be empty.
     """
 
     @property
@@ -32,27 +39,86 @@ class ShardedParameter(torch.nn.Parameter):
         gathered = self.ds_numel == 0 or self.numel() != 0
         return ParameterStatus.AVAILABLE if gathered else ParameterStatus.NOT_AVAILABLE
 
+    @property
+    def ds_tensor(self):
+        core, index = owner_of(self)
+        part = self.detach().reshape(-1).clone() if core is None else core.local_part(index)
+        part.ds_numel, part.status = part.numel(), ParameterStatus.AVAILABLE
+        return part
+
+    def all_gather(self, param_list=None, async_op=False, hierarchy=0):
+        """Makes the parameters whole until ``partition()``. Collective where gathers are.
+
+        Args:
+            param_list: of ShardedParameters; None: this one.
+            async_op, hierarchy: accepted for DeepSpeed's sake; the values are there when this returns.
+        """
+        for parameter in _listed(self, param_list):
+            core, index = owner_of(parameter)
+            if core is not None and not parameter.__dict__.get("_strata_gathered"):
+                core.gather([index])
+                parameter._strata_gathered = True
+
+    def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
+        """Releases the parameters, unless a running scope uses them; what was written to them is lost.
+
+        Args:
+            param_list: of ShardedParameters; None: this one.
+            hierarchy: accepted for DeepSpeed's sake.
+            has_been_updated: what rank 0 has written is everybody's value instead. Collective then.
+        """
+        for parameter in _listed(self, param_list):
+            core, index = owner_of(parameter)
+            if core is None or parameter.ds_status is not ParameterStatus.AVAILABLE:
+                continue
+            if not parameter.__dict__.pop("_strata_gathered", False):
+                core.gather([index])
+            try:
+                if has_been_updated:
+                    core.publish([index], 0)
+            finally:
+                core.release([index], True)
+
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            memo[id(self)] = torch.nn.Parameter(self.data.clone(), self.requires_grad)
+            core, index = owner_of(self)
+            if core is not None:
+                core.gather([index])
+            try:
+                memo[id(self)] = torch.nn.Parameter(self.data.clone(), self.requires_grad)
+            finally:
+                if core is not None:
+                    core.release([index], True)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
         return torch.nn.Parameter(self.data.clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def mark_sharded(parameter, index, shape):
-    """Makes ``parameter`` (shape [0] or full) a ShardedParameter in place; ``shape`` is the full one."""
-    parameter.ds_id = index
+def _listed(parameter, param_list):
+    return [parameter] if param_list is None else [p for p in param_list if isinstance(p, ShardedParameter)]
+
+
+def mark_managed(parameter, shape):
+    """Makes ``parameter`` (shape [0] or full) a ShardedParameter in place; ``shape`` is the full one. One that is
+    marked already keeps its ``ds_id``."""
+    if "ds_id" not in parameter.__dict__:
+        parameter.ds_id = next(_ids)
+    parameter.__dict__.pop("_strata_gathered", None)
     parameter.ds_shape = torch.Size(shape)
     parameter.ds_numel = parameter.ds_shape.numel()
     if type(parameter) is torch.nn.Parameter:
         parameter.__class__ = ShardedParameter
 
 
-def unmark_sharded(parameter):
-    """Takes back what ``mark_sharded`` did."""
-    for name in ("ds_id", "ds_shape", "ds_numel"):
+def is_managed(parameter):
+    """Whether it is marked."""
+    return "ds_id" in parameter.__dict__
+
+
+def unmark_managed(parameter):
+    """Takes back what ``mark_managed`` did."""
+    for name in ("ds_id", "ds_shape", "ds_numel", "_strata_gathered"):
         parameter.__dict__.pop(name, None)
     if type(parameter) is ShardedParameter:
         parameter.__class__ = torch.nn.Parameter

@@ -108,8 +108,8 @@ class Trainer {
   // its own ranges. The optimizer's states stay as they are.
   void load(const std::string& path);
 
-  // Takes every hook away and gives the memory back. `keep_values`: the module has full parameters
-  // of its own then; else they are empty.
+  // Takes every hook away and gives the memory back. The module has full parameters of its own
+  // then, where they are whole anyway or with `keep_values`; else they are empty.
   void close(bool keep_values = false);
 
   // For what this face does not cover: gather() and release() of parameters, units, no_sync.

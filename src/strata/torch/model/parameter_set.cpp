@@ -1,6 +1,9 @@
 #include "strata/torch/model/parameter_set.h"
 
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
 
 #include "strata/base/error.h"
 #include "strata/torch/base/dtype.h"
@@ -85,12 +88,31 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
   for (UnitStorage& unit : units_) give_memory(unit, {});
   views_.clear();
   units_.clear();
+  variables_.clear();
+  index_.clear();
 }
 
 void ParameterSet::forget_awaited() {
   for (UnitStorage& unit : units_) {
     if (unit.awaited != nullptr) unit.awaited->forget();
   }
+}
+
+bool ParameterSet::held_elsewhere(int unit) const {
+  const UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
+  std::size_t ours =
+      1 + storage.params.size();  // the storage itself, and a view for each parameter
+  for (const int param : storage.params) {
+    const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+    if (variable.storage().unsafeGetStorageImpl() == storage.impl.get()) ++ours;
+  }
+  if (storage.impl.use_count() > ours) return true;
+  return std::ranges::any_of(storage.params, [this](int param) {
+    const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+    const bool has_node =
+        ::torch::autograd::impl::try_get_grad_accumulator(variable) != nullptr;  // it holds one
+    return variable.use_count() > (has_node ? 3U : 2U);  // Python's object, and ours
+  });
 }
 
 void ParameterSet::attach(int unit, std::span<std::byte> flat) {

@@ -12,8 +12,8 @@
 //
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
 // but for readers of awaited parameters and await_no_more().
-// Ownership: shares the user's tensors; the memory behind them belongs to the engine, so after the
-// engine is gone released parameters stay empty until new data is set.
+// Ownership: shares the user's tensors until unbind(); the memory behind them belongs to the
+// engine, so after the engine is gone released parameters stay empty until new data is set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,7 +44,8 @@ class ParameterSet final : public engine::ParameterViews {
   // After bind(): attaches the units that have memory and releases the others.
   void settle();
   // Points every parameter at memory of its own again, with the values that `full` gives, or leaves
-  // it empty where that is undefined or `full` has nothing at all. Nothing before bind().
+  // it empty where that is undefined or `full` has nothing at all. Forgets the parameters then.
+  // Nothing before bind().
   void unbind(std::span<const at::Tensor> full = {});
 
   // Who is asked for the values of a unit that are awaited. Until then none are.
@@ -63,6 +64,9 @@ class ParameterSet final : public engine::ParameterViews {
   }
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
+  // Whether a tensor that is neither the user's parameter nor ours has to do with this sharded
+  // unit's memory: a view of it, or what autograd saved. It may say yes in vain.
+  bool held_elsewhere(int unit) const;
   // By tensor identity; -1: none of these.
   int index_of(const at::Tensor& variable) const;
   int size() const { return static_cast<int>(variables_.size()); }

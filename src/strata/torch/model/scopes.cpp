@@ -271,6 +271,13 @@ void Scopes::read(int unit) {
   (at::GradMode::is_enabled() ? t.read_units : t.idle_read_units).push_back(unit);
 }
 
+void Scopes::end_reads(int unit) {
+  Tracker& t = *tracker_;
+  const std::lock_guard lock(t.reads_mutex);
+  const auto held = std::erase(t.read_units, unit) + std::erase(t.idle_read_units, unit);
+  for (std::size_t i = 0; i < held; ++i) t.engine->gatherer().release(unit);
+}
+
 void Scopes::release_idle_reads() {
   const std::lock_guard lock(tracker_->reads_mutex);
   tracker_->release(std::exchange(tracker_->idle_read_units, {}));

@@ -57,6 +57,8 @@ class Scopes {
   void abandon(int scope) noexcept;
 
   void read(int unit);
+  // Lets go of what read() gathered of this unit.
+  void end_reads(int unit);
   // Lets go of what read() gathered under no_grad. Called where a forward begins.
   void release_idle_reads();
   // A backward pass runs, until end_backward().

@@ -1,10 +1,13 @@
 #include "strata/torch/model/value_access.h"
 
+#include <ATen/ops/clone.h>
 #include <c10/core/StreamGuard.h>
 
 #include <set>
+#include <utility>
 
 #include "strata/base/error.h"
+#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::torch {
@@ -27,13 +30,18 @@ void ValueAccess::gather(std::span<const int> params) {
 
 void ValueAccess::release(std::span<const int> params, bool discard) {
   for (const int unit : units_of(params)) {
-    // What an outer holder writes is its own to keep.
-    const bool last = --held_[unit] == 0;
-    if (discard && last) {
+    if (--held_[unit] > 0) {  // what an outer holder writes is its own to keep
+      engine_.gatherer().release(unit);
+      continue;
+    }
+    scopes_.end_reads(unit);
+    if (discard) {
       engine_.gatherer().discard(unit);
     } else {
       engine_.gatherer().release(unit);
     }
+    if (!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit))
+      saved_.push_back(unit);
   }
 }
 
@@ -66,6 +74,28 @@ bool ValueAccess::read(int param) {
 
 bool ValueAccess::gathered(int param) const {
   return engine_.gatherer().gathered(engine_.weights().unit_of(param).id);
+}
+
+bool ValueAccess::held_elsewhere(int param) const {
+  return parameters_.held_elsewhere(engine_.weights().unit_of(param).id);
+}
+
+void ValueAccess::gather_what_was_saved() {
+  for (const int unit : std::exchange(saved_, {})) {
+    if (!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit)) scopes_.read(unit);
+  }
+}
+
+at::Tensor ValueAccess::local_part(int param) const {
+  const engine::Unit& unit = engine_.weights().unit_of(param);
+  const DType dtype = unit.layout.dtype();
+  const auto [begin, end] = engine_.weights().owned_range(param);
+  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
+  const Numel at =
+      begin == end ? Numel() : engine_.weights().slot_of(param).offset + begin - shard_begin;
+  return tensor_over(unit.shard.data() + bytes_of(at, dtype).size(), (end - begin).value,
+                     to_scalar_type(dtype), parameters_.place())
+      .clone();
 }
 
 void ValueAccess::note_step() {

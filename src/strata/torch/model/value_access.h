@@ -28,13 +28,21 @@ class ValueAccess {
 
   // Gathers the units of these parameters and keeps them until release(). Nests.
   void gather(std::span<const int> params);
-  // `discard`: what was written to the gathered copies is lost, which is the contract of reading.
+  // `discard`: the last release() of a unit frees its memory, unless a scope uses it. What was
+  // written to the gathered copies is lost, but for what publish() has made everybody's.
   void release(std::span<const int> params, bool discard);
   // Collective: what `root` holds now for these gathered parameters becomes everybody's value.
   void publish(std::span<const int> params, int root);
   // A parameter wanted outside any scope; false if it is there already.
   bool read(int param);
   bool gathered(int param) const;
+  // Whether somebody else has a view of this released parameter's unit, or autograd saved of it.
+  bool held_elsewhere(int param) const;
+  // Gathers what was released though autograd saved of it, until the backward pass ends. Before
+  // that begins.
+  void gather_what_was_saved();
+  // A copy of this rank's part of a parameter, of one dimension; empty where it has none.
+  at::Tensor local_part(int param) const;
 
   // A step begins in this thread, on its current stream.
   void note_step();
@@ -51,6 +59,7 @@ class ValueAccess {
   ParameterSet& parameters_;
   Scopes& scopes_;
   std::unordered_map<int, int> held_;  // by unit: gather() without release()
+  std::vector<int> saved_;             // units that were released though others held them
   struct Step {
     std::thread::id thread;
     c10::Stream stream;

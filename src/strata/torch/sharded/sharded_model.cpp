@@ -87,6 +87,7 @@ void ShardedModel::begin_forward() {
 
 void ShardedModel::begin_backward() {
   require_alive();
+  values_->gather_what_was_saved();
   passes_->begin_backward();
 }
 
@@ -127,6 +128,16 @@ bool ShardedModel::gathered(int param) const {
   return alive() && values_->gathered(param);
 }
 
+bool ShardedModel::held_elsewhere(int param) const {
+  require_alive();
+  return values_->held_elsewhere(param);
+}
+
+at::Tensor ShardedModel::local_part(int param) const {
+  require_alive();
+  return values_->local_part(param);
+}
+
 void ShardedModel::lend_values(int param, const std::function<void(const at::Tensor&)>& use) {
   const int params[] = {param};
   gather(params);
@@ -144,17 +155,38 @@ void ShardedModel::wait_for_all() {
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
   passes_->scopes().end_backward();
+  engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;
-  if (keep_values) {
-    for (int i = 0; i < parameters_.size(); ++i) {
-      const int params[] = {i};
-      gather(params);
-      full.push_back(parameters_.variable(i).detach().clone());
-      release(params, false);
-    }
+  try {
+    full = own_copies(keep_values);
+  } catch (const c10::OutOfMemoryError&) {
+    if (keep_values) throw;  // else nobody asked for copies
   }
   wait_for_all();
   let_go(full);
+}
+
+void ShardedModel::retire() {
+  require_alive();
+  passes_->scopes().end_backward();
+  wait_for_all();
+  let_go({});
+}
+
+std::vector<at::Tensor> ShardedModel::own_copies(bool of_sharded) {
+  std::vector<at::Tensor> full(static_cast<std::size_t>(parameters_.size()));
+  for (const engine::Unit& unit : engine_->weights().units()) {
+    if (!of_sharded && !unit.whole) continue;
+    gather(unit.spec.params);
+    FirstError first;
+    first.attempt([&] {
+      for (const int param : unit.spec.params)
+        full[static_cast<std::size_t>(param)] = parameters_.variable(param).detach().clone();
+    });
+    release(unit.spec.params, true);
+    first.rethrow();
+  }
+  return full;
 }
 
 void ShardedModel::let_go(std::span<const at::Tensor> full) {

@@ -67,6 +67,8 @@ class ShardedModel final : public ParameterOwner {
   void publish(std::span<const int> params, int root);
   bool read(int param);
   bool gathered(int param) const;
+  bool held_elsewhere(int param) const;
+  at::Tensor local_part(int param) const;
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
   void lend_values(int param, const std::function<void(const at::Tensor&)>& use) override;
@@ -79,10 +81,10 @@ class ShardedModel final : public ParameterOwner {
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
   // What the ledger will say of the device when this model has been trained for some steps.
   forecast::MemoryForecast memory_forecast();
-  // Collective, so that no peer still reads what goes. `keep_values`: parameters get memory of
-  // their own.
+  // Collective, so that no peer still reads what goes. Parameters that are whole get memory of
+  // their own, unless it does not suffice; the others do with `keep_values` and are empty without.
   void destroy(bool keep_values);
-  void retire() override { destroy(false); }
+  void retire() override;
   // Collective: returns when every rank has come so far. For the end of a program: a rank that
   // leaves while another still gathers would look like one that died.
   void wait_for_all();
@@ -93,6 +95,7 @@ class ShardedModel final : public ParameterOwner {
 
  private:
   void require_alive() const;
+  std::vector<at::Tensor> own_copies(bool of_sharded);
   void let_go(std::span<const at::Tensor> full);
 
   engine::Config config_;
