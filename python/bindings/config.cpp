@@ -19,6 +19,7 @@ void bind_config(py::module_& module) {
   py::class_<Config>(module, "Config")
       .def_static("parse", &Config::parse, py::arg("text_or_path"))
       .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
+      .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
       .def("digest", &Config::digest)
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
       .def_property_readonly(

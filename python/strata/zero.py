@@ -1,11 +1,10 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
-import json
-
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from . import _C
+from .config_source import read_config
 from .model.interception import intercept
 from .model.model_input import ModelTree, describe_modules, describe_parameters
 from .model.ownership import owner_of, take_ownership
@@ -171,4 +170,4 @@ class _OwnParameters(torch.nn.Module):
 def _parse(config, dtype):
     if config is None:
         config = {"zero_optimization": {"stage": 3}, **_DTYPES[dtype or torch.float32]}
-    return _C.Config.parse(json.dumps(config) if isinstance(config, dict) else str(config))
+    return read_config(config)
