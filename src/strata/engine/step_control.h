@@ -47,6 +47,7 @@ class StepControl {
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
   std::int64_t skipped_steps() const { return skipped_steps_; }
   std::int64_t accumulation_steps() const { return accumulation_steps_; }
+  // Another number counts from here on; between steps.
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
@@ -60,6 +61,7 @@ class StepControl {
   LossScaler scaler_;
   bool half_precision_;  // fp16: overflow is expected now and then, and skipped
   std::int64_t accumulation_steps_;
+  std::int64_t counted_from_ = 0;  // micro-steps when that number began to hold
   std::optional<bool> boundary_;
   bool synchronise_ = true;
   std::int64_t micro_steps_ = 0;
