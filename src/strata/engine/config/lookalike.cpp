@@ -17,12 +17,6 @@ bool is_section(const Key& key) {
   return key.kind == Kind::kSection || key.kind == Kind::kSwitch || key.kind == Kind::kParams;
 }
 
-std::string lower(std::string_view text) {
-  std::string out(text);
-  for (char& c : out) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  return out;
-}
-
 bool spelled_alike(std::string_view a, std::string_view b) {
   const auto allowed = std::max<std::size_t>(1, std::max(a.size(), b.size()) / 4);
   return edit_distance(a, b) <= static_cast<int>(allowed);
@@ -49,7 +43,7 @@ std::string_view same_leaf(std::string_view name, bool section) {
 
 std::string_view near_top_level(std::string_view name, bool section) {
   std::vector<std::string_view> near;
-  const std::string small = lower(name);
+  const std::string small = lower_case(name);
   for (const Key& key : config_keys()) {
     if (!parent_of(key.path).empty()) continue;
     const bool honoured = key.treatment == Treatment::kHonoured && is_section(key) == section;
@@ -74,7 +68,7 @@ std::string_view named_section(std::string_view name) {
                                         {"bf16", "bf16"},
                                         {"fp16", "fp16"},
                                         {"strata", "strata"}}};
-  const std::string small = lower(name);
+  const std::string small = lower_case(name);
   for (const Word& w : kWords) {
     if (small.find(w.word) != std::string::npos) return w.section;
   }

@@ -47,18 +47,12 @@ constexpr std::array<Unsupported, 16> kUnsupported{{
     {"adam8bit", "optimizer state is fp32"},
 }};
 
-std::string lower(std::string_view text) {
-  std::string out(text);
-  for (char& c : out) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  return out;
-}
-
 // The class of that name, however its letters are cased (DeepSpeed lowers "Adam", "AdamW",
 // "Adagrad").
 std::string_view class_of(const std::string& type) {
-  const std::string name = lower(type);
+  const std::string name = lower_case(type);
   for (const std::string_view known : kElementwise) {
-    if (lower(known) == name) return known;
+    if (lower_case(known) == name) return known;
   }
   for (const Unsupported& u : kUnsupported) {
     if (u.name != name) continue;
