@@ -29,13 +29,13 @@ std::span<float> floats(std::span<std::byte> bytes) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
 
-std::span<std::byte> bytes_of_tensor(const at::Tensor& tensor) {
+std::span<std::byte> values_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
 // A copy on the host of `count` values from memory of the model's device.
 template <typename T>
-std::vector<T> on_host(const T* memory, std::size_t count, c10::Device place) {
+std::vector<T> copied_to_host(const T* memory, std::size_t count, c10::Device place) {
   const auto bytes = static_cast<std::int64_t>(count * sizeof(T));
   const at::Tensor copy = tensor_over(memory, bytes, at::kByte, place).to(at::kCPU).contiguous();
   std::vector<T> values(count);
@@ -113,9 +113,9 @@ at::Tensor StateValues::view(const Shard& shard) const {
 at::Tensor StateValues::joined_masters() {
   const auto lease = engine_.weights().lease_master(unit_.id);
   const std::size_t numel = unit_.layout.shard().size();
-  const auto weights = on_host(reinterpret_cast<const kernels::BFloat16*>(unit_.shard.data()),
-                               numel, model_.place());
-  auto memory = on_host(lease->bytes().data(), lease->bytes().size(), model_.place());
+  const auto weights = copied_to_host(
+      reinterpret_cast<const kernels::BFloat16*>(unit_.shard.data()), numel, model_.place());
+  auto memory = copied_to_host(lease->bytes().data(), lease->bytes().size(), model_.place());
   const kernels::MasterRemainder remainder = kernels::remainder_over(memory, unit_.layout.shard());
   at::Tensor masters = at::empty({count_of(piece_)}, at::kFloat);
   float* out = masters.data_ptr<float>();
@@ -151,7 +151,7 @@ std::optional<at::Tensor> StateValues::whole(StateKind kind) {
     const plan::ShardPiece piece = piece_of(weights, param_, index);
     if (count_of(piece) == 0) continue;
     engine_.collectives().broadcast(
-        bytes_of_tensor(all.narrow(0, piece.param_begin.value, count_of(piece))), index);
+        values_of(all.narrow(0, piece.param_begin.value, count_of(piece))), index);
   }
   engine_.device().compute_stream().synchronize();
   return all;
@@ -162,7 +162,7 @@ void StateValues::set_masters(const at::Tensor& values) {
   engine_.gatherer().invalidate(engine::Changed::kAll);
   engine_.collectives().barrier();  // nobody reads this rank's shard any more
   engine_.weights().store(param_, piece_.param_begin, Numel(count_of(piece_)),
-                          bytes_of_tensor(values).data(), DType::kFloat32);
+                          values_of(values).data(), DType::kFloat32);
   engine_.weights_changed();
 }
 
