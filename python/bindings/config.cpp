@@ -20,6 +20,7 @@ void bind_config(py::module_& module) {
   py::class_<Config>(module, "Config")
       .def_static("parse", &Config::parse, py::arg("text_or_path"))
       .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
+      .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
       .def("digest", &Config::digest)
       .def("for_construction",  // of a model whose parameters are all sharded as they are made
            [](Config c) {

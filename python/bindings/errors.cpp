@@ -1,13 +1,15 @@
 // One Python class for each class of error. All derive from strata.Error, a RuntimeError: callers
 // take a ValueError out of saving for something else.
 #include "bindings.h"
+#include "strata/engine/config/json_text.h"
 #include "strata/engine/schedule/loss_scaler.h"
 
 namespace strata::python {
 
 void bind_errors(py::module_& module) {
   const auto base = py::register_exception<Error>(module, "Error", PyExc_RuntimeError);
-  py::register_exception<ConfigError>(module, "ConfigError", base);
+  const auto config = py::register_exception<ConfigError>(module, "ConfigError", base);
+  py::register_exception<engine::JsonSyntaxError>(module, "JsonSyntaxError", config);
   py::register_exception<FormatError>(module, "FormatError", base);
   py::register_exception<IoError>(module, "IoError", base);
   py::register_exception<CommError>(module, "CommError", base);

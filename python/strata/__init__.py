@@ -14,7 +14,7 @@ forecasts memory is imported when it is first asked for.
 
 import importlib
 
-from . import zero
+from . import schedule, utils, zero
 from ._C import (
     CommError,
     ConfigError,
@@ -28,6 +28,7 @@ from ._C import (
     OutOfMemoryError,
     UsageError,
 )
+from .command_line import add_config_arguments
 from .engine import Engine
 from .initialize import initialize
 from .optimizer import ShardedOptimizer
@@ -51,11 +52,14 @@ __all__ = [
     "ScheduledLR",
     "ShardedOptimizer",
     "UsageError",
+    "add_config_arguments",
     "init_distributed",
     "initialize",
     "load_pretrained",
     "load_weights",
     "memory_forecast",
+    "schedule",
+    "utils",
     "zero",
 ]
 

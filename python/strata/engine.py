@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
+from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
@@ -20,8 +21,8 @@ from .views.step_view import print_table
 logger = logging.getLogger("strata")
 
 
-class Engine(torch.nn.Module):
-    """A model under the engine; made by ``strata.initialize``.
+class Engine(EngineNames, torch.nn.Module):
+    """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names.
 
     Attributes:
         module: the user's model, the same object.
@@ -190,19 +191,10 @@ class Engine(torch.nn.Module):
         """int: boundaries that were skipped because gradients were not finite. Waits for the device."""
         return self.core.skipped_steps(wait=True)
 
-    @property
-    def global_samples(self):
-        """int: samples of all ranks so far."""
-        return self.core.micro_steps * self._config.micro_batch_size * self.world_size
-
     def was_step_applied(self):
         """bool: whether the last boundary changed the weights. Waits for the device."""
         self._settle_schedule()
         return self.core.last_step_applied
-
-    def get_lr(self):
-        """[float]: the learning rate of each param group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
 
     @property
     def global_rank(self):
@@ -223,18 +215,6 @@ class Engine(torch.nn.Module):
     def device(self):
         """torch.device where parameters are when gathered."""
         return self.core.device
-
-    def train_batch_size(self):
-        """int: samples of all ranks in one optimizer step."""
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self):
-        """int: samples of one rank in one forward."""
-        return self._config.micro_batch_size
-
-    def gradient_accumulation_steps(self):
-        """int: micro-steps of one optimizer step."""
-        return self.core.accumulation_steps
 
     def zero_optimization_stage(self):
         """int, 0 to 3."""
@@ -299,7 +279,7 @@ class Engine(torch.nn.Module):
         )
         return torch.utils.data.DataLoader(
             dataset,
-            batch_size=batch_size or self._config.micro_batch_size,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             sampler=sampler,
             collate_fn=collate_fn,
             pin_memory=self.device.type == "cuda",

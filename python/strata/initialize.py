@@ -1,13 +1,12 @@
 """``strata.initialize``: from a model and a configuration to an engine."""
 
-import json
 import logging
-import os
 
 import torch
 
 from . import _C
 from .checkpoint.supported_transformers import is_transformers_model, unsupported
+from .config_source import read_config
 from .engine import Engine
 from .model.model_input import ModelTree
 from .model.ownership import require_values
@@ -25,20 +24,12 @@ def parse_config(config, world_size=None):
     """A _C.Config with complete batch sizes.
 
     Args:
-        config: a dict, the path of a JSON file, or JSON text.
+        config: as for ``read_config``.
         world_size: None: that of the default process group.
     """
     if config is None:
         raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
-    if isinstance(config, dict):
-        text = json.dumps(config)
-    elif isinstance(config, (str, os.PathLike)):
-        text = os.fspath(config)
-    else:
-        raise _C.ConfigError(
-            f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=..."
-        )
-    parsed = _C.Config.parse(text)
+    parsed = read_config(config)
     parsed.complete_batch(rank_and_world_size()[1] if world_size is None else world_size)
     return parsed
 
@@ -163,6 +154,7 @@ def assemble(
         The others are ``initialize``'s.
     """
     with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
+        _require_filled_in(config, optimizer, lr_scheduler)
         sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):
@@ -184,6 +176,15 @@ def _find_config(args, config, config_params):
         if candidate is not None:
             return candidate
     return None
+
+
+def _require_filled_in(config, optimizer, lr_scheduler):
+    """Raises ConfigError for an "auto" that nobody replaced, where it matters: the client's own count instead."""
+    config.require_filled_in("gradient_clipping")
+    if optimizer is None:
+        config.require_filled_in("optimizer")
+    if lr_scheduler is None:
+        config.require_filled_in("scheduler")
 
 
 def make_optimizer(config, tree, optimizer, model_parameters):

@@ -1,18 +1,20 @@
-"""Learning-rate schedules of the configuration, as the object that ``initialize`` returns, and how any is stepped."""
+"""Learning-rate schedules: the configuration's, as the object that ``initialize`` returns, and the same as classes."""
 
 import copy
 
 from . import _C
+from .config_source import read_config
 
 
 class ScheduledLR:
-    """Writes the configured schedule's rates into the optimizer's param groups; the engine steps it.
+    """Writes a schedule's rates into the optimizer's param groups; the engine steps it.
 
     The schedules are DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest, with
     their values.
     """
 
     def __init__(self, config, optimizer):
+        config.require_filled_in("scheduler")
         self.optimizer = optimizer
         groups = optimizer.param_groups
         self._schedule = _C.Scheduler(config, [g["lr"] for g in groups], all("betas" in g for g in groups))
@@ -34,6 +36,11 @@ class ScheduledLR:
     def get_last_lr(self):
         """[float]: the rate of each param group as last written."""
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    @property
+    def last_batch_iteration(self):
+        """int: the step where the schedule stands; -1 before the first."""
+        return self._schedule.last_iteration
 
     def state_dict(self):
         """{"last_batch_iteration": int}."""
@@ -98,3 +105,127 @@ def _kept(value):
 
 def _same(a, b):
     return type(a) is type(b) and bool(a == b)
+
+
+def _make(schedule, optimizer, params):
+    """Starts ``schedule``, of the class that the configuration names alike. Errors: ConfigError."""
+    section = {"type": schedule.type, "params": params}
+    ScheduledLR.__init__(schedule, read_config({"scheduler": section}), optimizer)
+
+
+class WarmupLR(ScheduledLR):
+    """From ``warmup_min_lr`` to ``warmup_max_lr`` (None: the optimizer's rate), then constant. A rate is a number, or a
+    list of one a param group."""
+
+    type = "WarmupLR"
+
+    def __init__(
+        self,
+        optimizer,
+        warmup_min_lr=0.0,
+        warmup_max_lr=None,
+        warmup_num_steps=1000,
+        warmup_type="log",
+        last_batch_iteration=-1,
+    ):
+        _make(self, optimizer, {
+            "warmup_min_lr": warmup_min_lr, "warmup_max_lr": warmup_max_lr, "warmup_num_steps": warmup_num_steps,
+            "warmup_type": warmup_type, "last_batch_iteration": last_batch_iteration,
+        })
+
+
+class WarmupDecayLR(ScheduledLR):
+    """``WarmupLR``, then linearly to 0 at ``total_num_steps``."""
+
+    type = "WarmupDecayLR"
+
+    def __init__(
+        self,
+        optimizer,
+        total_num_steps,
+        warmup_min_lr=0.0,
+        warmup_max_lr=0.001,
+        warmup_num_steps=1000,
+        warmup_type="log",
+        last_batch_iteration=-1,
+    ):
+        _make(self, optimizer, {
+            "total_num_steps": total_num_steps, "warmup_min_lr": warmup_min_lr, "warmup_max_lr": warmup_max_lr,
+            "warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type,
+            "last_batch_iteration": last_batch_iteration,
+        })
+
+
+class WarmupCosineLR(ScheduledLR):
+    """From ``warmup_min_ratio`` of the optimizer's rate to all of it, then by a cosine to ``cos_min_ratio`` of it."""
+
+    type = "WarmupCosineLR"
+
+    def __init__(
+        self,
+        optimizer,
+        total_num_steps,
+        warmup_min_ratio=0.0,
+        warmup_num_steps=1000,
+        cos_min_ratio=0.0001,
+        warmup_type="log",
+        last_batch_iteration=-1,
+    ):
+        _make(self, optimizer, {
+            "total_num_steps": total_num_steps, "warmup_min_ratio": warmup_min_ratio,
+            "warmup_num_steps": warmup_num_steps, "cos_min_ratio": cos_min_ratio, "warmup_type": warmup_type,
+            "last_batch_iteration": last_batch_iteration,
+        })
+
+
+class OneCycle(ScheduledLR):
+    """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, then decaying; beta1 the other way round."""
+
+    type = "OneCycle"
+
+    def __init__(
+        self,
+        optimizer,
+        cycle_min_lr,
+        cycle_max_lr,
+        decay_lr_rate=0.0,
+        cycle_first_step_size=2000,
+        cycle_second_step_size=None,
+        cycle_first_stair_count=0,
+        cycle_second_stair_count=None,
+        decay_step_size=0,
+        cycle_momentum=True,
+        cycle_min_mom=0.8,
+        cycle_max_mom=0.9,
+        decay_mom_rate=0.0,
+        last_batch_iteration=-1,
+    ):
+        _make(self, optimizer, {
+            "cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, "decay_lr_rate": decay_lr_rate,
+            "cycle_first_step_size": cycle_first_step_size, "cycle_second_step_size": cycle_second_step_size,
+            "cycle_first_stair_count": cycle_first_stair_count, "cycle_second_stair_count": cycle_second_stair_count,
+            "decay_step_size": decay_step_size, "cycle_momentum": cycle_momentum, "cycle_min_mom": cycle_min_mom,
+            "cycle_max_mom": cycle_max_mom, "decay_mom_rate": decay_mom_rate,
+            "last_batch_iteration": last_batch_iteration,
+        })
+
+
+class LRRangeTest(ScheduledLR):
+    """Up from ``lr_range_test_min_lr``, to find the rate at which training becomes unstable."""
+
+    type = "LRRangeTest"
+
+    def __init__(
+        self,
+        optimizer,
+        lr_range_test_min_lr=1e-3,
+        lr_range_test_step_size=2000,
+        lr_range_test_step_rate=1.0,
+        lr_range_test_staircase=False,
+        last_batch_iteration=-1,
+    ):
+        _make(self, optimizer, {
+            "lr_range_test_min_lr": lr_range_test_min_lr, "lr_range_test_step_size": lr_range_test_step_size,
+            "lr_range_test_step_rate": lr_range_test_step_rate, "lr_range_test_staircase": lr_range_test_staircase,
+            "last_batch_iteration": last_batch_iteration,
+        })

@@ -1,12 +1,12 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
-import json
 import types
 import weakref
 
 import torch
 
 from . import _C
+from .config_source import read_config
 from .model.constructors import ConstructorWatch
 from .model.looks import BornParameters, Looks, open_looks, references
 from .model.model_input import describe_modules, describe_parameters
@@ -265,4 +265,4 @@ def _parse(config, dtype):
         if dtype not in (None, *_DTYPES):
             raise _C.UsageError(f"zero.Init(dtype=...) takes torch.float32, bfloat16 or float16; found {dtype}")
         config = _DTYPES[dtype or torch.float32]
-    return _C.Config.parse(json.dumps(config) if isinstance(config, dict) else str(config)).for_construction()
+    return read_config(config).for_construction()

@@ -61,12 +61,13 @@ double StepControl::loss_factor(bool scale_by_accumulation) const {
 }
 
 bool StepControl::at_boundary() const {
-  return boundary_.value_or((micro_steps_ + 1) % accumulation_steps_ == 0);
+  return boundary_.value_or((micro_steps_ + 1 - counted_from_) % accumulation_steps_ == 0);
 }
 
 void StepControl::set_accumulation_steps(std::int64_t steps) {
   if (steps < 1)
     throw UsageError(fmt::format("gradient accumulation needs at least 1 step; got {}", steps));
+  if (steps != accumulation_steps_) counted_from_ = micro_steps_;
   accumulation_steps_ = steps;
 }
 

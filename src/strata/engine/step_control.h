@@ -52,6 +52,7 @@ class StepControl {
   // Whether the last boundary changed the weights; waits for the device where that is not known.
   bool last_step_applied() const { return global_steps_ > 0 && engine_.last_step_applied(); }
   std::int64_t accumulation_steps() const { return accumulation_steps_; }
+  // Another number counts from here on; between steps.
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
@@ -65,6 +66,7 @@ class StepControl {
   LossScaler scaler_;
   bool half_precision_;  // fp16: overflow is expected now and then
   std::int64_t accumulation_steps_;
+  std::int64_t counted_from_ = 0;  // micro-steps when that number began to hold
   std::optional<bool> boundary_;
   bool synchronise_ = true;
   std::int64_t micro_steps_ = 0;

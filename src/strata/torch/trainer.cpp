@@ -82,6 +82,9 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
     throw UsageError("a trainer needs a module; found null. Pass model.ptr()");
   }
   engine::Config config = engine::Config::parse(options.config);
+  config.require_filled_in("gradient_clipping");
+  config.require_filled_in("scheduler");
+  if (options.groups.empty()) config.require_filled_in("optimizer");
   const engine::UpdateRule rule = rule_of(config, !options.groups.empty());
   const GroupOfParameter group_of = index_groups(options.groups);
   const ModuleDescription description = describe_module(*module_, group_of);

@@ -1,5 +1,7 @@
 #include "strata/engine/config/config.h"
 
+#include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -9,6 +11,9 @@
 
 namespace strata::engine {
 namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
 
 TEST(Config, HasDeepSpeedsDefaults) {
   const Config c = parsed("{}");
@@ -153,19 +158,117 @@ TEST(Config, TakesInfinityWhereItMakesSense) {
 
 TEST(Config, DropsAutoInSectionsAndWhereCallersFillIn) {
   const Config c = parsed(R"({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2,
-      "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+      "bf16": {"enabled": "auto"},
       "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})");
-  EXPECT_EQ(c.gradient_clipping, 1.0);
+  EXPECT_TRUE(c.open.empty());
   EXPECT_FALSE(c.batch.train_batch_size.has_value());
   EXPECT_EQ(c.batch.micro_batch_size, 2);
   EXPECT_EQ(c.precision.param_dtype, std::nullopt) << "each parameter's own";
   EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
 }
 
+std::string problem_of(const Config& config, const std::string& section) {
+  try {
+    config.require_filled_in(section);
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+  return "none";
+}
+
+TEST(Config, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
+  const Config c = parsed(R"({"gradient_clipping": "auto",
+      "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                    "weight_decay": "auto", "torch_adam": "auto"}},
+      "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto",
+                    "warmup_min_lr": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}})");
+  EXPECT_EQ(problem_of(c, "gradient_clipping"),
+            "gradient_clipping: \"auto\" is filled in by frameworks such as transformers' Trainer, "
+            "and here nobody has; write a number >= 0 (largest global L2 norm of the gradient; 0 "
+            "does not clip), for example \"gradient_clipping\": 1.0; found \"auto\"");
+  EXPECT_THAT(problem_of(c, "optimizer"), StartsWith("optimizer.params.betas: \"auto\" is filled"));
+  EXPECT_THAT(problem_of(c, "scheduler"),
+              StartsWith("scheduler.params.total_num_steps: \"auto\" is filled in"));
+  EXPECT_THAT(problem_of(c, "scheduler"), HasSubstr("for example \"total_num_steps\": 1000;"));
+  EXPECT_EQ(problem_of(c, "optim"), "none");
+  EXPECT_NE(problem_of(c, ""), "none");
+  EXPECT_EQ(c.open.size(), 9U);
+  EXPECT_EQ(c.optimizer->adam.lr, 1e-3);  // what is not needed for training may be asked for
+  EXPECT_FALSE(c.scheduler.has_value());
+}
+
+TEST(Config, WantsTheClassOfAnOptimizerThatTrains) {
+  for (const char* sign :
+       {R"({"optimizer": {"params": {"lr": 1}}})", R"({"optimizer": {}, "gradient_clipping": 1})",
+        R"({"optimizer": {"type": null}, "gradient_accumulation_steps": 2})",
+        R"({"optimizer": {"type": "auto"}, "scheduler": {"type": "WarmupLR"}})"}) {
+    EXPECT_THAT(problem_of(parsed(sign), "optimizer"),
+                StartsWith("optimizer.type: wanted the optimizer's class, since "))
+        << sign;
+  }
+  EXPECT_EQ(problem_of(parsed(R"({"optimizer": {}, "train_batch_size": 1})"), "optimizer"), "none");
+  EXPECT_EQ(problem_of(parsed(R"({"optimizer": null, "gradient_clipping": 1})"), ""), "none");
+}
+
+TEST(Config, ReadsNumbersGivenAsText) {
+  Config c = parsed(R"({"train_batch_size": "6", "gradient_clipping": "0.01",
+      "steps_per_print": "1e1", "strata": {"max_live_bytes": "4096", "move_inputs": "0"},
+      "zero_optimization": {"stage": "3", "stage3_max_live_parameters": "5e8",
+                            "reduce_bucket_size": "9223372036854775807"},
+      "optimizer": {"type": "Adam", "params": {"lr": "1e-5", "betas": ["0.8", 0.9]}},
+      "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": ["1e-3"],
+                    "cycle_max_lr": "0.1"}}})");
+  EXPECT_EQ(c.batch.train_batch_size, 6);
+  EXPECT_EQ(c.gradient_clipping, 0.01);
+  EXPECT_EQ(c.steps_per_print, 10);
+  EXPECT_EQ(c.strata.max_live, Bytes(4096));
+  EXPECT_FALSE(c.strata.move_inputs);
+  EXPECT_EQ(c.zero.stage, 3);
+  EXPECT_EQ(c.zero.max_live_parameters, Numel(500'000'000));
+  EXPECT_EQ(c.zero.reduce_bucket_size, Numel(9'223'372'036'854'775'807));
+  EXPECT_EQ(c.optimizer->adam.lr, 1e-5);
+  EXPECT_EQ(c.optimizer->adam.beta1, 0.8);
+  EXPECT_EQ(std::get<OneCycleParams>(c.scheduler->params).max_lr.values, std::vector<double>{0.1});
+  for (const char* text : {"\"\"", "\" 1\"", "\"1 \"", "\"+1\"", "\"0x1\"", "\"1,0\"", "\"1e999\"",
+                           "\"NaN\"", "\"Infinity\"", "\"one\"", "[\"1\"]", "true"}) {
+    EXPECT_THAT(refusal_of(fmt::format("{{\"gradient_clipping\": {}}}", text)),
+                StartsWith("gradient_clipping: wanted a number >= 0"))
+        << text;
+  }
+}
+
+TEST(Config, ReadsOneAndZeroAsTrueAndFalse) {
+  const Config c = parsed(R"({"bf16": {"enabled": 1}, "fp16": {"enabled": 0}, "wandb":
+      {"enabled": 0, "project": "x"}, "amp": {"enabled": 0}, "dataloader_drop_last": 1.0,
+      "zero_optimization": {"overlap_comm": "1", "cpu_offload": 0, "legacy_stage1": 0}})");
+  EXPECT_EQ(c.precision.param_dtype, DType::kBFloat16);
+  EXPECT_TRUE(c.drop_last);
+  EXPECT_EQ(c.zero.overlap_comm, true);
+  EXPECT_TRUE(c.hints.empty());
+  for (const char* text : {"2", "-1", "0.5", "\"yes\"", "\"true\"", "[1]"}) {
+    EXPECT_THAT(refusal_of(fmt::format("{{\"bf16\": {{\"enabled\": {}}}}}", text)),
+                StartsWith("bf16.enabled: wanted true or false"))
+        << text;
+  }
+}
+
+TEST(Config, ReadsSomeWordsInAnyCaseOfLetters) {
+  const Config c = parsed(R"({"gradient_allreduce_op": "SUM", "communication_data_type": "BF16",
+      "checkpoint": {"tag_validation": "FAIL"}})");
+  EXPECT_EQ(c.gradient_op, GradientOp::kSum);
+  EXPECT_EQ(c.precision.communication_dtype, DType::kBFloat16);
+  EXPECT_EQ(c.digest(), parsed(R"({"gradient_allreduce_op": "sum",
+                                   "communication_data_type": "bf16"})")
+                            .digest());
+  EXPECT_THAT(refusal_of(R"({"strata": {"device": "CPU"}})"), StartsWith("strata.device: wanted"));
+}
+
 TEST(Config, MapsOldSpellings) {
   const Config c = parsed(R"({"bfloat16": {"enabled": true}, "aio": {"thread_count": 4},
       "zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": true,
-                            "max_live_parameters": 7, "cpu_offload": false}})");
+                            "max_live_parameters": 7, "cpu_offload": false,
+                            "stage3_allgather_single_param": true}})");
+  EXPECT_TRUE(c.zero.allgather_sequential);
   EXPECT_EQ(c.precision.param_dtype, DType::kBFloat16);
   EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(c.zero.max_live_parameters, Numel(7));

@@ -87,5 +87,17 @@ TEST(OptimizerConfig, TakesParametersWithoutATypeForTheCallersOwn) {
   EXPECT_FALSE(parsed(R"({"optimizer": {"params": {"lr": 1}}})").optimizer.has_value());
 }
 
+TEST(OptimizerConfig, HandsTorchNumbersAndNamesWhatNobodyFilledIn) {
+  const Config c = parsed(optimizer(
+      "SGD", R"({"lr": "0.1", "momentum": "auto", "weight_decay": "auto", "fused": "x"})"));
+  EXPECT_EQ(c.optimizer->torch_params, R"({"fused":"x","lr":0.1})");
+  ASSERT_EQ(c.open.size(), 2U);
+  EXPECT_EQ(c.open[0].problem,
+            "optimizer.params.momentum: \"auto\" is filled in by frameworks such as transformers' "
+            "Trainer, and here nobody has; write what torch.optim.SGD shall get, for example "
+            "\"momentum\": 0; found \"auto\"");
+  EXPECT_EQ(c.open[1].path, "optimizer.params.weight_decay");
+}
+
 }  // namespace
 }  // namespace strata::engine

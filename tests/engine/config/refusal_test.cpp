@@ -25,20 +25,18 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
       {R"({"zero_optimization": {"stage": "two"}})",
        "zero_optimization.stage: wanted an integer 0..3 (0: nothing is sharded; 1: optimizer "
        "state; "
-       "2: and gradients; 3: and parameters); write the number without quotes; found \"two\""},
+       "2: and gradients; 3: and parameters); found \"two\""},
       {R"({"zero_optimization": {"stage": 4}})",
        "zero_optimization.stage: wanted an integer 0..3 (0: nothing is sharded; 1: optimizer "
        "state; "
        "2: and gradients; 3: and parameters); found 4"},
       {R"({"zero_optimization": {"stage": 1.5}})",
        "zero_optimization.stage: wanted an integer 0..3"},
-      {R"({"zero_optimization": {"stage3_max_live_parameters": "5e8"}})",
+      {R"({"zero_optimization": {"stage3_max_live_parameters": " 5e8"}})",
        "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
        "elements that are gathered at a time, but for the units in use and, unless "
        "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
-       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); write the "
-       "number without quotes; "
-       "found \"5e8\""},
+       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found \" 5e8\""},
       {R"({"zero_optimization": {"reduce_bucket_size": 0.5}})",
        "zero_optimization.reduce_bucket_size: wanted a number of elements > 0"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": NaN}})",
@@ -58,8 +56,8 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
       {R"({"gradient_clipping": -1})", "gradient_clipping: wanted a number >= 0"},
       {R"({"steps_per_print": NaN})", "steps_per_print: wanted a number or Infinity, > 0"},
       {R"({"communication_data_type": "fp8"})",
-       "communication_data_type: wanted one of fp32, fp16, bf16 (element type in which gradients "
-       "travel; null: fp32); found \"fp8\""},
+       "communication_data_type: wanted one of fp32, fp16, bf16 (in any case) (element type in "
+       "which gradients travel; null: fp32); found \"fp8\""},
       {R"({"strata": {"max_live_bytes": "12 apples"}})",
        "strata.max_live_bytes: wanted bytes as a number or text like \"512MiB\", > 0"},
       {R"({"strata": {"wrap": "Block"}})",
@@ -98,6 +96,43 @@ TEST(Refusals, NameTheNearestKnownKey) {
       {R"({"stage": 3})",
        "stage: unknown key; the nearest known one is \"zero_optimization.stage\""},
   });
+}
+
+TEST(Refusals, OfTopLevelKeysSpareOnesThatResembleNone) {
+  // Another name of a known section, a part of a known key, or a known key of another section.
+  expect_refusals({
+      {R"({"zero": {"stage": 3}})",
+       "zero: unknown key; the nearest known one is \"zero_optimization\"; write that or remove "
+       "the "
+       "key; found {\"stage\":3}"},
+      {R"({"my_optimizer": {"type": "SGD"}})",
+       "my_optimizer: unknown key; the nearest known one is \"optimizer\""},
+      {R"({"lr_scheduler": {}})",
+       "lr_scheduler: unknown key; the nearest known one is \"scheduler\""},
+      {R"({"batch_size": 8})",
+       "batch_size: unknown key; the nearest known one is \"train_batch_size\""},
+      {R"({"gradient_accumulation": 8})",
+       "gradient_accumulation: unknown key; the nearest known one is "
+       "\"gradient_accumulation_steps\""},
+      {R"({"lr": 0.1})", "lr: unknown key; the nearest known one is \"optimizer.params.lr\""},
+      {R"({"total_num_steps": 5})",
+       "total_num_steps: unknown key; the nearest known one is "
+       "\"scheduler.params.total_num_steps\""},
+      {R"({"offload_optimizer": {"device": "cpu"}})",
+       "offload_optimizer: unknown key; the nearest known one is "
+       "\"zero_optimization.offload_optimizer\""},
+      {R"({"use_bf16": true})", "use_bf16: unknown key; the nearest known one is \"bf16\""},
+      {R"({"float16": {}})", "float16: unknown key; the nearest known one is \"bf16\""},
+      {R"({"zero_optimization": {"mine": {}}})", "zero_optimization.mine: unknown key"},
+  });
+  const Config c = parsed(R"({"my_project": {"stage": 9, "optimizer": "x"}, "data": {}, "model": {},
+      "experiment": null, "comment": "a text", "seed": 7, "project": {"name": "run"},
+      "train_batch_size": 8})");
+  for (const char* own : {"my_project", "data", "model", "comment", "seed", "project"}) {
+    EXPECT_EQ(reason_of(c, own),
+              "no key of DeepSpeed or Strata has a name like it, so it is taken for your own")
+        << own;
+  }
 }
 
 TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {

@@ -40,7 +40,7 @@ TEST(SchedulerConfig, NamesTheNearestTypeAndParameter) {
 }
 
 TEST(SchedulerConfig, NamesWhatIsRequired) {
-  EXPECT_EQ(refusal_of(scheduler("WarmupDecayLR", R"({"total_num_steps": "auto"})")),
+  EXPECT_EQ(refusal_of(scheduler("WarmupDecayLR", "{}")),
             "scheduler.params.total_num_steps: WarmupDecayLR needs an integer >= 0 (steps of the "
             "whole training; required); found none");
   EXPECT_THAT(refusal_of(scheduler("OneCycle", R"({"cycle_min_lr": 0.1})")),

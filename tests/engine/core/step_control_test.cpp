@@ -57,6 +57,17 @@ struct Driven {
 constexpr std::string_view kAccumulating =
     R"({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3})";
 
+TEST(StepControl, CountsAnotherNumberOfMicroStepsFromTheChangeOn) {
+  Driven d(R"({"train_micro_batch_size_per_gpu": 1})");
+  for (const int steps : {1, 2, 3, 3, 2}) {
+    d.control->set_accumulation_steps(steps);
+    for (int i = 1; i <= steps; ++i) {
+      d.micro_step();
+      EXPECT_EQ(d.control->step(kGroups).has_value(), i == steps) << steps;
+    }
+  }
+}
+
 TEST(StepControl, UpdatesAtEveryAccumulationBoundary) {
   Driven d(kAccumulating);
   for (int i = 1; i <= 6; ++i) {

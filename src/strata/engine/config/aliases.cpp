@@ -41,13 +41,14 @@ json take(json* object, const std::string& name) {
 
 bool flag_of(std::string_view path, const json& value) {
   if (value.is_null() || value == "auto") return false;
-  if (!value.is_boolean()) {
+  const auto flag = flag_in(value);
+  if (!flag) {
     throw ConfigError(
         fmt::format("{}: wanted true or false (an old spelling of the offload "
                     "sections); found {}",
                     path, shown(value)));
   }
-  return value.get<bool>();
+  return *flag;
 }
 
 // "cpu_offload": true is "offload_optimizer": {"device": "cpu"}.

@@ -193,13 +193,39 @@ std::optional<std::int64_t> read_steps_per_print(const Settings& s) {
   return std::max<std::int64_t>(1, static_cast<std::int64_t>(*steps));
 }
 
+// An optimizer section that does not say which optimizer, in a configuration of a training.
+void note_missing_type(const json& document, Remarks* remarks) {
+  const auto section = document.find("optimizer");
+  if (section == document.end() || section->is_null()) return;
+  const auto params = section->find("params");
+  const bool has_params = params != section->end() && params->is_object() && !params->empty();
+  std::string sign = has_params ? "optimizer.params" : "";
+  for (const char* name : {"scheduler", "gradient_clipping", "gradient_accumulation_steps"}) {
+    const auto found = document.find(name);
+    if (sign.empty() && found != document.end() && !found->is_null()) sign = name;
+  }
+  if (sign.empty()) return;
+  remarks->open.push_back(
+      {"optimizer.type",
+       fmt::format("optimizer.type: wanted the optimizer's class, since {} is for training; write "
+                   "\"type\": \"AdamW\", pass optimizer= to initialize, or remove the section "
+                   "\"optimizer\" to evaluate only; found none",
+                   sign)});
+}
+
+bool is_in(std::string_view path, std::string_view section) {
+  return section.empty() || path == section ||
+         (path.starts_with(section) && path.substr(section.size()).starts_with('.'));
+}
+
 }  // namespace
 
 Config Config::parse(std::string_view text_or_path) {
   const json document = open_document(text_or_path);
   Config config;
   Settings s;
-  read_settings(config_keys(), document, "", &s, &config.hints);
+  Remarks remarks;
+  read_settings(config_keys(), document, "", &s, &remarks);
   config.zero = read_zero(s);
   config.precision = read_precision(s);
   config.strata = read_strata(s);
@@ -211,14 +237,16 @@ Config Config::parse(std::string_view text_or_path) {
       s.text("gradient_allreduce_op") == "sum" ? GradientOp::kSum : GradientOp::kMean;
   config.steps_per_print = read_steps_per_print(s);
   config.drop_last = s.flag("dataloader_drop_last");
-  // Parameters without a type were given to an optimizer that the caller brings.
   const bool has_optimizer = !s.at("optimizer.type").is_null();
   const bool has_scheduler = !s.at("scheduler.type").is_null();
   s.at("optimizer.params");
   s.at("scheduler.params");
-  if (has_optimizer) config.optimizer = read_optimizer(&s, &config.hints);
-  if (has_scheduler) config.scheduler = read_scheduler(&s, &config.hints);
+  if (has_optimizer) config.optimizer = read_optimizer(&s, &remarks);
+  if (!has_optimizer) note_missing_type(document, &remarks);
+  if (has_scheduler) config.scheduler = read_scheduler(&s, &remarks);
   STRATA_ASSERT(s.first_unread().empty());
+  config.hints = std::move(remarks.hints);
+  config.open = std::move(remarks.open);
   config.settings_ = s.canonical();
   return config;
 }
@@ -228,6 +256,12 @@ void Config::complete_batch(int world_size) {
   settings_["train_batch_size"] = fmt::format("{}", *batch.train_batch_size);
   settings_["train_micro_batch_size_per_gpu"] = fmt::format("{}", *batch.micro_batch_size);
   settings_["gradient_accumulation_steps"] = fmt::format("{}", *batch.accumulation_steps);
+}
+
+void Config::require_filled_in(std::string_view section) const {
+  for (const OpenSetting& setting : open) {
+    if (is_in(setting.path, section)) throw ConfigError(setting.problem);
+  }
 }
 
 int Config::shard_group_size(int world_size) const {

@@ -1,7 +1,8 @@
 // Config: a DeepSpeed JSON configuration as typed values. parse() accepts every key of DeepSpeed
 // 0.19's table (docs/CONFIG.md): a key is honoured and lands in a field here, or is a hint without
-// effect and is listed in `hints` (to be shown once), or is refused. Unknown keys are refused with
-// the nearest known. Threads: values; safe everywhere. Errors: ConfigError "json.path: what was
+// effect and is listed in `hints` (to be shown once), or is refused. An unknown key is refused with
+// the nearest known; at the top level, one that resembles no key is the user's own, and a hint.
+// Threads: values; safe everywhere. Errors: ConfigError "json.path: what was
 // wanted ...; found ...".
 #pragma once
 
@@ -16,8 +17,8 @@
 #include "strata/base/units.h"
 #include "strata/comm/carriers.h"
 #include "strata/engine/config/batch_sizes.h"
-#include "strata/engine/config/hint.h"
 #include "strata/engine/config/optimizer_config.h"
+#include "strata/engine/config/remarks.h"
 #include "strata/engine/config/scheduler_config.h"
 #include "strata/engine/schedule/loss_scaler.h"
 
@@ -104,6 +105,10 @@ struct Config {
     return zero.secondary_shards ? comm::Slices::kSecondary : comm::Slices::kReplicated;
   }
 
+  // For who needs the settings of `section` ("optimizer", "gradient_clipping"; "": all): throws
+  // ConfigError where one of them is "auto", which a caller had to replace, or is missing.
+  void require_filled_in(std::string_view section) const;
+
   // One line "path = value" a setting, sorted by path, defaults included; hints are left out. Ranks
   // that got the same configuration have the same digest.
   std::string digest() const;
@@ -116,9 +121,10 @@ struct Config {
   std::optional<std::int64_t> steps_per_print;  // absent: never
   bool drop_last = false;
   std::optional<OptimizerConfig> optimizer;
-  std::optional<SchedulerConfig> scheduler;
+  std::optional<SchedulerConfig> scheduler;  // absent also while a setting of it is open
   StrataConfig strata;
   std::vector<Hint> hints;
+  std::vector<OpenSetting> open;  // their fields here hold defaults
 
  private:
   std::map<std::string, std::string> settings_;  // path to canonical text, for digest()

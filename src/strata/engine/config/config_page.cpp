@@ -18,7 +18,8 @@ constexpr std::string_view kIntroduction =
 
 Strata reads DeepSpeed's JSON configuration: a dict, the path of a JSON file, JSON text, or that
 text in urlsafe base64. Comments (`//`, `#`, `/* */`), a trailing comma and Python's `Infinity`
-are accepted; a key given twice is refused.
+are accepted; a key given twice is refused. Python also reads Hjson, as DeepSpeed does, where the
+package `hjson` is installed.
 
 Every key is one of:
 
@@ -28,11 +29,19 @@ Every key is one of:
 - **refused**: accepted only at its default, or while the section is absent, `null`, empty or
   disabled. The error says what to write instead.
 
-A key that is in no table is refused, and the error names the nearest known one. (Top-level keys
-with a dot in their name, which some frameworks write, name nothing: they are listed as hints.)
-`null` means *not given*, and so does `"auto"` within a section and for the batch sizes,
-`gradient_clipping` and `communication_data_type`. Sizes may be written as `5e8`; fractions of
-an element are cut off. Bytes may be written as `"512MiB"` (KiB, MiB, GiB, TiB; KB, MB, GB, TB).
+A key that is in no table is refused, and the error names the nearest known one. At the top level
+this holds for a key that resembles a known one: by its spelling, or because it speaks of zero,
+optim, sched, bf16, fp16 or strata. Any other is your own, and is listed with the hints. (So are
+top-level keys with a dot in their name, which some frameworks write.)
+
+`null` means *not given*, and so does `"auto"`, which frameworks replace. Some values have to be
+chosen: an `"auto"` that nobody replaced is an error of `initialize` in `gradient_clipping`, and for
+the numbers of the optimizer and the scheduler, unless you pass these yourself. A configuration for
+training whose `optimizer` has no `type` is one, too.
+
+A number may be a text (`"3"`, `"0.01"`), and `1` and `0` are read as true and false. Sizes may be
+written as `5e8`; fractions of an element are cut off. Bytes may be written as `"512MiB"` (KiB, MiB,
+GiB, TiB; KB, MB, GB, TB).
 
 `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`:
 any two give the third, a batch or micro-batch alone means accumulation 1, and what does not

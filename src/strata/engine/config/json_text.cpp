@@ -128,7 +128,8 @@ class Builder : public nlohmann::json_sax<json> {
   bool parse_error(std::size_t position, const std::string&, const json::exception& e) override {
     const auto end = text_.begin() + static_cast<std::ptrdiff_t>(std::min(position, text_.size()));
     const auto line = 1 + std::count(text_.begin(), end, '\n');
-    throw ConfigError(fmt::format("{} is not JSON; correct line {}: {}", origin_, line, e.what()));
+    throw JsonSyntaxError(
+        fmt::format("{} is not JSON; correct line {}: {}", origin_, line, e.what()));
   }
 
  private:

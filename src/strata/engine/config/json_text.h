@@ -7,7 +7,15 @@
 #include <string>
 #include <string_view>
 
+#include "strata/base/error.h"
+
 namespace strata::engine {
+
+// A text that is not JSON, also by the rules above; it may be in a format that a caller knows.
+class JsonSyntaxError : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
 
 // `origin` names the text in messages: "ds.json", "the configuration".
 nlohmann::json parse_json_text(std::string_view text, std::string_view origin);

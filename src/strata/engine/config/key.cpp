@@ -26,6 +26,8 @@ constexpr std::array kAliases{
           "zero_optimization.stage3_use_all_reduce_for_fetch_params"},
     Alias{"zero_optimization.allgather_sequential",
           "zero_optimization.stage3_allgather_sequential"},
+    Alias{"zero_optimization.stage3_allgather_single_param",
+          "zero_optimization.stage3_allgather_sequential"},
     Alias{"zero_optimization.param_persistence_threshold",
           "zero_optimization.stage3_param_persistence_threshold"},
     Alias{"zero_optimization.model_persistence_threshold",
@@ -108,6 +110,8 @@ std::string wanted(const Key& key) {
       return "a text";
     case Kind::kChoice:
       return "one of " + spelled_choices(key.limits);
+    case Kind::kWord:
+      return fmt::format("one of {} (in any case)", spelled_choices(key.limits));
     case Kind::kStrings:
       return "a list of texts";
     case Kind::kNumbers:

@@ -11,7 +11,7 @@
 namespace strata::engine {
 
 enum class Kind : std::uint8_t {
-  kFlag,      // true or false
+  kFlag,      // true or false; 1 and 0 are read as these
   kInteger,   // a whole number; 2.0 is one
   kNumel,     // a number of elements; 5e8 and 3774873.6 are fine, fractions are cut off
   kBytes,     // bytes: a number, or text like "512MiB"
@@ -19,6 +19,7 @@ enum class Kind : std::uint8_t {
   kCount,     // a number that may be Infinity: how often, how long
   kText,      // text
   kChoice,    // text, one of `limits`
+  kWord,      // the same, in any case of letters
   kStrings,   // a list of texts
   kNumbers,   // a list of numbers of one length: `limits` says which
   kPerGroup,  // a number, or a list of one number a parameter group
@@ -37,7 +38,7 @@ struct Key {
   std::string_view path;  // "zero_optimization.stage"
   Kind kind;
   std::string_view fallback;  // the default, as JSON
-  std::string_view limits;    // "0..3", ">= 0", "> 0"; of a choice: "none|cpu"
+  std::string_view limits;    // "0..3", ">= 0", "> 0"; of a choice or word: "none|cpu"
   Treatment treatment;
   std::string_view meaning;
   std::string_view note;  // a hint: why it has no effect; a refused key: what to write instead

@@ -16,8 +16,8 @@ using enum Treatment;
 
 constexpr std::array kDiagnosticsKeys{
     Key{"checkpoint", kSection, "{}", "", kHint, "engine checkpoints", NO_CHECKPOINT},
-    Key{"checkpoint.tag_validation", kChoice, "\"Warn\"", "Warn|Ignore|Fail|WARN|IGNORE|FAIL",
-        kHint, "what to do when ranks name different tags", NO_CHECKPOINT},
+    Key{"checkpoint.tag_validation", kWord, "\"Warn\"", "Warn|Ignore|Fail", kHint,
+        "what to do when ranks name different tags", NO_CHECKPOINT},
     Key{"checkpoint.load_universal", kFlag, "false", "", kHint, "load the universal layout",
         NO_CHECKPOINT},
     Key{"checkpoint.use_node_local_storage", kFlag, "false", "", kHint,

@@ -47,18 +47,12 @@ constexpr std::array<Unsupported, 16> kUnsupported{{
     {"adam8bit", "optimizer state is fp32"},
 }};
 
-std::string lower(std::string_view text) {
-  std::string out(text);
-  for (char& c : out) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  return out;
-}
-
 // The class of that name, however its letters are cased (DeepSpeed lowers "Adam", "AdamW",
 // "Adagrad").
 std::string_view class_of(const std::string& type) {
-  const std::string name = lower(type);
+  const std::string name = lower_case(type);
   for (const std::string_view known : kElementwise) {
-    if (lower(known) == name) return known;
+    if (lower_case(known) == name) return known;
   }
   for (const Unsupported& u : kUnsupported) {
     if (u.name != name) continue;
@@ -83,22 +77,32 @@ void refuse_max_grad_norm(const json& params) {
 }
 
 // What is passed to torch: everything given but the engine's own two keys.
-json torch_arguments(const json& params) {
+json torch_arguments(const std::string& torch_class, const json& params, Remarks* remarks) {
   json kept = json::object();
   for (const auto& [name, value] : params.items()) {
     const bool ours = name == "torch_adam" || name == "adam_w_mode";
-    if (!ours && !value.is_null() && value != "auto") kept[name] = value;
+    if (ours || value.is_null()) continue;
+    if (value == "auto") {
+      const Key* key = find_key(adam_keys(), join_path("optimizer.params", name));
+      remarks->open.push_back(
+          unresolved_auto(join_path("optimizer.params", name),
+                          fmt::format("what torch.optim.{} shall get", torch_class),
+                          key == nullptr ? "0" : key->fallback));
+      continue;
+    }
+    kept[name] = with_numbers(value);
   }
   return kept;
 }
 
 OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
-                                Settings* settings) {
+                                Settings* settings, Remarks* remarks) {
+  const json arguments = torch_arguments(torch_class, params, remarks);
   OptimizerConfig config{.type = std::move(type),
                          .kind = OptimizerKind::kTorch,
                          .adam = {},
                          .torch_class = std::move(torch_class),
-                         .torch_params = canonical_text(torch_arguments(params))};
+                         .torch_params = canonical_text(arguments)};
   settings->set("optimizer.torch_class", config.torch_class);
   settings->at("optimizer.torch_class");
   return config;
@@ -114,21 +118,21 @@ bool flag_or(const json& params, const char* name, bool fallback) {
 
 }  // namespace
 
-OptimizerConfig read_optimizer(Settings* settings, std::vector<Hint>* hints) {
+OptimizerConfig read_optimizer(Settings* settings, Remarks* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");
   const std::string_view name = class_of(type);
   refuse_max_grad_norm(params);
   if (name != "Adam" && name != "AdamW") {
-    return torch_optimizer(type, std::string(name), params, settings);
+    return torch_optimizer(type, std::string(name), params, settings, remarks);
   }
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
   if (flag_or(params, "torch_adam", false)) {
-    return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings);
+    return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks);
   }
   settings->set("optimizer.params",
                 json::object());  // each parameter has its own path from here on
-  read_settings(adam_keys(), params, "optimizer.params", settings, hints);
+  read_settings(adam_keys(), params, "optimizer.params", settings, remarks);
   settings->at("optimizer.params.torch_adam");
   settings->set("optimizer.params.adam_w_mode", decoupled);
   const json& betas = settings->at("optimizer.params.betas");

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/config/hint.h"
+#include "strata/engine/config/remarks.h"
 
 namespace strata::engine {
 
@@ -38,6 +38,6 @@ struct OptimizerConfig {
 };
 
 // Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.
-OptimizerConfig read_optimizer(Settings* settings, std::vector<Hint>* hints);
+OptimizerConfig read_optimizer(Settings* settings, Remarks* remarks);
 
 }  // namespace strata::engine

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
@@ -109,7 +110,7 @@ ScheduleParams params_of(const std::string& type, const Params& p) {
 
 }  // namespace
 
-SchedulerConfig read_scheduler(Settings* settings, std::vector<Hint>* hints) {
+std::optional<SchedulerConfig> read_scheduler(Settings* settings, Remarks* remarks) {
   const std::string type = settings->text("scheduler.type");
   const json params = settings->at("scheduler.params");
   const auto keys = scheduler_keys(type);
@@ -123,11 +124,18 @@ SchedulerConfig read_scheduler(Settings* settings, std::vector<Hint>* hints) {
   }
   settings->set("scheduler.params",
                 json::object());  // each parameter has its own path from here on
-  read_settings(keys, params, "scheduler.params", settings, hints);
+  read_settings(keys, params, "scheduler.params", settings, remarks);
+  const bool open = std::ranges::any_of(remarks->open, [](const OpenSetting& setting) {
+    return parent_of(setting.path) == "scheduler.params";
+  });
+  if (open) {
+    for (const Key& key : keys) settings->at(key.path);
+    return std::nullopt;
+  }
   const Params typed(*settings, type);
-  return {.type = type,
-          .params = params_of(type, typed),
-          .last_iteration = typed.integer("last_batch_iteration")};
+  return SchedulerConfig{.type = type,
+                         .params = params_of(type, typed),
+                         .last_iteration = typed.integer("last_batch_iteration")};
 }
 
 }  // namespace strata::engine

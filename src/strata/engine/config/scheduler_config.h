@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "strata/engine/config/hint.h"
+#include "strata/engine/config/remarks.h"
 #include "strata/engine/schedule/schedule_params.h"
 
 namespace strata::engine {
@@ -19,6 +20,7 @@ struct SchedulerConfig {
 };
 
 // Reads scheduler.type and scheduler.params out of `settings`, and adds the parameters read to it.
-SchedulerConfig read_scheduler(Settings* settings, std::vector<Hint>* hints);
+// Absent while one of them is still to be filled in (remarks->open).
+std::optional<SchedulerConfig> read_scheduler(Settings* settings, Remarks* remarks);
 
 }  // namespace strata::engine

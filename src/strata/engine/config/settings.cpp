@@ -7,6 +7,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/config/json_text.h"
+#include "strata/engine/config/lookalike.h"
 #include "strata/engine/config/nearest.h"
 #include "strata/engine/config/value_check.h"
 
@@ -16,26 +17,45 @@ namespace {
 using nlohmann::json;
 
 // Top-level keys that callers fill in, so "auto" there means: not given.
-constexpr std::array<std::string_view, 5> kFilledByCallers{
+constexpr std::array<std::string_view, 4> kFilledByCallers{
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "gradient_clipping", "communication_data_type"};
+    "communication_data_type"};
+
+// Training would go wrong with a default where callers fill in what the user chose.
+bool must_be_filled_in(const Key& key) {
+  if (key.path == "gradient_clipping") return true;
+  const std::string_view section = parent_of(key.path);
+  const bool number = key.kind == Kind::kNumber || key.kind == Kind::kNumbers ||
+                      key.kind == Kind::kInteger || key.kind == Kind::kPerGroup;
+  return (section == "optimizer.params" || section == "scheduler.params") && number;
+}
+
+// A value that a reader can copy, where the table has no default.
+std::string example_of(const Key& key) {
+  if (key.fallback != "null") return std::string(key.fallback);
+  return key.kind == Kind::kInteger ? "1000" : "0.001";
+}
 
 class Reader {
  public:
-  Reader(std::span<const Key> keys, Settings* settings, std::vector<Hint>* hints)
-      : keys_(keys), settings_(settings), hints_(hints) {}
+  Reader(std::span<const Key> keys, Settings* settings, Remarks* remarks)
+      : keys_(keys), settings_(settings), remarks_(remarks) {}
 
   void read(const json& object, std::string_view prefix, bool quiet) {
     for (const auto& [name, value] : object.items()) {
       if (prefix.empty() && name.find('.') != std::string::npos) {
-        hints_->push_back({name,
-                           "a key with a dot names nothing; nest it: {\"section\": {\"key\": "
-                           "value}}"});
+        remarks_->hints.push_back({name,
+                                   "a key with a dot names nothing; nest it: {\"section\": "
+                                   "{\"key\": value}}"});
         continue;
       }
       const std::string path = join_path(prefix, name);
       const Key* key = find_key(keys_, path);
-      if (key == nullptr) refuse_unknown(path, prefix, value);
+      if (key == nullptr) {
+        if (!prefix.empty()) refuse_unknown(path, nearest_to(path, prefix), value);
+        take_unknown(name, value);
+        continue;
+      }
       if (!is_given(*key, value, prefix)) continue;
       if (key->kind == Kind::kSection) {
         if (!value.is_object()) refuse_type(*key, value);
@@ -55,9 +75,14 @@ class Reader {
   }
 
  private:
-  static bool is_given(const Key& key, const json& value, std::string_view prefix) {
+  bool is_given(const Key& key, const json& value, std::string_view prefix) {
     if (value.is_null()) return false;
     if (value != "auto") return true;
+    if (must_be_filled_in(key)) {
+      remarks_->open.push_back(unresolved_auto(
+          key.path, fmt::format("{} ({})", wanted(key), key.meaning), example_of(key)));
+      return false;
+    }
     if (!prefix.empty()) return false;
     const bool filled = std::ranges::find(kFilledByCallers, key.path) != kFilledByCallers.end();
     if (!filled && key.kind != Kind::kText) {
@@ -76,7 +101,7 @@ class Reader {
     const Key* key = find_key(keys_, path);
     if (key == nullptr || key->treatment != Treatment::kHint) return false;
     const auto found = object.find("enabled");
-    return found == object.end() ? key->fallback != "true" : *found == false;
+    return found == object.end() ? key->fallback != "true" : flag_in(*found) == false;
   }
 
   void take(const Key& key, const json& value, bool quiet) {
@@ -88,7 +113,7 @@ class Reader {
     if (key.treatment == Treatment::kHonoured) {
       settings_->set(std::string(key.path), std::move(checked));
     } else if (key.treatment == Treatment::kHint) {
-      if (!quiet) hints_->push_back({std::string(key.path), std::string(key.note)});
+      if (!quiet) remarks_->hints.push_back({std::string(key.path), std::string(key.note)});
     } else if (checked != json::parse(key.fallback)) {
       refuse_feature(key, value);
     }
@@ -104,8 +129,15 @@ class Reader {
                                   key.meaning, shown(value)));
   }
 
-  [[noreturn]] void refuse_unknown(const std::string& path, std::string_view prefix,
-                                   const json& value) const {
+  // A top-level key of no table: a misspelled one, or the user's own, for another program.
+  void take_unknown(const std::string& name, const json& value) {
+    const std::string near = lookalike_of(name, value);
+    if (!near.empty()) refuse_unknown(name, near, value);
+    remarks_->hints.push_back(
+        {name, "no key of DeepSpeed or Strata has a name like it, so it is taken for your own"});
+  }
+
+  std::string nearest_to(const std::string& path, std::string_view prefix) const {
     const std::string_view leaf = leaf_of(path);
     std::string_view meant;
     std::vector<std::string_view> siblings;
@@ -113,8 +145,11 @@ class Reader {
       if (leaf_of(key.path) == leaf) meant = key.path;  // right key, wrong section
       if (parent_of(key.path) == prefix) siblings.push_back(leaf_of(key.path));
     }
-    const std::string near =
-        meant.empty() ? join_path(prefix, nearest_of(leaf, siblings)) : std::string(meant);
+    return meant.empty() ? join_path(prefix, nearest_of(leaf, siblings)) : std::string(meant);
+  }
+
+  [[noreturn]] static void refuse_unknown(const std::string& path, const std::string& near,
+                                          const json& value) {
     throw ConfigError(
         fmt::format("{}: unknown key; the nearest known one is \"{}\"; write that or "
                     "remove the key; found {}",
@@ -123,7 +158,7 @@ class Reader {
 
   std::span<const Key> keys_;
   Settings* settings_;
-  std::vector<Hint>* hints_;
+  Remarks* remarks_;
 };
 
 }  // namespace
@@ -151,10 +186,18 @@ std::map<std::string, std::string> Settings::canonical() const {
 }
 
 void read_settings(std::span<const Key> keys, const json& object, std::string_view prefix,
-                   Settings* settings, std::vector<Hint>* hints) {
-  Reader reader(keys, settings, hints);
+                   Settings* settings, Remarks* remarks) {
+  Reader reader(keys, settings, remarks);
   reader.read(object, prefix, false);
   reader.fill_defaults();
+}
+
+OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
+                            std::string_view example) {
+  return {std::string(path),
+          fmt::format("{}: \"auto\" is filled in by frameworks such as transformers' Trainer, and "
+                      "here nobody has; write {}, for example \"{}\": {}; found \"auto\"",
+                      path, wanted, leaf_of(path), example)};
 }
 
 }  // namespace strata::engine

@@ -1,6 +1,7 @@
 // Settings: what a configuration says, by path, in canonical form; honoured keys that it does not
 // name hold their default. read_settings() walks a document along the key table and sorts out what
-// is honoured, what is a hint, what is refused and what nobody knows. Threads: none; values.
+// is honoured, what is a hint, what is refused, what is still to be filled in and what is the
+// user's own. Threads: none; values.
 // Errors: ConfigError with the JSON path.
 #pragma once
 
@@ -13,8 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/engine/config/hint.h"
 #include "strata/engine/config/key.h"
+#include "strata/engine/config/remarks.h"
 
 namespace strata::engine {
 
@@ -51,8 +52,12 @@ class Settings {
 };
 
 // Walks `object`, found at `prefix` ("" for the root), along `keys` and adds to `settings` and
-// `hints`. Every honoured key of `keys` has a value in `settings` afterwards.
+// `remarks`. Every honoured key of `keys` has a value in `settings` afterwards.
 void read_settings(std::span<const Key> keys, const nlohmann::json& object, std::string_view prefix,
-                   Settings* settings, std::vector<Hint>* hints);
+                   Settings* settings, Remarks* remarks);
+
+// The setting at `path` is "auto", and what would be written there is `wanted`, such as `example`.
+OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
+                            std::string_view example);
 
 }  // namespace strata::engine

@@ -42,9 +42,6 @@ bool within(std::string_view limits, double v) {
 
 double number_of(const Key& key, const json& value) {
   if (value.is_number()) return value.get<double>();
-  if (value.is_string()) {
-    refuse(key, value, "write the number without quotes");
-  }
   refuse(key, value);
 }
 
@@ -103,12 +100,22 @@ double finite_of(const Key& key, const json& value) {
   return v;
 }
 
+bool same_letters(std::string_view a, std::string_view b) {
+  return std::ranges::equal(a, b, [](char x, char y) {
+    return std::tolower(static_cast<unsigned char>(x)) ==
+           std::tolower(static_cast<unsigned char>(y));
+  });
+}
+
+// The choice as the table spells it.
 json check_choice(const Key& key, const json& value) {
   if (!value.is_string()) refuse(key, value);
+  const std::string& given = value.get_ref<const std::string&>();
   std::string_view rest = key.limits;
   while (!rest.empty()) {
     const auto bar = std::min(rest.find('|'), rest.size());
-    if (rest.substr(0, bar) == value.get_ref<const std::string&>()) return value;
+    const std::string_view choice = rest.substr(0, bar);
+    if (choice == given || (key.kind == Kind::kWord && same_letters(choice, given))) return choice;
     rest.remove_prefix(std::min(bar + 1, rest.size()));
   }
   refuse(key, value);
@@ -135,8 +142,23 @@ json check_strings(const Key& key, const json& value) {
 }
 
 json check_flag(const Key& key, const json& value) {
-  if (value.is_boolean()) return value;
+  if (const auto flag = flag_in(value)) return *flag;
   refuse(key, value, value.is_string() ? "write it without quotes" : "");
+}
+
+bool reads_numbers(Kind kind) {
+  switch (kind) {
+    case Kind::kInteger:
+    case Kind::kNumel:
+    case Kind::kBytes:
+    case Kind::kNumber:
+    case Kind::kCount:
+    case Kind::kNumbers:
+    case Kind::kPerGroup:
+      return true;
+    default:
+      return false;
+  }
 }
 
 }  // namespace
@@ -173,7 +195,7 @@ std::string shown(const json& value) {
 
 bool is_switched_on(const Key& key, const json& value) {
   if (!value.is_object()) {
-    if (value.is_boolean()) return value.get<bool>();
+    if (const auto flag = flag_in(value)) return *flag;
     refuse(key, value);
   }
   if (value.empty()) return false;
@@ -184,7 +206,7 @@ bool is_switched_on(const Key& key, const json& value) {
     const auto found = value.find(std::string(rest.substr(0, bar)));
     if (found != value.end()) {
       has_switch = true;
-      const bool off = found->is_null() || *found == false || *found == 0 || *found == "auto";
+      const bool off = found->is_null() || flag_in(*found) == false || *found == "auto";
       if (!off) return true;
     }
     rest.remove_prefix(std::min(bar + 1, rest.size()));
@@ -192,7 +214,30 @@ bool is_switched_on(const Key& key, const json& value) {
   return !has_switch;
 }
 
-json check_value(const Key& key, const json& value) {
+json with_numbers(const json& value) {
+  if (value.is_string()) {
+    const std::string& text = value.get_ref<const std::string&>();
+    const bool padded = text.empty() || std::isspace(static_cast<unsigned char>(text.front())) ||
+                        std::isspace(static_cast<unsigned char>(text.back()));
+    if (padded) return value;
+    json number = json::parse(text, nullptr, /*allow_exceptions=*/false);
+    return number.is_number() ? number : value;
+  }
+  if (!value.is_array()) return value;
+  json items = json::array();
+  for (const json& item : value) items.push_back(with_numbers(item));
+  return items;
+}
+
+std::optional<bool> flag_in(const json& value) {
+  if (value.is_boolean()) return value.get<bool>();
+  const json number = with_numbers(value);
+  if (!number.is_number() || (number != 0 && number != 1)) return std::nullopt;
+  return number == 1;
+}
+
+json check_value(const Key& key, const json& given) {
+  const json value = reads_numbers(key.kind) ? with_numbers(given) : given;
   switch (key.kind) {
     case Kind::kFlag:
       return check_flag(key, value);
@@ -213,6 +258,7 @@ json check_value(const Key& key, const json& value) {
       if (!value.is_string()) refuse(key, value);
       return value;
     case Kind::kChoice:
+    case Kind::kWord:
       return check_choice(key, value);
     case Kind::kStrings:
       return check_strings(key, value);

@@ -1,6 +1,7 @@
 // Checks one value of the configuration against its row of the key table, and brings it into one
 // form: whole numbers as integers, sizes in elements or bytes as integers, numbers as floating
-// point. Pure functions. Errors: ConfigError "PATH: wanted WHAT (meaning); found VALUE".
+// point, flags as booleans, choices as the table spells them. Pure functions. Errors: ConfigError
+// "PATH: wanted WHAT (meaning); found VALUE".
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,13 @@
 namespace strata::engine {
 
 nlohmann::json check_value(const Key& key, const nlohmann::json& value);
+
+// A text that is exactly a number of JSON ("3", "-0.01", "1e-5") becomes that number, also within
+// lists; any other value is returned as it is.
+nlohmann::json with_numbers(const nlohmann::json& value);
+
+// true, false; 1 and 0, also as text. nullopt for any other value.
+std::optional<bool> flag_in(const nlohmann::json& value);
 
 // Bytes of a size with its unit: "5GB", "1.5 MiB"; finite. nullopt for any other text. kAnyCase:
 // the unit in any case, or none, which means bytes; spaces around.

@@ -32,6 +32,13 @@ void AdamOptimizer::prepare() {
   for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
 }
 
+std::unique_ptr<offload::Lease> AdamOptimizer::lease_moment(int unit, Moment moment) {
+  if (states_.empty()) return nullptr;
+  const States& states = states_[shards_.index_of(unit)];
+  return store_.fetch(moment == Moment::kFirst ? states.exp_avg : states.exp_avg_sq,
+                      offload::Access::kReadWrite);
+}
+
 void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
                          std::span<const int> first, const Updated& updated) {
   prepare();

@@ -28,6 +28,10 @@ class AdamOptimizer final : public ShardedOptimizer {
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
 
+  enum class Moment { kFirst, kSecond };
+  // Of a trainable unit's shard, in fp32; null before prepare(). What is written there counts.
+  std::unique_ptr<offload::Lease> lease_moment(int unit, Moment moment);
+
  private:
   struct States {
     offload::BlockId exp_avg = -1;

@@ -45,6 +45,8 @@ class GradientShards {
   void measure(int unit, device::Stream& stream);
   // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
   std::span<const double> squares();
+  // The values of a filled fp32 shard were changed by somebody else: its squares are summed again.
+  void note_change(int unit) { shards_[static_cast<std::size_t>(unit)].measured = false; }
   DType dtype() const { return dtype_; }
   std::size_t count() const { return shards_.size(); }  // units
   // Forgets all values and what is left out; the memory stays.

@@ -1,0 +1,64 @@
+"""Where a configuration comes from: a dict, JSON, or Hjson, which DeepSpeed reads too."""
+
+import json
+import os
+
+from . import _C
+
+
+def read_config(config):
+    """A _C.Config.
+
+    Args:
+        config: a dict; or text or a path, as str or os.PathLike: JSON, a file of it, or base64 of it; Hjson or a file
+            of it, where the package ``hjson`` is installed.
+
+    Raises:
+        ConfigError: the configuration is none of these, or is wrong.
+    """
+    if isinstance(config, dict):
+        return _C.Config.parse(_json_of(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise _C.ConfigError(
+            f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=..."
+        )
+    source = os.fspath(config)
+    try:
+        return _C.Config.parse(source)
+    except _C.JsonSyntaxError as error:
+        return _C.Config.parse(_json_of(_read_hjson(source, error)))
+
+
+def _json_of(document):
+    try:
+        return json.dumps(document)
+    except (TypeError, ValueError) as error:
+        raise _C.ConfigError(
+            f"the configuration holds what JSON cannot say; write numbers and texts: {error}"
+        ) from None
+
+
+def _read_hjson(source, problem):
+    """The document in Hjson; ``problem`` says why it is not JSON."""
+    try:
+        import hjson
+    except ImportError:
+        raise _C.ConfigError(
+            f"{problem}; if it is Hjson, install the package that reads it: pip install hjson"
+        ) from None
+    if os.path.isfile(source):
+        with open(source, encoding="utf-8") as file:
+            source = file.read()
+    try:
+        return hjson.loads(source, object_pairs_hook=_without_duplicates)
+    except hjson.HjsonDecodeError as error:
+        raise _C.ConfigError(f"{problem}; it is not Hjson, either: {error}") from None
+
+
+def _without_duplicates(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _C.ConfigError(f"{twice}: the key is given twice in the configuration; keep one of the two")
+    return result

@@ -1,0 +1,119 @@
+"""What training keeps of a parameter, for looking at it and for changing it: the fp32 master weight, the reduced
+gradient of the step so far, and the optimizer's state.
+
+Each exists as a whole tensor of the parameter's shape, fp32, on the model's device, and as this rank's part of it:
+the run of elements that this rank owns, of one dimension, empty on ranks that own none. Reading a whole one and
+setting master weights are collective: every rank calls them in the same order. Setting takes this rank's part of
+what it is given. Every getter returns None where there is no such state on any rank: of a frozen parameter, of a
+parameter that no engine owns, a gradient before the first reduction of a step or after the step, a state before the
+first step. These functions wait for the device; they are for use between ``engine.backward()`` and
+``engine.step()``, or between steps.
+"""
+
+import torch
+
+from . import _C
+from .model.ownership import owner_of
+
+
+def safe_get_full_fp32_param(param):
+    """The master weight of ``param``, whole; or None. Collective."""
+    return _read(param, "master", whole=True)
+
+
+def safe_get_full_grad(param):
+    """The gradient of ``param`` reduced over the ranks so far in this step, whole; or None. Collective. Under fp16
+    it is multiplied by the loss scale. It is what ``engine.step()`` will use, before clipping."""
+    return _read(param, "gradient", whole=True)
+
+
+def safe_get_full_optimizer_state(param, optim_state_key):
+    """The state ``optim_state_key`` ("exp_avg", "exp_avg_sq"; of other optimizers what they keep) of ``param``, whole;
+    or None. Collective."""
+    return _read(param, optim_state_key, whole=True)
+
+
+def safe_set_full_fp32_param(param, value):
+    """Sets the master weight of ``param``, and the weight, to ``value``, which has its shape. Collective."""
+    _write(param, "master", value, whole=True)
+
+
+def safe_set_full_grad(param, value):
+    """Sets the reduced gradient of ``param`` to ``value``, which has its shape."""
+    _write(param, "gradient", value, whole=True)
+
+
+def safe_set_full_optimizer_state(param, value, optim_state_key):
+    """Sets a state of ``param`` to ``value``, which has its shape."""
+    _write(param, optim_state_key, value, whole=True)
+
+
+def safe_get_local_fp32_param(param):
+    """This rank's part of the master weight of ``param``; or None."""
+    return _read(param, "master", whole=False)
+
+
+def safe_get_local_grad(param):
+    """This rank's part of the gradient of ``param``; or None."""
+    return _read(param, "gradient", whole=False)
+
+
+def safe_get_local_optimizer_state(param, optim_state_key):
+    """This rank's part of a state of ``param``; or None."""
+    return _read(param, optim_state_key, whole=False)
+
+
+def safe_set_local_fp32_param(param, value):
+    """Sets this rank's part of the master weight of ``param``, and the weight. Collective."""
+    _write(param, "master", value, whole=False)
+
+
+def safe_set_local_grad(param, value):
+    """Sets this rank's part of the reduced gradient of ``param``."""
+    _write(param, "gradient", value, whole=False)
+
+
+def safe_set_local_optimizer_state(param, value, optim_state_key):
+    """Sets this rank's part of a state of ``param``."""
+    _write(param, optim_state_key, value, whole=False)
+
+
+def safe_update_full_grad_vectorized(param_list, update_func):
+    """Sets the gradient of every trainable one of ``param_list`` to ``update_func(gradient, param)``. Collective."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param) if param.requires_grad else None
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+_OURS = ("master", "gradient", "exp_avg", "exp_avg_sq")
+
+
+def _read(param, name, whole):
+    core, index = owner_of(param)
+    if core is None:
+        return None
+    _require_known(name)
+    values = _C.read_state(core, index, name, whole)
+    return values.view(core.full_shape(index)) if values is not None and whole else values
+
+
+def _write(param, name, value, whole):
+    core, index = owner_of(param)
+    if core is None:
+        raise _C.UsageError("only states of a model under the engine can be set; found a parameter that no engine owns")
+    _require_known(name)
+    shape = torch.Size(core.full_shape(index))
+    if whole and value.shape != shape:
+        raise _C.UsageError(f"wanted a value of the parameter's shape {list(shape)}; found {list(value.shape)}")
+    flat = value.detach().to(device=core.device, dtype=torch.float32).contiguous().view(-1)
+    if not _C.write_state(core, index, name, whole, flat):
+        raise _C.UsageError(
+            f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist from backward to "
+            "step, states from the first step on)"
+        )
+
+
+def _require_known(name):
+    if name not in _OURS:
+        raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(_OURS[2:])}")
