@@ -174,6 +174,7 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("begin_backward", &ShardedModel::begin_backward, unlocked)
       .def("end_backward", &ShardedModel::end_backward, unlocked)
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
+      .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
       .def("step", &step, py::arg("groups"))
       .def(
           "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)

@@ -1,17 +1,17 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
 import logging
-from contextlib import contextmanager
 
 import torch
 
 from . import _C
+from .accumulation import Accumulation
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
 from .model.ownership import give_up_ownership, take_ownership
 from .model.placement import move_buffers
-from .optimizer import groups_of, require_all_optimised
+from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import unwatch, watch
 from .views.step_view import print_table
 
@@ -19,7 +19,7 @@ from .views.step_view import print_table
 logger = logging.getLogger("strata")
 
 
-class Engine(torch.nn.Module):
+class Engine(Accumulation, torch.nn.Module):
     """A model under the engine; made by ``strata.initialize``.
 
     Attributes:
@@ -43,13 +43,14 @@ class Engine(torch.nn.Module):
         self.lr_scheduler = None
         self.training_dataloader = None
         self.init_report = None
+        self._step_applied = False
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
         parameters = describe_parameters(tree, groups, born_flat)
         if rule != "none":
-            require_all_optimised(parameters, groups)
+            tell_of_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
         self._described = parameters
@@ -64,7 +65,7 @@ class Engine(torch.nn.Module):
     # --- the pass ---
 
     def forward(self, *args, **kwargs):
-        """The model's forward. Tensors of the host among its arguments, also within tuples, lists, dicts and
+        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also within tuples, lists, dicts and
         dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by ``engine.module(...)`` and
         ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
 
@@ -75,7 +76,7 @@ class Engine(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
-        """Runs autograd from ``loss`` and reduces gradients.
+        """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does.
 
         Args:
             loss: floating tensor of one element, shape [], that comes from this engine's forward.
@@ -101,17 +102,31 @@ class Engine(torch.nn.Module):
             raise
         return loss
 
+    def scale(self, loss):
+        """The tensor to call ``backward()`` on: ``loss`` times the loss scale in fp16, else ``loss`` itself. Gradients
+        are divided by the accumulation steps as they come, so the loss is not.
+
+        Raises:
+            UsageError: in fp16, for a loss that requires no gradient.
+        """
+        return self.core.scale(loss)
+
     def step(self, lr_kwargs=None):
         """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler.
 
         Raises:
-            UsageError: without a backward pass since the last step.
+            UsageError: without a backward pass since the last step; within ``coalesce_grad_reduction()``.
             NumericsError: in fp32 and bf16, when gradients are not finite. The weights are unchanged. On a GPU
                 the next ``step()`` raises it, or saving: this one does not wait to know.
         """
+        if self.coalesces:
+            raise _C.UsageError("step() was called within coalesce_grad_reduction(), whose gradients are not reduced "
+                                "yet; call it after the block")
+        self._step_applied = False
         applied = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         if applied is None:
             return
+        self._step_applied = applied
         if self._trace is not None:
             self._tell_of_trace()
         self.optimizer.overflow = not applied
@@ -131,28 +146,6 @@ class Engine(torch.nn.Module):
             logger.warning("strata.trace: '%s' could not be written: %s", path, problem)
         elif self.global_rank == 0:
             logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
-
-    def zero_grad(self, set_to_none=True):
-        """Does nothing in the middle of accumulation: the engine forgets gradients at each step."""
-
-    def is_gradient_accumulation_boundary(self):
-        """Whether the next ``step()`` updates the weights."""
-        return self.core.at_boundary()
-
-    def set_gradient_accumulation_boundary(self, is_boundary):
-        """Decides whether the next ``step()`` updates the weights, for all steps until it is set again; None: count
-        micro-steps again."""
-        self.core.set_boundary(is_boundary)
-
-    @contextmanager
-    def no_sync(self):
-        """Context in which nothing is reduced: gradients stay on this rank, whole and in the reduce dtype, until the
-        next reduction. Unlike DeepSpeed's, it works at every stage."""
-        self.core.set_synchronise(False)
-        try:
-            yield
-        finally:
-            self.core.set_synchronise(True)
 
     # --- what scripts read ---
 
@@ -182,8 +175,8 @@ class Engine(torch.nn.Module):
         return self.core.micro_steps * self._config.micro_batch_size * self.world_size
 
     def was_step_applied(self):
-        """bool: whether the last boundary changed the weights."""
-        return self.optimizer is not None and self.global_steps > 0 and not self.optimizer.overflow
+        """bool: whether the last call of ``step()`` changed the weights."""
+        return self._step_applied
 
     def get_lr(self):
         """[float]: the learning rate of each param group."""

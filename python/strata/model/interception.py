@@ -4,13 +4,13 @@ from .. import _C
 
 
 def intercept(core, modules, scopes=True):
-    """Wraps the forward of every scope's module, and the ``_parameters`` of every module that owns
+    """Wraps the forward of every scope's module and of the model, and the ``_parameters`` of every module that owns
     sharded parameters, so that a read outside any scope gathers.
 
     Args:
         core: a _C.ShardedModel.
         modules: [torch.nn.Module] in the order of the module tree that ``core`` was made of.
-        scopes: False leaves every forward as it is; reads alone gather.
+        scopes: False leaves every forward as it is; reads alone gather. Else the first module is the model.
 
     Returns:
         what ``restore`` takes.
@@ -20,9 +20,12 @@ def intercept(core, modules, scopes=True):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
-        had_own = "forward" in module.__dict__
-        undo.append((module, "forward", module.__dict__.get("forward") if had_own else None))
+        undo.append((module, "forward", module.__dict__.get("forward")))
         module.__dict__["forward"] = _C.ScopedForward(core, scope, module.forward)
+    if scopes:
+        model = modules[0]
+        undo.append((model, "forward", model.__dict__.get("forward")))
+        model.__dict__["forward"] = _C.RootForward(core, model.forward)
     for module in modules:
         if isinstance(module._parameters, _C.ParameterDict):
             module.__dict__["_parameters"] = dict(module._parameters)  # of an earlier engine
@@ -38,7 +41,7 @@ def intercept(core, modules, scopes=True):
 
 def restore(undo):
     """Undoes ``intercept``."""
-    for module, name, value in undo:
+    for module, name, value in reversed(undo):
         if name == "_parameters":
             module.__dict__[name] = dict(module.__dict__[name])
         elif value is None:

@@ -38,8 +38,8 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
     spec.shape = parameter.shape;
     spec.dtype = from_scalar_type(parameter.variable.scalar_type());
     if (is_floating(spec.dtype)) spec.dtype = config.precision.param_dtype;
-    spec.trainable = parameter.variable.requires_grad();
-    spec.group = parameter.group;
+    spec.trainable = parameter.variable.requires_grad() && parameter.group >= 0;
+    spec.group = std::max(parameter.group, 0);
     specs.push_back(std::move(spec));
   }
   return specs;
