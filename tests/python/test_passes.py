@@ -110,6 +110,22 @@ def _what_counts_as_a_step():
     assert applied == [False, True, False, True]
     engine.destroy()
 
+    # Every step() is one, and losses are still divided.
+    engine = make_engine(make_model(), config_of(2, accumulation=2, managed_gradient_accumulation=False))
+    reference = PlainTrainer(make_model(), world, adamw, accumulation=2)
+    for first, second in (tokens[:2], tokens[2:]):
+        for batch, backward in ((first, lambda loss: loss.backward()), (second, engine.backward)):
+            reference.micro_step(batch, loss_of)
+            backward(loss_of(engine, batch[rank]))
+            assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        assert engine.was_step_applied()
+        reference.step()
+        assert differences(full_parameters(engine.module), reference.values()) == []
+    with pytest.raises(strata.UsageError, match="managed_gradient_accumulation"):
+        engine.set_gradient_accumulation_boundary(True)
+    engine.destroy()
+
     for stage in STAGES:
         engine = make_engine(make_model(), config_of(stage))
         reference = PlainTrainer(make_model(), world, adamw)

@@ -139,8 +139,6 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
       {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
       {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
       {R"({"sparse_gradients": true})", "sparse_gradients: not supported"},
-      {R"({"managed_gradient_accumulation": false})",
-       "managed_gradient_accumulation: not supported"},
       {R"({"torch_autocast": {"enabled": true}})", "torch_autocast: not supported"},
       {R"({"data_types": {"param_dtype": "bf16"}})", "data_types.param_dtype: not supported"},
       {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",
