@@ -1,5 +1,6 @@
 // How the engine gets between a Python module and its parameters: ScopedForward stands where an
-// instance's `forward` stood, and ParameterDict where its `_parameters` stood.
+// instance's `forward` stood, RootForward in front of the model's own, and ParameterDict where its
+// `_parameters` stood.
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -71,28 +72,83 @@ class ScopedForward {
   }
 
   py::object forward() const { return forward_; }
-
-  // For Python's cyclic collector: the module has this object, and its bound method the module.
-  static void make_collectable(PyHeapTypeObject* type) {
-    type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-      Py_VISIT(Py_TYPE(self));
-      if (py::detail::is_holder_constructed(self))
-        Py_VISIT(py::cast<ScopedForward&>(py::handle(self)).forward_.ptr());
-      return 0;
-    };
-    type->ht_type.tp_clear = [](PyObject* self) {
-      if (py::detail::is_holder_constructed(self))
-        py::cast<ScopedForward&>(py::handle(self)).forward_ = py::none();
-      return 0;
-    };
-  }
+  void forget_forward() { forward_ = py::none(); }
 
  private:
   std::shared_ptr<ShardedModel> model_;
   int scope_;
   py::object forward_;
 };
+
+// The forward of the model itself, however it is called: a pass begins with it, and a backward pass
+// that autograd runs alone begins at what it returns.
+class RootForward {
+ public:
+  RootForward(std::shared_ptr<ShardedModel> model, py::object forward)
+      : model_(std::move(model)), forward_(std::move(forward)) {}
+
+  py::object call(const py::args& args, const py::kwargs& kwargs) {
+    if (!model_->alive()) return forward_(*args, **kwargs);
+    {
+      const py::gil_scoped_release release;
+      model_->enter_root();
+    }
+    py::object result;
+    try {
+      result = forward_(*args, **kwargs);
+    } catch (...) {
+      leave({});
+      throw;
+    }
+    std::vector<at::Tensor> outputs;
+    if (at::GradMode::is_enabled()) collect_tensors(result.ptr(), outputs, kNesting);
+    leave(outputs);
+    return result;
+  }
+
+  py::object forward() const { return forward_; }
+  void forget_forward() { forward_ = py::none(); }
+
+ private:
+  void leave(std::span<const at::Tensor> outputs) {
+    const py::gil_scoped_release release;
+    model_->leave_root(outputs);
+  }
+
+  std::shared_ptr<ShardedModel> model_;
+  py::object forward_;
+};
+
+// For Python's cyclic collector: the module has this object, and its bound method the module.
+template <typename Forward>
+void make_collectable(PyHeapTypeObject* type) {
+  type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (py::detail::is_holder_constructed(self))
+      Py_VISIT(py::cast<Forward&>(py::handle(self)).forward().ptr());
+    return 0;
+  };
+  type->ht_type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self))
+      py::cast<Forward&>(py::handle(self)).forget_forward();
+    return 0;
+  };
+}
+
+// What modules have in place of `forward` looks like it: to inspect.signature, and to copies and
+// pickles of the module, which get the plain forward of their own.
+template <typename Forward>
+void bind_as_forward(py::class_<Forward>& type) {
+  type.def("__call__", &Forward::call)
+      .def_property_readonly("forward", &Forward::forward)
+      .def_property_readonly("__wrapped__", &Forward::forward)
+      .def("__deepcopy__",
+           [](const Forward& self, const py::dict& memo) {
+             return py::module_::import("copy").attr("deepcopy")(self.forward(), memo);
+           })
+      .def("__reduce__", [](const Forward& self) { return self.forward().attr("__reduce__")(); });
+}
 
 // A dict whose items, when they are released parameters, are gathered as they are read by key: what
 // nn.Module.__getattr__ does. Iterating (parameters(), state_dict()) gathers nothing. A copy of it
@@ -158,16 +214,16 @@ py::object make_parameter_dict_type() {
 }  // namespace
 
 void bind_interception(py::module_& module) {
-  py::class_<ScopedForward>(module, "ScopedForward",
-                            py::custom_type_setup(&ScopedForward::make_collectable))
-      .def(py::init<std::shared_ptr<ShardedModel>, int, py::object>(), py::arg("model"),
-           py::arg("scope"), py::arg("forward"))
-      .def("__call__", &ScopedForward::call)
-      .def_property_readonly("forward", &ScopedForward::forward)
-      // copy.deepcopy of a module gives the copy its own plain forward.
-      .def("__deepcopy__", [](const ScopedForward& self, const py::dict& memo) {
-        return py::module_::import("copy").attr("deepcopy")(self.forward(), memo);
-      });
+  py::class_<ScopedForward> scoped(module, "ScopedForward",
+                                   py::custom_type_setup(&make_collectable<ScopedForward>));
+  scoped.def(py::init<std::shared_ptr<ShardedModel>, int, py::object>(), py::arg("model"),
+             py::arg("scope"), py::arg("forward"));
+  bind_as_forward(scoped);
+  py::class_<RootForward> root(module, "RootForward",
+                               py::custom_type_setup(&make_collectable<RootForward>));
+  root.def(py::init<std::shared_ptr<ShardedModel>, py::object>(), py::arg("model"),
+           py::arg("forward"));
+  bind_as_forward(root);
   const py::object type = make_parameter_dict_type();
   module.attr("ParameterDict") = type;
   module.def(

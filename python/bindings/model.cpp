@@ -177,6 +177,7 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("begin_backward", &ShardedModel::begin_backward, unlocked)
       .def("end_backward", &ShardedModel::end_backward, unlocked)
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
+      .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
       .def("step", &step, py::arg("groups"))
       .def(
           "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
@@ -184,6 +185,7 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("loss_factor",
            [](ShardedModel& m, bool scale) { return m.control().loss_factor(scale); })
       .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
+      .def("ends_step", [](ShardedModel& m) { return m.control().ends_step(); })
       .def("set_boundary",
            [](ShardedModel& m, std::optional<bool> b) { m.control().set_boundary(b); })
       .def("set_synchronise", [](ShardedModel& m, bool s) { m.control().set_synchronise(s); })

@@ -1,18 +1,18 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
 import logging
-from contextlib import contextmanager
 
 import torch
 
 from . import _C
+from .accumulation import Accumulation
 from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
 from .model.ownership import give_up_ownership, take_ownership
 from .model.placement import move_buffers
-from .optimizer import groups_of, require_all_optimised
+from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import unwatch, watch
 from .schedule import Advance
 from .views.step_view import print_table
@@ -21,8 +21,9 @@ from .views.step_view import print_table
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineNames, torch.nn.Module):
-    """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names.
+class Engine(EngineNames, Accumulation, torch.nn.Module):
+    """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
+    ``Accumulation`` what concerns micro-steps.
 
     Attributes:
         module: the user's model, the same object.
@@ -46,13 +47,14 @@ class Engine(EngineNames, torch.nn.Module):
         self._advance = None  # of the scheduler, by the last step
         self.training_dataloader = None
         self.init_report = None
+        self._at_boundary = False  # the last step()
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
         parameters = describe_parameters(tree, groups, born_flat)
         if rule != "none":
-            require_all_optimised(parameters, groups)
+            tell_of_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
         self._described = [(*entry[:5], None, 0) for entry in parameters]  # earlier owners may go
@@ -67,7 +69,7 @@ class Engine(EngineNames, torch.nn.Module):
     # --- the pass ---
 
     def forward(self, *args, **kwargs):
-        """The model's forward. Tensors of the host among its arguments, also within tuples, lists, dicts and
+        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also within tuples, lists, dicts and
         dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by ``engine.module(...)`` and
         ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
 
@@ -78,7 +80,7 @@ class Engine(EngineNames, torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
-        """Runs autograd from ``loss`` and reduces gradients.
+        """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does.
 
         Args:
             loss: floating tensor of one element, shape [], that comes from this engine's forward.
@@ -104,15 +106,28 @@ class Engine(EngineNames, torch.nn.Module):
             raise
         return loss
 
+    def scale(self, loss):
+        """The tensor to call ``backward()`` on: ``loss`` times the loss scale in fp16, else ``loss`` itself. Gradients
+        are divided by the accumulation steps as they come, so the loss is not.
+
+        Raises:
+            UsageError: in fp16, for a loss that requires no gradient.
+        """
+        return self.core.scale(loss)
+
     def step(self, lr_kwargs=None):
         """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler.
 
         Raises:
-            UsageError: without a backward pass since the last step.
+            UsageError: without a backward pass since the last step; within ``coalesce_grad_reduction()``.
             NumericsError: in fp32 and bf16, where gradients were not finite in more steps in a row than
                 ``strata.max_skipped_steps``. On a GPU the next ``step()`` raises it, or saving: this one does not wait.
         """
-        if self.core.at_boundary():
+        if self.coalesces:
+            raise _C.UsageError("step() was called within coalesce_grad_reduction(), whose gradients are not reduced "
+                                "yet; call it after the block")
+        self._at_boundary = self.core.ends_step()
+        if self._at_boundary:
             self._settle_schedule()
         result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         if result is None:
@@ -147,28 +162,6 @@ class Engine(EngineNames, torch.nn.Module):
         elif self.global_rank == 0:
             logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
 
-    def zero_grad(self, set_to_none=True):
-        """Does nothing in the middle of accumulation: the engine forgets gradients at each step."""
-
-    def is_gradient_accumulation_boundary(self):
-        """Whether the next ``step()`` updates the weights."""
-        return self.core.at_boundary()
-
-    def set_gradient_accumulation_boundary(self, is_boundary):
-        """Decides whether the next ``step()`` updates the weights, for all steps until it is set again; None: count
-        micro-steps again."""
-        self.core.set_boundary(is_boundary)
-
-    @contextmanager
-    def no_sync(self):
-        """Context in which nothing is reduced: gradients stay on this rank, whole and in the reduce dtype, until the
-        next reduction. Unlike DeepSpeed's, it works at every stage."""
-        self.core.set_synchronise(False)
-        try:
-            yield
-        finally:
-            self.core.set_synchronise(True)
-
     # --- what scripts read ---
 
     def get_global_grad_norm(self):
@@ -192,7 +185,9 @@ class Engine(EngineNames, torch.nn.Module):
         return self.core.skipped_steps(wait=True)
 
     def was_step_applied(self):
-        """bool: whether the last boundary changed the weights. Waits for the device."""
+        """bool: whether the last call of ``step()`` changed the weights. Waits for the device."""
+        if not self._at_boundary:
+            return False
         self._settle_schedule()
         return self.core.last_step_applied
 

@@ -13,7 +13,13 @@ from .model.ownership import require_values
 from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
 from .ranks.joint import together
-from .ranks.runtime import init_distributed, make_collectives, rank_and_world_size, telling_the_others
+from .ranks.runtime import (
+    init_distributed,
+    make_collectives,
+    rank_and_world_size,
+    require_group,
+    telling_the_others,
+)
 from .schedule import ScheduledLR
 from .views.start_up import StartUp, require_writable
 
@@ -67,6 +73,7 @@ def initialize(
         training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
         lr_scheduler: None (the configuration's), a scheduler, or a callable that makes one from the
             optimizer. ``engine.step()`` steps it.
+        dist_init_required: False: the script has made torch's default process group itself.
         collate_fn: of the dataloader.
         config: dict, path or JSON text (docs/CONFIG.md).
         mpu, mesh_param, distributed_port: must be None; shard groups are the configuration's (``mics_shard_size``,
@@ -90,7 +97,9 @@ def initialize(
                                 "the configuration (zero_optimization.mics_shard_size)")
     with StartUp() as start_up:
         with start_up.phase("connect"):
-            if dist_init_required is not False:
+            if dist_init_required is False:
+                require_group()
+            else:
                 init_distributed()
             parsed, runtime, tree = prepare(_find_config(args, config, config_params), model)
             collectives = make_collectives(parsed, runtime.device)

@@ -1,10 +1,13 @@
 """The optimizer that ``initialize`` returns: hyper-parameters for the user, the update in the engine."""
 
 import json
+import logging
 
 import torch
 
 from . import _C
+
+logger = logging.getLogger("strata")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -12,7 +15,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
     any torch optimizer. ``step()`` and ``zero_grad()`` are the engine's business and do nothing here
-    (as under DeepSpeed). ``inner`` is the user's optimizer when one updates the shards, else None.
+    (as under DeepSpeed). ``inner`` is the user's optimizer when one updates the shards, else None. What ``initialize``
+    returns for an optimizer of the user's is an instance of its class, too.
 
     Attributes:
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
@@ -20,7 +24,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups, defaults, inner=None):
-        super().__init__(param_groups, defaults)  # keeps the dicts, so that they stay shared with their owner
+        # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
+        torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
         self.overflow = False
         self._model = None
@@ -68,14 +73,25 @@ def groups_of(optimizer):
     return groups
 
 
-def require_all_optimised(parameters, groups):
-    """Raises UsageError if a trainable one of ``parameters`` (``describe_parameters``) is in none of ``groups``."""
-    left_out = [name for name, parameter, *_ in parameters if parameter.requires_grad and id(parameter) not in groups]
-    if left_out:
+def tell_of_left_out(parameters, groups, rank):
+    """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they stay
+    as they are, and autograd makes their ``.grad``, as in torch.
+
+    Raises:
+        UsageError: where all are.
+    """
+    trainable = [(name, parameter) for name, parameter, *_ in parameters if parameter.requires_grad]
+    left_out = [name for name, parameter in trainable if id(parameter) not in groups]
+    if not left_out:
+        return
+    if len(left_out) == len(trainable):
         raise _C.UsageError(
-            f"{len(left_out)} trainable parameters are in no param group of the optimizer; set "
-            f"requires_grad=False on them or add them. First: '{left_out[0]}'"
+            "no trainable parameter of the model is in a param group of the optimizer; make the optimizer from this "
+            f"model's parameters. First: '{left_out[0]}'"
         )
+    if rank == 0:
+        logger.warning("%d trainable parameters are in no param group of the optimizer and stay as they are; first: "
+                       "'%s'", len(left_out), left_out[0])
 
 
 def optimizer_from_config(config, parameters):
@@ -111,8 +127,21 @@ def wrap_torch_optimizer(inner):
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
     if exact and not special and len(set(decoupled)) == 1:
         rule = "adamw" if decoupled[0] else "adam"
-        return ShardedOptimizer(inner.param_groups, inner.defaults), rule
-    return ShardedOptimizer(inner.param_groups, inner.defaults, inner), "external"
+        return _sharded(inner, None), rule
+    return _sharded(inner, inner), "external"
+
+
+def _sharded(client, inner):
+    """A ShardedOptimizer that is an instance of ``client``'s class, too, with what that class keeps in attributes."""
+    try:
+        cls = type(f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client)), {"__doc__": type(client).__doc__})
+        sharded = cls.__new__(cls)
+    except TypeError:  # a class that cannot be inherited from
+        return ShardedOptimizer(client.param_groups, client.defaults, inner)
+    kept = {name: value for name, value in client.__dict__.items() if name != "step"}  # which a scheduler has wrapped
+    sharded.__dict__.update(kept)
+    ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
+    return sharded
 
 
 def run_on_shards(sharded, model):

@@ -218,8 +218,8 @@ TEST(PeerChannel, ARankWithoutDescriptorsCannotBeReached) {
                                    HasSubstr("Too many open files")));
 }
 
-// The system polls no more descriptors than a process may have. UBSan opens a pipe to look at an object,
-// which the limit forbids as well; the other builds run this.
+// The system polls no more descriptors than a process may have. UBSan opens a pipe to look at an
+// object, which the limit forbids as well; the other builds run this.
 TEST(PeerChannel, SaysThatItCannotWaitForItsPeersAnyMore) {
 #ifdef __SANITIZE_ADDRESS__
   GTEST_SKIP() << "UBSan needs descriptors itself";

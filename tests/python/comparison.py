@@ -12,7 +12,18 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=False)
 
 
-def compare(config, reference, make=make_model, engine_kwargs=None, steps=3, loss_function=loss_of, batches=None):
+def told(engine, loss):
+    """A backward pass that the engine is told of."""
+    engine.backward(loss)
+
+
+def found(engine, loss):
+    """A backward pass that autograd runs alone."""
+    engine.scale(loss).backward()
+
+
+def compare(config, reference, make=make_model, engine_kwargs=None, steps=3, loss_function=loss_of, batches=None,
+            backward=told):
     """Trains both on the same batches, asserts that every loss and every weight has the same bits.
 
     Args:
@@ -20,6 +31,7 @@ def compare(config, reference, make=make_model, engine_kwargs=None, steps=3, los
         reference: a PlainTrainer, still untrained.
         make: makes the engine's model, equal to the reference's.
         batches: [micro-steps, ranks, ...]; random tokens for ``steps`` optimizer steps when None.
+        backward: ``told`` or ``found``.
 
     Returns:
         [{name: value}] after every optimizer step.
@@ -33,7 +45,7 @@ def compare(config, reference, make=make_model, engine_kwargs=None, steps=3, los
     for index, tokens in enumerate(batches):
         expected = reference.micro_step(tokens, loss_function)
         loss = loss_function(engine, tokens[rank])
-        engine.backward(loss)
+        backward(engine, loss)
         boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
         assert loss.item() == expected[rank], f"loss of micro-step {index}"

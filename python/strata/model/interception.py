@@ -13,13 +13,14 @@ class _Keeper:
         return type(None), ()
 
 
-def intercept(core, modules):
-    """Wraps the forward of every scope's module, and the ``_parameters`` of every module that owns
+def intercept(core, modules, scopes=True):
+    """Wraps the forward of every scope's module and of the model, and the ``_parameters`` of every module that owns
     sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``.
 
     Args:
         core: a _C.ShardedModel.
         modules: [torch.nn.Module] in the order of the module tree that ``core`` was made of.
+        scopes: False leaves every forward as it is; reads alone gather. Else the first module is the model.
 
     Returns:
         what ``restore`` takes.
@@ -30,9 +31,12 @@ def intercept(core, modules):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
-        had_own = "forward" in module.__dict__
-        undo.append((module, "forward", module.__dict__.get("forward") if had_own else None))
+        undo.append((module, "forward", module.__dict__.get("forward")))
         module.__dict__["forward"] = _C.ScopedForward(core, scope, module.forward)
+    if scopes:
+        model = modules[0]
+        undo.append((model, "forward", model.__dict__.get("forward")))
+        model.__dict__["forward"] = _C.RootForward(core, model.forward)
     for module in modules:
         if type(module._parameters) is not dict:
             module.__dict__["_parameters"] = dict(module._parameters)  # of an earlier engine, or of zero.Init
@@ -51,7 +55,7 @@ def restore(core, model, undo):
     keeper = model.__dict__.get("_strata_core")
     if keeper is not None and keeper.core is core:  # else of a later engine
         del model.__dict__["_strata_core"]
-    for module, name, value in undo:
+    for module, name, value in reversed(undo):
         if name == "_parameters":
             module.__dict__[name] = dict(module.__dict__[name])
         elif value is None:

@@ -43,14 +43,16 @@ class ModelTree:
 
 
 def describe_parameters(tree, groups, born_flat=None):
-    """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter, each once.
+    """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter, each once. The
+    param group is -1 for a parameter that is in none.
 
     Args:
         tree: a ``ModelTree``.
-        groups: {id(parameter): index of its param group}; frozen parameters need not be in it.
+        groups: {id(parameter): index of its param group}; none: all are in one.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
     """
     born_flat = born_flat or {}
+    outside = -1 if groups else 0
     entries = []
     for name, parameter in tree.parameters:
         owner, owner_index = owner_of(parameter)
@@ -60,7 +62,7 @@ def describe_parameters(tree, groups, born_flat=None):
         elif id(parameter) in born_flat:
             shape = list(born_flat[id(parameter)])
         has_values = id(parameter) not in born_flat
-        entries.append((name, parameter, shape, has_values, groups.get(id(parameter), 0), owner, owner_index or 0))
+        entries.append((name, parameter, shape, has_values, groups.get(id(parameter), outside), owner, owner_index or 0))
     return entries
 
 

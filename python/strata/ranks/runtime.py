@@ -42,6 +42,17 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
     atexit.register(_destroy_group, dist.group.WORLD)
 
 
+def require_group():
+    """Raises UsageError in a job of several processes that has no default process group: each would train alone."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and not dist.is_initialized():
+        raise _C.UsageError(
+            "initialize(dist_init_required=False) takes the process group that the script has made, and there is none: "
+            "call torch.distributed.init_process_group() before it, or leave dist_init_required out; the launcher "
+            f"says WORLD_SIZE={processes}"
+        )
+
+
 def _destroy_group(group):
     """At the end of the program, after engines have left (exit hooks run last in, first out)."""
     if dist.is_initialized() and dist.group.WORLD is group:

@@ -52,7 +52,8 @@ StepControl::StepControl(Engine& engine, const Config& config)
     : engine_(engine),
       scaler_(config.precision.loss_scale),
       half_precision_(config.precision.param_dtype == DType::kFloat16),
-      accumulation_steps_(config.batch.accumulation_steps.value_or(1)) {}
+      accumulation_steps_(config.batch.accumulation_steps.value_or(1)),
+      counts_(config.managed_accumulation) {}
 
 double StepControl::loss_factor(bool scale_by_accumulation) const {
   const double accumulation =
@@ -61,7 +62,17 @@ double StepControl::loss_factor(bool scale_by_accumulation) const {
 }
 
 bool StepControl::at_boundary() const {
+  if (!counts_) return false;
   return boundary_.value_or((micro_steps_ + 1 - counted_from_) % accumulation_steps_ == 0);
+}
+
+void StepControl::set_boundary(std::optional<bool> boundary) {
+  if (!counts_) {
+    throw UsageError(
+        "set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation: "
+        "false, where every step() updates the weights; remove the call or the key");
+  }
+  boundary_ = boundary;
 }
 
 void StepControl::set_accumulation_steps(std::int64_t steps) {
@@ -84,7 +95,7 @@ void StepControl::abandon_backward() noexcept {
 }
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
-  const bool boundary = at_boundary();
+  const bool boundary = ends_step();
   engine_.end_micro_step();
   ++micro_steps_;
   if (!boundary) return std::nullopt;

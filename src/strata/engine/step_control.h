@@ -30,10 +30,13 @@ class StepControl {
   double loss_factor(bool scale_by_accumulation) const;
 
   // True when the next step() updates the weights: at every accumulation_steps-th micro-step, or as
-  // set.
+  // set. Where the caller counts (managed_gradient_accumulation: false) every step() does, and no
+  // backward pass is known to be the last: always false.
   bool at_boundary() const;
-  // Overrides the count, until called with nullopt.
-  void set_boundary(std::optional<bool> boundary) { boundary_ = boundary; }
+  // Whether the next step() updates the weights, counted or not.
+  bool ends_step() const { return !counts_ || at_boundary(); }
+  // Overrides the count, until called with nullopt. UsageError where the caller counts.
+  void set_boundary(std::optional<bool> boundary);
   // Inside no_sync gradients are kept on the rank and not reduced.
   void set_synchronise(bool synchronise) { synchronise_ = synchronise; }
 
@@ -67,6 +70,7 @@ class StepControl {
   bool half_precision_;  // fp16: overflow is expected now and then
   std::int64_t accumulation_steps_;
   std::int64_t counted_from_ = 0;  // micro-steps when that number began to hold
+  bool counts_;                    // micro-steps; false: every step() is a boundary
   std::optional<bool> boundary_;
   bool synchronise_ = true;
   std::int64_t micro_steps_ = 0;

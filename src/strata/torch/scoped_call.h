@@ -62,6 +62,32 @@ class EnteredScopes {
   std::size_t entered_ = 0;
 };
 
+// The forward of the whole model, from its beginning to leave(), or to the end of this object.
+class RootCall {
+ public:
+  explicit RootCall(ShardedModel& model) : model_(model) {
+    model.begin_forward();
+    model.enter_root();
+  }
+  ~RootCall() {
+    if (!left_) model_.leave_root({});
+  }
+  RootCall(const RootCall&) = delete;
+  RootCall& operator=(const RootCall&) = delete;
+
+  template <typename Result>
+  void leave(const Result& result) {
+    std::vector<at::Tensor> outputs;
+    if (at::GradMode::is_enabled()) collect_tensors(result, outputs);
+    left_ = true;
+    model_.leave_root(outputs);
+  }
+
+ private:
+  ShardedModel& model_;
+  bool left_ = false;
+};
+
 // Runs module.forward(args...) within the scopes.
 template <typename Module, typename... Args>
 auto run_within(ShardedModel& model, std::span<const int> scopes, Module& module, Args&&... args) {

@@ -153,7 +153,7 @@ void Trainer::backward(const at::Tensor& loss) {
 }
 
 std::optional<engine::StepResult> Trainer::step() {
-  if (at_boundary()) settle_schedule();
+  if (model_->control().ends_step()) settle_schedule();
   const std::optional<engine::StepResult> result = model_->step(groups_);
   if (result && result->applied && scheduler_) {
     write_rates(scheduler_->step());

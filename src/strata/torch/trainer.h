@@ -70,13 +70,17 @@ class Trainer {
   template <typename Root, typename... Args>
   auto forward(Root& root, Args&&... args) {
     require_root(root);
-    model_->begin_forward();
-    return run_within(*model_, scopes_->of(root), root, std::forward<Args>(args)...);
+    RootCall call(*model_);
+    auto result = run_within(*model_, scopes_->of(root), root, std::forward<Args>(args)...);
+    call.leave(result);
+    return result;
   }
 
   // Runs autograd from a scalar; gradients are reduced as they appear. The loss is divided by the
-  // accumulation steps, and scaled under fp16, on the way.
+  // accumulation steps, and scaled under fp16, on the way. loss.backward() does the same; under
+  // fp16 of scale(loss).
   void backward(const at::Tensor& loss);
+  at::Tensor scale(const at::Tensor& loss) { return model_->scale(loss); }
   // Ends a micro-step. At an accumulation boundary updates the weights, steps the schedule, and
   // says how it went; nullopt elsewhere.
   std::optional<engine::StepResult> step();

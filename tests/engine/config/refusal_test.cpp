@@ -36,7 +36,8 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
        "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
        "elements that are gathered at a time, but for the units in use and, unless "
        "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
-       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found \" 5e8\""},
+       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found \" "
+       "5e8\""},
       {R"({"zero_optimization": {"reduce_bucket_size": 0.5}})",
        "zero_optimization.reduce_bucket_size: wanted a number of elements > 0"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": NaN}})",
@@ -177,8 +178,6 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
       {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
       {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
       {R"({"sparse_gradients": true})", "sparse_gradients: not supported"},
-      {R"({"managed_gradient_accumulation": false})",
-       "managed_gradient_accumulation: not supported"},
       {R"({"torch_autocast": {"enabled": true}})", "torch_autocast: not supported"},
       {R"({"data_types": {"param_dtype": "bf16"}})", "data_types.param_dtype: not supported"},
       {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",

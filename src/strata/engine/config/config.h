@@ -116,7 +116,8 @@ struct Config {
   ZeroConfig zero;
   PrecisionConfig precision;
   BatchSizes batch;
-  double gradient_clipping = 1.0;  // 0: none
+  bool managed_accumulation = true;  // false: every step() is a boundary
+  double gradient_clipping = 1.0;    // 0: none
   GradientOp gradient_op = GradientOp::kMean;
   std::optional<std::int64_t> steps_per_print;  // absent: never
   bool drop_last = false;

@@ -18,6 +18,10 @@ constexpr std::array kTrainingKeys{
         "samples of one forward on one rank", ""},
     Key{"gradient_accumulation_steps", kInteger, "null", "1..2147483647", kHonoured,
         "forward and backward passes of one step", ""},
+    Key{"managed_gradient_accumulation", kFlag, "true", "", kHonoured,
+        "false: every step() updates the weights, after as many passes as the caller likes; losses "
+        "are still divided by gradient_accumulation_steps",
+        ""},
     Key{"gradient_clipping", kNumber, "1.0", ">= 0", kHonoured,
         "largest global L2 norm of the gradient; 0 does not clip", ""},
     Key{"gradient_allreduce_op", kWord, "\"mean\"", "mean|sum", kHonoured,
@@ -57,9 +61,6 @@ constexpr std::array kTrainingKeys{
     Key{"vocabulary_size", kInteger, "null", "", kHint, "size of the vocabulary",
         "it was only ever checked for alignment"},
 
-    Key{"managed_gradient_accumulation", kFlag, "true", "", kRefused,
-        "false: the caller divides the loss and counts micro-steps",
-        "remove the key and call set_gradient_accumulation_boundary"},
     Key{"sparse_gradients", kFlag, "false", "", kRefused, "sparse gradients of embeddings",
         "write false or remove the key: gradients are dense"},
 };

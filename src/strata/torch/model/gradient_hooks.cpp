@@ -1,8 +1,12 @@
 #include "strata/torch/model/gradient_hooks.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
 
 #include "strata/base/error.h"
 #include "strata/torch/base/dtype.h"
@@ -15,6 +19,8 @@ namespace autograd = ::torch::autograd;
 // What the hooks of one engine share; cleared when the engine goes.
 struct Receiver {
   engine::Engine* engine = nullptr;
+  AutogradPass* pass = nullptr;
+  double factor = 1.0;
 };
 
 class TakeGradient final : public autograd::FunctionPreHook {
@@ -25,27 +31,24 @@ class TakeGradient final : public autograd::FunctionPreHook {
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
     engine::Engine* engine = receiver_->engine;
     if (engine == nullptr || gradients.empty() || !gradients[0].defined()) return gradients;
-    const std::string& name = engine->weights().param(param_).name;
-    if (!engine->in_backward()) {
-      throw UsageError(
-          fmt::format("a gradient of '{}' arrived outside the engine's backward; call "
-                      "engine.backward(loss) instead of "
-                      "loss.backward()",
-                      name));
-    }
-    const at::Tensor& gradient = gradients[0];
-    if (gradient.layout() != at::kStrided) {
+    receiver_->pass->begin();
+    if (gradients[0].layout() != at::kStrided) {
       throw UsageError(fmt::format(
           "the gradient of '{}' is sparse, which cannot be sharded; make the embedding with "
           "sparse=False",
-          name));
+          engine->weights().param(param_).name));
+    }
+    at::Tensor gradient = gradients[0].to(place_);
+    if (receiver_->factor != 1.0) {
+      const at::NoGradGuard no_grad;
+      gradient = gradient.mul(receiver_->factor);
     }
     // Kept until it is copied; after that the engine has the stream of this thread, on which torch
     // may use the memory again, wait for the copy.
     const DType given = from_scalar_type(gradient.scalar_type());
     const DType dtype = given == DType::kFloat64 ? DType::kFloat32 : given;
     auto dense =
-        std::make_shared<const at::Tensor>(gradient.to(place_, to_scalar_type(dtype)).contiguous());
+        std::make_shared<const at::Tensor>(gradient.to(to_scalar_type(dtype)).contiguous());
     const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
     engine->add_gradient(param_, values, dtype, std::move(dense));
     return {at::Tensor()};
@@ -57,22 +60,62 @@ class TakeGradient final : public autograd::FunctionPreHook {
   c10::Device place_;
 };
 
+// On a parameter that was frozen when the engine was made, and has no place for gradients.
+class RefuseGradient final : public autograd::FunctionPreHook {
+ public:
+  RefuseGradient(std::shared_ptr<Receiver> receiver, int param)
+      : receiver_(std::move(receiver)), param_(param) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    if (receiver_->engine == nullptr) return gradients;
+    throw UsageError(fmt::format(
+        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
+        "requires_grad before initialize()",
+        receiver_->engine->weights().param(param_).name));
+  }
+
+ private:
+  std::shared_ptr<Receiver> receiver_;
+  int param_;
+};
+
+// Also of a parameter that requires no gradient now: when it does, autograd uses this node.
+std::shared_ptr<autograd::Node> accumulator_of(at::Tensor variable) {
+  const bool frozen = !variable.requires_grad();
+  if (frozen) variable.set_requires_grad(true);
+  std::shared_ptr<autograd::Node> node = autograd::impl::grad_accumulator(variable);
+  if (frozen) variable.set_requires_grad(false);
+  return node;
+}
+
 }  // namespace
 
 struct GradientHooks::Nodes {
   std::shared_ptr<Receiver> receiver = std::make_shared<Receiver>();
   std::vector<std::pair<std::shared_ptr<autograd::Node>, autograd::FunctionPreHook*>> hooked;
+  std::vector<autograd::Node*> trainable;
+
+  void add(std::shared_ptr<autograd::Node> node, std::unique_ptr<autograd::FunctionPreHook> hook) {
+    hooked.emplace_back(node, hook.get());
+    node->add_pre_hook(std::move(hook));
+  }
 };
 
-GradientHooks::GradientHooks(engine::Engine& engine, const ParameterSet& parameters)
+GradientHooks::GradientHooks(engine::Engine& engine, const ParameterSet& parameters,
+                             AutogradPass& pass)
     : nodes_(std::make_unique<Nodes>()) {
   nodes_->receiver->engine = &engine;
+  nodes_->receiver->pass = &pass;
   for (int i = 0; i < parameters.size(); ++i) {
-    if (!engine.weights().param(i).trainable) continue;
-    auto node = autograd::impl::grad_accumulator(parameters.variable(i));
-    auto hook = std::make_unique<TakeGradient>(nodes_->receiver, i, parameters.place());
-    nodes_->hooked.emplace_back(node, hook.get());
-    node->add_pre_hook(std::move(hook));
+    const at::Tensor& variable = parameters.variable(i);
+    if (engine.weights().param(i).trainable) {
+      auto node = accumulator_of(variable);
+      nodes_->trainable.push_back(node.get());
+      nodes_->add(std::move(node),
+                  std::make_unique<TakeGradient>(nodes_->receiver, i, parameters.place()));
+    } else if (!variable.requires_grad() && variable.is_floating_point()) {
+      nodes_->add(accumulator_of(variable), std::make_unique<RefuseGradient>(nodes_->receiver, i));
+    }
   }
 }
 
@@ -81,6 +124,19 @@ GradientHooks::~GradientHooks() {
   for (const auto& [node, hook] : nodes_->hooked) {
     std::erase_if(node->pre_hooks(), [hook = hook](const auto& h) { return h.get() == hook; });
   }
+}
+
+bool GradientHooks::stored_by_running_graph() const {
+  const auto* chosen = autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return true;  // all leaves are
+  return std::any_of(nodes_->trainable.begin(), nodes_->trainable.end(), [&](auto* node) {
+    const auto found = chosen->find(node);
+    return found != chosen->end() && found->second.needed_;
+  });
+}
+
+void GradientHooks::set_factor(double factor) {
+  nodes_->receiver->factor = factor;
 }
 
 }  // namespace strata::torch

@@ -1,11 +1,17 @@
-// Takes gradients where autograd would store them. A pre-hook on each parameter's AccumulateGrad
-// node hands the gradient to the engine and gives autograd nothing, so `.grad` is never made. Hooks
-// of the user (tensor hooks before, post-accumulate hooks after) keep working, since they are kept
-// elsewhere. Threads: the hooks run in autograd's threads, one at a time for one device. Ownership:
+// Takes gradients where autograd would store them. A pre-hook on each trainable parameter's
+// AccumulateGrad node hands the gradient to the engine and gives autograd nothing, so `.grad` is
+// never made. Hooks of the user (tensor hooks before, post-accumulate hooks after) keep working,
+// since they are kept elsewhere. The first gradient of a backward pass begins the pass, unless it
+// runs already (AutogradPass).
+//
+// A parameter that was frozen when the engine was made refuses its first gradient. One that
+// requires gradients and is not trained by the engine is left to autograd, `.grad` and all.
+//
+// Threads: the hooks run in autograd's threads, one at a time for one device. Ownership:
 // keeps the AccumulateGrad nodes alive (a tensor holds its node weakly); the hooks hold the
 // receiver weakly through a shared switch, and do nothing once this object is gone.
-// Errors: UsageError, thrown out of backward, for sparse gradients and gradients outside
-// engine.backward().
+// Errors: UsageError, thrown out of backward, for sparse gradients and for parameters that were
+// frozen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +20,7 @@
 #include <vector>
 
 #include "strata/engine/engine.h"
+#include "strata/torch/model/autograd_pass.h"
 #include "strata/torch/model/parameter_set.h"
 
 namespace strata::torch {
@@ -21,10 +28,16 @@ namespace strata::torch {
 class GradientHooks {
  public:
   // Parameters must be at their full shape (ParameterSet::bind).
-  GradientHooks(engine::Engine& engine, const ParameterSet& parameters);
+  GradientHooks(engine::Engine& engine, const ParameterSet& parameters, AutogradPass& pass);
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
+
+  // Whether the graph that runs in this thread stores a gradient of a trainable parameter, as far
+  // as autograd knows it beforehand.
+  bool stored_by_running_graph() const;
+  // What gradients are multiplied by when they come.
+  void set_factor(double factor);
 
  private:
   struct Nodes;

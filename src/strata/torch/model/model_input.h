@@ -30,7 +30,7 @@ struct ModelParameter {
   at::Tensor variable;              // the user's tensor object
   std::vector<std::int64_t> shape;  // full
   bool has_values = true;           // false: born flat, values come from files
-  int group = 0;                    // of the optimizer
+  int group = 0;                    // of the optimizer; -1: none trains it
   // Another model that has sharded this parameter already, and its index there: its values are
   // taken over shard by shard, and it retires when all are.
   std::shared_ptr<ParameterOwner> owner;

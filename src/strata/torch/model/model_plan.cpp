@@ -39,14 +39,14 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
     spec.name = parameter.name;
     spec.shape = parameter.shape;
     spec.dtype = config.precision.weight_dtype(from_scalar_type(parameter.variable.scalar_type()));
-    spec.trainable = parameter.variable.requires_grad();
+    spec.trainable = parameter.variable.requires_grad() && parameter.group >= 0;
     if (spec.trainable && !is_floating(spec.dtype)) {
       throw ConfigError(fmt::format(
           "a trainable parameter is of float32, bfloat16, float16 or float64; freeze '{}' "
           "(requires_grad=False), or convert it before initialize(); it is of {}",
           spec.name, name_of(spec.dtype)));
     }
-    spec.group = parameter.group;
+    spec.group = std::max(parameter.group, 0);
     specs.push_back(std::move(spec));
   }
   return specs;

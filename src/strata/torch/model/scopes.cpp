@@ -4,9 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,52 +14,13 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/torch/model/autograd_pass.h"
 #include "strata/torch/model/scope_range.h"
 
 namespace strata::torch {
 namespace {
 
 namespace autograd = ::torch::autograd;
-
-// Runs a function when a node is about to run; passes gradients through.
-class BeforeNode final : public autograd::FunctionPreHook {
- public:
-  explicit BeforeNode(std::function<void()> action) : action_(std::move(action)) {}
-  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    action_();
-    return gradients;
-  }
-
- private:
-  std::function<void()> action_;
-};
-
-void add_producer(const at::Tensor& tensor, std::vector<autograd::Node*>& nodes) {
-  autograd::Node* node = tensor.grad_fn().get();
-  if (node != nullptr && std::find(nodes.begin(), nodes.end(), node) == nodes.end())
-    nodes.push_back(node);
-}
-
-std::vector<autograd::Node*> producers(std::span<const at::Tensor> tensors) {
-  std::vector<autograd::Node*> nodes;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && tensor.requires_grad()) add_producer(tensor, nodes);
-  }
-  return nodes;
-}
-
-// Those of the tensors that these are views of. A change in place of a view (of a linear layer's
-// output, say) cuts the view's own node out of the graph; its base's stays.
-std::vector<autograd::Node*> producers_of_bases(std::span<const at::Tensor> tensors) {
-  std::vector<autograd::Node*> nodes;
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined() || !tensor.requires_grad()) continue;
-    const auto* view = autograd::impl::get_view_autograd_meta(tensor);
-    if (view == nullptr || !view->has_bw_view()) continue;
-    add_producer(view->get_backward_view().base_, nodes);
-  }
-  return nodes;
-}
 
 }  // namespace
 
@@ -156,8 +115,9 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
                   std::span<const at::Tensor> outputs);
 };
 
-Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes)
-    : tracker_(std::make_shared<Tracker>()) {
+Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes,
+               std::function<void(std::span<const at::Tensor>)> on_outputs)
+    : on_outputs_(std::move(on_outputs)), tracker_(std::make_shared<Tracker>()) {
   tracker_->engine = &engine;
   for (const Scope& scope : scopes) {
     tracker_->labels.push_back(engine.recorder().add_label(scope.name));
@@ -206,6 +166,7 @@ void Scopes::leave(int scope, std::span<const at::Tensor> inputs,
   first.attempt([&] {
     entered.range.end(t.engine->recorder());
     t.hang_hooks(scope, entered.sequence, inputs, outputs);
+    if (t.entered.empty() && on_outputs_) on_outputs_(outputs);
   });
   first.attempt([&] { t.release(scope); });
   t.driver = entered.outer;
@@ -234,9 +195,9 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
   for (autograd::Node* node : made) {
     // An input that is handed through was not made here.
     if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
-    node->add_pre_hook(std::make_unique<BeforeNode>([tracker, life] {
+    run_before(*node, /*first=*/false, [tracker, life] {
       if (const auto t = tracker.lock()) t->begin(life);
-    }));
+    });
   }
   for (autograd::Node* node : before) {
     // The first of them to run ends the life, not the last: the blocks of a decoder have the
@@ -245,11 +206,9 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
     // scope is left.
     // In front of the hooks that are there: the node belongs to the scope before this one, whose
     // units are gathered by such a hook, and ours should be gone by then.
-    auto hook = std::make_unique<BeforeNode>([tracker, life] {
+    run_before(*node, /*first=*/true, [tracker, life] {
       if (const auto t = tracker.lock()) t->end(life);
     });
-    auto& hooks = node->pre_hooks();
-    hooks.insert(hooks.begin(), std::move(hook));
   }
 }
 
@@ -292,12 +251,18 @@ void Scopes::end_backward() {
   FirstError first;
   const auto running = t.running;
   for (const auto& life : running) first.attempt([&] { t.end(life); });
-  first.attempt([&] {
-    const std::lock_guard lock(t.reads_mutex);
-    t.release(std::exchange(t.read_units, {}));
-  });
   first.attempt([&] { release_idle_reads(); });
   t.driver = std::thread::id();
+  first.rethrow();
+}
+
+void Scopes::end_micro_step() {
+  FirstError first;
+  first.attempt([&] { end_backward(); });
+  first.attempt([&] {
+    const std::lock_guard lock(tracker_->reads_mutex);
+    tracker_->release(std::exchange(tracker_->read_units, {}));
+  });
   first.rethrow();
 }
 

@@ -11,8 +11,8 @@
 // is entered at all (needed()).
 //
 // Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
-// gathered until the backward pass ends (autograd may have saved it) or, under no_grad, until the
-// next forward or step.
+// gathered until the micro-step ends (autograd may have saved it for several backward passes) or,
+// under no_grad, until the next forward or step.
 //
 // Threads: one thread at a time. Another thread may call read() while no pass and no step runs, and
 // is refused (UsageError) while one does: a pass gathers in an order that all ranks share.
@@ -23,6 +23,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -40,8 +41,9 @@ class Scopes {
     std::vector<int> units;        // that its forward needs
     bool read_in_backward = true;  // false: its backward does without them
   };
-  // By scope id.
-  Scopes(engine::Engine& engine, std::vector<Scope> scopes);
+  // By scope id. `on_outputs` gets what scopes return that were entered within no other.
+  Scopes(engine::Engine& engine, std::vector<Scope> scopes,
+         std::function<void(std::span<const at::Tensor>)> on_outputs = {});
   ~Scopes();
   Scopes(const Scopes&) = delete;
   Scopes& operator=(const Scopes&) = delete;
@@ -63,9 +65,11 @@ class Scopes {
   void release_idle_reads();
   // A backward pass runs, until end_backward().
   void begin_backward();
-  // Ends every scope's backward that is still open, and lets go of all that read() gathered. Called
-  // after a backward pass and before a step.
+  // Ends every scope's backward that is still open, and lets go of what read() gathered under
+  // no_grad.
   void end_backward();
+  // end_backward(), and lets go of all that read() gathered.
+  void end_micro_step();
 
   // What failed while something was abandoned, after which nothing can go on.
   FirstError& failure() { return failure_; }
@@ -85,6 +89,7 @@ class Scopes {
  private:
   struct Tracker;
   FirstError failure_;
+  std::function<void(std::span<const at::Tensor>)> on_outputs_;
   std::shared_ptr<Tracker> tracker_;
 };
 

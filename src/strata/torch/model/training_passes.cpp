@@ -1,7 +1,11 @@
 #include "strata/torch/model/training_passes.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 #include <vector>
+
+#include "strata/base/error.h"
 
 namespace strata::torch {
 namespace {
@@ -21,36 +25,96 @@ std::vector<Scopes::Scope> scopes_of(const PlannedModel& model) {
 TrainingPasses::TrainingPasses(engine::Engine& engine, const ParameterSet& parameters,
                                const PlannedModel& model, const engine::Config& config)
     : engine_(engine),
-      hooks_(engine, parameters),
-      scopes_(engine, scopes_of(model)),
-      control_(engine, config) {}
+      control_(engine, config),
+      scales_loss_(config.precision.param_dtype == DType::kFloat16),
+      pass_({[this] { return hooks_.stored_by_running_graph(); },
+             [this](bool scaled) { begin_found(scaled); }, [this] { end_found(); },
+             [this] { abandon_backward(); }}),
+      hooks_(engine, parameters, pass_),
+      scopes_(engine, scopes_of(model), [this](std::span<const at::Tensor> outputs) {
+        if (in_root_ == 0) pass_.expect(outputs);
+      }) {}
 
 void TrainingPasses::begin_forward() {
+  pass_.settle();
   scopes_.failure().rethrow();
+  begun_ = true;
+  if (engine_.in_backward()) return;  // a checkpoint runs the forward again
   scopes_.release_idle_reads();
   engine_.begin_forward();
 }
 
+void TrainingPasses::enter_root() {
+  if (!std::exchange(begun_, false) && at::GradMode::is_enabled()) {
+    begin_forward();
+    begun_ = false;
+  }
+  called_ = true;
+  ++in_root_;
+}
+
+void TrainingPasses::leave_root(std::span<const at::Tensor> outputs) {
+  if (--in_root_ == 0) pass_.expect(outputs);
+}
+
 void TrainingPasses::begin_backward() {
+  pass_.settle();
   scopes_.failure().rethrow();
+  if (std::exchange(called_, false) && !engine_.forward_seen()) engine_.begin_forward();
   control_.begin_backward();
   scopes_.begin_backward();
+  hooks_.set_factor(1.0);
+  pass_.drive(true);
 }
 
 void TrainingPasses::end_backward() {
+  pass_.drive(false);
   scopes_.end_backward();
   control_.end_backward();
 }
 
+void TrainingPasses::begin_found(bool scaled) {
+  scopes_.failure().rethrow();
+  if (scales_loss_ && !scaled) {
+    throw UsageError(
+        "fp16 needs a scaled loss, and backward() was called on one that is not; call "
+        "engine.scale(loss).backward(), or engine.backward(loss)");
+  }
+  keeps_ = in_root_ > 0;
+  if (!engine_.forward_seen()) engine_.begin_forward();
+  if (keeps_) {
+    engine_.begin_backward(/*boundary=*/false, /*synchronise=*/false);
+  } else {
+    control_.begin_backward();
+    scopes_.begin_backward();
+  }
+  const double steps = static_cast<double>(control_.accumulation_steps());
+  hooks_.set_factor(AutogradPass::divided() ? 1.0 : 1.0 / steps);
+}
+
+void TrainingPasses::end_found() {
+  if (keeps_)
+    engine_.end_backward();
+  else
+    end_backward();
+}
+
 void TrainingPasses::abandon_backward() noexcept {
-  scopes_.failure().attempt([this] { scopes_.end_backward(); });
+  pass_.drive(false);
+  scopes_.failure().attempt([this] { scopes_.end_micro_step(); });
   scopes_.failure().attempt([this] { control_.abandon_backward(); });
+}
+
+at::Tensor TrainingPasses::scale(const at::Tensor& loss) {
+  return scales_loss_ ? pass_.scaled(loss, control_.loss_scaler().scale()) : loss;
 }
 
 std::optional<engine::StepResult> TrainingPasses::step(
     std::span<const engine::GroupScalars> groups) {
+  pass_.settle();
   scopes_.failure().rethrow();
-  scopes_.end_backward();
+  called_ = false;
+  scopes_.end_micro_step();
   const Scopes::Claim claim(scopes_);
   return control_.step(groups);
 }

@@ -1,6 +1,13 @@
 // The passes of training: forward, backward and step of one model, in their order, with the hooks
 // in autograd that bring weights and take gradients.
 //
+// A backward pass is either told (begin_backward() to end_backward(), around autograd's run), or
+// autograd runs alone and the pass is found (AutogradPass). A found pass has the same effect as one
+// that is told: its gradients are divided by the accumulation steps as they come, unless the graph
+// belongs to a loss that another engine has divided. In fp16 its loss must come from scale(). A
+// found pass within the root's forward (a loss that differentiates its own parts) keeps its
+// gradients on the rank for the pass that follows.
+//
 // A pass that fails is abandoned; the error that ended it is its caller's. What fails while it is
 // abandoned is kept, and thrown by the next call: the engine is in no state to go on then.
 //
@@ -15,6 +22,7 @@
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
+#include "strata/torch/model/autograd_pass.h"
 #include "strata/torch/model/gradient_hooks.h"
 #include "strata/torch/model/model_plan.h"
 #include "strata/torch/model/parameter_set.h"
@@ -32,17 +40,34 @@ class TrainingPasses {
   engine::StepControl& control() { return control_; }
 
   void begin_forward();
+  // Around the root's forward, however it was called: what was not begun begins here, where
+  // autograd records. leave_root() in any case, without outputs where the forward threw.
+  void enter_root();
+  void leave_root(std::span<const at::Tensor> outputs);
+
   void begin_backward();
   void end_backward();
   // After any failure since begin_backward(); ends what it has begun.
   void abandon_backward() noexcept;
+  // The loss from which autograd may run alone: times the loss scale in fp16, else itself.
+  at::Tensor scale(const at::Tensor& loss);
+
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
  private:
+  void begin_found(bool scaled);
+  void end_found();
+
   engine::Engine& engine_;
+  engine::StepControl control_;
+  bool scales_loss_;  // fp16
+  AutogradPass pass_;
   GradientHooks hooks_;
   Scopes scopes_;
-  engine::StepControl control_;
+  bool begun_ = false;   // begin_forward() has been called for the root's next forward
+  bool called_ = false;  // the root, since the last backward pass or step; also without gradients
+  int in_root_ = 0;      // forwards of the root that have not returned
+  bool keeps_ = false;   // the found pass that runs keeps its gradients on this rank
 };
 
 }  // namespace strata::torch

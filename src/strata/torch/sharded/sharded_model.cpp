@@ -85,6 +85,20 @@ void ShardedModel::begin_forward() {
   passes_->begin_forward();
 }
 
+void ShardedModel::enter_root() {
+  require_alive();
+  passes_->enter_root();
+}
+
+void ShardedModel::leave_root(std::span<const at::Tensor> outputs) {
+  if (alive()) passes_->leave_root(outputs);
+}
+
+at::Tensor ShardedModel::scale(const at::Tensor& loss) {
+  require_alive();
+  return passes_->scale(loss);
+}
+
 void ShardedModel::begin_backward() {
   require_alive();
   values_->gather_what_was_saved();
@@ -154,7 +168,7 @@ void ShardedModel::wait_for_all() {
 
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
-  passes_->scopes().end_backward();
+  passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;
   try {

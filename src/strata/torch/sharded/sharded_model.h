@@ -53,12 +53,15 @@ class ShardedModel final : public ParameterOwner {
   const plan::ModelPlan& plan() const { return model_.plan; }
   Scopes& scopes();
   void begin_forward();
+  void enter_root();
+  void leave_root(std::span<const at::Tensor> outputs);
 
-  // --- training ---
+  // --- training: TrainingPasses says what they do ---
   engine::StepControl& control();
   void begin_backward();
   void end_backward();
   void abandon_backward() noexcept;
+  at::Tensor scale(const at::Tensor& loss);
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
   // --- values: ValueAccess says what they do ---
