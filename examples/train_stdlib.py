@@ -36,7 +36,7 @@ import strata
 SAMPLE_PROMPT = b"def "
 
 
-def write_initial_checkpoint(folder):
+def write_initial_checkpoint(folder, dtype):
     """A Qwen3 of 6.4 M parameters with random weights, as config.json and safetensors."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -52,7 +52,7 @@ def write_initial_checkpoint(folder):
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
@@ -224,8 +224,10 @@ def main():
     console = Console(quiet=rank != 0)
 
     initial, trained = arguments.out / "initial", arguments.out / "trained"
-    parameters = int(total_over_ranks(write_initial_checkpoint(initial) if rank == 0 else 0))
-    engine, _, _, _ = strata.load_pretrained(str(initial), read_config(arguments.config))
+    config = read_config(arguments.config)
+    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    parameters = int(total_over_ranks(write_initial_checkpoint(initial, dtype) if rank == 0 else 0))
+    engine, _, _, _ = strata.load_pretrained(str(initial), config)
     engine.train()
     text, held_out = read_standard_library()
     ranks = "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"

@@ -216,7 +216,7 @@ class Init:
                 self._device = choose_device(self._config, tree)
         if rank_and_world_size()[1] == 1:
             for parameter in new.values():
-                _place(parameter, self._device, getattr(torch, self._config.dtype))
+                _place(parameter, self._device, self._config.weight_dtype(parameter.dtype))
             return
         if self._runtime is None:
             self._runtime = _C.Runtime(self._device, threads=1, world_size=1).joined(
@@ -256,7 +256,7 @@ def _can_be_sharded(parameter):
 
 
 def _place(parameter, device, dtype):
-    parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
+    parameter.data = parameter.data.to(device, dtype)
     mark_managed(parameter, parameter.shape)
 
 

@@ -188,6 +188,7 @@ def _reference_step(reference, run, tokens):
     for mean in means[1:]:
         sums = [a + b for a, b in zip(sums, mean)]
     reference.sums = sums
+    reference.came = [bool(total.any()) for total in sums]
     reference.step()
 
 
