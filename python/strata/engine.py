@@ -47,7 +47,7 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         self._advance = None  # of the scheduler, by the last step
         self.training_dataloader = None
         self.init_report = None
-        self._at_boundary = False  # the last step()
+        self._at_boundary = False  # whether the last call of step() was one
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
@@ -69,9 +69,9 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
     # --- the pass ---
 
     def forward(self, *args, **kwargs):
-        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also within tuples, lists, dicts and
-        dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by ``engine.module(...)`` and
-        ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
+        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also within
+        tuples, lists, dicts and dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by
+        ``engine.module(...)`` and ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
 
         Raises:
             UsageError: for a tensor on another GPU.
@@ -126,12 +126,13 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         if self.coalesces:
             raise _C.UsageError("step() was called within coalesce_grad_reduction(), whose gradients are not reduced "
                                 "yet; call it after the block")
-        self._at_boundary = self.core.ends_step()
-        if self._at_boundary:
+        self._at_boundary = False
+        if self.core.ends_step():
             self._settle_schedule()
         result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         if result is None:
             return
+        self._at_boundary = True
         applied, warning = result  # None: the device has yet to tell
         if warning and self.global_rank == 0:
             logger.warning("%s", warning)

@@ -188,7 +188,8 @@ def _find_config(args, config, config_params):
 
 
 def _require_filled_in(config, optimizer, lr_scheduler):
-    """Raises ConfigError for an "auto" that nobody replaced, where it matters: the client's own count instead."""
+    """Raises ConfigError for an "auto" that nobody replaced in a section that counts: an optimizer or a scheduler that
+    the script passes counts in place of the configuration's."""
     config.require_filled_in("gradient_clipping")
     if optimizer is None:
         config.require_filled_in("optimizer")
