@@ -118,6 +118,8 @@ class Engine {
   bool last_step_applied() { return check_.last_applied(); }
   // All steps that were skipped. `wait`: for the device; else the last one may be missing.
   std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
+  // Of an earlier run; drops the gradients of the step so far.
+  void set_skipped_steps(std::int64_t steps);
   // Has the optimizer forget the last step where the device skipped it. Throws what that has left
   // to say.
   void settle_step();

@@ -1,7 +1,7 @@
 #include "strata/format/manifest.h"
 
 #include <algorithm>
-#include <tuple>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/format/manifest_check.h"
@@ -39,6 +39,15 @@ std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offs
                        manifest.kinds[extent.kind]);
   }
   return "the header or the space between tensors";
+}
+
+void append(Manifest& manifest, ManifestPart part) {
+  const std::size_t before = manifest.files.size();
+  for (ManifestFile& file : part.files) manifest.files.push_back(std::move(file));
+  for (ManifestExtent& extent : part.extents) {
+    extent.file += before;
+    manifest.extents.push_back(extent);
+  }
 }
 
 Manifest read_manifest(const std::string& folder) {
