@@ -6,6 +6,7 @@ import torch
 
 from . import _C
 from .accumulation import Accumulation
+from .checkpoint.engine_checkpoints import EngineCheckpoints
 from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
@@ -21,7 +22,7 @@ from .views.step_view import print_table
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineNames, Accumulation, torch.nn.Module):
+class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
     """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
     ``Accumulation`` what concerns micro-steps.
 
@@ -48,6 +49,7 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         self.training_dataloader = None
         self.init_report = None
         self._at_boundary = False  # whether the last call of step() was one
+        self._unapplied = 0  # micro-steps since the last boundary
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
@@ -130,6 +132,7 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         if self.core.ends_step():
             self._settle_schedule()
         result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        self._unapplied = self._unapplied + 1 if result is None else 0
         if result is None:
             return
         self._at_boundary = True

@@ -271,16 +271,6 @@ class EngineNames:
 
     # --- what there is not ---
 
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """Raises UsageError: training checkpoints are not written by this version."""
-        raise _C.UsageError("save_checkpoint: training checkpoints are not written by this version; write the weights "
-                            "with save_pretrained(folder) or save_16bit_model(folder)")
-
-    def load_checkpoint(self, load_dir, tag=None, **_options):
-        """Raises UsageError: training checkpoints are not read by this version."""
-        raise _C.UsageError("load_checkpoint: training checkpoints are not read by this version; read weights with "
-                            "strata.load_weights(engine, folder)")
-
     def offload_states(self, include=None, device=None, pin_memory=True, non_blocking=False):
         """Raises UsageError: the engine's states stay on their device."""
         raise _C.UsageError("offload_states: this version keeps its states on the device; free them with "

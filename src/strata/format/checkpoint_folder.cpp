@@ -29,7 +29,7 @@ constexpr std::string_view kReplaced = ".replaced";
 constexpr std::string_view kPartial = ".partial";
 
 std::string joined(const std::string& folder, std::string_view name) {
-  return folder + "/" + std::string(name);
+  return fmt::format("{}/{}", folder, name);
 }
 
 // The old one of a tag, while a new one takes its name.
@@ -119,7 +119,7 @@ NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCall
   lock();
   recover_replaced();
   remove_leftovers();
-  const std::string made = io::temporary_name(joined(folder_, "." + tag_));
+  const std::string made = io::temporary_name(joined(folder_, fmt::format(".{}", tag_)));
   calls_.make_folder(made);
   staging_ = made;
 }
@@ -225,7 +225,7 @@ void NewCheckpoint::take_place() {
 
 void NewCheckpoint::name_latest(io::IoEngine& io) {
   const std::string path = joined(folder_, kLatest);
-  const std::string written = io::temporary_name(joined(folder_, "." + std::string(kLatest)));
+  const std::string written = io::temporary_name(joined(folder_, fmt::format(".{}", kLatest)));
   try {
     put_text(written, tag_, io);
     calls_.rename(written, path);
@@ -247,7 +247,7 @@ void NewCheckpoint::remove_old(int keep) noexcept {
       if (tag == tag_ || tag == latest) continue;
       // Not its manifest first: a folder half removed must not look whole.
       const std::string path = joined(folder_, tag);
-      const std::string going = io::temporary_name(joined(folder_, "." + tag));
+      const std::string going = io::temporary_name(joined(folder_, fmt::format(".{}", tag)));
       calls_.rename(path, going);
       calls_.remove_tree(going);
       --left;

@@ -51,7 +51,7 @@ void append(Manifest& manifest, ManifestPart part) {
 }
 
 Manifest read_manifest(const std::string& folder) {
-  const std::string path = folder + "/" + std::string(kManifestName);
+  const std::string path = fmt::format("{}/{}", folder, kManifestName);
   const io::File file(path, io::File::Mode::kRead);
   const Bytes bytes = file.size();
   if (bytes > kManifestBytesMax) {

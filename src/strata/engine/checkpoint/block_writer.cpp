@@ -12,7 +12,7 @@ BlockWriter::BlockWriter(const std::string& folder, std::string name, Bytes byte
       calls_(calls),
       entry_{std::move(name), bytes,
              format::BlockChecksums(format::BlockChecksums::block_for(bytes), {})},
-      file_(calls.create(folder + "/" + entry_.name)) {
+      file_(calls.create(fmt::format("{}/{}", folder, entry_.name))) {
   file_.reserve(bytes);
 }
 

@@ -1,5 +1,7 @@
 #include "strata/engine/checkpoint/shard_file.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -13,8 +15,9 @@ namespace {
 // Names in the file, for whoever opens it with another reader: one kind a prefix.
 format::TensorSpec spec_of(const FilePart& part) {
   const bool value = part.kind == format::kValue;
-  return {
-      value ? part.name : part.kind + ":" + part.name, part.dtype, {(part.end - part.begin).value}};
+  return {value ? part.name : fmt::format("{}:{}", part.kind, part.name),
+          part.dtype,
+          {(part.end - part.begin).value}};
 }
 
 }  // namespace

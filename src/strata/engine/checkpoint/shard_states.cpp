@@ -9,7 +9,7 @@
 namespace strata::engine {
 namespace {
 
-constexpr Bytes kScratch = 4_MiB;
+constexpr Bytes kJoinScratch = 4_MiB;
 
 using format::kValue;
 
@@ -112,8 +112,8 @@ void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
                         remainder, first, stream);
     return;
   }
-  if (scratch_ == nullptr) scratch_ = device.allocate(kScratch, memory::Kind::kStaging);
-  const Numel most(kScratch / size_of(DType::kFloat32));
+  if (scratch_ == nullptr) scratch_ = device.allocate(kJoinScratch, memory::Kind::kStaging);
+  const Numel most(kJoinScratch / size_of(DType::kFloat32));
   for (Numel done; done < numel; done += most) {
     const Numel count = std::min(most, numel - done);
     const Bytes bytes = bytes_of(count, DType::kFloat32);

@@ -94,8 +94,8 @@ Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
 
 CheckpointFiles::CheckpointFiles(const TrainingCheckpoint& checkpoint) : checkpoint_(checkpoint) {
   for (const format::ManifestFile& entry : checkpoint.manifest().files) {
-    io::File& file =
-        files_.emplace_back(checkpoint.path() + "/" + entry.name, io::File::Mode::kRead);
+    io::File& file = files_.emplace_back(fmt::format("{}/{}", checkpoint.path(), entry.name),
+                                         io::File::Mode::kRead);
     if (file.size() != entry.bytes) {
       throw FormatError(fmt::format(
           "a file of a checkpoint has another size than it was written with; it is cut off or was "

@@ -18,7 +18,7 @@ using format::Manifest;
 using format::ManifestExtent;
 using format::TensorRole;
 
-constexpr std::string_view kLoading = "loading the checkpoint";
+constexpr std::string_view kLoadingTraining = "loading the checkpoint";
 
 std::string unique_name(const Manifest& manifest, std::size_t tensor, std::string_view kind) {
   return fmt::format("{} {}", kind, manifest.tensors[tensor].name);
@@ -65,9 +65,9 @@ class TrainingSink final : public ValueSink {
 };
 
 // The sources of a map: each entry is the sum of the tensor's extents of its kind.
-class Sources {
+class StateSources {
  public:
-  Sources(Engine& engine, const TrainingCheckpoint& checkpoint)
+  StateSources(Engine& engine, const TrainingCheckpoint& checkpoint)
       : engine_(engine), checkpoint_(checkpoint) {}
 
   void add(const Entry& entry, std::size_t tensor, std::string_view kind) {
@@ -126,9 +126,9 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
   }
 }
 
-Sources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
-                   const LoadRequest& request) {
-  Sources sources(engine, checkpoint);
+StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
+                        const LoadRequest& request) {
+  StateSources sources(engine, checkpoint);
   const ShardStates states(engine);
   for (int p = 0; p < engine.weights().param_count(); ++p) {
     const plan::ParamSpec& param = engine.weights().param(p);
@@ -176,10 +176,10 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
                    io::IoEngine& io, const StagingOptions& staging) {
   comm::Collectives& collectives = engine.collectives();
   std::optional<CheckpointFiles> files;
-  std::optional<Sources> sources;
+  std::optional<StateSources> sources;
   std::optional<format::WeightMap> map;
   engine.settle_step();
-  together(collectives, kLoading, [&] {
+  together(collectives, kLoadingTraining, [&] {
     if (request.strict) require_same_model(checkpoint, engine, request.without_frozen);
     files.emplace(checkpoint);
     engine.prepare();
@@ -187,8 +187,8 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
     map.emplace(sources->map());
   });
   // Nobody stores before all have let go of what they had gathered.
-  together(collectives, kLoading, [&] { engine.gatherer().invalidate(Changed::kAll); });
-  together(collectives, kLoading, [&] {
+  together(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
+  together(collectives, kLoadingTraining, [&] {
     const BlockCheck check{files->block(), [&](std::size_t file, Bytes offset, auto bytes) {
                              files->look(file, offset, bytes);
                            }};

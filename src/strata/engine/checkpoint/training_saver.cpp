@@ -13,7 +13,7 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kSaving = "saving the checkpoint";
+constexpr std::string_view kSavingTraining = "saving the checkpoint";
 
 void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
   const std::vector<std::string> tags = collectives.all_gather_text(tag);
@@ -105,7 +105,7 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
   engine.settle_step();  // what it has left to say is better said before a checkpoint
   require_same_tag(collectives, request.tag);
   std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
-  together(collectives, kSaving, [&] {
+  together(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
     format::require_tag(request.tag);
     if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
@@ -115,7 +115,7 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
   ShardStates states(engine);
   SavedShards saved = plan_together(engine, states, request.content);
   std::string part;
-  together(collectives, kSaving, [&] {
+  together(collectives, kSavingTraining, [&] {
     if (checkpoint) {
       for (const auto& [name, text] : request.texts) checkpoint->write_text(name, text, io);
     }
@@ -132,7 +132,7 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
     part = to_text(written);
   });
   const std::vector<std::string> parts = collectives.all_gather_text(part);
-  together(collectives, kSaving, [&] {
+  together(collectives, kSavingTraining, [&] {
     if (!checkpoint) return;
     checkpoint->publish(manifest_of(request, std::move(saved), engine, parts), request.publish, io);
   });
