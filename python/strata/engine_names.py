@@ -1,6 +1,7 @@
 """Names that training scripts and frameworks read on DeepSpeed's engine, beside those that train."""
 
 import json
+import os
 
 import torch
 
@@ -216,7 +217,10 @@ class EngineNames:
 
     @property
     def local_rank(self):
-        """int: index of this rank's device; on the CPU its rank."""
+        """int: this process's number on its host, as the launcher says (LOCAL_RANK); without one the index of its
+        device, or its rank."""
+        if "LOCAL_RANK" in os.environ:
+            return int(os.environ["LOCAL_RANK"])
         return self.global_rank if self.device.index is None else self.device.index
 
     def get_data_parallel_rank(self):
