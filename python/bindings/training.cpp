@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
+#include "strata/engine/checkpoint/async_saver.h"
 #include "strata/engine/checkpoint/training_loader.h"
 #include "strata/engine/checkpoint/training_progress.h"
 #include "strata/engine/checkpoint/training_saver.h"
@@ -16,13 +17,15 @@ namespace {
 using format::TensorRole;
 using torch::ShardedModel;
 
-// (role, name, tensor on the host, contiguous)
-using ExtraTuple = std::tuple<std::string, std::string, at::Tensor>;
+// (role, name, rank that writes it, shape, dtype, tensor on the host, contiguous; None elsewhere)
+using ExtraTuple = std::tuple<std::string, std::string, int, std::vector<std::int64_t>,
+                              at::ScalarType, std::optional<at::Tensor>>;
 // (parameter, kind, what is kept of this rank's part of it, contiguous)
 using StateTuple = std::tuple<int, std::string, at::Tensor>;
 
 TensorRole role_from(const std::string& name) {
-  for (const TensorRole role : {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kClient}) {
+  for (const TensorRole role : {TensorRole::kParameter, TensorRole::kBuffer,
+                                TensorRole::kRankBuffer, TensorRole::kClient}) {
     if (name_of(role) == name) return role;
   }
   STRATA_ASSERT(false);
@@ -34,15 +37,14 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
   engine::SavedContent content;
   content.aliases = aliases;
   content.frozen = frozen;
-  for (const auto& [role, name, tensor] : tensors) {
-    content.tensors.push_back({{name,
-                                role_from(role),
-                                tensor.sizes().vec(),
-                                torch::from_scalar_type(tensor.scalar_type()),
-                                false,
-                                {}},
-                               {static_cast<const std::byte*>(tensor.const_data_ptr()),
-                                static_cast<std::size_t>(tensor.nbytes())}});
+  for (const auto& [role, name, rank, shape, dtype, tensor] : tensors) {
+    std::span<const std::byte> bytes;
+    if (tensor) {
+      bytes = {static_cast<const std::byte*>(tensor->const_data_ptr()),
+               static_cast<std::size_t>(tensor->nbytes())};
+    }
+    content.tensors.push_back(
+        {{name, role_from(role), shape, torch::from_scalar_type(dtype), false, {}}, bytes, rank});
   }
   for (const auto& [param, kind, tensor] : states) {
     content.states.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
@@ -51,25 +53,61 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
   return content;
 }
 
-// Collective.
-void save(ShardedModel& model, const std::string& folder, const std::string& tag,
-          const std::string& training, const std::vector<std::vector<std::string>>& aliases,
-          const std::vector<ExtraTuple>& tensors, const std::vector<StateTuple>& states,
-          const std::vector<std::pair<std::string, std::string>>& texts, bool frozen, bool latest,
-          int keep) {
-  engine::SaveRequest request;
-  request.folder = folder;
-  request.tag = tag;
-  request.content = content_from(aliases, tensors, states, frozen);
-  request.texts = texts;
-  request.publish = {latest, keep};
-  io::ThreadEngine io;
-  io::KernelFolderCalls calls;
+engine::SaveRequest request_from(ShardedModel& model, const std::string& folder,
+                                 const std::string& tag, const std::string& training,
+                                 engine::SavedContent content,
+                                 const std::vector<std::pair<std::string, std::string>>& texts,
+                                 bool latest) {
   engine::Engine& engine = model.engine();
   engine.settle_step();
-  request.training = engine::with_progress(training, engine, model.control());
-  engine::save_training(engine, request, io, calls);
+  return {folder,
+          tag,
+          engine::with_progress(training, engine, model.control()),
+          std::move(content),
+          texts,
+          {latest, model.config().keep_checkpoints}};
 }
+
+// Saves a model's checkpoints, at once or beside training, as its configuration says.
+class TrainingSaver {
+ public:
+  explicit TrainingSaver(std::shared_ptr<ShardedModel> model)
+      : model_(std::move(model)),
+        io_(std::make_shared<io::ThreadEngine>()),
+        calls_(std::make_shared<io::KernelFolderCalls>()) {
+    if (!model_->config().async_checkpoints) return;
+    async_ = std::make_unique<engine::AsyncSaver>(model_->engine(), io_, calls_);
+    async_->expect();
+  }
+
+  // Collective.
+  void save(const std::string& folder, const std::string& tag, const std::string& training,
+            const std::vector<std::vector<std::string>>& aliases,
+            const std::vector<ExtraTuple>& tensors, const std::vector<StateTuple>& states,
+            const std::vector<std::pair<std::string, std::string>>& texts, bool frozen,
+            bool latest) {
+    const engine::SaveRequest request =
+        request_from(*model_, folder, tag, training, content_from(aliases, tensors, states, frozen),
+                     texts, latest);
+    if (async_ != nullptr) {
+      async_->start(request);
+    } else {
+      engine::save_training(model_->engine(), request, *io_, *calls_);
+    }
+  }
+  // Collective.
+  void wait() {
+    if (async_ != nullptr) async_->wait();
+  }
+  bool pending() const { return async_ != nullptr && async_->pending(); }
+  bool files_written() const { return async_ == nullptr || async_->files_written(); }
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  std::shared_ptr<io::ThreadEngine> io_;
+  std::shared_ptr<io::KernelFolderCalls> calls_;
+  std::unique_ptr<engine::AsyncSaver> async_;  // null: saves at once
+};
 
 class Opened {
  public:
@@ -156,9 +194,19 @@ class Opened {
 
 void bind_training(py::module_& module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  module.def("save_training", &save, py::arg("model"), py::arg("folder"), py::arg("tag"),
-             py::arg("training"), py::arg("aliases"), py::arg("tensors"), py::arg("states"),
-             py::arg("texts"), py::arg("frozen"), py::arg("latest"), py::arg("keep"), unlocked);
+  py::class_<TrainingSaver>(module, "TrainingSaver")
+      .def(py::init<std::shared_ptr<ShardedModel>>(), py::arg("model"), unlocked)
+      .def("save", &TrainingSaver::save, py::arg("folder"), py::arg("tag"), py::arg("training"),
+           py::arg("aliases"), py::arg("tensors"), py::arg("states"), py::arg("texts"),
+           py::arg("frozen"), py::arg("latest"), unlocked)
+      .def("wait", &TrainingSaver::wait, unlocked)
+      .def_property_readonly("pending", &TrainingSaver::pending)
+      .def_property_readonly("files_written", &TrainingSaver::files_written);
+  module.def("fingerprint", [](const at::Tensor& values) {
+    return format::checksum_text(
+        format::checksum_of({static_cast<const std::byte*>(values.const_data_ptr()),
+                             static_cast<std::size_t>(values.nbytes())}));
+  });
   module.def("latest_tag", &format::latest_tag, py::arg("folder"));
   module.def("find_checkpoint", &format::find_checkpoint, py::arg("folder"), py::arg("tag"));
   module.def("whole_checkpoints", &format::whole_checkpoints, py::arg("folder"));

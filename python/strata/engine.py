@@ -1,6 +1,7 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
 import logging
+import weakref
 
 import torch
 
@@ -66,7 +67,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
             tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
         )
         self.core.free_originals()
-        watch(self.core, collectives)
+        watch(self.core, collectives, weakref.WeakMethod(self.wait_for_checkpoint))
 
     # --- the pass ---
 
@@ -314,11 +315,21 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         self.core.end_trace()
         if self._trace is not None:
             self._tell_of_trace()
+        failure = None
+        try:
+            self.wait_for_checkpoint()
+        except _C.CommError:
+            raise
+        except _C.Error as error:  # of the writer: said when the engine is gone
+            failure = error
+        self._saver = None
         self.core.destroy(keep_values)
         unwatch(self.core)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
         give_up_ownership(self._described)
+        if failure is not None:
+            raise failure
 
     def __getattr__(self, name):
         """Names that the engine does not have are the model's (``engine.generate``)."""

@@ -6,14 +6,34 @@ from .. import _C
 
 
 class EngineCheckpoints:
-    """What ``Engine`` does with checkpoints, under DeepSpeed's names and signatures."""
+    """What ``Engine`` does with checkpoints, under DeepSpeed's names and signatures. It has ``core``."""
+
+    _saver = None  # made when somebody saves
+
+    def checkpoint_saver(self):
+        """The core's _C.TrainingSaver of this engine."""
+        if self._saver is None:
+            self._saver = _C.TrainingSaver(self.core)
+        return self._saver
+
+    def wait_for_checkpoint(self):
+        """Returns when the last checkpoint stands on disk that ``"checkpoint": {"async": true}`` lets be written beside
+        training. Collective. ``save_checkpoint``, ``load_checkpoint`` and ``destroy`` wait, too.
+
+        Raises:
+            IoError: on every rank, where one of them could not write.
+        """
+        if self._saver is not None:
+            self._saver.wait()
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """Saves everything that training needs to go on: weights, masters, the optimizer's states, the scheduler, the
         loss scale, counts of steps. Collective, between steps; every rank writes its own shards.
 
         The checkpoint is ``save_dir/tag``, whole or not there: it gets its name when all of it is on disk, and what was
-        in the folder stays until then. It loads at any number of ranks and any stage.
+        in the folder stays until then. It loads at any number of ranks and any stage. With ``"checkpoint": {"async":
+        true}`` this returns when the shards are copied to the host; they are written beside the next steps, and what
+        goes wrong there is raised by the next save, load, ``wait_for_checkpoint()`` or ``destroy()``.
 
         Args:
             save_dir: folder of the checkpoints, seen by all ranks; made if need be.

@@ -41,16 +41,16 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
             "without_frozen": bool(exclude_frozen_parameters),
         }
         aliases = _aliases(engine)
-        extras = [("client", name, _on_host(t)) for name, t in tensors.items()]
-        extras += [("buffer", name, _on_host(b)) for name, b in _buffers(engine).items()]
+        extras = [_extra("client", name, 0, t) for name, t in tensors.items()] if engine.global_rank == 0 else []
+        buffers = {name: _on_host(b) for name, b in _buffers(engine).items()}
         states = _states_of_segments(engine)
         texts = _texts(engine.module) if engine.global_rank == 0 else []
     if training["optimizer"] is not None and "scalars" in training["optimizer"]:
         training["optimizer"]["scalars"] = _of_all_ranks(engine, training["optimizer"]["scalars"])
-    _C.save_training(
-        engine.core, folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters, save_latest,
-        engine._config.keep_checkpoints,
-    )  # fmt: skip
+    extras = _of_rank_0(engine, extras) + _extra_buffers(engine, buffers)
+    engine.checkpoint_saver().save(
+        folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters, save_latest
+    )
     return True
 
 
@@ -61,6 +61,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         (path of the checkpoint, client state); (None, None) where the folder has no ``latest``.
     """
     collectives = engine._collectives
+    engine.wait_for_checkpoint()  # it may be the one to load
     with together(collectives, _LOADING):
         path = _find(os.fspath(folder), tag)
     paths = collectives.all_gather_text(path or "")
@@ -140,11 +141,14 @@ def _buffers(engine):
 
 
 def _load_buffers(engine, checkpoint):
-    there = {name for role, name, *_ in checkpoint.tensors() if role == "buffer"}
+    there = {(role, name) for role, name, *_ in checkpoint.tensors()}
+    same_world = checkpoint.world_size == engine.world_size
     with torch.no_grad():
         for name, buffer in _buffers(engine).items():
-            if name in there:
-                buffer.copy_(checkpoint.read("buffer", name).view(buffer.shape))
+            own = "rank buffer", f"{engine.global_rank}:{name}"
+            found = own if same_world and own in there else ("buffer", name)
+            if found in there:
+                buffer.copy_(checkpoint.read(*found).view(buffer.shape))
 
 
 def _aliases(engine):
@@ -156,6 +160,31 @@ def _aliases(engine):
         if index is not None and name != engine._described[index][0]:
             aliases[index].append(name)
     return aliases
+
+
+def _extra(role, name, rank, tensor):
+    """A tensor beside the parameters as the core takes it."""
+    tensor = _on_host(tensor)
+    return role, name, rank, list(tensor.shape), tensor.dtype, tensor
+
+
+def _of_rank_0(engine, extras):
+    """Rank 0's list on every rank; the others write none of it."""
+    listed = json.dumps([[*entry[:4], str(entry[4]).removeprefix("torch.")] for entry in extras])
+    there = json.loads(engine._collectives.all_gather_text(listed)[0])
+    return extras or [(*entry[:4], getattr(torch, entry[4]), None) for entry in there]
+
+
+def _extra_buffers(engine, buffers):
+    """Rank 0's buffers, and those of other ranks that differ from these: a rank goes on with its own."""
+    mine = {name: f"{_C.fingerprint(b)} {list(b.shape)} {b.dtype}" for name, b in buffers.items()}
+    of_ranks = [json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(mine))]
+    extras = [_extra("buffer", name, 0, b) for name, b in buffers.items()]
+    for other, theirs in enumerate(of_ranks):
+        for name, b in buffers.items():
+            if theirs.get(name) != of_ranks[0].get(name):
+                extras.append(_extra("rank buffer", f"{other}:{name}", other, b))
+    return extras
 
 
 def _on_host(tensor):

@@ -17,6 +17,8 @@ std::string_view name_of(TensorRole role) {
       return "parameter";
     case TensorRole::kBuffer:
       return "buffer";
+    case TensorRole::kRankBuffer:
+      return "rank buffer";
     case TensorRole::kClient:
       return "client";
   }

@@ -30,8 +30,9 @@ namespace strata::format {
 
 enum class TensorRole : std::uint8_t {
   kParameter,
-  kBuffer,  // of the model
-  kClient,  // that the script gave
+  kBuffer,      // of the model, as rank 0 has it
+  kRankBuffer,  // as another rank has it, called "<rank>:<name>"; for the same number of ranks
+  kClient,      // that the script gave
 };
 std::string_view name_of(TensorRole role);
 

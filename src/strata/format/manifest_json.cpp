@@ -107,7 +107,8 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
   ManifestTensor tensor;
   tensor.name = reader.text("name");
   const std::string role = reader.text("role");
-  const auto roles = {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kClient};
+  const auto roles = {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kRankBuffer,
+                      TensorRole::kClient};
   const auto found = std::ranges::find(roles, role, [](TensorRole r) { return name_of(r); });
   if (found == roles.end()) reader.fail("has an unknown role");
   tensor.role = *found;

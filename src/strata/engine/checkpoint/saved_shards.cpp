@@ -75,14 +75,19 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
                       state.memory});
     }
   }
+  std::vector<FilePart> own;  // of this rank alone
+  const int rank = engine.collectives().rank();
   for (const ExtraTensor& extra : content.tensors) {
     const auto tensor = saved.tensors.size();
     saved.tensors.push_back(extra.tensor);
     const Numel numel(Bytes(extra.bytes.size()) / size_of(extra.tensor.dtype));
-    if (engine.collectives().rank() != 0 || numel.value == 0) continue;
-    values.push_back({tensor, fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name),
-                      std::string(kValue), extra.tensor.dtype, Numel(), numel, extra.bytes.data()});
+    if (rank != extra.rank || numel.value == 0) continue;
+    (rank == 0 ? values : own)
+        .push_back({tensor, fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name),
+                    std::string(kValue), extra.tensor.dtype, Numel(), numel, extra.bytes.data()});
   }
+  if (!own.empty())
+    saved.files.emplace_back(fmt::format("buffers-{:05}.safetensors", rank), std::move(own));
   if (place.group != 0) return saved;
   saved.files.emplace_back(file_name("model", place), std::move(values));
   if (saved.kinds.size() > 1)

@@ -1,6 +1,6 @@
 // What this rank contributes to a checkpoint: the plan of its files. The rank whose shards count
-// writes; where several shard groups hold the same, those of the first do. Rank 0 adds tensors that
-// every rank has alike: buffers, and what the script gave.
+// writes; where several shard groups hold the same, those of the first do. Tensors beside the
+// parameters, buffers and what the script gave, are written by one rank each.
 //
 // Threads: the engine's. Ownership: borrows what the request refers to. Errors: UsageError for
 // states that no parameter has.
@@ -19,8 +19,9 @@ namespace strata::engine {
 
 // A tensor beside the parameters, whole, in memory of the host or the device.
 struct ExtraTensor {
-  format::ManifestTensor tensor;  // role kBuffer or kClient
-  std::span<const std::byte> bytes;
+  format::ManifestTensor tensor;     // any role but kParameter
+  std::span<const std::byte> bytes;  // on other ranks nobody looks at them
+  int rank = 0;                      // that writes it
 };
 
 // What an optimizer of the user's keeps of this rank's part of a parameter, element by element.

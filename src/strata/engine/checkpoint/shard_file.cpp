@@ -54,13 +54,15 @@ void ShardFile::enqueue_fill(Bytes offset, std::span<std::byte> target, ShardSta
                              device::Device& device) const {
   const Bytes end = offset + Bytes(target.size());
   STRATA_ASSERT(offset.value >= 0 && end <= layout_bytes_);
-  // Between parts, and for what the head leaves free. By the host, at once: nothing that is queued
-  // writes this memory yet.
-  std::memset(target.data(), 0, target.size());
+  // What no part has is zero. By the host, at once: nothing that is queued writes this memory yet.
+  Bytes at = offset;
+  const auto zero_until = [&](Bytes until) {
+    if (at < until) std::memset(target.data() + (at - offset).size(), 0, (until - at).size());
+  };
   const Bytes head(head_.size());
   if (offset < head) {
-    const Bytes count = std::min(head, end) - offset;
-    std::memcpy(target.data(), head_.data() + offset.size(), count.size());
+    at = std::min(head, end);
+    std::memcpy(target.data(), head_.data() + offset.size(), (at - offset).size());
   }
   auto next = static_cast<std::size_t>(std::upper_bound(offsets_.begin(), offsets_.end(), offset) -
                                        offsets_.begin());
@@ -71,9 +73,12 @@ void ShardFile::enqueue_fill(Bytes offset, std::span<std::byte> target, ShardSta
     const Bytes low = std::max(begin, offset);
     const Bytes high = std::min(begin + bytes_of(part.end - part.begin, part.dtype), end);
     if (low >= high) continue;
+    zero_until(low);
     fill_part(part, low - begin, high - begin,
               target.subspan((low - offset).size(), (high - low).size()), states, device);
+    at = high;
   }
+  zero_until(end);
 }
 
 void ShardFile::fill_part(const FilePart& part, Bytes at, Bytes until, std::span<std::byte> target,

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "strata/base/error.h"
-#include "strata/engine/checkpoint/block_writer.h"
 #include "strata/engine/unit/agreement.h"
+#include "strata/format/block_writer.h"
 #include "strata/format/message_text.h"
 
 namespace strata::engine {
@@ -30,7 +30,7 @@ void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
 format::ManifestFile write_file(const ShardFile& file, const std::string& folder,
                                 ShardStates& states, device::Device& device, StagingRing& ring,
                                 io::IoEngine& io, io::FolderCalls& calls) {
-  BlockWriter writer(folder, file.name(), file.bytes(), io, calls);
+  format::BlockWriter writer(folder, file.name(), file.bytes(), io, calls);
   const Bytes piece = ring.buffer_bytes();
   STRATA_ASSERT(piece % writer.block() == Bytes());
   const auto turns = static_cast<std::size_t>(align_up(file.bytes(), piece) / piece);
@@ -84,12 +84,12 @@ SavedShards plan_together(Engine& engine, const ShardStates& states, const Saved
   return plan_saved_shards(engine, states, content, kinds);
 }
 
-format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, const Engine& engine,
+format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, int stage,
                              std::span<const std::string> parts) {
   format::Manifest manifest;
   manifest.tag = request.tag;
   manifest.world_size = static_cast<int>(parts.size());
-  manifest.stage = engine.options().stage;
+  manifest.stage = stage;
   manifest.training = request.training;
   manifest.kinds = std::move(saved.kinds);
   manifest.tensors = std::move(saved.tensors);
@@ -99,17 +99,23 @@ format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, cons
   return manifest;
 }
 
-void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
-                   io::FolderCalls& calls, const StagingOptions& staging) {
+void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& calls,
+                std::optional<format::NewCheckpoint>& checkpoint) {
   comm::Collectives& collectives = engine.collectives();
   engine.settle_step();  // what it has left to say is better said before a checkpoint
   require_same_tag(collectives, request.tag);
-  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
   together(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
     format::require_tag(request.tag);
     if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
   });
+}
+
+void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
+                   io::FolderCalls& calls, const StagingOptions& staging) {
+  comm::Collectives& collectives = engine.collectives();
+  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
+  begin_save(engine, request, calls, checkpoint);
   const std::string folder =
       collectives.all_gather_text(checkpoint ? checkpoint->staging() : std::string()).front();
   ShardStates states(engine);
@@ -134,7 +140,8 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
   const std::vector<std::string> parts = collectives.all_gather_text(part);
   together(collectives, kSavingTraining, [&] {
     if (!checkpoint) return;
-    checkpoint->publish(manifest_of(request, std::move(saved), engine, parts), request.publish, io);
+    checkpoint->publish(manifest_of(request, std::move(saved), engine.options().stage, parts),
+                        request.publish, io);
   });
 }
 

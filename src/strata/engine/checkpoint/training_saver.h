@@ -6,6 +6,7 @@
 // was in the folder stays as it was then.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -36,10 +37,13 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
 
 // Steps of that, for those who save beside training.
 //
+// Collective: what must hold before anything is written; on rank 0 the checkpoint to be.
+void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& calls,
+                std::optional<format::NewCheckpoint>& checkpoint);
 // Collective: every rank has the same kinds, in one order.
 SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content);
 // `parts`: format::to_text() of what every rank wrote, by rank; empty where it wrote nothing.
-format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, const Engine& engine,
+format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, int stage,
                              std::span<const std::string> parts);
 
 }  // namespace strata::engine

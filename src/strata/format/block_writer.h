@@ -11,7 +11,7 @@
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 
-namespace strata::engine {
+namespace strata::format {
 
 class BlockWriter {
  public:
@@ -24,14 +24,14 @@ class BlockWriter {
   Bytes block() const { return entry_.checksums.block(); }
   Bytes written() const { return written_; }
   // All transfers have ended, and the file is complete: brings it to disk.
-  format::ManifestFile finish();
+  ManifestFile finish();
 
  private:
   io::IoEngine& io_;
   io::FolderCalls& calls_;
-  format::ManifestFile entry_;
+  ManifestFile entry_;
   io::File file_;
   Bytes written_;
 };
 
-}  // namespace strata::engine
+}  // namespace strata::format

@@ -1,17 +1,16 @@
-#include "strata/engine/checkpoint/block_writer.h"
+#include "strata/format/block_writer.h"
 
 #include <utility>
 
 #include "strata/base/error.h"
 
-namespace strata::engine {
+namespace strata::format {
 
 BlockWriter::BlockWriter(const std::string& folder, std::string name, Bytes bytes, io::IoEngine& io,
                          io::FolderCalls& calls)
     : io_(io),
       calls_(calls),
-      entry_{std::move(name), bytes,
-             format::BlockChecksums(format::BlockChecksums::block_for(bytes), {})},
+      entry_{std::move(name), bytes, BlockChecksums(BlockChecksums::block_for(bytes), {})},
       file_(calls.create(fmt::format("{}/{}", folder, entry_.name))) {
   file_.reserve(bytes);
 }
@@ -25,11 +24,11 @@ std::unique_ptr<io::Transfer> BlockWriter::write(std::span<const std::byte> byte
   return transfer;
 }
 
-format::ManifestFile BlockWriter::finish() {
+ManifestFile BlockWriter::finish() {
   STRATA_ASSERT(written_ == entry_.bytes);
   calls_.sync_file(file_);
   calls_.open_to_others(file_);
   return std::move(entry_);
 }
 
-}  // namespace strata::engine
+}  // namespace strata::format
