@@ -140,11 +140,6 @@ void Engine::adopt_flat(std::span<const int> params) {
   update_.complete_slices(units);
 }
 
-void Engine::set_skipped_steps(std::int64_t steps) {
-  zero_gradients();
-  check_.set_skipped_steps(steps);
-}
-
 void Engine::require_usable() {
   pass_.require_intact_weights();
   abandoned_.rethrow_once();

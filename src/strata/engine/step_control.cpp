@@ -90,6 +90,7 @@ void StepControl::set_state(const State& state) {
   micro_steps_ = counted_from_ = state.micro_steps;
   global_steps_ = state.global_steps;
   scaler_.set_state(state.loss_scale);
+  engine_.zero_gradients();  // of the step so far
   engine_.set_skipped_steps(state.skipped_steps);
 }
 

@@ -48,7 +48,7 @@ Bytes room_of(const ShardFile& file) {
 struct AsyncSaver::Job {
   SaveRequest request;
   SavedShards saved;
-  std::string folder;                               // of the checkpoint, for now
+  std::string folder;                               // of the checkpoint to be
   std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
   std::size_t rank = 0;
   std::size_t ranks = 1;
