@@ -17,7 +17,12 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
       device_(device),
       store_(states),
       decoupled_(decoupled),
-      missed_(static_cast<std::size_t>(shards.weights().param_count())) {}
+      missed_(static_cast<std::size_t>(shards.weights().param_count())) {
+  for (const OptimizerShards::UnitShard& shard : shards.units()) {
+    const Unit& unit = shards.weights().units()[static_cast<std::size_t>(shard.unit)];
+    if (unit.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
+  }
+}
 
 void AdamOptimizer::prepare() {
   if (!states_.empty()) return;
@@ -45,14 +50,11 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   ++steps_;
   left_out_ = shards_.gradients().left_out();
   for (const int param : left_out_) ++missed_[static_cast<std::size_t>(param)];
-  Weights& weights = shards_.weights();
   for (const int unit : order(first)) {
     const std::size_t i = shards_.index_of(unit);
     if (shards_.gradients().filled(unit)) {
       update(shards_.units()[i], states_[i], groups, scale);
-      // The kernel writes 16-bit weights beside their masters, but no fp64 ones.
-      const Unit& updated_unit = weights.units()[static_cast<std::size_t>(unit)];
-      if (updated_unit.layout.dtype() == DType::kFloat64) weights.round_masters(unit);
+      round_wide_weights(shards_.units()[i]);
     }
     updated(unit);
   }
@@ -78,6 +80,14 @@ std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(
     }
   }
   return runs;
+}
+
+// The kernel writes 16-bit weights beside their masters, but no fp64 ones.
+void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) {
+  Weights& weights = shards_.weights();
+  const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
+  if (unit.layout.dtype() != DType::kFloat64) return;
+  for (const Run& run : runs_of(shard)) weights.round_masters(shard.unit, run.begin, run.end);
 }
 
 void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,

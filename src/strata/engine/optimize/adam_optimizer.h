@@ -24,7 +24,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
-  bool takes_late_scale() const override { return true; }
+  // Not with fp64 weights, which are rounded from their masters by a pass that knows no scale.
+  bool takes_late_scale() const override { return !has_wide_weights_; }
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
 
@@ -47,11 +48,13 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<Run> runs_of(const OptimizerShards::UnitShard& shard) const;
   void update(const OptimizerShards::UnitShard& shard, const States& states,
               std::span<const GroupScalars> groups, const GradientScale& scale);
+  void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
   device::Device& device_;
   offload::StateStore& store_;
   bool decoupled_;
+  bool has_wide_weights_ = false;
   std::int64_t steps_ = 0;
   std::vector<std::int64_t> missed_;  // by parameter: steps that left it out
   std::vector<int> left_out_;         // parameters, of the last step

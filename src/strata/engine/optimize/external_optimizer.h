@@ -17,6 +17,7 @@ namespace strata::engine {
 // What this rank owns of one parameter: what the layer above wraps as a tensor.
 struct ExternalSegment {
   int group = 0;
+  int param = 0;
   std::span<float> weight;
 };
 
@@ -45,6 +46,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
 
  private:
   std::span<float> scaled_gradient(std::size_t index, float scale);
+  void round(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
   device::Device& device_;

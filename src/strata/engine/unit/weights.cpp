@@ -253,11 +253,17 @@ std::span<std::byte> Weights::hold_master(int unit) {
 }
 
 void Weights::round_masters(int unit) {
+  round_masters(unit, Numel(), units_[static_cast<std::size_t>(unit)].layout.shard());
+}
+
+void Weights::round_masters(int unit, Numel begin, Numel end) {
   if (master_form(unit) != plan::MasterForm::kFloat32) return;
   const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const DType dtype = u.layout.dtype();
   const auto lease = lease_master(unit);
-  device_.cast(u.shard.data(), u.layout.dtype(), lease->bytes().data(), DType::kFloat32,
-               u.layout.shard(), device_.compute_stream());
+  device_.cast(u.shard.data() + bytes_of(begin, dtype).size(), dtype,
+               lease->bytes().data() + bytes_of(begin, DType::kFloat32).size(), DType::kFloat32,
+               end - begin, device_.compute_stream());
 }
 
 }  // namespace strata::engine

@@ -73,8 +73,10 @@ class Weights {
   // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as these
   // Weights live. Leases of them are given all the same.
   std::span<std::byte> hold_master(int unit);
-  // Rounds the unit's masters to its weights (for optimizers that know only masters).
+  // Rounds the unit's masters to its weights (for optimizers that know only masters); of elements
+  // [begin, end) of its shard alone.
   void round_masters(int unit);
+  void round_masters(int unit, Numel begin, Numel end);
 
  private:
   // Takes the memory of the units up to this one.
