@@ -87,11 +87,11 @@ at::Tensor view_of(std::span<float> values, at::Device place) {
                             place);
 }
 
-// [(group, fp32 weight [numel])]: views of the engine's memory.
-std::vector<std::tuple<int, at::Tensor>> segments(ShardedModel& model) {
-  std::vector<std::tuple<int, at::Tensor>> result;
+// [(group, parameter, fp32 weight [numel])]: views of the engine's memory.
+std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
+  std::vector<std::tuple<int, int, at::Tensor>> result;
   for (const engine::ExternalSegment& s : external(model).segments())
-    result.emplace_back(s.group, view_of(s.weight, model.place()));
+    result.emplace_back(s.group, s.param, view_of(s.weight, model.place()));
   return result;
 }
 
@@ -264,7 +264,9 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
 }  // namespace
 
 void bind_model(py::module_& module) {
-  py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
+  // Python notes on it who keeps what the engine does not.
+  py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel",
+                                                                py::dynamic_attr());
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),

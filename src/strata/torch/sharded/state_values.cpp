@@ -141,10 +141,24 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
 std::optional<at::Tensor> StateValues::whole(StateKind kind) {
   const std::optional<at::Tensor> mine = part(kind);
   if (!mine) return std::nullopt;
+  return join(*mine);
+}
+
+std::optional<at::Tensor> StateValues::joined(const std::optional<at::Tensor>& mine) {
+  if (mine) require_numel(*mine, count_of(piece_), engine_.weights().param(param_).name);
+  finish_queued();
+  double missing = mine || count_of(piece_) == 0 ? 0.0 : 1.0;
+  engine_.collectives().all_reduce({&missing, 1}, comm::ReduceOp::kMax);
+  if (missing > 0.0) return std::nullopt;
+  const auto options = at::TensorOptions(at::kFloat).device(model_.place());
+  return join(mine ? *mine : at::empty({0}, options));
+}
+
+at::Tensor StateValues::join(const at::Tensor& mine) {
   const engine::Weights& weights = engine_.weights();
   at::Tensor all = at::empty({weights.slot_of(param_).numel.value},
                              at::TensorOptions(at::kFloat).device(model_.place()));
-  all.narrow(0, piece_.param_begin.value, count_of(piece_)).copy_(*mine);
+  all.narrow(0, piece_.param_begin.value, count_of(piece_)).copy_(mine);
   current_stream(model_.place()).synchronize();
   // Where every shard group holds all of them, those of the first count.
   for (int index = 0; index < unit_.layout.world_size(); ++index) {
