@@ -70,7 +70,10 @@ def tiny_config(config_class, **more):
     """The architecture's configuration with small sizes; ``more`` goes over them."""
     attributes = {**vars(config_class()), **getattr(config_class, "attribute_map", {})}
     known = {**{name: size for name, size in SIZES.items() if name in attributes}, **more}
-    return config_class(**known)
+    config = config_class(**known)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = SIZES["decoder_start_token_id"]  # T5's own has none
+    return config
 
 
 def build(name, **more):
