@@ -40,6 +40,12 @@ void bind_config(py::module_& module) {
                                if (!dtype) return std::nullopt;
                                return std::string(name_of(*dtype));
                              })
+      .def_property_readonly("autocast_dtype",
+                             [](const Config& c) -> std::optional<at::ScalarType> {
+                               const auto dtype = c.precision.autocast;
+                               if (!dtype) return std::nullopt;
+                               return torch::to_scalar_type(*dtype);
+                             })
       .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
       .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",

@@ -51,7 +51,7 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
 StepControl::StepControl(Engine& engine, const Config& config)
     : engine_(engine),
       scaler_(config.precision.loss_scale),
-      half_precision_(config.precision.param_dtype == DType::kFloat16),
+      half_precision_(config.precision.scales_loss()),
       accumulation_steps_(config.batch.accumulation_steps.value_or(1)),
       counts_(config.managed_accumulation) {}
 
