@@ -11,8 +11,8 @@ using torch::ShardedModel;
 // (name, tensor, full shape, has values, group, owner, index there)
 using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
                                   std::shared_ptr<ShardedModel>, int>;
-// (path, class name, parent, own parameters, callable, read in backward)
-using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool>;
+// (path, class name, parent, own parameters, callable, read in backward, leaf)
+using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool, bool>;
 // (lr, beta1, beta2, eps, weight decay)
 using GroupTuple = std::tuple<double, double, double, double, double>;
 
@@ -30,8 +30,8 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
   for (const auto& [name, tensor, shape, has_values, group, owner, owner_index] : parameters) {
     input.parameters.push_back({name, tensor, shape, has_values, group, owner, owner_index});
   }
-  for (const auto& [path, class_name, parent, params, callable, read_in_backward] : modules) {
-    input.tree.push_back({path, class_name, parent, params, callable, read_in_backward});
+  for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules) {
+    input.tree.push_back({path, class_name, parent, params, callable, read_in_backward, leaf});
   }
   return input;
 }
