@@ -123,6 +123,8 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
     remainder_[to] = find(fmt::format("strata_remainder_{}", kSuffixes[to]));
   }
   adam_remainder_ = find("strata_adam_remainder");
+  adam_rounded_ = find("strata_adam_rounded_f32");
+  adam_rounded16_ = find("strata_adam_rounded_bf16");
   scale_ = find("strata_scale");
   copy_ = find("strata_copy");
   chunk_sums_ = find("strata_chunk_sums");
@@ -236,6 +238,18 @@ void CudaKernels::adam(const kernels::AdamSpans& spans, const kernels::AdamScala
     kernels::MasterRemainder remainder = spans.remainder;
     void* arguments[] = {&copy, &remainder, &exp_avg, &exp_avg_sq, &gradient, &count, &constants};
     launch(adam_remainder_, count / kByte + 1, arguments, stream);
+    return;
+  }
+  if (spans.has_moments16()) {
+    kernels::Moments16 moments = spans.moments16;
+    void* arguments[] = {&copy,     &moments.exp_avg, &moments.exp_avg_sq,
+                         &gradient, &count,           &constants};
+    launch(adam_rounded16_, count / kPack + kPack, arguments, stream);
+    return;
+  }
+  if (spans.rounds_weight16) {
+    void* arguments[] = {&copy, &exp_avg, &exp_avg_sq, &gradient, &count, &constants};
+    launch(adam_rounded_, count / kPack + kPack, arguments, stream);
     return;
   }
   void* arguments[] = {&weight, &exp_avg, &exp_avg_sq, &gradient, &copy, &count, &constants};

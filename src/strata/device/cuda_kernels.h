@@ -61,6 +61,8 @@ class CudaKernels {
   ByTypes accumulate_{};  // null where fp64 takes part
   std::array<CUfunction, kTypes> adam_{};
   CUfunction adam_remainder_ = nullptr;
+  CUfunction adam_rounded_ = nullptr;
+  CUfunction adam_rounded16_ = nullptr;  // with bf16 moments
   std::array<CUfunction, kTypes> remainder_{};
   std::array<CUfunction, kTypes> sum_in_order_{};
   CUfunction scale_ = nullptr;

@@ -183,7 +183,9 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
        "torch_autocast.dtype: contradicts fp16.enabled"},
       {R"({"data_types": {"param_dtype": "bf16"}})", "data_types.param_dtype: not supported"},
       {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",
-       "bf16.bf16_optimizer_states: not supported"},
+       "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads"},
+      {R"({"bf16": {"bf16_master_weights_and_grads": true}})",
+       "bf16.bf16_master_weights_and_grads: is for bf16 weights"},
   });
 }
 

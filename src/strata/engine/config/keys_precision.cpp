@@ -20,10 +20,13 @@ constexpr std::array kPrecisionKeys{
         "skip the step of every rank when a gradient is not finite", ""},
     Key{"bf16.immediate_grad_update", kFlag, "false", "", kHint,
         "accumulate a gradient as soon as it appears", "it always is"},
-    Key{"bf16.bf16_master_weights_and_grads", kFlag, "false", "", kRefused,
-        "master weights in bfloat16", "remove the key: master weights are fp32"},
-    Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kRefused, "optimizer state in bfloat16",
-        "remove the key: optimizer state is fp32"},
+    Key{"bf16.bf16_master_weights_and_grads", kFlag, "false", "", kHonoured,
+        "weights are updated in fp32 and rounded to bfloat16 at each step, so that small updates "
+        "are lost; gradients accumulate in bfloat16 unless data_types.grad_accum_dtype says "
+        "otherwise; for Adam and AdamW",
+        ""},
+    Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kHonoured,
+        "Adam's moments in bfloat16; needs bf16_master_weights_and_grads", ""},
 
     Key{"fp16", kSection, "{}", "", kHonoured, "parameters in float16, loss scaled", ""},
     Key{"fp16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},

@@ -16,9 +16,10 @@ namespace strata::engine {
 
 class AdamOptimizer final : public ShardedOptimizer {
  public:
-  // `decoupled`: AdamW; else Adam with L2 added to the gradient.
+  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: their type, fp32 or
+  // bf16, of units whose masters are rounded; others have fp32 ones.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
-                bool decoupled);
+                bool decoupled, DType moments = DType::kFloat32);
 
   void prepare() override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
@@ -30,7 +31,9 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::int64_t steps() const override { return steps_; }
 
   enum class Moment { kFirst, kSecond };
-  // Of a trainable unit's shard, in fp32; null before prepare(). What is written there counts.
+  DType moment_dtype(int unit) const;
+  // Of a trainable unit's shard, in moment_dtype(); null before prepare(). What is written there
+  // counts.
   std::unique_ptr<offload::Lease> lease_moment(int unit, Moment moment);
 
  private:
@@ -54,6 +57,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   device::Device& device_;
   offload::StateStore& store_;
   bool decoupled_;
+  DType moments_;
   bool has_wide_weights_ = false;
   std::int64_t steps_ = 0;
   std::vector<std::int64_t> missed_;  // by parameter: steps that left it out

@@ -28,12 +28,13 @@ Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
 }  // namespace
 
 Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-                 const EngineOptions& options, bool remainders, comm::Collectives& collectives,
-                 device::Device& device, offload::StateStore& states)
+                 const EngineOptions& options, plan::Masters masters,
+                 comm::Collectives& collectives, device::Device& device,
+                 offload::StateStore& states)
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
-      remainders_(remainders),
+      masters_(masters),
       place_(collectives.shard_place()),
       device_(device),
       states_(states) {
@@ -246,7 +247,8 @@ std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
 }
 
 std::span<std::byte> Weights::hold_master(int unit) {
-  STRATA_ASSERT(master_form(unit) != plan::MasterForm::kRemainder);
+  const plan::MasterForm form = master_form(unit);
+  STRATA_ASSERT(form == plan::MasterForm::kShard || form == plan::MasterForm::kFloat32);
   auto& held = held_masters_[static_cast<std::size_t>(unit)];
   if (held == nullptr) held = lease_master(unit);
   return held->bytes();

@@ -47,7 +47,8 @@ class StateValues {
  private:
   // The shard that holds the part, and the memory that must stay leased meanwhile.
   struct Shard {
-    std::span<float> values;
+    std::byte* values = nullptr;
+    DType dtype = DType::kFloat32;
     std::unique_ptr<offload::Lease> lease;
   };
   std::optional<Shard> shard(StateKind kind);
