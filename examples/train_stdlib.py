@@ -232,7 +232,8 @@ def main():
     text, held_out = read_standard_library()
     ranks = "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"
     console.print(
-        f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold] in {dtype_of(engine)}, {len(text) / 1e6:.1f} MB of text\n"
+        f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold] in {dtype_of(engine)}, "
+        f"{len(text) / 1e6:.1f} MB of text\n"
         f"ZeRO stage {engine.zero_optimization_stage()}, {ranks} on {place(engine)} over {engine.collectives_name}",
         highlight=False,
     )

@@ -74,8 +74,8 @@ def groups_of(optimizer):
 
 
 def tell_of_left_out(parameters, groups, rank):
-    """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they stay
-    as they are, and autograd makes their ``.grad``, as in torch.
+    """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they
+    stay as they are, and autograd makes their ``.grad``, as in torch.
 
     Raises:
         UsageError: where all are.
@@ -134,7 +134,8 @@ def wrap_torch_optimizer(inner):
 def _sharded(client, inner):
     """A ShardedOptimizer that is an instance of ``client``'s class, too, with what that class keeps in attributes."""
     try:
-        cls = type(f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client)), {"__doc__": type(client).__doc__})
+        name, bases = f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client))
+        cls = type(name, bases, {"__doc__": type(client).__doc__})
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
         return ShardedOptimizer(client.param_groups, client.defaults, inner)

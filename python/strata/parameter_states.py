@@ -28,8 +28,8 @@ def safe_get_full_grad(param):
 
 
 def safe_get_full_optimizer_state(param, optim_state_key):
-    """The state ``optim_state_key`` ("exp_avg", "exp_avg_sq"; of other optimizers what they keep of each element, such as
-    "momentum_buffer") of ``param``, whole; or None. Collective."""
+    """The state ``optim_state_key`` ("exp_avg", "exp_avg_sq"; of other optimizers what they keep of each element, such
+    as "momentum_buffer") of ``param``, whole; or None. Collective."""
     return _read(param, optim_state_key, whole=True)
 
 

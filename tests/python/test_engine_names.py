@@ -254,9 +254,9 @@ def _states_of_the_users_at(stage):
         assert f"has {part.numel()} elements; found {part.numel() + 1}" in _told(
             utils.safe_set_local_optimizer_state, weight, torch.zeros(part.numel() + 1), keys[0])
         if part.numel() > 0:
+            whole = torch.zeros(weight.ds_shape if stage == 3 else weight.shape)
             assert "there is no exp_avg to set" in _told(
-                utils.safe_set_full_optimizer_state, weight, torch.zeros(weight.ds_shape if stage == 3 else weight.shape),
-                "exp_avg")
+                utils.safe_set_full_optimizer_state, weight, whole, "exp_avg")
         engine.destroy()
 
 
