@@ -145,6 +145,8 @@ class EngineNames:
     fp16_enabled = _setting("fp16.enabled", "bool")
     bfloat16_enabled = _setting("bf16.enabled", "bool")
     fp16_auto_cast = _setting("fp16.auto_cast", "bool, whether inputs are cast")
+    bf16_master_weights_and_gradients = _setting("bf16.bf16_master_weights_and_grads", "bool")
+    bf16_optimizer_states = _setting("bf16.bf16_optimizer_states", "bool")
     torch_autocast_enabled = _setting("torch_autocast.enabled", "bool")
 
     def torch_autocast_dtype(self):

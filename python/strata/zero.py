@@ -121,8 +121,8 @@ class Init:
     constructor or of the context. Parameters on torch's device "meta", and lazy ones, stay as they are. On one rank
     parameters stay whole; they are cast and moved to where they train.
 
-    Collective: every rank builds the same modules, whose constructors look at the same parameters. A context within
-    another one does nothing of its own: the outer one's settings hold.
+    Collective: every rank builds the same modules, whose constructors look at the same parameters. What is built in the
+    context lives until its end. A context within another one does nothing of its own: the outer one's settings hold.
 
     Args:
         module: shards this module, already built, at once.

@@ -68,6 +68,7 @@ def _looked_at():
     for states in (False, True):
         model = make_model()
         engine = make_engine(model, _config(3, states))
+        assert engine.bf16_master_weights_and_gradients() is True and engine.bf16_optimizer_states() is states
         weight = model.layers[1].up.weight
         batches = make_batches(2, world)
         train_step(engine, batches[0][rank])
