@@ -13,7 +13,6 @@ namespace {
 constexpr unsigned kSumBlocks = 192;
 constexpr unsigned kCopyBlocks = 264;
 constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
-constexpr std::int64_t kByte = 8;       // the same, where a byte holds a bit of each
 constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
 constexpr unsigned kWarp = 32;
 

@@ -7,8 +7,8 @@
 namespace strata::device {
 namespace {
 
-constexpr std::int64_t kPack = 4;  // elements that a thread takes at once
-constexpr std::int64_t kByte = 8;  // the same, where a byte holds a bit of each
+constexpr std::int64_t kUpdatePack = 4;  // elements that a thread takes at once
+constexpr std::int64_t kByte = 8;        // the same, where a byte holds a bit of each
 
 // As the kernels declare it.
 struct AdamArguments {
@@ -67,17 +67,18 @@ void CudaUpdateKernels::adam(const kernels::AdamSpans& spans, const kernels::Ada
     kernels::Moments16 moments = spans.moments16;
     void* arguments[] = {&copy,     &moments.exp_avg, &moments.exp_avg_sq,
                          &gradient, &count,           &constants};
-    module_.launch(adam_rounded16_, count / kPack + kPack, arguments, stream);
+    module_.launch(adam_rounded16_, count / kUpdatePack + kUpdatePack, arguments, stream);
     return;
   }
   if (spans.rounds_weight16) {
     void* arguments[] = {&copy, &exp_avg, &exp_avg_sq, &gradient, &count, &constants};
-    module_.launch(adam_rounded_, count / kPack + kPack, arguments, stream);
+    module_.launch(adam_rounded_, count / kUpdatePack + kUpdatePack, arguments, stream);
     return;
   }
   void* arguments[] = {&weight, &exp_avg, &exp_avg_sq, &gradient, &copy, &count, &constants};
   const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
-  module_.launch(adam_[kernel_place_of(dtype)], count / kPack + kPack, arguments, stream);
+  module_.launch(adam_[kernel_place_of(dtype)], count / kUpdatePack + kUpdatePack, arguments,
+                 stream);
 }
 
 void CudaUpdateKernels::store_remainder(const kernels::MasterRemainder& target, Numel first,
