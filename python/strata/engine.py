@@ -70,7 +70,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         )
         self.timers, self.tput_timer, self.monitor = Timers(self.device), ThroughputTimer(), NoMonitor()
         self.core.free_originals()
-        watch(self.core, collectives, weakref.WeakMethod(self.wait_for_checkpoint))
+        watch(self.core, collectives, weakref.ref(self))
 
     # --- the pass ---
 

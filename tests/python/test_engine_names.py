@@ -53,8 +53,7 @@ def _names_at(stage):
     assert engine.get_mom() == [(0.9, 0.999)] and engine.get_type() == [None]
     engine.set_lr(0.125)
     assert engine.get_lr() == [0.125] == [group["lr"] for group in engine.optimizer.param_groups]
-    for call in (engine.offload_states, engine.reload_states, lambda: engine.save_checkpoint("x"),
-                 lambda: engine.load_checkpoint("x")):
+    for call in (engine.offload_states, engine.reload_states):
         assert "this version" in _told(call)
     assert "save_latest" in inspect.signature(engine.save_checkpoint).parameters
     engine.empty_partition_cache()

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from devices import needs_a_gpu_each
 from ranks import run_ranks
 from strata.zero import Init
 from test_zero_init import Tied
@@ -77,6 +78,7 @@ def _references_of_one_rank(carriers):
     assert differences(full_parameters(engine.module), values) == []
 
 
+@needs_a_gpu_each
 @pytest.mark.parametrize("world, carriers", [(2, "shm"), (2, "c10d"), (3, "c10d")])
 def test_references_that_one_rank_alone_has(world, carriers):
     run_ranks(world, _references_of_one_rank, carriers)

@@ -281,7 +281,7 @@ def _segments(engine):
     segments = [segment for group in inner.param_groups for segment in group["params"]]
     by_pointer = {segment.data_ptr(): segment for segment in segments if segment.numel()}
     result = []
-    for param, (_, weight) in zip(engine.core.segment_params(), engine.core.segments()):
+    for _, param, weight in engine.core.segments():
         if weight.numel():
             segment = by_pointer[weight.data_ptr()]
             result.append((param, segment, inner.state.get(segment, {})))

@@ -9,11 +9,11 @@ import weakref
 logger = logging.getLogger("strata")
 
 _REASON_MOST = 1000  # characters
-_present = {}  # weak reference to a _C.ShardedModel -> (its _C.Collectives, work to end), by time of watch()
+_present = {}  # weak reference to a _C.ShardedModel -> (its _C.Collectives, its saver), by time of watch()
 _hook = None
 
 
-def watch(core, collectives, end_work=None):
+def watch(core, collectives, saver=None):
     """Takes care of the end of the process until ``unwatch(core)``. An exception that ends it is told to the peers
     before ``sys.excepthook`` shows it; else the process waits for them when it exits. ``sys.exit(1)`` cannot be told
     from the end of the program, and an exception that ends a thread does not end the process.
@@ -21,14 +21,14 @@ def watch(core, collectives, end_work=None):
     Args:
         core: a _C.ShardedModel; it is not kept alive.
         collectives: its _C.Collectives.
-        end_work: a ``weakref.WeakMethod``: called, collectively, before the process leaves at its end. What it raises
-            is logged.
+        saver: a weak reference to what saves beside training: its ``wait_for_checkpoint()`` is called, collectively,
+            before the process leaves at its end. What it raises is logged.
     """
     global _hook
     if not _present:
         atexit.register(_leave_together)
         _hook = _ExceptHook()
-    _present[weakref.ref(core, _remove)] = (collectives, end_work)
+    _present[weakref.ref(core, _remove)] = (collectives, saver)
 
 
 def unwatch(core):
@@ -78,10 +78,10 @@ def _leave_together():
         core = reference()
         if core is None or not core.alive:
             continue
-        end_work = _present[reference][1]
+        saver = _present[reference][1]
         try:
-            if end_work is not None and end_work() is not None:
-                end_work()()
+            if saver is not None and saver() is not None:
+                saver().wait_for_checkpoint()
         except Exception as error:
             logger.error("at exit: %s: %s", type(error).__name__, error)
         try:
