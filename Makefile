@@ -161,13 +161,16 @@ tidy: style clang  ## The same and clang-tidy on the core: minutes
 	  xargs -n 1 -P $(JOBS) clang-tidy -p build/clang --quiet
 
 FUZZ_SECONDS ?= 60
-fuzz: build/asan/build.ninja  ## libFuzzer over the headers of safetensors files, for FUZZ_SECONDS=60
-	ninja -C build/asan -j $(JOBS) safetensors_header_fuzz
-	@mkdir -p build/asan/fuzz/corpus
-	@echo "Fuzzing safetensors headers for $(FUZZ_SECONDS) s, from fuzz/safetensors_seeds"
-	build/asan/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
-	  -print_final_stats=1 -artifact_prefix=build/asan/fuzz/ build/asan/fuzz/corpus fuzz/safetensors_seeds
-	@echo "No header crashed the parser."
+FUZZ_TARGETS = safetensors_header manifest
+fuzz: build/asan/build.ninja  ## libFuzzer over safetensors headers, then manifests, each for FUZZ_SECONDS=60
+	ninja -C build/asan -j $(JOBS) $(addsuffix _fuzz,$(FUZZ_TARGETS))
+	@for target in $(FUZZ_TARGETS); do \
+	  corpus=build/asan/fuzz/corpus_$$target; mkdir -p $$corpus; \
+	  echo "Fuzzing $$target for $(FUZZ_SECONDS) s, from fuzz/$${target}_seeds"; \
+	  build/asan/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
+	    -print_final_stats=1 -artifact_prefix=build/asan/fuzz/ $$corpus fuzz/$${target}_seeds; \
+	done
+	@echo "Nothing crashed a parser."
 
 clean:  ## Remove what was built; the virtual environment stays
 	rm -rf build dist
