@@ -71,8 +71,8 @@ build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
 	  -DSTRATA_CUDA_FATBIN=$(abspath $(wildcard $(BUILD)/src/strata/device/cuda_kernels.fatbin))
 	@touch $@
 
-# `import strata` in the virtual environment is this build.
-LINK_PACKAGE = $(VENV_PYTHON) -c "import pathlib, sysconfig; \
+# `import strata` in the virtual environment is this build, and so is its program `strata`.
+LINK_PACKAGE = ln -sf $(abspath $(BUILD))/bin/strata $(VENV)/bin/strata; $(VENV_PYTHON) -c "import pathlib, sysconfig; \
   pathlib.Path(sysconfig.get_paths()['purelib'], 'strata-build.pth') \
   .write_text('$(abspath $(BUILD))/pkg\n')"
 

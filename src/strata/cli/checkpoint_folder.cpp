@@ -1,0 +1,141 @@
+#include "strata/cli/checkpoint_folder.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <optional>
+#include <system_error>
+
+#include "strata/base/error.h"
+#include "strata/cli/natural_order.h"
+#include "strata/format/message_text.h"
+#include "strata/io/pending_range.h"
+
+namespace strata::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kLatestName = "latest";
+constexpr Bytes kLatestBytesMax = 4_KiB;
+
+bool is_there(const std::string& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() != fs::file_type::not_found;
+}
+
+// What the file `latest` says; absent: there is none.
+std::optional<std::string> read_latest(const std::string& folder) {
+  const std::string path = folder + "/" + kLatestName;
+  if (!is_there(path)) return std::nullopt;
+  const io::File file(path, io::File::Mode::kRead);
+  std::string tag(std::min(file.size(), kLatestBytesMax).size(), '\0');
+  io::read_fully(file, Bytes(), std::as_writable_bytes(std::span(tag)));
+  tag.erase(tag.find_last_not_of(" \r\n\t") + 1);
+  if (format::is_plain_file_name(tag)) return tag;
+  throw FormatError(
+      fmt::format("'latest' has to name a folder beside it; found {}; name the checkpoint's folder "
+                  "itself: path={}",
+                  format::in_quotes(tag), path));
+}
+
+// Names of whole checkpoints.
+std::vector<std::string> tags_in(const std::string& folder) {
+  std::vector<std::string> tags;
+  std::error_code error;
+  fs::directory_iterator entry(folder, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (format::is_plain_file_name(name) && has_manifest(entry->path().string()))
+      tags.push_back(name);
+  }
+  std::ranges::sort(tags, NaturalLess());
+  return tags;
+}
+
+// The file itself, whatever links lead to it.
+void require_inside(const std::string& folder, const std::string& path) {
+  std::error_code error;
+  const fs::path file = fs::canonical(path, error);
+  const fs::path home = error ? fs::path() : fs::canonical(folder, error);
+  if (error || file.parent_path() == home) return;  // what is not there fails when it is opened
+  throw FormatError(
+      fmt::format("a file of a checkpoint is a link that leads out of its folder; copy it there if "
+                  "it belongs to it: path={} leads to={}",
+                  path, file.string()));
+}
+
+std::string listed(const std::vector<std::string>& tags) {
+  return tags.empty() ? "none" : format::first_ten(tags);
+}
+
+}  // namespace
+
+bool has_manifest(const std::string& folder) {
+  return is_there(folder + "/" + std::string(format::kManifestName));
+}
+
+bool holds_checkpoints(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) return false;
+  return has_manifest(path) || is_there(path + "/" + kLatestName) || !tags_in(path).empty();
+}
+
+CheckpointFolder find_checkpoint(const std::string& path) {
+  std::error_code error;
+  if (!fs::exists(path, error)) {
+    throw UsageError(
+        fmt::format("there is no such folder; give that of a training checkpoint: path={}", path));
+  }
+  if (has_manifest(path)) return {path, {}, ""};
+  CheckpointFolder folder;
+  folder.tags = tags_in(path);
+  folder.latest = read_latest(path).value_or("");
+  folder.path = path + "/" + folder.latest;
+  if (folder.latest.empty()) {
+    throw FormatError(fmt::format(
+        "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
+        "save that did not end has neither); checkpoints in it: {}: path={}",
+        format::kManifestName, listed(folder.tags), path));
+  }
+  if (!has_manifest(folder.path)) {
+    throw FormatError(fmt::format(
+        "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
+        "whole checkpoints beside it: {}: path={}",
+        format::in_quotes(folder.latest), format::kManifestName, listed(folder.tags), path));
+  }
+  return folder;
+}
+
+format::Manifest load_manifest(const std::string& folder) {
+  require_inside(folder, folder + "/" + std::string(format::kManifestName));
+  return format::read_manifest(folder);
+}
+
+io::File open_checkpoint_file(const std::string& folder, const std::string& name, Bytes bytes) {
+  const std::string path = folder + "/" + name;
+  if (!is_there(path)) {
+    throw FormatError(
+        fmt::format("a checkpoint lacks a file that its manifest names; is it copied wholly?: "
+                    "file={} path={}",
+                    format::in_quotes(name), path));
+  }
+  require_inside(folder, path);
+  io::File file(path, io::File::Mode::kRead);
+  if (const Bytes found = file.size(); found != bytes) {
+    throw FormatError(
+        fmt::format("a file of a checkpoint has another size than when it was written; copy it "
+                    "again: file={} wanted={} found={} path={}",
+                    format::in_quotes(name), bytes.value, found.value, path));
+  }
+  return file;
+}
+
+std::vector<io::File> open_checkpoint_files(const std::string& folder,
+                                            const format::Manifest& manifest) {
+  std::vector<io::File> files;
+  for (const format::ManifestFile& file : manifest.files)
+    files.push_back(open_checkpoint_file(folder, file.name, file.bytes));
+  return files;
+}
+
+}  // namespace strata::cli

@@ -1,0 +1,59 @@
+#include "strata/cli/model_files.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <span>
+#include <system_error>
+
+#include "strata/base/errno_text.h"
+#include "strata/format/manifest.h"
+#include "strata/format/shard_plan.h"
+#include "strata/io/atomic_file.h"
+#include "strata/io/pending_range.h"
+
+namespace strata::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr Bytes kBuffer = 1_MiB;
+
+bool is_weights(const std::string& name) {
+  return name == format::kSingleFileName || name == format::kIndexFileName ||
+         format::is_shard_name(name);
+}
+
+void copy_file(const std::string& from, const std::string& to) {
+  const io::File source(from, io::File::Mode::kRead);
+  io::AtomicFile target(to);
+  std::vector<std::byte> buffer(kBuffer.size());
+  const Bytes end = source.size();
+  for (Bytes at; at < end; at += kBuffer) {
+    const auto part = std::span(buffer).first(std::min(kBuffer, end - at).size());
+    io::read_fully(source, at, part);
+    io::write_fully(target.file(), at, part);
+  }
+  target.publish();
+}
+
+}  // namespace
+
+std::vector<std::string> copy_model_files(const std::string& from, const std::string& to) {
+  std::vector<std::string> names;
+  std::error_code error;
+  if (!fs::is_directory(from, error)) return names;
+  fs::directory_iterator entry(from, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool regular = fs::is_regular_file(fs::symlink_status(entry->path(), error));
+    if (regular && format::is_plain_file_name(name) && !is_weights(name)) names.push_back(name);
+  }
+  if (error) {
+    throw IoError(fmt::format("cannot list a folder: path={} {}", from, errno_text(error.value())));
+  }
+  std::ranges::sort(names);
+  for (const std::string& name : names) copy_file(from + "/" + name, to + "/" + name);
+  return names;
+}
+
+}  // namespace strata::cli
