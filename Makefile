@@ -162,13 +162,14 @@ tidy: style clang  ## The same and clang-tidy on the core: minutes
 
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS = safetensors_header manifest
-fuzz: build/asan/build.ninja  ## libFuzzer over safetensors headers, then manifests, each for FUZZ_SECONDS=60
-	ninja -C build/asan -j $(JOBS) $(addsuffix _fuzz,$(FUZZ_TARGETS))
+fuzz: build/clang/build.ninja  ## libFuzzer over safetensors headers, then manifests, each for FUZZ_SECONDS=60
+	ninja -C build/clang -j $(JOBS) $(addsuffix _fuzz,$(FUZZ_TARGETS))
 	@for target in $(FUZZ_TARGETS); do \
-	  corpus=build/asan/fuzz/corpus_$$target; mkdir -p $$corpus; \
+	  corpus=build/clang/fuzz/corpus_$$target; mkdir -p $$corpus; \
 	  echo "Fuzzing $$target for $(FUZZ_SECONDS) s, from fuzz/$${target}_seeds"; \
-	  build/asan/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
-	    -print_final_stats=1 -artifact_prefix=build/asan/fuzz/ $$corpus fuzz/$${target}_seeds; \
+	  build/clang/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
+	    $$(ls fuzz/$$target.dict 2>/dev/null | sed 's/^/-dict=/') -print_final_stats=1 \
+	    -artifact_prefix=build/clang/fuzz/ $$corpus fuzz/$${target}_seeds; \
 	done
 	@echo "Nothing crashed a parser."
 

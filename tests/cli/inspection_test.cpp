@@ -138,6 +138,8 @@ TEST_F(Inspect, SaysWhatIsNoCheckpoint) {
   CommandRun result = run({"inspect", folder_ / "nowhere"});
   EXPECT_EQ(result.code, kUsage);
   EXPECT_THAT(result.err, HasSubstr("there is no such folder"));
+  EXPECT_EQ(run({"inspect", file(0)}).code, kUsage);
+  EXPECT_THAT(run({"inspect", file(0)}).err, HasSubstr("is a file"));
   fs::remove(folder_ / "latest");
   result = run({"inspect", folder_.path()});
   EXPECT_EQ(result.code, kFoundWrong);

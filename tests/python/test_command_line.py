@@ -64,12 +64,10 @@ def _config(tmp_path, **more):
     return path
 
 
-# Of these the files name modules as the model does, and tell which are blocks and which are embeddings.
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2", "opt", "bert"])
+# Files do not tell that the positions of Whisper's encoder are frozen.
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"whisper"}))
 @pytest.mark.parametrize("live", ["auto", 1])
 def test_plan_says_what_python_foresees(tmp_path, name, live):
-    if name not in MODELS:
-        pytest.skip(f"no tiny model {name}")
     section = {} if live == "auto" else {"strata": {"max_live_bytes": live}}
     told = report("plan", "--config", _config(tmp_path, **section), "--model", _saved(tmp_path, name), "--world", 2)
     with torch.device("meta"):

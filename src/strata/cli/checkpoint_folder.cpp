@@ -82,9 +82,10 @@ bool holds_checkpoints(const std::string& path) {
 
 CheckpointFolder find_checkpoint(const std::string& path) {
   std::error_code error;
-  if (!fs::exists(path, error)) {
+  if (!fs::is_directory(path, error)) {
     throw UsageError(
-        fmt::format("there is no such folder; give that of a training checkpoint: path={}", path));
+        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
+                    path, fs::exists(path, error) ? "is a file" : "is not there"));
   }
   if (has_manifest(path)) return {path, {}, ""};
   CheckpointFolder folder;
