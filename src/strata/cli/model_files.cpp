@@ -23,7 +23,8 @@ bool is_weights(const std::string& name) {
          format::is_shard_name(name);
 }
 
-void copy_file(const std::string& from, const std::string& to) {
+// Whole or not at all.
+void copy_whole(const std::string& from, const std::string& to) {
   const io::File source(from, io::File::Mode::kRead);
   io::AtomicFile target(to);
   std::vector<std::byte> buffer(kBuffer.size());
@@ -52,7 +53,8 @@ std::vector<std::string> copy_model_files(const std::string& from, const std::st
     throw IoError(fmt::format("cannot list a folder: path={} {}", from, errno_text(error.value())));
   }
   std::ranges::sort(names);
-  for (const std::string& name : names) copy_file(from + "/" + name, to + "/" + name);
+  for (const std::string& name : names)
+    copy_whole((fs::path(from) / name).string(), (fs::path(to) / name).string());
   return names;
 }
 
