@@ -116,12 +116,16 @@ test-gpu: build $(VENV)/.strata-tests  ## The same with models on the GPU, GPU_J
 test-core: core  ## The core's tests alone: seconds
 	$(PYTHON) tools/run_tests.py build/dev --cpp-only --label core --jobs $(JOBS)
 
-# A rank for each GPU, or two that share the cores. torchrun warns where nobody says how many threads each takes.
-demo: module  ## Train a small Qwen3 at ZeRO stage 3: a rank a GPU, or two on the CPU
+# A rank for each GPU, or two that share the cores; then another number goes on from their checkpoint, where there is
+# one GPU two on the CPU. torchrun warns where nobody says how many threads each takes.
+demo: module  ## Train a small Qwen3 at ZeRO stage 3, save, and go on with another number of ranks
 	ranks=$$($(VENV_PYTHON) -c "import torch; print(torch.cuda.device_count() or 2)"); \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( ($$(nproc) + ranks - 1) / ranks ))} \
-	  $(VENV)/bin/torchrun --standalone --nproc_per_node=$$ranks \
-	  examples/train_stdlib.py --config examples/ds_config.json $(DEMO)
+	run() { OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( ($$(nproc) + $$1 - 1) / $$1 ))} \
+	  $(VENV)/bin/torchrun --standalone --nproc_per_node="$$@"; }; \
+	run $$ranks examples/train_stdlib.py --config examples/ds_config.json $(DEMO); \
+	others=$$(( ranks == 1 ? 2 : ranks - 1 )); \
+	if [ $$ranks = 1 ]; then export CUDA_VISIBLE_DEVICES=; fi; \
+	run $$others examples/train_stdlib.py --config examples/ds_config.json --resume --steps 20
 
 bench-cpu: module $(VENV)/.strata-tests  ## Strata, FSDP2, DDP and DeepSpeed side by side on two CPU ranks
 	DS_ACCELERATOR=cpu $(VENV_PYTHON) bench/bench_cpu.py $(BENCH)

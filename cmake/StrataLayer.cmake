@@ -55,13 +55,14 @@ function(strata_compiles_tests target)
   endif()
 endfunction()
 
-# strata_test(NAME name SOURCES a_test.cpp ... LINK target ... [TIMEOUT seconds] [LABEL core|torch])
-# One GoogleTest program and one ctest entry. Label core (the default) is what also runs under the
+# strata_test(NAME name SOURCES a_test.cpp ... LINK target ... [TIMEOUT seconds] [LABEL core|torch] [RANKS])
+# One GoogleTest program and one ctest entry. RANKS: its ranks wait for each other, spinning first, and have two
+# cores to themselves; beside another such program each takes several times as long. Label core (the default) is what also runs under the
 # sanitizers; label torch is for programs that link torch.
 function(strata_test)
-  cmake_parse_arguments(T "" "NAME;TIMEOUT;LABEL" "SOURCES;LINK" ${ARGN})
+  cmake_parse_arguments(T "RANKS" "NAME;TIMEOUT;LABEL" "SOURCES;LINK" ${ARGN})
   if(NOT T_TIMEOUT)
-    set(T_TIMEOUT 120)
+    set(T_TIMEOUT 300)
   endif()
   if(STRATA_SANITIZE)  # sanitizers take up to ten times as long; the bound is there to end what hangs
     math(EXPR T_TIMEOUT "${T_TIMEOUT} * 4")
@@ -78,4 +79,7 @@ function(strata_test)
   target_include_directories(${T_NAME} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
   add_test(NAME ${T_NAME} COMMAND ${T_NAME} --gtest_brief=1)
   set_tests_properties(${T_NAME} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS ${T_LABEL})
+  if(T_RANKS)
+    set_tests_properties(${T_NAME} PROPERTIES PROCESSORS 2)
+  endif()
 endfunction()

@@ -1,11 +1,13 @@
 """Trains a small byte-level Qwen3 on the source text of Python's standard library, sharded over ranks.
 
     torchrun --nproc-per-node 2 examples/train_stdlib.py [--config examples/ds_config.json]
+    torchrun --nproc-per-node 1 examples/train_stdlib.py --resume --steps 20
 
 In order: a checkpoint of random weights is written as any Hugging Face checkpoint is; every rank reads
-its own shard of it; the model is trained under the DeepSpeed JSON, generates a sample and is saved; plain
-transformers loads what was saved, and must find the loss that the engine finds. Exits with 1 when it does
-not, or when the loss did not fall. Everything is written to demo_out/.
+its own shard of it; the model is trained under the DeepSpeed JSON, generates a sample and is saved, once as a
+checkpoint that training goes on from and once for plain transformers, which loads it and must find the loss
+that the engine finds. With --resume training goes on from the checkpoint, on whatever number of ranks, and must find
+the loss that was saved with it. Exits with 1 where a loss is another, or did not fall. Everything is in demo_out/.
 """
 
 import argparse
@@ -212,6 +214,7 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--length", type=int, default=128, help="bytes of one sample")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder that is written")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint that an earlier run saved")
     return parser.parse_args()
 
 
@@ -223,14 +226,21 @@ def main():
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank != 0)
 
-    initial, trained = arguments.out / "initial", arguments.out / "trained"
+    initial, trained, checkpoints = (arguments.out / name for name in ("initial", "trained", "checkpoints"))
     config = read_config(arguments.config)
     dtype = torch.bfloat16 if "bf16" in config else torch.float32
-    parameters = int(total_over_ranks(write_initial_checkpoint(initial, dtype) if rank == 0 else 0))
+    parameters = 0
+    if rank == 0 and not arguments.resume:
+        parameters = write_initial_checkpoint(initial, dtype)
+    parameters = int(total_over_ranks(parameters))
     engine, _, _, _ = strata.load_pretrained(str(initial), config)
     engine.train()
     text, held_out = read_standard_library()
-    ranks = "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"
+    if arguments.resume:
+        good = resume(console, engine, checkpoints, text, held_out, arguments.steps)
+        engine.destroy()
+        return 0 if good else 1
+    ranks = name_ranks(engine)
     console.print(
         f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold] in {dtype_of(engine)}, {len(text) / 1e6:.1f} MB of text\n"
         f"ZeRO stage {engine.zero_optimization_stage()}, {ranks} on {place(engine)} over {engine.collectives_name}",
@@ -245,6 +255,10 @@ def main():
 
     batch = draw_batch(held_out, torch.Generator().manual_seed(0), 16, arguments.length)
     under_engine = evaluate(engine, batch)
+    begin = time.perf_counter()
+    engine.save_checkpoint(checkpoints, client_state={"held_out": under_engine, "length": arguments.length})
+    console.print(f"\ncheckpoint of {ranks} after step {engine.global_steps} in {checkpoints}, written in "
+                  f"{time.perf_counter() - begin:.1f} s", highlight=False)
     engine.save_pretrained(str(trained))
     good = True
     if rank == 0:
@@ -257,13 +271,39 @@ def main():
     return 1 if failed else 0
 
 
+def name_ranks(engine):
+    """How many ranks there are, in words."""
+    return "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"
+
+
+def resume(console, engine, folder, text, held_out, steps):
+    """Goes on from the newest checkpoint of another run; whether it holds the loss that was saved with it."""
+    path, saved = engine.load_checkpoint(folder)
+    if path is None:
+        console.print(f"there is no checkpoint in {folder}; run the script without --resume first")
+        return False
+    batch = draw_batch(held_out, torch.Generator().manual_seed(0), 16, saved["length"])
+    under_engine = evaluate(engine, batch)
+    # Another device, or another dtype, computes the same loss but for its rounding.
+    same = abs(under_engine - saved["held_out"]) <= 1e-2 * saved["held_out"]
+    console.print(
+        f"resumed by {name_ranks(engine)} after step {engine.global_steps}: held-out loss {under_engine:.4f}, saved "
+        f"{saved['held_out']:.4f}: "
+        + ("[bold green]equal[/bold green]" if same else "[bold red]NOT equal[/bold red]"),
+        highlight=False,
+    )
+    losses = train(engine, text, steps, saved["length"], console)
+    console.print(f"went on to step {engine.global_steps}: loss {mean_of(losses[-10:]):.3f}", highlight=False)
+    return same
+
+
 def check(console, folder, batch, under_engine, losses):
     """Whether plain transformers finds the engine's loss in what was saved, and the loss fell."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     loaded = evaluate(plain, batch)
     same = abs(loaded - under_engine) <= 1e-3 * under_engine
     console.print(
-        f"\nsaved to {folder}\nheld-out loss: engine {under_engine:.4f}, plain transformers {loaded:.4f}: "
+        f"saved to {folder}\nheld-out loss: engine {under_engine:.4f}, plain transformers {loaded:.4f}: "
         + ("[bold green]equal[/bold green]" if same else "[bold red]NOT equal[/bold red]"),
         highlight=False,
     )

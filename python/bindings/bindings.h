@@ -21,6 +21,7 @@ void bind_model(py::module_& module);
 void bind_interception(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_state(py::module_& module);
+void bind_training(py::module_& module);
 // Adds what steps did.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 

@@ -95,6 +95,13 @@ std::vector<std::tuple<int, at::Tensor>> segments(ShardedModel& model) {
   return result;
 }
 
+// By segment: the parameter that it is of. On one rank a parameter has one at most.
+std::vector<int> segment_params(ShardedModel& model) {
+  std::vector<int> params;
+  for (const engine::ExternalSegment& s : external(model).segments()) params.push_back(s.param);
+  return params;
+}
+
 // {kind: peak bytes} of the device, and "total". What kernels keep for themselves nobody plans.
 py::dict as_dict(const forecast::MemoryForecast& forecast) {
   py::dict result;
@@ -247,6 +254,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
            })
       .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
       .def("segments", &segments)
+      .def("segment_params", &segment_params)
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("memory_report", &memory_report)

@@ -1,11 +1,13 @@
 """The engine object that a training script calls. Everything it decides is decided in C++."""
 
 import logging
+import weakref
 
 import torch
 
 from . import _C
 from .accumulation import Accumulation
+from .checkpoint.engine_checkpoints import EngineCheckpoints
 from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
@@ -21,7 +23,7 @@ from .views.step_view import print_table
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineNames, Accumulation, torch.nn.Module):
+class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
     """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
     ``Accumulation`` what concerns micro-steps.
 
@@ -48,6 +50,7 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         self.training_dataloader = None
         self.init_report = None
         self._at_boundary = False  # whether the last call of step() was one
+        self._unapplied = 0  # micro-steps since the last boundary
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
@@ -64,7 +67,7 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
             tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
         )
         self.core.free_originals()
-        watch(self.core, collectives)
+        watch(self.core, collectives, weakref.WeakMethod(self.wait_for_checkpoint))
 
     # --- the pass ---
 
@@ -130,6 +133,7 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         if self.core.ends_step():
             self._settle_schedule()
         result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        self._unapplied = self._unapplied + 1 if result is None else 0
         if result is None:
             return
         self._at_boundary = True
@@ -311,11 +315,21 @@ class Engine(EngineNames, Accumulation, torch.nn.Module):
         self.core.end_trace()
         if self._trace is not None:
             self._tell_of_trace()
+        failure = None
+        try:
+            self.wait_for_checkpoint()
+        except _C.CommError:
+            raise
+        except _C.Error as error:  # of the writer: said when the engine is gone
+            failure = error
+        self._saver = None
         self.core.destroy(keep_values)
         unwatch(self.core)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
         give_up_ownership(self._described)
+        if failure is not None:
+            raise failure
 
     def __getattr__(self, name):
         """Names that the engine does not have are the model's (``engine.generate``)."""

@@ -1,6 +1,7 @@
 """Names that training scripts and frameworks read on DeepSpeed's engine, beside those that train."""
 
 import json
+import os
 
 import torch
 
@@ -216,7 +217,10 @@ class EngineNames:
 
     @property
     def local_rank(self):
-        """int: index of this rank's device; on the CPU its rank."""
+        """int: this process's number on its host, as the launcher says (LOCAL_RANK); without one the index of its
+        device, or its rank."""
+        if "LOCAL_RANK" in os.environ:
+            return int(os.environ["LOCAL_RANK"])
         return self.global_rank if self.device.index is None else self.device.index
 
     def get_data_parallel_rank(self):
@@ -270,16 +274,6 @@ class EngineNames:
     save_fp16_model = save_16bit_model
 
     # --- what there is not ---
-
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """Raises UsageError: training checkpoints are not written by this version."""
-        raise _C.UsageError("save_checkpoint: training checkpoints are not written by this version; write the weights "
-                            "with save_pretrained(folder) or save_16bit_model(folder)")
-
-    def load_checkpoint(self, load_dir, tag=None, **_options):
-        """Raises UsageError: training checkpoints are not read by this version."""
-        raise _C.UsageError("load_checkpoint: training checkpoints are not read by this version; read weights with "
-                            "strata.load_weights(engine, folder)")
 
     def offload_states(self, include=None, device=None, pin_memory=True, non_blocking=False):
         """Raises UsageError: the engine's states stay on their device."""

@@ -79,7 +79,23 @@ TEST_F(Consolidate, WritesWhatWasTrained) {
   EXPECT_EQ(index.files()[0].metadata().at("format"), "pt");
   EXPECT_THAT(result.out, AllOf(HasSubstr("5 tensors of 69 elements"),
                                 HasSubstr("'lm_head.weight' is tied to 'embed.weight'"),
-                                HasSubstr("put its config.json beside the weights")));
+                                HasSubstr("put the model's beside the weights")));
+}
+
+TEST_F(Consolidate, LeavesOutWhatIsOfOneRankOrTheScripts) {
+  saved_.tensors.push_back(
+      {"1:layers.10.steps", {2}, DType::kInt64, false, {}, format::TensorRole::kRankBuffer});
+  saved_.tensors.push_back({"noise", {4}, DType::kFloat32, false, {}, format::TensorRole::kClient});
+  saved_.training = R"({"without_frozen":true})";
+  saved_.write(folder_.path());
+  const CommandRun result = run({"consolidate", home_, out_});
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("5 tensors"), HasSubstr("frozen parameters were not saved")));
+  EXPECT_EQ(format::CheckpointIndex(out_).tensors().size(), 5U);
+  EXPECT_EQ(run({"diff", home_, out_}).code, kDone);
+  EXPECT_THAT(run({"diff", home_, home_, "--kinds"}).out, HasSubstr("13 tensors compared"));
+  EXPECT_THAT(run({"inspect", home_}).out,
+              AllOf(HasSubstr("frozen ones not saved"), HasSubstr("of ranks     1 of 2 elements")));
 }
 
 TEST_F(Consolidate, Casts) {
@@ -116,11 +132,9 @@ TEST_F(Consolidate, HoldsItsRingsAndNoMore) {
 }
 
 TEST_F(Consolidate, CutsShardsAndCopiesTheModelsFiles) {
-  fs::create_directory(home_ + "/hf");
-  write_text(home_ + "/hf/config.json", R"({"architectures":["X"]})");
-  write_text(home_ + "/hf/model.safetensors", "none of ours");
-  write_text(folder_ / "secret", "s");
-  fs::create_symlink(folder_ / "secret", home_ + "/hf/secret");
+  write_text(home_ + "/config.json", R"({"architectures":["X"]})");
+  write_text(folder_ / "secret.json", "s");
+  fs::create_symlink(folder_ / "secret.json", home_ + "/secret.json");
   const auto json = run({"consolidate", home_, out_, "--max-shard", "64B", "--json"}).json();
   EXPECT_THAT(json["copied"], ElementsAre("config.json"));
   EXPECT_EQ(json["files"].size(), 3U);

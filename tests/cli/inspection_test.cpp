@@ -63,7 +63,7 @@ TEST_F(Inspect, ListsTagsAndShowsTheLatest) {
   fs::create_directory(folder_ / "global_step11");
   write_text(folder_ / "global_step11/model-00000-of-00002.safetensors", "cut off");
   const CommandRun result = run({"inspect", folder_.path()});
-  EXPECT_THAT(result.out, HasSubstr("global_step9 (latest), global_step10"));
+  EXPECT_THAT(result.out, HasSubstr("global_step10, global_step9 (latest)"));
   EXPECT_THAT(result.out, Not(HasSubstr("global_step11")));
 }
 
@@ -151,7 +151,7 @@ TEST_F(Inspect, SaysWhatIsNoCheckpoint) {
                     HasSubstr("whole checkpoints beside it: global_step10")));
   write_text(folder_ / "latest", "../global_step10");
   EXPECT_THAT(run({"inspect", folder_.path()}).err,
-              HasSubstr("'latest' has to name a folder beside it; found '../global_step10'"));
+              HasSubstr("names no checkpoint of its folder; found '../global_step10'"));
 }
 
 TEST_F(Inspect, ShowsNoControlBytesOfAManifest) {

@@ -319,6 +319,10 @@ TYPED_TEST_P(DeviceKernelsConformance, AdamWithARemainderGivesTheBitsOfFp32Maste
       std::vector<float> joined(count);
       kernels::join_masters(joined, weights_got.data(), kernels::remainder_over(rest_got, numel));
       EXPECT_EQ(joined, this->download_floats(*whole)) << count;
+      const std::size_t first = std::min<std::size_t>(5, count);
+      this->device_->join_masters(this->floats(*whole).subspan(first), split16->bytes().data(),
+                                  remainder, Numel(first), *this->stream_);
+      EXPECT_EQ(this->download_floats(*whole), joined) << count << " by the device";
     }
   }
 }

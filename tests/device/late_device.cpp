@@ -250,6 +250,17 @@ void LateDevice::store_remainder(const kernels::MasterRemainder& target, Numel f
   });
 }
 
+void LateDevice::join_masters(std::span<float> masters, const std::byte* weights,
+                              const kernels::MasterRemainder& remainder, Numel first,
+                              Stream& stream) {
+  if (masters.empty()) return;
+  require_reachable(masters.data());
+  require_reachable(weights);
+  late(stream).push([=](CpuDevice& hands) {
+    hands.join_masters(masters, weights, remainder, first, stream_of(hands));
+  });
+}
+
 void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                            Stream& stream) {
   if (spans.gradient.empty()) return;

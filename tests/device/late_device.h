@@ -53,6 +53,9 @@ class LateDevice final : public CpuDevice {
                     float scale, bool accumulate, Stream& stream) override;
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
                        DType source_dtype, Numel numel, Stream& stream) override;
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first,
+                    Stream& stream) override;
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override;
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,

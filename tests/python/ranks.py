@@ -7,6 +7,7 @@ starts in a fraction of a second. Every job gets new processes: nothing of one t
 import atexit
 import ctypes
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -220,9 +221,15 @@ def _tail(path, size=6000):
 
 
 def _free_port():
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections."""
+    """A port that nobody listens on, below those that the kernel gives to outgoing connections. Workers of one run of
+    pytest take theirs from ranges of their own, each port once in a range: a rank listens only some time later."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    first = 15000 + worker % 17 * 1000
     while True:
-        port = random.SystemRandom().randrange(15000, 32000)
+        port = first + next(_PORTS) % 1000
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+_PORTS = itertools.count(random.SystemRandom().randrange(1000))

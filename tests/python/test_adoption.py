@@ -90,7 +90,7 @@ def _adopted_from_rank_0(kind, stage, dtype):
     phases = [phase["name"] for phase in engine.init_report["phases"]]
     assert "move in" in phases and "compare ranks" not in phases
     for name, value in expected.items():
-        if value.is_floating_point():
+        if value.is_floating_point() and dtype != "fp32":  # without a precision each keeps its own
             expected[name] = value.to(DTYPES[dtype])
     assert differences(full_parameters(model), expected) == []
     engine.destroy(keep_values=True)

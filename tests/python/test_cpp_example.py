@@ -36,7 +36,10 @@ def run(*command):
 
 @pytest.fixture(scope="module")
 def program():
-    """The example's program. Its folders keep their places, so that a second run compiles nothing."""
+    """The example's program. Its folders keep their places, so that a second run compiles nothing. STRATA_CPP_EXAMPLE
+    names one that was built on another machine."""
+    if "STRATA_CPP_EXAMPLE" in os.environ:
+        return Path(os.environ["STRATA_CPP_EXAMPLE"])
     build = find_build()
     prefix, example = build / "cpp_example" / "prefix", build / "cpp_example" / "build"
     shutil.rmtree(prefix, ignore_errors=True)

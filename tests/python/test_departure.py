@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import strata
+from devices import needs_a_gpu_each
 from ranks import run_ranks
 from strata.ranks import departure
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
@@ -137,6 +138,7 @@ def _one_rank_runs_out_of_data(collectives):
         return f"{type(error).__name__}: {error}"
 
 
+@needs_a_gpu_each
 @pytest.mark.parametrize("collectives", ["shm", "c10d"])
 def test_peers_learn_what_ended_a_rank(collectives):
     told, own = run_ranks(2, _one_rank_runs_out_of_data, collectives)

@@ -90,6 +90,14 @@ def test_the_demo_runs_from_beginning_to_end(tmp_path):
     assert re.search(r"step ━+ 40/40 loss .* tokens/s +[\d.]+ MiB 0:00:00", said), "the bar is cut short:\n" + said
     assert max(map(len, said.splitlines())) <= 80, said
     assert "equal" in said and "NOT" not in said
+    assert "checkpoint of 2 ranks after step 40" in said
+    with gpus(False):
+        (resumed,) = launch(
+            tmp_path, 1, REPOSITORY / "examples" / "train_stdlib.py",
+            "--config", "config.json", "--resume", "--steps", 3,
+        )  # fmt: skip
+    assert re.search(r"resumed by 1 rank after step 40: held-out loss [\d.]+, saved [\d.]+: equal", resumed), resumed
+    assert "went on to step 43" in resumed and max(map(len, resumed.splitlines())) <= 80, resumed
 
 
 ENDS = """

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import strata
 import torch
+from devices import test_device
 from comparison import adamw
 from hf_models import MODELS
 from plain_torch import PlainTrainer
@@ -268,7 +269,7 @@ def _devices():
         model = nn.Sequential(first, second)  # submodules on meta that come late
     assert _sharded(first) and second.weight.is_meta
     told = error_of(make_engine, model, config_of(3))
-    second.to_empty(device="cpu")
+    second.to_empty(device=test_device())
     nn.init.ones_(second.weight)
     assert full_parameters(make_engine(model, config_of(3)).module)["1.weight"].eq(1.0).all()
     return told

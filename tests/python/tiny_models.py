@@ -111,6 +111,11 @@ def full_parameters(model):
 
 
 def differences(ours, theirs):
-    """Names whose values are not the same bits."""
+    """Names whose values are not the same bits, whatever devices they are on."""
     assert ours.keys() == theirs.keys()
-    return [n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])]
+    return [n for n in ours if not same_bits(ours[n], theirs[n])]
+
+
+def same_bits(one, other):
+    """Whether two tensors, on any devices, have the same dtype, shape and values."""
+    return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())

@@ -188,6 +188,49 @@ TEST(Trainer, LoadsWhatItSavedBuffersIncluded) {
   });
 }
 
+TEST(Trainer, GoesOnFromACheckpointOfAnotherNumberOfRanks) {
+  const std::string folder = ::testing::TempDir() + "/strata_trainer_checkpoints";
+  constexpr const char* kSettings = R"({"train_batch_size": 4, "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "scheduler": {"type": "WarmupLR",
+    "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.01}}})";
+  const auto train = [](Trainer& trainer, Model& model, int rank, int world, int from, int to) {
+    for (int step = from; step < to; ++step) {
+      const at::Tensor all = ::torch::arange(24.0F).view({4, 6}) * 0.1F + step;
+      const at::Tensor mine = part_of(all, rank, world);
+      trainer.backward(trainer.forward(*model, mine).square().mean());
+      trainer.step();
+    }
+  };
+  // Six steps on two ranks, with a checkpoint after three, and the last three again on one.
+  std::vector<Model> models = make_models(3);
+  double rate = 0.0;
+  run_ranks(2, [&](std::shared_ptr<comm::Collectives> collectives) {
+    const int rank = collectives->rank();
+    Model& model = models[static_cast<std::size_t>(rank)];
+    Trainer trainer(model.ptr(), {.config = kSettings, .collectives = collectives});
+    model->call = trainer.call();
+    train(trainer, model, rank, 2, 0, 3);
+    model->named_buffers()["seen"].fill_(4.0);
+    trainer.save_checkpoint(folder);
+    train(trainer, model, rank, 2, 3, 6);
+    if (rank == 0) rate = trainer.groups()[0].lr;
+    trainer.close(/*keep_values=*/true);
+  });
+  const std::shared_ptr<comm::Collectives> one = comm::LocalGroup(1).rank(0);
+  Trainer trainer(models[2].ptr(), {.config = kSettings, .collectives = one});
+  models[2]->call = trainer.call();
+  EXPECT_EQ(trainer.load_checkpoint(::testing::TempDir() + "/strata_no_checkpoints"), std::nullopt);
+  EXPECT_EQ(trainer.load_checkpoint(folder), folder + "/global_step3");
+  EXPECT_EQ(trainer.global_steps(), 3);
+  train(trainer, models[2], 0, 1, 3, 6);
+  EXPECT_EQ(trainer.groups()[0].lr, rate);
+  trainer.close(/*keep_values=*/true);
+  EXPECT_EQ(models[2]->named_buffers()["seen"].item<float>(), 4.0F);
+  EXPECT_TRUE(at::allclose(models[2]->shift, models[0]->shift, 1e-5, 1e-7));
+  EXPECT_TRUE(
+      at::allclose(models[2]->block(2)->up->weight, models[0]->block(2)->up->weight, 1e-5, 1e-7));
+}
+
 TEST(Trainer, RefusesWhatItCannotTrainAndSaysWhy) {
   Model model;
   const std::shared_ptr<comm::Collectives> one = comm::LocalGroup(1).rank(0);

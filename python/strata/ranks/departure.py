@@ -9,11 +9,11 @@ import weakref
 logger = logging.getLogger("strata")
 
 _REASON_MOST = 1000  # characters
-_present = {}  # weak reference to a _C.ShardedModel -> its _C.Collectives, in the order of watch()
+_present = {}  # weak reference to a _C.ShardedModel -> (its _C.Collectives, work to end), in the order of watch()
 _hook = None
 
 
-def watch(core, collectives):
+def watch(core, collectives, end_work=None):
     """Takes care of the end of the process until ``unwatch(core)``. An exception that ends it is told to the peers
     before ``sys.excepthook`` shows it; else the process waits for them when it exits. ``sys.exit(1)`` cannot be told
     from the end of the program, and an exception that ends a thread does not end the process.
@@ -21,12 +21,14 @@ def watch(core, collectives):
     Args:
         core: a _C.ShardedModel; it is not kept alive.
         collectives: its _C.Collectives.
+        end_work: a ``weakref.WeakMethod``: called, collectively, before the process leaves at its end; what it raises is
+            logged.
     """
     global _hook
     if not _present:
         atexit.register(_leave_together)
         _hook = _ExceptHook()
-    _present[weakref.ref(core, _remove)] = collectives
+    _present[weakref.ref(core, _remove)] = (collectives, end_work)
 
 
 def unwatch(core):
@@ -61,7 +63,7 @@ class _ExceptHook:
 
 
 def _tell_peers(kind, value):
-    for collectives in list(_present.values()):
+    for collectives, _ in list(_present.values()):
         try:
             collectives.leave(f"{kind.__name__}: {value}"[:_REASON_MOST])
         except Exception as error:
@@ -76,6 +78,12 @@ def _leave_together():
         core = reference()
         if core is None or not core.alive:
             continue
+        end_work = _present[reference][1]
+        try:
+            if end_work is not None and end_work() is not None:
+                end_work()()
+        except Exception as error:
+            logger.error("at exit: %s: %s", type(error).__name__, error)
         try:
             core.end_trace()
             core.wait_for_all()

@@ -8,7 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/cli/checked_read.h"
-#include "strata/cli/checkpoint_folder.h"
+#include "strata/cli/chosen_checkpoint.h"
 #include "strata/cli/file_check.h"
 #include "strata/cli/model_files.h"
 #include "strata/cli/text_table.h"
@@ -17,6 +17,8 @@
 
 namespace strata::cli {
 namespace {
+
+using Json = nlohmann::json;
 
 // Without checksums: what lies between two extents is read, too, where that is cheaper than a jump.
 constexpr Bytes kGapRead = 64_KiB;
@@ -59,7 +61,9 @@ class Consolidation {
  private:
   void choose(std::size_t t) {
     const format::ManifestTensor& tensor = manifest_.tensors[t];
-    if (tensor.role == format::TensorRole::kClient) return;
+    const bool of_model =
+        tensor.role == format::TensorRole::kParameter || tensor.role == format::TensorRole::kBuffer;
+    if (!of_model) return;
     place_of_[t] = specs_.size();
     specs_.push_back({tensor.name, dtype_in(tensor, options_), tensor.shape});
   }
@@ -167,6 +171,8 @@ class Consolidation {
       result.elements += *format::checked_numel(spec.shape);
     result.bytes = writer_->plan().total;
     result.files = writer_->plan().files;
+    const Json training = Json::parse(manifest_.training);
+    result.without_frozen = training.value("without_frozen", Json()) == true;
     for (const format::ManifestTensor& tensor : manifest_.tensors) {
       for (const std::string& alias : tensor.aliases)
         result.aliases.emplace_back(alias, tensor.name);
@@ -195,7 +201,7 @@ class Consolidation {
 Consolidated consolidate(const std::string& path, const std::string& out,
                          const ConsolidationOptions& options, io::IoEngine& io,
                          const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
-  const CheckpointFolder folder = find_checkpoint(path);
+  const ChosenCheckpoint folder = choose_checkpoint(path);
   if (has_manifest(out)) {
     throw UsageError(
         fmt::format("OUT is a training checkpoint, whose files would be lost; give another folder: "
@@ -203,7 +209,7 @@ Consolidated consolidate(const std::string& path, const std::string& out,
                     out));
   }
   Consolidated result = Consolidation(folder.path, options, io, ledger).run(out, console);
-  result.copied = copy_model_files(folder.path + "/" + kModelFilesFolder, out);
+  result.copied = copy_model_files(folder.path, out);
   result.staging = ledger->peak(memory::Tier::kHost);
   return result;
 }
@@ -213,14 +219,14 @@ std::string text_of(const Consolidated& result) {
       fmt::format("{}: {} of {} elements, {} in {}\n", result.out,
                   count_of(result.tensors, "tensor"), with_commas(result.elements.value),
                   to_string(result.bytes), count_of(result.files.size(), "file"));
+  if (result.without_frozen)
+    text += "frozen parameters were not saved with the checkpoint, and are not in it\n";
   for (const auto& [alias, name] : result.aliases)
     text += fmt::format("{} is tied to {} and is not repeated\n", format::in_quotes(alias),
                         format::in_quotes(name));
   text += result.copied.empty()
-              ? fmt::format(
-                    "the checkpoint holds no files of the model ({}/): put its config.json "
-                    "beside the weights before transformers loads them\n",
-                    kModelFilesFolder)
+              ? "the checkpoint holds no config.json: put the model's beside the weights before "
+                "transformers loads them\n"
               : fmt::format("copied with them: {}\n", format::first_ten(result.copied));
   return text;
 }
@@ -235,6 +241,7 @@ nlohmann::json json_of(const Consolidated& result) {
           {"files", result.files},
           {"copied", result.copied},
           {"tied", aliases},
+          {"without_frozen", result.without_frozen},
           {"staging_bytes", result.staging.value}};
 }
 

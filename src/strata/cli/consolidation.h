@@ -38,10 +38,11 @@ struct Consolidated {
   std::vector<std::string> files;                            // of weights
   std::vector<std::string> copied;                           // of the model: config.json, ...
   std::vector<std::pair<std::string, std::string>> aliases;  // left out, and whose values they have
-  Bytes staging;                                             // the most that was held of rings
+  bool without_frozen = false;  // the checkpoint was saved without them
+  Bytes staging;                // the most that was held of rings
 };
 
-// `path`: as find_checkpoint() takes it.
+// `path`: as choose_checkpoint() takes it.
 Consolidated consolidate(const std::string& path, const std::string& out,
                          const ConsolidationOptions& options, io::IoEngine& io,
                          const std::shared_ptr<memory::Ledger>& ledger, Console& console);

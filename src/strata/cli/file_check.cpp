@@ -5,7 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/cli/checked_read.h"
-#include "strata/cli/checkpoint_folder.h"
+#include "strata/cli/chosen_checkpoint.h"
 #include "strata/format/message_text.h"
 
 namespace strata::cli {

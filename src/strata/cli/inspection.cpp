@@ -34,7 +34,15 @@ std::string shown(const std::string& text) {
   return quoted.back() == '\'' ? quoted.substr(1, quoted.size() - 2) : quoted;
 }
 
+// "strata 0.1.0, torch 2.11.0" of an object with these members.
 std::string text_of_value(const Json& value) {
+  if (value.is_object()) {
+    std::vector<std::string> parts;
+    for (const auto& [key, member] : value.items())
+      parts.push_back(shown(key) + " " +
+                      shown(member.is_string() ? member.get<std::string>() : member.dump()));
+    return fmt::format("{}", fmt::join(parts, ", "));
+  }
   return shown(value.is_string() ? value.get<std::string>() : value.dump());
 }
 
@@ -98,6 +106,20 @@ std::string verdict_text(const Inspection& inspection) {
                              : "all files are there at their sizes; --verify reads every byte\n";
 }
 
+TensorCount& count_of_role(Inspection& inspection, format::TensorRole role) {
+  switch (role) {
+    case format::TensorRole::kParameter:
+      return inspection.parameters;
+    case format::TensorRole::kBuffer:
+      return inspection.buffers;
+    case format::TensorRole::kRankBuffer:
+      return inspection.rank_buffers;
+    case format::TensorRole::kClient:
+      break;
+  }
+  return inspection.client;
+}
+
 Json json_of(const TensorCount& count) {
   return {{"tensors", count.tensors},
           {"trainable", count.trainable},
@@ -124,9 +146,7 @@ Inspection count_contents(const format::Manifest& manifest) {
   result.training = Json::parse(manifest.training);
   for (const format::ManifestTensor& tensor : manifest.tensors) {
     result.tied += tensor.aliases.size();
-    count_tensor(tensor, tensor.role == format::TensorRole::kParameter ? result.parameters
-                         : tensor.role == format::TensorRole::kBuffer  ? result.buffers
-                                                                       : result.client);
+    count_tensor(tensor, count_of_role(result, tensor.role));
   }
   for (const std::string& kind : manifest.kinds) result.kinds.push_back({kind, {}, {}, {}});
   for (const format::ManifestExtent& extent : manifest.extents) {
@@ -145,7 +165,7 @@ Inspection count_contents(const format::Manifest& manifest) {
 
 Inspection inspect(const std::string& path, bool verify, io::IoEngine& io,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
-  CheckpointFolder folder = find_checkpoint(path);
+  ChosenCheckpoint folder = choose_checkpoint(path);
   const format::Manifest manifest = load_manifest(folder.path);
   Inspection result = count_contents(manifest);
   result.verified = verify;
@@ -173,9 +193,12 @@ std::string text_of(const Inspection& inspection) {
   std::string parameters = count_text(inspection.parameters);
   if (const std::size_t frozen = inspection.parameters.tensors - inspection.parameters.trainable)
     parameters += fmt::format(", {} frozen", frozen);
+  const Json without = inspection.training.value("without_frozen", Json());
+  if (without == true) parameters += ", frozen ones not saved";
   if (inspection.tied > 0) parameters += fmt::format(", {} tied to another", inspection.tied);
   line("parameters", parameters);
   if (inspection.buffers.tensors > 0) line("buffers", count_text(inspection.buffers));
+  if (inspection.rank_buffers.tensors > 0) line("of ranks", count_text(inspection.rank_buffers));
   if (inspection.client.tensors > 0) line("client", count_text(inspection.client));
   if (!inspection.folder.tags.empty()) {
     std::vector<std::string> tags;
@@ -196,6 +219,7 @@ Json json_of(const Inspection& inspection) {
                {"stage", inspection.stage},
                {"parameters", json_of(inspection.parameters)},
                {"buffers", json_of(inspection.buffers)},
+               {"rank_buffers", json_of(inspection.rank_buffers)},
                {"client", json_of(inspection.client)},
                {"tied", inspection.tied},
                {"kinds", Json::array()},

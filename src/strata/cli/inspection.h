@@ -1,6 +1,6 @@
 // What is in a training checkpoint, as `strata inspect` shows it: where it comes from, what was
 // saved of how many tensors, in which files, and what is wrong with them. Values; pure but for
-// inspect(), which reads the manifest and, if asked to, everything. Errors: of checkpoint_folder.h.
+// inspect(), which reads the manifest and, if asked to, everything. Errors: of chosen_checkpoint.h.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/checkpoint_folder.h"
+#include "strata/cli/chosen_checkpoint.h"
 #include "strata/cli/file_check.h"
 
 namespace strata::cli {
@@ -32,13 +32,14 @@ struct KindCount {
 };
 
 struct Inspection {
-  CheckpointFolder folder;
+  ChosenCheckpoint folder;
   std::string tag;
   int world_size = 1;
   int stage = 0;
   nlohmann::json training;  // an object
   TensorCount parameters;
   TensorCount buffers;
+  TensorCount rank_buffers;  // as ranks have them that differ from rank 0
   TensorCount client;
   std::size_t tied = 0;  // names that belong to a parameter of another name
   std::vector<KindCount> kinds;

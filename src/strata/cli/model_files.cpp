@@ -18,9 +18,11 @@ namespace fs = std::filesystem;
 
 constexpr Bytes kBuffer = 1_MiB;
 
-bool is_weights(const std::string& name) {
-  return name == format::kSingleFileName || name == format::kIndexFileName ||
-         format::is_shard_name(name);
+bool is_of_model(const std::string& name) {
+  if (name == format::kManifestName || name == format::kIndexFileName) return false;
+  const std::string extension = fs::path(name).extension().string();
+  return extension == ".json" || extension == ".txt" || extension == ".jinja" ||
+         extension == ".model";
 }
 
 // Whole or not at all.
@@ -42,12 +44,11 @@ void copy_whole(const std::string& from, const std::string& to) {
 std::vector<std::string> copy_model_files(const std::string& from, const std::string& to) {
   std::vector<std::string> names;
   std::error_code error;
-  if (!fs::is_directory(from, error)) return names;
   fs::directory_iterator entry(from, error);
   for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
     const std::string name = entry->path().filename().string();
     const bool regular = fs::is_regular_file(fs::symlink_status(entry->path(), error));
-    if (regular && format::is_plain_file_name(name) && !is_weights(name)) names.push_back(name);
+    if (regular && format::is_plain_file_name(name) && is_of_model(name)) names.push_back(name);
   }
   if (error) {
     throw IoError(fmt::format("cannot list a folder: path={} {}", from, errno_text(error.value())));

@@ -1,6 +1,5 @@
-// What a checkpoint's folder keeps of a model beside its weights: config.json, the tokenizer, in
-// the folder hf/. Copied as they are, each whole or not at all. Threads: one. Memory: one small
-// buffer. Errors: IoError.
+// What a checkpoint's folder keeps of a model beside its weights: config.json and the like. Copied
+// as they are, each whole or not at all. Threads: one. Memory: one small buffer. Errors: IoError.
 #pragma once
 
 #include <string>
@@ -8,10 +7,8 @@
 
 namespace strata::cli {
 
-inline constexpr const char* kModelFilesFolder = "hf";
-
-// Copies regular files, but for weights and folders, and follows no link out of `from`. The names
-// that were copied, in order; none where there is no such folder.
+// Copies regular files that hold text of a model (.json, .txt, .jinja, .model), but for the
+// manifest and what belongs to weights; follows no link. The names that were copied, in order.
 std::vector<std::string> copy_model_files(const std::string& from, const std::string& to);
 
 }  // namespace strata::cli

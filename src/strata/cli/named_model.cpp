@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "strata/base/error.h"
-#include "strata/cli/checkpoint_folder.h"
+#include "strata/cli/chosen_checkpoint.h"
 #include "strata/cli/natural_order.h"
 #include "strata/format/checkpoint_index.h"
 #include "strata/io/pending_range.h"
@@ -161,7 +161,7 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
 }
 
 NamedModel read_training(const std::string& path) {
-  const format::Manifest manifest = load_manifest(find_checkpoint(path).path);
+  const format::Manifest manifest = load_manifest(choose_checkpoint(path).path);
   std::vector<NamedTensor> tensors;
   bool tied = false;
   for (const format::ManifestTensor& tensor : manifest.tensors) {

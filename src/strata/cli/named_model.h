@@ -6,7 +6,7 @@
 // the order of counting, embeddings first, norms and heads last. What was assumed is said.
 //
 // Values. Errors: UsageError for a folder without safetensors that says what to do instead; those
-// of format::CheckpointIndex and checkpoint_folder.h.
+// of format::CheckpointIndex and chosen_checkpoint.h.
 #pragma once
 
 #include <string>

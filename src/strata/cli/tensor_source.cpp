@@ -5,13 +5,29 @@
 #include <tuple>
 
 #include "strata/base/error.h"
-#include "strata/cli/checkpoint_folder.h"
+#include "strata/cli/chosen_checkpoint.h"
 #include "strata/cli/natural_order.h"
 
 namespace strata::cli {
 namespace {
 
 constexpr const char* kClientKind = "client";
+constexpr const char* kRankBufferKind = "of a rank";
+
+bool is_of_model(format::TensorRole role) {
+  return role == format::TensorRole::kParameter || role == format::TensorRole::kBuffer;
+}
+
+std::string kind_of(const format::Manifest& manifest, std::size_t tensor, std::size_t kind) {
+  switch (manifest.tensors[tensor].role) {
+    case format::TensorRole::kClient:
+      return kClientKind;
+    case format::TensorRole::kRankBuffer:
+      return kRankBufferKind;
+    default:
+      return manifest.kinds[kind];
+  }
+}
 
 }  // namespace
 
@@ -33,18 +49,17 @@ TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
 
 void TensorSource::open_training(const std::string& path, bool kinds) {
   is_training_ = true;
-  path_ = find_checkpoint(path).path;
+  path_ = choose_checkpoint(path).path;
   const format::Manifest manifest = load_manifest(path_);
   files_ = open_checkpoint_files(path_, manifest);
   for (const io::File& file : files_) open_.push_back(&file);
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind
   const auto add = [&](std::size_t t, std::size_t k) {
     const format::ManifestTensor& tensor = manifest.tensors[t];
-    const bool client = tensor.role == format::TensorRole::kClient;
-    if ((client || k != 0) && !kinds) return;
+    if ((!is_of_model(tensor.role) || k != 0) && !kinds) return;
     if (!place.emplace(std::pair(t, k), tensors_.size()).second) return;
     tensors_.push_back({tensor.name,
-                        client ? kClientKind : manifest.kinds[k],
+                        kind_of(manifest, t, k),
                         tensor.shape,
                         *format::checked_numel(tensor.shape),
                         tensor.dtype,

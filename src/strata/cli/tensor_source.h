@@ -1,7 +1,7 @@
 // Named tensors and where their elements lie, of either kind of checkpoint: a training checkpoint
 // (each tensor is runs of elements in the files of several ranks), or safetensors, one file or a
 // Hugging Face folder (each is one run). Threads: immutable after construction; safe everywhere.
-// Ownership: holds the open files. Errors: of checkpoint_folder.h and format::CheckpointIndex.
+// Ownership: holds the open files. Errors: of chosen_checkpoint.h and format::CheckpointIndex.
 #pragma once
 
 #include <map>
@@ -26,7 +26,7 @@ struct ElementRun {
 
 struct SourceTensor {
   std::string name;
-  std::string kind;  // "value"; of a training checkpoint also "exp_avg", ..., "client"
+  std::string kind;  // "value"; of a training checkpoint also "exp_avg", ..., "client", "of a rank"
   std::vector<std::int64_t> shape;
   Numel numel;
   DType dtype = DType::kFloat32;  // a value's: in which the model computes
@@ -36,7 +36,8 @@ struct SourceTensor {
 
 class TensorSource {
  public:
-  // `kinds`: also what optimizers keep, and tensors of the script's, of a training checkpoint.
+  // `kinds`: also what optimizers keep, tensors of the script's and buffers of single ranks, of a
+  // training checkpoint.
   TensorSource(const std::string& path, bool kinds);
 
   const std::string& path() const { return path_; }

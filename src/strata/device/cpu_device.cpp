@@ -204,6 +204,11 @@ void CpuDevice::store_remainder(const kernels::MasterRemainder& target, Numel fi
   kernels::store_remainder(target, first, source, source_dtype, numel, &pool_);
 }
 
+void CpuDevice::join_masters(std::span<float> masters, const std::byte* weights,
+                             const kernels::MasterRemainder& remainder, Numel first, Stream&) {
+  kernels::join_masters(masters, weights, remainder, first);
+}
+
 void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                           Stream&) {
   const std::lock_guard lock(pool_mutex_);

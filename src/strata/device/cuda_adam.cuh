@@ -171,6 +171,15 @@ __global__ void strata_adam_remainder(void* weights, Remainder remainder, float*
                       numel, constants);
 }
 
+__global__ void strata_join_masters(float* masters, const void* weights, Remainder remainder,
+                                    std::int64_t first, std::int64_t numel) {
+  for (std::int64_t i = first_index(); i < numel; i += index_stride()) {
+    const std::int64_t at = first + i;
+    masters[i] = join(static_cast<const BFloat16*>(weights)[at], remainder.low[at],
+                      (remainder.halves_up[at / kByte] >> (at % kByte) & 1U) != 0);
+  }
+}
+
 #define STRATA_REMAINDER(name, From)                                                            \
   __global__ void strata_remainder_##name(Remainder target, std::int64_t first,                 \
                                           const void* source, std::int64_t numel) {             \

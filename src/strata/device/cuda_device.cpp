@@ -98,6 +98,11 @@ class CudaDevice final : public Device {
                        DType source_dtype, Numel numel, Stream& stream) override {
     kernels_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
   }
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first,
+                    Stream& stream) override {
+    kernels_.join_masters(masters, weights, remainder, first, handle_of(stream));
+  }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override {
     kernels_.adam(spans, scalars, handle_of(stream));

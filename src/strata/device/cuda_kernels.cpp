@@ -123,6 +123,7 @@ CudaKernels::CudaKernels(std::shared_ptr<const CudaContext> context)
     remainder_[to] = find(fmt::format("strata_remainder_{}", kSuffixes[to]));
   }
   adam_remainder_ = find("strata_adam_remainder");
+  join_masters_ = find("strata_join_masters");
   scale_ = find("strata_scale");
   copy_ = find("strata_copy");
   chunk_sums_ = find("strata_chunk_sums");
@@ -253,6 +254,18 @@ void CudaKernels::store_remainder(const kernels::MasterRemainder& target, Numel 
   std::int64_t count = numel.value;
   void* arguments[] = {&to, &begin, &source, &count};
   launch(remainder_[place_of(source_dtype)], count / kByte + 2, arguments, stream);
+}
+
+void CudaKernels::join_masters(std::span<float> masters, const std::byte* weights,
+                               const kernels::MasterRemainder& remainder, Numel first,
+                               CUstream stream) const {
+  if (masters.empty()) return;
+  float* to = masters.data();
+  kernels::MasterRemainder from = remainder;
+  std::int64_t begin = first.value;
+  std::int64_t count = std::ssize(masters);
+  void* arguments[] = {&to, &weights, &from, &begin, &count};
+  launch(join_masters_, count, arguments, stream);
 }
 
 void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,

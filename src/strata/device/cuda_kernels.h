@@ -29,6 +29,8 @@ class CudaKernels {
             CUstream stream) const;
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
                        DType source_dtype, Numel numel, CUstream stream) const;
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
   // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
   // 16 bytes, nothing was done.
   bool copy(std::span<std::byte> target, std::span<const std::byte> source, CUstream stream) const;
@@ -61,6 +63,7 @@ class CudaKernels {
   ByTypes accumulate_{};  // null where fp64 takes part
   std::array<CUfunction, kTypes> adam_{};
   CUfunction adam_remainder_ = nullptr;
+  CUfunction join_masters_ = nullptr;
   std::array<CUfunction, kTypes> remainder_{};
   std::array<CUfunction, kTypes> sum_in_order_{};
   CUfunction scale_ = nullptr;

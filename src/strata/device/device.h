@@ -139,6 +139,11 @@ class Device {
   virtual void store_remainder(const kernels::MasterRemainder& target, Numel first,
                                const std::byte* source, DType source_dtype, Numel numel,
                                Stream& stream) = 0;
+  // masters[i], which may be pinned memory of the host, from element first + i of bf16 weights and
+  // their remainders: kernels::joined_master().
+  virtual void join_masters(std::span<float> masters, const std::byte* weights,
+                            const kernels::MasterRemainder& remainder, Numel first,
+                            Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
   // Of every `piece` bytes of each run, in order; the last of a run may be shorter. Complete when

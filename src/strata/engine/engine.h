@@ -118,6 +118,7 @@ class Engine {
   bool last_step_applied() { return check_.last_applied(); }
   // All steps that were skipped. `wait`: for the device; else the last one may be missing.
   std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
+  void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }
   // Has the optimizer forget the last step where the device skipped it. Throws what that has left
   // to say.
   void settle_step();
@@ -132,7 +133,6 @@ class Engine {
     return make_step_report(recorder_, wait, collectives_->shard_place().held_count());
   }
   const StepTrace& trace() const { return trace_; }
-  // Writes the timeline of a run that is over before its last step. Not a collective.
   void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
 
   ShardedOptimizer* optimizer() { return optimizer_.get(); }

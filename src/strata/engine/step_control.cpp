@@ -82,6 +82,18 @@ void StepControl::set_accumulation_steps(std::int64_t steps) {
   accumulation_steps_ = steps;
 }
 
+StepControl::State StepControl::state() const {
+  return {micro_steps_, global_steps_, skipped_steps(), scaler_.state()};
+}
+
+void StepControl::set_state(const State& state) {
+  micro_steps_ = counted_from_ = state.micro_steps;
+  global_steps_ = state.global_steps;
+  scaler_.set_state(state.loss_scale);
+  engine_.zero_gradients();  // of the step so far
+  engine_.set_skipped_steps(state.skipped_steps);
+}
+
 void StepControl::begin_backward() {
   engine_.begin_backward(at_boundary(), synchronise_);
 }

@@ -48,6 +48,16 @@ class StepControl {
   // boundary.
   std::optional<StepResult> step(std::span<const GroupScalars> groups);
 
+  // What a checkpoint holds of it. A state that is set begins a step.
+  struct State {
+    std::int64_t micro_steps = 0;
+    std::int64_t global_steps = 0;
+    std::int64_t skipped_steps = 0;
+    LossScaler::State loss_scale;
+  };
+  State state() const;
+  void set_state(const State& state);
+
   std::int64_t micro_steps() const { return micro_steps_; }
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
   // Of the boundaries; `wait` is Engine::skipped_steps()'s.

@@ -1,7 +1,7 @@
 #include "strata/format/manifest.h"
 
 #include <algorithm>
-#include <tuple>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/format/manifest_check.h"
@@ -17,6 +17,8 @@ std::string_view name_of(TensorRole role) {
       return "parameter";
     case TensorRole::kBuffer:
       return "buffer";
+    case TensorRole::kRankBuffer:
+      return "rank buffer";
     case TensorRole::kClient:
       return "client";
   }
@@ -41,8 +43,17 @@ std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offs
   return "the header or the space between tensors";
 }
 
+void append(Manifest& manifest, ManifestPart part) {
+  const std::size_t before = manifest.files.size();
+  for (ManifestFile& file : part.files) manifest.files.push_back(std::move(file));
+  for (ManifestExtent& extent : part.extents) {
+    extent.file += before;
+    manifest.extents.push_back(extent);
+  }
+}
+
 Manifest read_manifest(const std::string& folder) {
-  const std::string path = folder + "/" + std::string(kManifestName);
+  const std::string path = fmt::format("{}/{}", folder, kManifestName);
   const io::File file(path, io::File::Mode::kRead);
   const Bytes bytes = file.size();
   if (bytes > kManifestBytesMax) {

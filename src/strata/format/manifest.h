@@ -30,8 +30,9 @@ namespace strata::format {
 
 enum class TensorRole : std::uint8_t {
   kParameter,
-  kBuffer,  // of the model
-  kClient,  // that the script gave
+  kBuffer,      // of the model, as rank 0 has it
+  kRankBuffer,  // as another rank has it, called "<rank>:<name>"; for the same number of ranks
+  kClient,      // that the script gave
 };
 std::string_view name_of(TensorRole role);
 
@@ -93,6 +94,15 @@ std::string to_text(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, std::string_view path);
 // Reads and parses FOLDER/manifest.json. IoError where there is none.
 Manifest read_manifest(const std::string& folder);
+
+// What one rank wrote, to be told to the one that makes the manifest of all.
+struct ManifestPart {
+  std::vector<ManifestFile> files;
+  std::vector<ManifestExtent> extents;  // file: place in `files`
+};
+std::string to_text(const ManifestPart& part);
+ManifestPart parse_manifest_part(std::string_view text);
+void append(Manifest& manifest, ManifestPart part);
 
 // Of what a file's byte at `offset` belongs to, for messages: "tensor 'lm_head.weight' (exp_avg)",
 // or "the header".

@@ -107,7 +107,8 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
   ManifestTensor tensor;
   tensor.name = reader.text("name");
   const std::string role = reader.text("role");
-  const auto roles = {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kClient};
+  const auto roles = {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kRankBuffer,
+                      TensorRole::kClient};
   const auto found = std::ranges::find(roles, role, [](TensorRole r) { return name_of(r); });
   if (found == roles.end()) reader.fail("has an unknown role");
   tensor.role = *found;
@@ -193,7 +194,35 @@ Json checked_json(std::string_view text, std::string_view path) {
   return json;
 }
 
+Json files_json(std::span<const ManifestFile> files) {
+  Json list = Json::array();
+  for (const ManifestFile& file : files) list.push_back(file_json(file));
+  return list;
+}
+
+Json extents_json(std::span<const ManifestExtent> extents) {
+  Json list = Json::array();
+  for (const ManifestExtent& e : extents) {
+    list.push_back(Json::array({e.tensor, e.kind, safetensors_name_of(e.dtype), e.file,
+                                e.offset.value, e.begin.value, e.end.value}));
+  }
+  return list;
+}
+
 }  // namespace
+
+std::string to_text(const ManifestPart& part) {
+  return Json{{"files", files_json(part.files)}, {"extents", extents_json(part.extents)}}.dump();
+}
+
+ManifestPart parse_manifest_part(std::string_view text) {
+  const Json json = Json::parse(text);
+  const Reader reader(json, "a rank's part", "");
+  ManifestPart part;
+  for (const Json& entry : reader.array("files")) part.files.push_back(file_from(entry, ""));
+  for (const Json& row : reader.array("extents")) part.extents.push_back(extent_from(row, reader));
+  return part;
+}
 
 std::string to_text(const Manifest& manifest) {
   if (nests_too_deeply("{" + manifest.training)) {
@@ -202,18 +231,18 @@ std::string to_text(const Manifest& manifest) {
         "the state that the script gives",
         kNestingMax));
   }
-  Json json = {{"format", kFormat},       {"version", Manifest::kVersion},
-               {"tag", manifest.tag},     {"world_size", manifest.world_size},
-               {"stage", manifest.stage}, {"training", Json::parse(manifest.training)},
-               {"kinds", manifest.kinds}, {"tensors", Json::array()},
-               {"files", Json::array()},  {"extents", Json::array()}};
+  Json json = {{"format", kFormat},
+               {"version", Manifest::kVersion},
+               {"tag", manifest.tag},
+               {"world_size", manifest.world_size},
+               {"stage", manifest.stage},
+               {"training", Json::parse(manifest.training)},
+               {"kinds", manifest.kinds},
+               {"tensors", Json::array()},
+               {"files", files_json(manifest.files)},
+               {"extents", extents_json(manifest.extents)}};
   for (const ManifestTensor& tensor : manifest.tensors)
     json["tensors"].push_back(tensor_json(tensor));
-  for (const ManifestFile& file : manifest.files) json["files"].push_back(file_json(file));
-  for (const ManifestExtent& e : manifest.extents) {
-    json["extents"].push_back(Json::array({e.tensor, e.kind, safetensors_name_of(e.dtype), e.file,
-                                           e.offset.value, e.begin.value, e.end.value}));
-  }
   json["checksum"] = checksum_of_text(json);
   return json.dump() + "\n";
 }

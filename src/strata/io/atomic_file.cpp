@@ -1,61 +1,31 @@
 #include "strata/io/atomic_file.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <random>
 #include <span>
 #include <utility>
 
 #include "strata/base/errno_text.h"
+#include "strata/base/error.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::io {
 namespace {
 
-// A temporary is called "<path>.<16 hexadecimal digits>.partial".
 constexpr std::string_view kSuffix = ".partial";
 constexpr std::size_t kDigits = 16;
+}  // namespace
 
 std::string temporary_name(const std::string& path) {
   std::random_device random;  // the kernel's
   const std::uint64_t number = (std::uint64_t{random()} << 32U) | random();
   return fmt::format("{}.{:016x}{}", path, number, kSuffix);
 }
-
-// What a file that anybody makes in this process may be used for. To ask the system by umask(2)
-// is to change it for a moment, in all threads.
-mode_t usual_permissions() {
-  constexpr mode_t kAll = 0666;
-  constexpr mode_t kWritableByOwner = 0644;
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    if (word != "Umask:") continue;
-    unsigned mask = 0;
-    if (status >> std::oct >> mask) return kAll & ~static_cast<mode_t>(mask);
-  }
-  return kWritableByOwner;
-}
-
-// A rename survives a power failure only after the folder itself was brought to disk.
-void sync_folder_of(const std::string& path) {
-  const std::filesystem::path parent = std::filesystem::path(path).parent_path();
-  const std::string folder = parent.empty() ? std::string(".") : parent.string();
-  const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  const bool synced = opened.valid() && ::fsync(opened.get()) == 0;
-  // Some file systems cannot fsync a folder, and need not.
-  if (synced || errno == EINVAL || errno == ENOTSUP) return;
-  const int code = errno;
-  throw IoError(fmt::format("cannot bring a folder to disk: path={} {}", folder, errno_text(code)));
-}
-
-}  // namespace
 
 AtomicFile::AtomicFile(std::string path)
     : path_(std::move(path)), file_(temporary_name(path_), File::Mode::kCreateNew) {}
@@ -71,18 +41,11 @@ void AtomicFile::seal() {
 
 void AtomicFile::publish() {
   if (!sealed_) seal();
-  if (::fchmod(file_.fd(), usual_permissions()) != 0) {
-    const int code = errno;
-    throw IoError(
-        fmt::format("cannot set a file's permissions: path={} {}", file_.path(), errno_text(code)));
-  }
-  if (::rename(file_.path().c_str(), path_.c_str()) != 0) {
-    const int code = errno;
-    throw IoError(fmt::format("cannot rename a finished file: from={} to={} {}", file_.path(),
-                              path_, errno_text(code)));
-  }
+  KernelFolderCalls calls;
+  calls.open_to_others(file_);
+  calls.rename(file_.path(), path_);
   published_ = true;
-  sync_folder_of(path_);
+  calls.sync_folder(std::filesystem::path(path_).parent_path().string());
 }
 
 std::string_view AtomicFile::target_of(std::string_view name) {

@@ -42,6 +42,9 @@ class AtomicFile {
   bool published_ = false;
 };
 
+// A name beside `path` that nobody can guess: "<path>.<16 hexadecimal digits>.partial".
+std::string temporary_name(const std::string& path);
+
 // One AtomicFile that holds `text`.
 void write_file_atomically(const std::string& path, std::string_view text);
 

@@ -61,9 +61,9 @@ void store_remainder(const MasterRemainder& target, Numel first, const std::byte
 }
 
 void join_masters(std::span<float> masters, const std::byte* weights,
-                  const MasterRemainder& remainder) {
-  for (std::size_t i = 0; i < masters.size(); ++i)
-    masters[i] = joined_master(element_at<BFloat16>(weights, i), remainder_at(remainder, i));
+                  const MasterRemainder& remainder, Numel first) {
+  for (std::size_t i = 0, at = first.size(); i < masters.size(); ++i, ++at)
+    masters[i] = joined_master(element_at<BFloat16>(weights, at), remainder_at(remainder, at));
 }
 
 }  // namespace strata::kernels

@@ -77,8 +77,8 @@ inline void set_remainder(const MasterRemainder& remainder, std::size_t i, Remai
 void store_remainder(const MasterRemainder& target, Numel first, const std::byte* source,
                      DType source_dtype, Numel numel, ThreadPool* pool);
 
-// masters[i] from weights[i], bf16, and its remainder.
+// masters[i] from weights[first + i], bf16, and its remainder.
 void join_masters(std::span<float> masters, const std::byte* weights,
-                  const MasterRemainder& remainder);
+                  const MasterRemainder& remainder, Numel first = Numel());
 
 }  // namespace strata::kernels

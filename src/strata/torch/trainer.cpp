@@ -8,6 +8,7 @@
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/cpp/module_checkpoint.h"
+#include "strata/torch/cpp/module_training.h"
 #include "strata/torch/ranks/rank_environment.h"
 
 namespace strata::torch {
@@ -173,6 +174,17 @@ void Trainer::save(const std::string& folder) {
 
 void Trainer::load(const std::string& path) {
   load_module(*model_, *module_, path);
+}
+
+void Trainer::save_checkpoint(const std::string& folder, const std::string& tag) {
+  settle_schedule();
+  save_training_of(*model_, *module_, {groups_, scheduler_}, folder, tag);
+}
+
+std::optional<std::string> Trainer::load_checkpoint(const std::string& folder,
+                                                    const std::string& tag) {
+  settle_schedule();
+  return load_training_of(*model_, *module_, {groups_, scheduler_}, folder, tag);
 }
 
 void Trainer::close(bool keep_values) {

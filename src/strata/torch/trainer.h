@@ -19,10 +19,11 @@
 // Threads: one thread at a time for each rank; ranks may be threads of one process, each with its
 // own model and trainer. Ownership: shares the module; owns the parameters' memory until close().
 // Collective, on all ranks in the same order: construction, step() at a boundary, save(), load(),
-// close(), the destructor of an open trainer. Units: bytes in the ledger, L2 norms before clipping.
-// Errors: ConfigError, CommError, OutOfMemoryError, NumericsError (too many steps in a row whose
-// gradients are not finite; the weights are unchanged), IoError and FormatError of files;
-// UsageError for calls out of order and after close().
+// save_checkpoint(), load_checkpoint(), close(), the destructor of an open trainer. Units: bytes in
+// the ledger, L2 norms before clipping. Errors: ConfigError, CommError, OutOfMemoryError,
+// NumericsError (too many steps in a row whose gradients are not finite; the weights are
+// unchanged), IoError and FormatError of files; UsageError for calls out of order and after
+// close().
 #pragma once
 
 #include <torch/nn/module.h>
@@ -111,6 +112,14 @@ class Trainer {
   // Fills parameters and buffers from such a folder, or from one .safetensors file. Each rank reads
   // its own ranges. The optimizer's states stay as they are.
   void load(const std::string& path);
+
+  // Saves all that training goes on from into folder/tag: whole, or not at all. Any number of ranks
+  // and any stage load it, and Python's engine does. `tag` empty: "global_step<n>".
+  void save_checkpoint(const std::string& folder, const std::string& tag = "");
+  // Goes on from such a checkpoint; `tag` empty: from the one that `latest` names. Its path;
+  // nullopt: the folder has no `latest`.
+  std::optional<std::string> load_checkpoint(const std::string& folder,
+                                             const std::string& tag = "");
 
   // Takes every hook away and gives the memory back. The module has full parameters of its own
   // then, where they are whole anyway or with `keep_values`; else they are empty.

@@ -45,6 +45,8 @@ class StagingRing {
   // The buffer of turn `turn` (0, 1, 2, ...; turns go round), when the transfer of the turn before
   // has ended.
   std::span<std::byte> buffer(std::size_t turn);
+  // The same, of a turn whose buffer was given and is in use by nobody.
+  std::span<std::byte> filled(std::size_t turn) { return slot(turn).memory.bytes(); }
   // The transfer that now uses the turn's buffer.
   void started(std::size_t turn, std::unique_ptr<io::Transfer> transfer);
   // Work queued on a stream reads the turn's buffer until `event`.

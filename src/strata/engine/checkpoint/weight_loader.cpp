@@ -43,18 +43,34 @@ void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_byte
   plan.pieces.push_back(piece);
 }
 
-std::vector<format::ParamRange> owned_ranges(const Weights& weights, std::span<const int> params) {
-  std::vector<format::ParamRange> ranges;
-  for (std::size_t i = 0; i < params.size(); ++i) {
-    if (params[i] < 0 || params[i] >= weights.param_count()) {
-      throw UsageError(fmt::format("the model has no parameter {}; it has {}", params[i],
-                                   weights.param_count()));
+// The weights; masters are made of many stores at once.
+class WeightSink final : public ValueSink {
+ public:
+  WeightSink(Weights& weights, std::span<const int> params) : weights_(weights), params_(params) {}
+
+  std::vector<format::ParamRange> wanted() const override {
+    std::vector<format::ParamRange> ranges;
+    for (std::size_t i = 0; i < params_.size(); ++i) {
+      if (params_[i] < 0 || params_[i] >= weights_.param_count()) {
+        throw UsageError(fmt::format("the model has no parameter {}; it has {}", params_[i],
+                                     weights_.param_count()));
+      }
+      const auto [begin, end] = weights_.owned_range(params_[i]);
+      if (begin < end) ranges.push_back({i, begin, end});
     }
-    const auto [begin, end] = weights.owned_range(params[i]);
-    if (begin < end) ranges.push_back({i, begin, end});
+    return ranges;
   }
-  return ranges;
-}
+  void enqueue_store(std::size_t param, Numel begin, Numel numel, const std::byte* source,
+                     DType source_dtype) override {
+    weights_.enqueue_store(params_[param], begin, numel, source, source_dtype, &owed_);
+  }
+  void settle() override { weights_.make_masters(owed_); }
+
+ private:
+  Weights& weights_;
+  std::span<const int> params_;
+  OwedMasters owed_;
+};
 
 // The files that some copies come from, for both ways of reading them.
 class Sources {
@@ -82,14 +98,18 @@ class Sources {
     return io::ReadProbe(ways_, ranges_).choose(way, io, buffers);
   }
 
-  // A direct read goes on to the end of a block, or of the file.
+  // Goes on to the end of a block, or of the file.
+  std::span<std::byte> target_of(const ReadBatch& batch, Bytes block,
+                                 std::span<std::byte> buffer) const {
+    if (block == 1_B) return buffer.first(batch.bytes.size());
+    const Bytes whole = std::min({align_up(batch.bytes, block), Bytes(buffer.size()),
+                                  ways_[batch.file].buffered->size() - batch.offset});
+    return buffer.first(std::max(batch.bytes, whole).size());
+  }
   std::unique_ptr<io::Transfer> read(const ReadBatch& batch, bool direct, io::IoEngine& io,
-                                     std::span<std::byte> buffer) const {
+                                     std::span<std::byte> target) const {
     const io::ReadableFile& file = ways_[batch.file];
-    if (!direct) return io.read(*file.buffered, batch.offset, buffer.first(batch.bytes.size()));
-    const Bytes whole = std::min({align_up(batch.bytes, io::File::kDirectBlock),
-                                  Bytes(buffer.size()), file.direct->size() - batch.offset});
-    return io.read(*file.direct, batch.offset, buffer.first(std::max(batch.bytes, whole).size()));
+    return io.read(direct ? *file.direct : *file.buffered, batch.offset, target);
   }
 
  private:
@@ -127,9 +147,13 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
 }
 
 LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts) {
-  Weights& weights = engine.weights();
-  const std::span<const int> params = source.params;
-  const std::vector<format::RangeCopy> copies = source.map.intersect(owned_ranges(weights, params));
+  WeightSink sink(engine.weights(), source.params);
+  return load_values(engine, source, sink, halts);
+}
+
+LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sink,
+                        const Halts& halts) {
+  const std::vector<format::RangeCopy> copies = source.map.intersect(sink.wanted());
   const Sources sources(source, copies);
   device::Stream& stream = engine.device().compute_stream();
   StagingRing ring(source.staging, engine.device());
@@ -139,18 +163,19 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
     choice = sources.choose(*source.way, source.io, ring);
     if (!copies.empty()) engine.init_report().set_reading(choice);
   }
-  const ReadPlan plan =
-      plan_reads(copies, source.staging.buffer_bytes, choice.direct ? io::File::kDirectBlock : 1_B);
+  const Bytes block = std::max(choice.direct ? io::File::kDirectBlock : 1_B,
+                               source.check != nullptr ? source.check->block : 1_B);
+  const ReadPlan plan = plan_reads(copies, source.staging.buffer_bytes, block);
   const auto start = [&](std::size_t turn) {
     if (turn >= plan.batches.size()) return;
-    const std::span<std::byte> buffer = ring.buffer(turn);
-    ring.started(turn, sources.read(plan.batches[turn], choice.direct, source.io, buffer));
+    const std::span<std::byte> target =
+        sources.target_of(plan.batches[turn], block, ring.buffer(turn));
+    ring.started(turn, sources.read(plan.batches[turn], choice.direct, source.io, target));
   };
   for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
   // A buffer is read into again some turns after its bytes were queued, when the device has taken
   // them.
   const std::size_t lag = ring.size() / 4;
-  OwedMasters owed;
   std::size_t halt = 0;
   bool begun = false;
   const auto begin = [&] {
@@ -159,7 +184,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   const auto halt_before = [&](const format::FilePlace& next) {
     for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) {
       begin();
-      weights.make_masters(owed);  // while ranks meet
+      sink.settle();  // while ranks meet
       halts.reached(halt);
     }
   };
@@ -171,11 +196,12 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
     const ReadBatch& batch = plan.batches[turn];
     halt_before({batch.file, batch.offset});
     const std::span<std::byte> bytes = ring.buffer(turn);
+    if (source.check != nullptr)
+      source.check->look(batch.file, batch.offset, sources.target_of(batch, block, bytes));
     for (std::size_t i = 0; i < batch.piece_count; ++i) {
       const format::RangeCopy& piece = plan.pieces[batch.first_piece + i];
-      weights.enqueue_store(params[piece.param], piece.param_begin, piece.numel,
-                            bytes.data() + (piece.offset - batch.offset).size(), piece.source_dtype,
-                            &owed);
+      sink.enqueue_store(piece.param, piece.param_begin, piece.numel,
+                         bytes.data() + (piece.offset - batch.offset).size(), piece.source_dtype);
     }
     ring.used_until(turn, stream.record());
     begin();
@@ -185,7 +211,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& 
   }
   begin();
   halt_before({source.files.size(), Bytes()});
-  weights.make_masters(owed);
+  sink.settle();
   stream.synchronize();
   return loaded;
 }

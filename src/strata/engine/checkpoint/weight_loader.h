@@ -50,6 +50,13 @@ struct LoadedBytes {
   Bytes read;  // of the files
 };
 
+// Looks at what was read before any of it is stored: whole blocks of a file, the last one up to its
+// end. Throws where they are not what they should be.
+struct BlockCheck {
+  Bytes block;  // a power of two that divides a buffer of the ring
+  std::function<void(std::size_t file, Bytes offset, std::span<const std::byte> bytes)> look;
+};
+
 // What is read, and how.
 struct LoadSource {
   std::vector<const io::File*> files;  // by the map's file
@@ -59,6 +66,21 @@ struct LoadSource {
   StagingOptions staging = {};
   std::optional<io::ReadWay> way = io::ReadWay::kAuto;  // nullopt: there is but one
   std::string phase = "read";
+  const BlockCheck* check = nullptr;
+};
+
+// Where what is read goes.
+class ValueSink {
+ public:
+  virtual ~ValueSink() = default;
+  // What this rank keeps of the map's parameters.
+  virtual std::vector<format::ParamRange> wanted() const = 0;
+  // Queues on the compute stream: the elements have these values. The source stays until the stream
+  // has come so far.
+  virtual void enqueue_store(std::size_t param, Numel begin, Numel numel, const std::byte* source,
+                             DType source_dtype) = 0;
+  // Queues what the stores so far have left to do.
+  virtual void settle() {}
 };
 
 // Places in the files, ascending, at which a reader halts: reached(i) is called when stores are
@@ -74,5 +96,8 @@ struct Halts {
 // Told to the engine's init report: the phase of the source, and, where there are ways, the choice
 // and the phase "probe".
 LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts = {});
+// The same into another sink; the source's `params` are not looked at.
+LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sink,
+                        const Halts& halts = {});
 
 }  // namespace strata::engine

@@ -236,6 +236,8 @@ Config Config::parse(std::string_view text_or_path) {
   config.gradient_op =
       s.text("gradient_allreduce_op") == "sum" ? GradientOp::kSum : GradientOp::kMean;
   config.steps_per_print = read_steps_per_print(s);
+  config.async_checkpoints = s.flag("checkpoint.async");
+  config.keep_checkpoints = static_cast<int>(s.integer("checkpoint.keep"));
   config.managed_accumulation = s.flag("managed_gradient_accumulation");
   config.drop_last = s.flag("dataloader_drop_last");
   const bool has_optimizer = !s.at("optimizer.type").is_null();

@@ -120,6 +120,8 @@ struct Config {
   double gradient_clipping = 1.0;    // 0: none
   GradientOp gradient_op = GradientOp::kMean;
   std::optional<std::int64_t> steps_per_print;  // absent: never
+  bool async_checkpoints = false;
+  int keep_checkpoints = 0;  // 0: all
   bool drop_last = false;
   std::optional<OptimizerConfig> optimizer;
   std::optional<SchedulerConfig> scheduler;  // absent also while a setting of it is open

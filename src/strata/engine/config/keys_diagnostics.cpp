@@ -9,38 +9,46 @@ namespace {
 using enum Kind;
 using enum Treatment;
 
-#define NO_CHECKPOINT "engine checkpoints are not written by this version; save_pretrained is"
+#define OWN_WRITER "shards are written through a ring of buffers, all ranks at once"
 #define OWN_CHECKPOINTING "activation checkpointing is torch.utils.checkpoint's or the model's own"
 #define NO_MONITOR "metrics are not sent anywhere; log the loss and engine.get_global_grad_norm()"
 #define NO_PROFILE "profile with torch.profiler"
 
 constexpr std::array kDiagnosticsKeys{
-    Key{"checkpoint", kSection, "{}", "", kHint, "engine checkpoints", NO_CHECKPOINT},
+    Key{"checkpoint", kSection, "{}", "", kHonoured, "checkpoints that training goes on from", ""},
+    Key{"checkpoint.async", kFlag, "false", "", kHonoured,
+        "save_checkpoint copies the shards to the host and returns; they are written beside the "
+        "next "
+        "steps",
+        ""},
+    Key{"checkpoint.keep", kInteger, "0", ">= 0", kHonoured,
+        "how many whole checkpoints stay in a folder: after a new one stands, the oldest go; 0: "
+        "all",
+        ""},
     Key{"checkpoint.tag_validation", kWord, "\"Warn\"", "Warn|Ignore|Fail", kHint,
-        "what to do when ranks name different tags", NO_CHECKPOINT},
+        "what to do when ranks name different tags", "it is always an error, on every rank"},
     Key{"checkpoint.load_universal", kFlag, "false", "", kHint, "load the universal layout",
-        NO_CHECKPOINT},
+        "every checkpoint loads at any world size and stage"},
     Key{"checkpoint.use_node_local_storage", kFlag, "false", "", kHint,
-        "every node has its own disk", NO_CHECKPOINT},
+        "every node has its own disk", "all ranks must see the checkpoint's folder"},
     Key{"checkpoint.checkpoint_serialization", kFlag, "true", "", kHint, "serialise while writing",
-        NO_CHECKPOINT},
-    Key{"checkpoint.parallel_write", kSection, "{}", "", kHint, "who writes", NO_CHECKPOINT},
+        OWN_WRITER},
+    Key{"checkpoint.parallel_write", kSection, "{}", "", kHint, "who writes", OWN_WRITER},
     Key{"checkpoint.parallel_write.pipeline_stage", kFlag, "false", "", kHint,
-        "pipeline stages write in parallel", NO_CHECKPOINT},
-    Key{"checkpoint.writer", kSection, "{}", "", kHint, "how it is written", NO_CHECKPOINT},
-    Key{"checkpoint.writer.type", kText, "\"FAST\"", "", kHint, "writer", NO_CHECKPOINT},
+        "pipeline stages write in parallel", OWN_WRITER},
+    Key{"checkpoint.writer", kSection, "{}", "", kHint, "how it is written", OWN_WRITER},
+    Key{"checkpoint.writer.type", kText, "\"FAST\"", "", kHint, "writer", OWN_WRITER},
     Key{"checkpoint.writer.io_buffer_size", kBytes, "67108864", "> 0", kHint, "staging bytes",
-        NO_CHECKPOINT},
+        OWN_WRITER},
     Key{"checkpoint.writer.io_buffer_double", kFlag, "true", "", kHint, "two staging buffers",
-        NO_CHECKPOINT},
+        OWN_WRITER},
     Key{"checkpoint.writer.io_multiplier", kInteger, "1", "> 0", kHint, "files written at a time",
-        NO_CHECKPOINT},
-    Key{"checkpoint.writer.show_statistics", kFlag, "false", "", kHint, "print speeds",
-        NO_CHECKPOINT},
+        OWN_WRITER},
+    Key{"checkpoint.writer.show_statistics", kFlag, "false", "", kHint, "print speeds", OWN_WRITER},
     Key{"checkpoint.writer.data_parallel", kText, "null", "", kHint, "who shares the writing",
-        NO_CHECKPOINT},
+        OWN_WRITER},
     Key{"checkpoint.writer.decoupled", kFlag, "false", "", kHint, "write in the background",
-        NO_CHECKPOINT},
+        OWN_WRITER},
 
     Key{"activation_checkpointing", kSection, "{}", "", kHint, "deepspeed.checkpointing",
         OWN_CHECKPOINTING},
@@ -108,7 +116,7 @@ constexpr std::array kDiagnosticsKeys{
     Key{"comet.mode", kText, "null", "", kHint, "mode", NO_MONITOR},
 };
 
-#undef NO_CHECKPOINT
+#undef OWN_WRITER
 #undef OWN_CHECKPOINTING
 #undef NO_MONITOR
 #undef NO_PROFILE

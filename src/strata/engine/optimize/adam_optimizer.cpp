@@ -39,6 +39,13 @@ std::unique_ptr<offload::Lease> AdamOptimizer::lease_moment(int unit, Moment mom
                       offload::Access::kReadWrite);
 }
 
+void AdamOptimizer::set_steps(std::int64_t all, std::span<const std::int64_t> by_param) {
+  STRATA_ASSERT(by_param.size() == missed_.size());
+  steps_ = all;
+  left_out_.clear();
+  for (std::size_t p = 0; p < by_param.size(); ++p) missed_[p] = all - by_param[p];
+}
+
 void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
                          std::span<const int> first, const Updated& updated) {
   prepare();

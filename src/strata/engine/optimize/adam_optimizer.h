@@ -28,6 +28,14 @@ class AdamOptimizer final : public ShardedOptimizer {
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
 
+  bool prepared() const { return !states_.empty(); }
+  // Steps that the parameter took part in, and how many there were in all: what bias correction
+  // goes by. For checkpoints.
+  std::int64_t steps_of(int param) const {
+    return steps_ - missed_[static_cast<std::size_t>(param)];
+  }
+  void set_steps(std::int64_t all, std::span<const std::int64_t> by_param);
+
   enum class Moment { kFirst, kSecond };
   // Of a trainable unit's shard, in fp32; null before prepare(). What is written there counts.
   std::unique_ptr<offload::Lease> lease_moment(int unit, Moment moment);

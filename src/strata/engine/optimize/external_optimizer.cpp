@@ -14,7 +14,7 @@ void ExternalOptimizer::prepare() {
     auto* weight = reinterpret_cast<float*>(shards_.weights().hold_master(shard.unit).data());
     for (const plan::ParamSegment& segment : shard.segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
-      segments_.push_back({segment.group, {weight + segment.begin.size(), numel}});
+      segments_.push_back({segment.param, segment.group, {weight + segment.begin.size(), numel}});
     }
   }
   prepared_ = true;

@@ -16,6 +16,7 @@ namespace strata::engine {
 
 // What this rank owns of one parameter: what the layer above wraps as a tensor.
 struct ExternalSegment {
+  int param = 0;
   int group = 0;
   std::span<float> weight;
 };

@@ -57,6 +57,8 @@ class GradientCheck {
   bool last_applied();
   // All steps so far. `wait`: for the device; else without the last one where that is not known.
   std::int64_t skipped_steps(bool wait);
+  // Of an earlier run, whose last step is taken for applied.
+  void set_skipped_steps(std::int64_t steps);
   // Whether the last step had a late factor, was skipped, and tell_late() was not called since;
   // waits likewise.
   bool failed_late();

@@ -1,55 +1,20 @@
-#include "strata/cli/checkpoint_folder.h"
+#include "strata/cli/chosen_checkpoint.h"
 
-#include <algorithm>
 #include <filesystem>
-#include <optional>
 #include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/cli/natural_order.h"
+#include "strata/format/checkpoint_folder.h"
 #include "strata/format/message_text.h"
-#include "strata/io/pending_range.h"
 
 namespace strata::cli {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kLatestName = "latest";
-constexpr Bytes kLatestBytesMax = 4_KiB;
-
 bool is_there(const std::string& path) {
   std::error_code error;
   return fs::symlink_status(path, error).type() != fs::file_type::not_found;
-}
-
-// What the file `latest` says; absent: there is none.
-std::optional<std::string> read_latest(const std::string& folder) {
-  const std::string path = folder + "/" + kLatestName;
-  if (!is_there(path)) return std::nullopt;
-  const io::File file(path, io::File::Mode::kRead);
-  std::string tag(std::min(file.size(), kLatestBytesMax).size(), '\0');
-  io::read_fully(file, Bytes(), std::as_writable_bytes(std::span(tag)));
-  tag.erase(tag.find_last_not_of(" \r\n\t") + 1);
-  if (format::is_plain_file_name(tag)) return tag;
-  throw FormatError(
-      fmt::format("'latest' has to name a folder beside it; found {}; name the checkpoint's folder "
-                  "itself: path={}",
-                  format::in_quotes(tag), path));
-}
-
-// Names of whole checkpoints.
-std::vector<std::string> tags_in(const std::string& folder) {
-  std::vector<std::string> tags;
-  std::error_code error;
-  fs::directory_iterator entry(folder, error);
-  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
-    const std::string name = entry->path().filename().string();
-    if (format::is_plain_file_name(name) && has_manifest(entry->path().string()))
-      tags.push_back(name);
-  }
-  std::ranges::sort(tags, NaturalLess());
-  return tags;
 }
 
 // The file itself, whatever links lead to it.
@@ -77,10 +42,10 @@ bool has_manifest(const std::string& folder) {
 bool holds_checkpoints(const std::string& path) {
   std::error_code error;
   if (!fs::is_directory(path, error)) return false;
-  return has_manifest(path) || is_there(path + "/" + kLatestName) || !tags_in(path).empty();
+  return has_manifest(path) || format::latest_tag(path) || !format::whole_checkpoints(path).empty();
 }
 
-CheckpointFolder find_checkpoint(const std::string& path) {
+ChosenCheckpoint choose_checkpoint(const std::string& path) {
   std::error_code error;
   if (!fs::is_directory(path, error)) {
     throw UsageError(
@@ -88,23 +53,24 @@ CheckpointFolder find_checkpoint(const std::string& path) {
                     path, fs::exists(path, error) ? "is a file" : "is not there"));
   }
   if (has_manifest(path)) return {path, {}, ""};
-  CheckpointFolder folder;
-  folder.tags = tags_in(path);
-  folder.latest = read_latest(path).value_or("");
-  folder.path = path + "/" + folder.latest;
-  if (folder.latest.empty()) {
+  ChosenCheckpoint chosen;
+  chosen.tags = format::whole_checkpoints(path);
+  chosen.latest = format::latest_tag(path).value_or("");
+  if (chosen.latest.empty()) {
     throw FormatError(fmt::format(
         "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
         "save that did not end has neither); checkpoints in it: {}: path={}",
-        format::kManifestName, listed(folder.tags), path));
+        format::kManifestName, listed(chosen.tags), path));
   }
-  if (!has_manifest(folder.path)) {
+  const auto found = format::find_checkpoint(path, chosen.latest);
+  if (!found) {
     throw FormatError(fmt::format(
         "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
         "whole checkpoints beside it: {}: path={}",
-        format::in_quotes(folder.latest), format::kManifestName, listed(folder.tags), path));
+        format::in_quotes(chosen.latest), format::kManifestName, listed(chosen.tags), path));
   }
-  return folder;
+  chosen.path = *found;
+  return chosen;
 }
 
 format::Manifest load_manifest(const std::string& folder) {

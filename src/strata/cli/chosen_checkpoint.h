@@ -1,13 +1,12 @@
-// Where a training checkpoint lies: a folder with a manifest, or a folder of such folders, in which
-// the file `latest` names one (format/manifest.h has the picture). What lies in it is opened only
+// Which training checkpoint a path means: a folder with a manifest, or a folder of such folders, in
+// which the file `latest` names one (format/checkpoint_folder.h). What lies in it is opened only
 // where it is: a link that leads out of the folder is refused.
 //
-// Values; safe everywhere. Errors: UsageError for a path that does not exist; FormatError for a
+// Values; safe everywhere. Errors: UsageError for a path that is no folder; FormatError for a
 // folder that holds no checkpoint, or whose files are not what they should be.
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "strata/format/manifest.h"
@@ -15,9 +14,10 @@
 
 namespace strata::cli {
 
-struct CheckpointFolder {
+struct ChosenCheckpoint {
   std::string path;               // with the manifest
-  std::vector<std::string> tags;  // of whole checkpoints beside it; none where it was named itself
+  std::vector<std::string> tags;  // of whole checkpoints beside it, the oldest first; none where it
+                                  // was named itself
   std::string latest;             // the tag that `latest` names; empty: there is no such file
 };
 
@@ -27,7 +27,7 @@ bool has_manifest(const std::string& folder);
 bool holds_checkpoints(const std::string& path);
 
 // Which one is meant; the one that `latest` names where it is a folder of several.
-CheckpointFolder find_checkpoint(const std::string& path);
+ChosenCheckpoint choose_checkpoint(const std::string& path);
 
 format::Manifest load_manifest(const std::string& folder);
 

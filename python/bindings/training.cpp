@@ -1,0 +1,233 @@
+// Checkpoints that training goes on from, as Python saves and loads them.
+#include <ATen/ops/empty.h>
+
+#include "bindings.h"
+#include "strata/engine/checkpoint/async_saver.h"
+#include "strata/engine/checkpoint/training_loader.h"
+#include "strata/engine/checkpoint/training_progress.h"
+#include "strata/engine/checkpoint/training_saver.h"
+#include "strata/format/checkpoint_folder.h"
+#include "strata/io/thread_engine.h"
+#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/host_threads.h"
+
+namespace strata::python {
+namespace {
+
+using format::TensorRole;
+using torch::ShardedModel;
+
+// (role, name, rank that writes it, shape, dtype, tensor on the host, contiguous; None elsewhere)
+using ExtraTuple = std::tuple<std::string, std::string, int, std::vector<std::int64_t>,
+                              at::ScalarType, std::optional<at::Tensor>>;
+// (parameter, kind, what is kept of this rank's part of it, contiguous)
+using StateTuple = std::tuple<int, std::string, at::Tensor>;
+
+TensorRole role_from(const std::string& name) {
+  for (const TensorRole role : {TensorRole::kParameter, TensorRole::kBuffer,
+                                TensorRole::kRankBuffer, TensorRole::kClient}) {
+    if (name_of(role) == name) return role;
+  }
+  STRATA_ASSERT(false);
+}
+
+engine::SavedContent content_from(const std::vector<std::vector<std::string>>& aliases,
+                                  const std::vector<ExtraTuple>& tensors,
+                                  const std::vector<StateTuple>& states, bool frozen) {
+  engine::SavedContent content;
+  content.aliases = aliases;
+  content.frozen = frozen;
+  for (const auto& [role, name, rank, shape, dtype, tensor] : tensors) {
+    std::span<const std::byte> bytes;
+    if (tensor) {
+      bytes = {static_cast<const std::byte*>(tensor->const_data_ptr()),
+               static_cast<std::size_t>(tensor->nbytes())};
+    }
+    content.tensors.push_back(
+        {{name, role_from(role), shape, torch::from_scalar_type(dtype), false, {}}, bytes, rank});
+  }
+  for (const auto& [param, kind, tensor] : states) {
+    content.states.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
+                              static_cast<const std::byte*>(tensor.const_data_ptr())});
+  }
+  return content;
+}
+
+engine::SaveRequest request_from(ShardedModel& model, const std::string& folder,
+                                 const std::string& tag, const std::string& training,
+                                 engine::SavedContent content,
+                                 const std::vector<std::pair<std::string, std::string>>& texts,
+                                 bool latest) {
+  engine::Engine& engine = model.engine();
+  engine.settle_step();
+  return {folder,
+          tag,
+          engine::with_progress(training, engine, model.control()),
+          std::move(content),
+          texts,
+          {latest, model.config().keep_checkpoints}};
+}
+
+// Saves a model's checkpoints, at once or beside training, as its configuration says.
+class TrainingSaver {
+ public:
+  explicit TrainingSaver(std::shared_ptr<ShardedModel> model)
+      : model_(std::move(model)),
+        io_(std::make_shared<io::ThreadEngine>()),
+        calls_(std::make_shared<io::KernelFolderCalls>()) {
+    if (!model_->config().async_checkpoints) return;
+    async_ = std::make_unique<engine::AsyncSaver>(model_->engine(), io_, calls_);
+    async_->expect();
+  }
+
+  // Collective.
+  void save(const std::string& folder, const std::string& tag, const std::string& training,
+            const std::vector<std::vector<std::string>>& aliases,
+            const std::vector<ExtraTuple>& tensors, const std::vector<StateTuple>& states,
+            const std::vector<std::pair<std::string, std::string>>& texts, bool frozen,
+            bool latest) {
+    const engine::SaveRequest request =
+        request_from(*model_, folder, tag, training, content_from(aliases, tensors, states, frozen),
+                     texts, latest);
+    if (async_ != nullptr) {
+      async_->start(request);
+    } else {
+      engine::save_training(model_->engine(), request, *io_, *calls_);
+    }
+  }
+  // Collective.
+  void wait() {
+    if (async_ != nullptr) async_->wait();
+  }
+  bool pending() const { return async_ != nullptr && async_->pending(); }
+  bool files_written() const { return async_ == nullptr || async_->files_written(); }
+
+ private:
+  std::shared_ptr<ShardedModel> model_;
+  std::shared_ptr<io::ThreadEngine> io_;
+  std::shared_ptr<io::KernelFolderCalls> calls_;
+  std::unique_ptr<engine::AsyncSaver> async_;  // null: saves at once
+};
+
+class Opened {
+ public:
+  Opened(comm::Collectives& collectives, const std::string& path)
+      : checkpoint_(engine::open_training(collectives, path)) {}
+
+  const engine::TrainingCheckpoint& get() const { return checkpoint_; }
+
+  // [(role, name, shape, dtype, trainable)]
+  py::list tensors() const {
+    py::list list;
+    for (const format::ManifestTensor& tensor : checkpoint_.manifest().tensors) {
+      list.append(py::make_tuple(std::string(name_of(tensor.role)), tensor.name, tensor.shape,
+                                 torch::to_scalar_type(tensor.dtype), tensor.trainable));
+    }
+    return list;
+  }
+
+  bool has(const std::string& name, const std::string& kind) const {
+    const auto tensor = checkpoint_.find(TensorRole::kParameter, name);
+    return tensor && checkpoint_.has(*tensor, kind);
+  }
+
+  // The dtype of what is stored of a parameter; None: it is not there.
+  std::optional<at::ScalarType> dtype_of(const std::string& name, const std::string& kind) const {
+    const auto tensor = checkpoint_.find(TensorRole::kParameter, name);
+    if (!tensor || !checkpoint_.has(*tensor, kind)) return std::nullopt;
+    const auto extent = checkpoint_.extents(*tensor, kind).front();
+    return torch::to_scalar_type(checkpoint_.manifest().extents[extent].dtype);
+  }
+
+  at::Tensor read(const std::string& role, const std::string& name) {
+    const auto tensor = checkpoint_.find(role_from(role), name);
+    if (!tensor) {
+      throw FormatError(fmt::format("{}: there is no {} '{}'", checkpoint_.path(), role, name));
+    }
+    const std::vector<std::byte> bytes = engine::read_whole(checkpoint_, *tensor, io_);
+    const auto& entry = checkpoint_.manifest().tensors[*tensor];
+    const auto& extents = checkpoint_.extents(*tensor, format::kValue);
+    const DType dtype =
+        extents.empty() ? entry.dtype : checkpoint_.manifest().extents[extents.front()].dtype;
+    at::Tensor values =
+        at::empty(entry.shape, at::TensorOptions().dtype(torch::to_scalar_type(dtype)));
+    STRATA_ASSERT(bytes.size() == values.nbytes());
+    std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(values.mutable_data_ptr()));
+    return values;
+  }
+
+  // (missing, unexpected, misshapen)
+  py::tuple differences(ShardedModel& model) const {
+    const engine::Differences found = engine::compare(checkpoint_, model.engine());
+    return py::make_tuple(found.missing, found.unexpected, found.misshapen);
+  }
+
+  // Collective.
+  void load(ShardedModel& model, bool states, bool strict, bool without_frozen,
+            const std::vector<StateTuple>& targets) {
+    engine::LoadRequest request;
+    request.states = states;
+    request.strict = strict;
+    request.without_frozen = without_frozen;
+    for (const auto& [param, kind, tensor] : targets) {
+      request.targets.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
+                                 static_cast<std::byte*>(tensor.mutable_data_ptr())});
+    }
+    io::ThreadEngine io(torch::reading_options(model.threads()));
+    engine::load_training(model.engine(), checkpoint_, request, io);
+  }
+
+  void restore_progress(ShardedModel& model) const {
+    engine::restore_progress(checkpoint_.manifest().training, model.control(), checkpoint_.path());
+  }
+  void restore_optimizer_steps(ShardedModel& model) const {
+    engine::restore_optimizer_steps(checkpoint_.manifest().training, model.engine(),
+                                    checkpoint_.path());
+  }
+
+ private:
+  engine::TrainingCheckpoint checkpoint_;
+  io::ThreadEngine io_;
+};
+
+}  // namespace
+
+void bind_training(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<TrainingSaver>(module, "TrainingSaver")
+      .def(py::init<std::shared_ptr<ShardedModel>>(), py::arg("model"), unlocked)
+      .def("save", &TrainingSaver::save, py::arg("folder"), py::arg("tag"), py::arg("training"),
+           py::arg("aliases"), py::arg("tensors"), py::arg("states"), py::arg("texts"),
+           py::arg("frozen"), py::arg("latest"), unlocked)
+      .def("wait", &TrainingSaver::wait, unlocked)
+      .def_property_readonly("pending", &TrainingSaver::pending)
+      .def_property_readonly("files_written", &TrainingSaver::files_written);
+  module.def("fingerprint", [](const at::Tensor& values) {
+    return format::checksum_text(
+        format::checksum_of({static_cast<const std::byte*>(values.const_data_ptr()),
+                             static_cast<std::size_t>(values.nbytes())}));
+  });
+  module.def("latest_tag", &format::latest_tag, py::arg("folder"));
+  module.def("find_checkpoint", &format::find_checkpoint, py::arg("folder"), py::arg("tag"));
+  module.def("whole_checkpoints", &format::whole_checkpoints, py::arg("folder"));
+  py::class_<Opened>(module, "TrainingCheckpoint")
+      .def(py::init<comm::Collectives&, const std::string&>(), py::arg("collectives"),
+           py::arg("path"), unlocked)
+      .def_property_readonly("path", [](const Opened& o) { return o.get().path(); })
+      .def_property_readonly("training",
+                             [](const Opened& o) { return o.get().manifest().training; })
+      .def_property_readonly("world_size",
+                             [](const Opened& o) { return o.get().manifest().world_size; })
+      .def_property_readonly("kinds", [](const Opened& o) { return o.get().manifest().kinds; })
+      .def("tensors", &Opened::tensors)
+      .def("has", &Opened::has, py::arg("name"), py::arg("kind"))
+      .def("dtype_of", &Opened::dtype_of, py::arg("name"), py::arg("kind"))
+      .def("read", &Opened::read, py::arg("role"), py::arg("name"), unlocked)
+      .def("differences", &Opened::differences, py::arg("model"))
+      .def("load", &Opened::load, py::arg("model"), py::arg("states"), py::arg("strict"),
+           py::arg("without_frozen"), py::arg("targets"), unlocked)
+      .def("restore_progress", &Opened::restore_progress, py::arg("model"), unlocked)
+      .def("restore_optimizer_steps", &Opened::restore_optimizer_steps, py::arg("model"), unlocked);
+}
+
+}  // namespace strata::python

@@ -1,0 +1,95 @@
+"""Values of a script as JSON and tensors, and back: what a checkpoint keeps without pickle.
+
+Dicts, lists, tuples, numbers, texts, bytes, None, ``argparse.Namespace``, tensors, and numpy's numbers and arrays.
+Anything else is refused by its place, since what cannot be read back without running code is not written.
+"""
+
+import argparse
+import base64
+import math
+
+import torch
+
+from .. import _C
+
+_MARK = "$"  # of an object that stands for a value that JSON lacks
+
+
+def to_plain(value, tensors, where):
+    """JSON for ``value``; its tensors are added to ``tensors``, {name: tensor}, under names that begin with ``where``.
+
+    Args:
+        where: what the value is called in messages, "client_state" say.
+
+    Raises:
+        UsageError: for a value of another kind, by its place.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else {_MARK: "int", "text": str(value)}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_MARK: "float", "text": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        tensors[where] = value
+        return {_MARK: "tensor", "name": where}
+    if isinstance(value, dict):
+        return _from_dict(value, tensors, where)
+    if isinstance(value, (list, tuple)):
+        items = [to_plain(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
+        return {_MARK: "tuple", "items": items} if isinstance(value, tuple) else items
+    if isinstance(value, (bytes, bytearray)):
+        return {_MARK: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, argparse.Namespace):
+        return {_MARK: "namespace", "items": _from_dict(vars(value), tensors, where)}
+    if type(value).__module__ == "numpy":
+        return _from_numpy(value, tensors, where)
+    raise _C.UsageError(
+        f"{where}: a checkpoint keeps dicts, lists, tuples, numbers, texts, bytes and tensors; found a value of "
+        f"{type(value).__module__}.{type(value).__qualname__}; give its parts"
+    )
+
+
+def from_plain(value, read):
+    """The value that ``to_plain`` made JSON of; ``read(name)`` gives its tensors."""
+    if isinstance(value, list):
+        return [from_plain(v, read) for v in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_MARK)
+    if kind is None:
+        return {k: from_plain(v, read) for k, v in value.items()}
+    if kind == "dict":
+        return {from_plain(k, read): from_plain(v, read) for k, v in value["items"]}
+    if kind == "tensor":
+        return read(value["name"])
+    if kind == "array":
+        return read(value["name"]).numpy()
+    if kind == "tuple":
+        return tuple(from_plain(v, read) for v in value["items"])
+    if kind == "namespace":
+        return argparse.Namespace(**from_plain(value["items"], read))
+    if kind == "bytes":
+        return base64.b64decode(value["base64"])
+    if kind in ("int", "float"):
+        return {"int": int, "float": float}[kind](value["text"])
+    raise _C.FormatError(f"a checkpoint holds a value of an unknown kind '{kind}'; it was written by a newer version")
+
+
+def _from_dict(value, tensors, where):
+    named = all(isinstance(k, str) for k in value) and _MARK not in value
+    if named:
+        return {k: to_plain(v, tensors, f"{where}.{k}") for k, v in value.items()}
+    items = [[to_plain(k, tensors, f"{where} key"), to_plain(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]
+    return {_MARK: "dict", "items": items}
+
+
+def _from_numpy(value, tensors, where):
+    import numpy
+
+    if isinstance(value, numpy.generic):
+        return to_plain(value.item(), tensors, where)
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        tensors[where] = torch.from_numpy(numpy.ascontiguousarray(value))
+        return {_MARK: "array", "name": where}
+    raise _C.UsageError(f"{where}: a checkpoint keeps numpy arrays of numbers; found one of {value.dtype}")

@@ -1,0 +1,98 @@
+#include "strata/engine/checkpoint/saved_shards.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+using format::kValue;
+
+void add_kind(std::vector<std::string>& kinds, std::string_view kind) {
+  if (std::ranges::find(kinds, kind) == kinds.end()) kinds.emplace_back(kind);
+}
+
+std::string file_name(std::string_view what, const comm::ShardPlace& place) {
+  return fmt::format("{}-{:05}-of-{:05}.safetensors", what, place.index, place.count);
+}
+
+}  // namespace
+
+std::vector<std::string> kinds_of(Engine& engine, const ShardStates& states,
+                                  const SavedContent& content) {
+  std::vector<std::string> kinds = {std::string(kValue)};
+  for (const Unit& unit : engine.weights().units()) {
+    for (const std::string_view kind : states.kinds_of(unit.id)) add_kind(kinds, kind);
+  }
+  for (const ExtraState& state : content.states) add_kind(kinds, state.kind);
+  return kinds;
+}
+
+SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
+                              const SavedContent& content,
+                              std::span<const std::string> kinds_of_all) {
+  Weights& weights = engine.weights();
+  SavedShards saved;
+  saved.kinds = {std::string(kValue)};
+  for (const std::string& kind : kinds_of_all) add_kind(saved.kinds, kind);
+  constexpr std::size_t kLeftOut = static_cast<std::size_t>(-1);
+  std::vector<std::size_t> tensor_of(static_cast<std::size_t>(weights.param_count()), kLeftOut);
+  for (int p = 0; p < weights.param_count(); ++p) {
+    const plan::ParamSpec& param = weights.param(p);
+    if (!param.trainable && !content.frozen) continue;
+    const auto index = static_cast<std::size_t>(p);
+    tensor_of[index] = saved.tensors.size();
+    saved.tensors.push_back(
+        {param.name, format::TensorRole::kParameter, param.shape, param.dtype, param.trainable,
+         index < content.aliases.size() ? content.aliases[index] : std::vector<std::string>{}});
+  }
+  const comm::ShardPlace place = engine.collectives().shard_place();
+  std::vector<FilePart> values;
+  std::vector<FilePart> kept;
+  if (place.group == 0) {
+    for (const Unit& unit : weights.units()) {
+      const std::vector<plan::ShardPiece> pieces = unit.layout.pieces(place.index);
+      for (const std::string_view kind : states.kinds_of(unit.id)) {
+        for (const plan::ShardPiece& piece : pieces) {
+          const int p = unit.layout.slots()[static_cast<std::size_t>(piece.slot)].param;
+          const std::size_t tensor = tensor_of[static_cast<std::size_t>(p)];
+          if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
+          (kind == kValue ? values : kept)
+              .push_back({tensor, weights.param(p).name, std::string(kind),
+                          states.dtype_of(unit.id, kind), piece.param_begin, piece.param_end,
+                          ShardRun{unit.id, piece.shard_offset}});
+        }
+      }
+    }
+    for (const ExtraState& state : content.states) {
+      const std::size_t tensor = tensor_of.at(static_cast<std::size_t>(state.param));
+      const auto [begin, end] = weights.owned_range(state.param);
+      if (tensor == kLeftOut || begin == end) continue;
+      kept.push_back({tensor, weights.param(state.param).name, state.kind, state.dtype, begin, end,
+                      state.memory});
+    }
+  }
+  std::vector<FilePart> own;  // of this rank alone
+  const int rank = engine.collectives().rank();
+  for (const ExtraTensor& extra : content.tensors) {
+    const auto tensor = saved.tensors.size();
+    saved.tensors.push_back(extra.tensor);
+    const Numel numel(Bytes(extra.bytes.size()) / size_of(extra.tensor.dtype));
+    if (rank != extra.rank || numel.value == 0) continue;
+    (rank == 0 ? values : own)
+        .push_back({tensor, fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name),
+                    std::string(kValue), extra.tensor.dtype, Numel(), numel, extra.bytes.data()});
+  }
+  if (!own.empty())
+    saved.files.emplace_back(fmt::format("buffers-{:05}.safetensors", rank), std::move(own));
+  if (place.group != 0) return saved;
+  saved.files.emplace_back(file_name("model", place), std::move(values));
+  if (saved.kinds.size() > 1)
+    saved.files.emplace_back(file_name("optimizer", place), std::move(kept));
+  return saved;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,67 @@
+// What training keeps of this rank's shards, by kinds, element by element: values (masters where
+// there are some, else weights) and what the optimizer keeps beside them. Saving copies from here
+// and loading stores here, whatever form and place the bytes have. A new place for states is a
+// matter of the leases behind this.
+//
+// Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
+// weights' own dtype: an fp64 weight holds all that its fp32 master has. "exp_avg", "exp_avg_sq":
+// fp32, of trainable units under our Adam, from the optimizer's first preparation on.
+//
+// Threads: the engine's. Ownership: borrows the engine; holds the lease of one state at a time, and
+// has the compute stream finish before it takes another. Errors: those of the StateStore.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/engine/engine.h"
+#include "strata/engine/optimize/adam_optimizer.h"
+
+namespace strata::engine {
+
+class ShardStates {
+ public:
+  explicit ShardStates(Engine& engine);
+  // Waits for the device.
+  ~ShardStates();
+  ShardStates(const ShardStates&) = delete;
+  ShardStates& operator=(const ShardStates&) = delete;
+
+  // Of a unit; kValue first.
+  std::vector<std::string_view> kinds_of(int unit) const;
+  // The same, as if the optimizer were prepared: what loading can store.
+  std::vector<std::string_view> storable_kinds_of(int unit) const;
+  DType dtype_of(int unit, std::string_view kind) const;
+
+  // Queues on the compute stream: elements [first, first + numel) of the unit's shard to `target`,
+  // host memory for transfers that stays until the stream has come so far.
+  void enqueue_read(int unit, std::string_view kind, Numel first, Numel numel,
+                    std::span<std::byte> target);
+  // Queues: elements of a parameter have these values, in any dtype; what this rank does not own is
+  // ignored. Of kValue masters follow. The optimizer has been prepared.
+  void enqueue_store(int param, std::string_view kind, Numel begin, Numel numel,
+                     const std::byte* source, DType source_dtype);
+  // Ends the use of what is leased.
+  void settle();
+
+ private:
+  bool has_moments(int unit) const;
+  std::span<std::byte> moment(int unit, std::string_view kind);
+  void read_masters(const Unit& unit, Numel first, Numel numel, std::span<std::byte> target);
+
+  Engine& engine_;
+  AdamOptimizer* adam_;  // null: another optimizer, or none
+  std::unique_ptr<offload::Lease> lease_;
+  int leased_unit_ = -1;
+  std::string_view leased_kind_;
+  std::unique_ptr<device::Memory> scratch_;  // for masters where kernels do not reach the host
+};
+
+inline constexpr std::string_view kExpAvg = "exp_avg";
+inline constexpr std::string_view kExpAvgSq = "exp_avg_sq";
+
+}  // namespace strata::engine

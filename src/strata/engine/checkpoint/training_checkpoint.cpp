@@ -1,0 +1,168 @@
+#include "strata/engine/checkpoint/training_checkpoint.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/agreement.h"
+#include "strata/format/message_text.h"
+
+namespace strata::engine {
+namespace {
+
+using format::Manifest;
+using format::ManifestExtent;
+using format::TensorRole;
+
+constexpr std::string_view kOpening = "opening the checkpoint";
+constexpr std::size_t kNamed = 12;  // names that a message lists
+
+}  // namespace
+
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kNamed); ++i)
+    text += (i == 0 ? "" : ", ") + names[i];
+  if (names.size() > kNamed) text += fmt::format(" and {} more", names.size() - kNamed);
+  return text;
+}
+
+TrainingCheckpoint::TrainingCheckpoint(std::string path, format::Manifest manifest)
+    : path_(std::move(path)), manifest_(std::move(manifest)) {
+  const auto& tensors = manifest_.tensors;
+  for (std::size_t i = 0; i < tensors.size(); ++i) by_name_[{tensors[i].role, tensors[i].name}] = i;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    for (const std::string& alias : tensors[i].aliases)
+      by_name_.emplace(std::pair(tensors[i].role, alias), i);
+  }
+  for (std::size_t i = 0; i < manifest_.extents.size(); ++i) {
+    const ManifestExtent& e = manifest_.extents[i];
+    extents_[{e.tensor, manifest_.kinds[e.kind]}].push_back(i);
+  }
+}
+
+std::optional<std::size_t> TrainingCheckpoint::find(TensorRole role,
+                                                    const std::string& name) const {
+  const auto found = by_name_.find({role, name});
+  return found == by_name_.end() ? std::nullopt : std::optional(found->second);
+}
+
+const std::vector<std::size_t>& TrainingCheckpoint::extents(std::size_t tensor,
+                                                            std::string_view kind) const {
+  const auto found = extents_.find(std::pair(tensor, std::string(kind)));
+  return found == extents_.end() ? none_ : found->second;
+}
+
+TrainingCheckpoint open_training(comm::Collectives& collectives, const std::string& path) {
+  std::string text;
+  together(collectives, kOpening, [&] {
+    if (collectives.rank() == 0) text = to_text(format::read_manifest(path));
+  });
+  std::string folder = collectives.all_gather_text(path).front();
+  text = collectives.all_gather_text(text).front();
+  format::Manifest manifest = format::parse_manifest(text, folder);
+  return {std::move(folder), std::move(manifest)};
+}
+
+Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
+  Differences differences;
+  std::set<std::size_t> used;
+  const Weights& weights = engine.weights();
+  for (int p = 0; p < weights.param_count(); ++p) {
+    const plan::ParamSpec& param = weights.param(p);
+    const auto tensor = checkpoint.find(TensorRole::kParameter, param.name);
+    if (!tensor) {
+      differences.missing.push_back(param.name);
+      continue;
+    }
+    used.insert(*tensor);
+    const std::vector<std::int64_t>& shape = checkpoint.manifest().tensors[*tensor].shape;
+    if (shape != param.shape) {
+      differences.misshapen.push_back(
+          fmt::format("{}: {} in the model, {} in the checkpoint", param.name, param.shape, shape));
+    }
+  }
+  for (std::size_t i = 0; i < checkpoint.manifest().tensors.size(); ++i) {
+    const format::ManifestTensor& tensor = checkpoint.manifest().tensors[i];
+    if (tensor.role == TensorRole::kParameter && !used.contains(i))
+      differences.unexpected.push_back(tensor.name);
+  }
+  return differences;
+}
+
+CheckpointFiles::CheckpointFiles(const TrainingCheckpoint& checkpoint) : checkpoint_(checkpoint) {
+  for (const format::ManifestFile& entry : checkpoint.manifest().files) {
+    io::File& file = files_.emplace_back(fmt::format("{}/{}", checkpoint.path(), entry.name),
+                                         io::File::Mode::kRead);
+    if (file.size() != entry.bytes) {
+      throw FormatError(fmt::format(
+          "a file of a checkpoint has another size than it was written with; it is cut off or was "
+          "replaced: path={} wanted={} found={}",
+          file.path(), entry.bytes.value, file.size().value));
+    }
+  }
+}
+
+std::vector<const io::File*> CheckpointFiles::pointers() const {
+  std::vector<const io::File*> all;
+  for (const io::File& file : files_) all.push_back(&file);
+  return all;
+}
+
+Bytes CheckpointFiles::block() const {
+  Bytes largest = 1_B;
+  for (const format::ManifestFile& entry : checkpoint_.manifest().files)
+    largest = std::max(largest, entry.checksums.block());
+  return largest;
+}
+
+void CheckpointFiles::look(std::size_t file, Bytes offset, std::span<const std::byte> bytes) const {
+  const format::ManifestFile& entry = checkpoint_.manifest().files[file];
+  const Bytes wrong = entry.checksums.first_wrong(offset, bytes);
+  if (wrong.value < 0) return;
+  throw FormatError(
+      fmt::format("bytes of a checkpoint are not what was written (their checksum differs), of {}; "
+                  "load another "
+                  "checkpoint, or copy the file again: path={} begin={} end={}",
+                  owners(file, wrong), files_[file].path(), wrong.value,
+                  std::min(wrong + entry.checksums.block(), entry.bytes).value));
+}
+
+// Tensors that lie in the block.
+std::string CheckpointFiles::owners(std::size_t file, Bytes wrong) const {
+  const Manifest& manifest = checkpoint_.manifest();
+  const Bytes end = wrong + manifest.files[file].checksums.block();
+  std::vector<std::string> names;
+  for (const ManifestExtent& e : manifest.extents) {
+    const Bytes behind = e.offset + bytes_of(e.end - e.begin, e.dtype);
+    if (e.file != file || e.offset >= end || behind <= wrong) continue;
+    names.push_back(fmt::format("tensor {} ({})",
+                                format::in_quotes(manifest.tensors[e.tensor].name),
+                                manifest.kinds[e.kind]));
+  }
+  return names.empty() ? "the header" : listed(names);
+}
+
+std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
+                                  io::IoEngine& io) {
+  const Manifest& manifest = checkpoint.manifest();
+  const CheckpointFiles files(checkpoint);
+  std::vector<std::byte> bytes;
+  for (const std::size_t i : checkpoint.extents(tensor, format::kValue)) {
+    const ManifestExtent& e = manifest.extents[i];
+    const format::ManifestFile& entry = manifest.files[e.file];
+    const Bytes block = entry.checksums.block();
+    const Bytes end = e.offset + bytes_of(e.end - e.begin, e.dtype);
+    const Bytes begin = e.offset - e.offset % block;
+    std::vector<std::byte> blocks((std::min(align_up(end, block), entry.bytes) - begin).size());
+    io.read(files.at(e.file), begin, blocks)->wait();
+    files.look(e.file, begin, blocks);
+    const auto first = blocks.begin() + (e.offset - begin).value;
+    bytes.insert(bytes.end(), first, first + (end - e.offset).value);
+  }
+  return bytes;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,88 @@
+// A checkpoint that was opened to be loaded: what is in it, and its files, of which every block
+// that is read can be verified.
+//
+// Threads: immutable after construction; safe everywhere. Errors: FormatError for what is damaged,
+// by file, tensor and place; IoError for files that are missing.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/engine/engine.h"
+#include "strata/format/manifest.h"
+#include "strata/io/io_engine.h"
+
+namespace strata::engine {
+
+// An open checkpoint, the same on every rank. Immutable.
+class TrainingCheckpoint {
+ public:
+  // `path`: of its folder.
+  TrainingCheckpoint(std::string path, format::Manifest manifest);
+
+  const std::string& path() const { return path_; }
+  const format::Manifest& manifest() const { return manifest_; }
+  // By its name or an alias; nullopt: it has none.
+  std::optional<std::size_t> find(format::TensorRole role, const std::string& name) const;
+  // The tensor's extents of that kind, by their places in the manifest; empty: it has none.
+  const std::vector<std::size_t>& extents(std::size_t tensor, std::string_view kind) const;
+  bool has(std::size_t tensor, std::string_view kind) const {
+    return !extents(tensor, kind).empty();
+  }
+
+ private:
+  std::string path_;
+  format::Manifest manifest_;
+  std::map<std::pair<format::TensorRole, std::string>, std::size_t> by_name_;
+  std::map<std::pair<std::size_t, std::string>, std::vector<std::size_t>, std::less<>> extents_;
+  std::vector<std::size_t> none_;
+};
+
+// Collective. `path`: rank 0's counts; it reads the manifest for all.
+TrainingCheckpoint open_training(comm::Collectives& collectives, const std::string& path);
+
+// What the model and the checkpoint have not in common.
+struct Differences {
+  std::vector<std::string> missing;     // parameters that the checkpoint lacks
+  std::vector<std::string> unexpected;  // parameters that the model lacks
+  std::vector<std::string> misshapen;   // "name: [2, 3] in the model, [3, 2] in the checkpoint"
+  bool none() const { return missing.empty() && unexpected.empty() && misshapen.empty(); }
+};
+Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine);
+
+// The checkpoint's files, open. FormatError for one that has another size than it was written with.
+class CheckpointFiles {
+ public:
+  explicit CheckpointFiles(const TrainingCheckpoint& checkpoint);
+
+  std::vector<const io::File*> pointers() const;
+  const io::File& at(std::size_t file) const { return files_[file]; }
+  // The largest block of checksums: what lies in it is whole blocks of every file.
+  Bytes block() const;
+  // FormatError for a block, of whole ones, that is not what was written.
+  void look(std::size_t file, Bytes offset, std::span<const std::byte> bytes) const;
+
+ private:
+  std::string owners(std::size_t file, Bytes wrong) const;
+
+  const TrainingCheckpoint& checkpoint_;
+  std::deque<io::File> files_;
+};
+
+// The bytes of a tensor that is stored whole, a buffer or the script's, verified. Not collective.
+std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
+                                  io::IoEngine& io);
+
+// Names in a message: the first dozen, and how many more.
+std::string listed(const std::vector<std::string>& names);
+
+}  // namespace strata::engine

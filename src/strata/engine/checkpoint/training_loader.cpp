@@ -1,0 +1,210 @@
+#include "strata/engine/checkpoint/training_loader.h"
+
+#include <algorithm>
+#include <set>
+
+#include "strata/base/error.h"
+#include "strata/engine/checkpoint/shard_states.h"
+#include "strata/engine/checkpoint/weight_loader.h"
+#include "strata/engine/unit/agreement.h"
+#include "strata/format/message_text.h"
+#include "strata/io/pending_range.h"
+
+namespace strata::engine {
+namespace {
+
+using format::kValue;
+using format::Manifest;
+using format::ManifestExtent;
+using format::TensorRole;
+
+constexpr std::string_view kLoadingTraining = "loading the checkpoint";
+
+std::string unique_name(const Manifest& manifest, std::size_t tensor, std::string_view kind) {
+  return fmt::format("{} {}", kind, manifest.tensors[tensor].name);
+}
+
+// What is stored of a parameter, by the place in the map.
+struct Entry {
+  int param = 0;
+  std::string_view kind;                // of ShardStates, or
+  const StateTarget* target = nullptr;  // not null: memory of another optimizer
+};
+
+class TrainingSink final : public ValueSink {
+ public:
+  TrainingSink(Engine& engine, std::span<const Entry> entries)
+      : engine_(engine), states_(engine), entries_(entries) {}
+
+  std::vector<format::ParamRange> wanted() const override {
+    std::vector<format::ParamRange> ranges;
+    for (std::size_t i = 0; i < entries_.size(); ++i) {
+      const auto [begin, end] = engine_.weights().owned_range(entries_[i].param);
+      if (begin < end) ranges.push_back({i, begin, end});
+    }
+    return ranges;
+  }
+  void enqueue_store(std::size_t item, Numel begin, Numel numel, const std::byte* source,
+                     DType source_dtype) override {
+    const Entry& entry = entries_[item];
+    if (entry.target == nullptr) {
+      states_.enqueue_store(entry.param, entry.kind, begin, numel, source, source_dtype);
+      return;
+    }
+    const Numel first = begin - engine_.weights().owned_range(entry.param).first;
+    const std::size_t bytes = bytes_of(numel, source_dtype).size();
+    device::Device& device = engine_.device();
+    device.copy({entry.target->memory + bytes_of(first, source_dtype).size(), bytes},
+                {source, bytes}, device.compute_stream());
+  }
+
+ private:
+  Engine& engine_;
+  ShardStates states_;
+  std::span<const Entry> entries_;
+};
+
+// The sources of a map: each entry is the sum of the tensor's extents of its kind.
+class StateSources {
+ public:
+  StateSources(Engine& engine, const TrainingCheckpoint& checkpoint)
+      : engine_(engine), checkpoint_(checkpoint) {}
+
+  void add(const Entry& entry, std::size_t tensor, std::string_view kind) {
+    const Manifest& manifest = checkpoint_.manifest();
+    const plan::ParamSpec& param = engine_.weights().param(entry.param);
+    format::ParamSources sources{
+        unique_name(manifest, tensor, kind), param.shape, DType::kFloat32, {}};
+    const std::vector<std::size_t>& extents = checkpoint_.extents(tensor, kind);
+    if (extents.empty()) return;  // of a tensor without elements
+    for (const std::size_t i : extents) {
+      const ManifestExtent& e = manifest.extents[i];
+      const Numel numel = e.end - e.begin;
+      std::string name = fmt::format("{} {}", i, sources.name);
+      sources.dtype = e.dtype;
+      sources.pieces.push_back({name, {numel.value}, e.begin, Numel(), std::nullopt});
+      tensors_.push_back(
+          {e.file,
+           {std::move(name), e.dtype, {numel.value}, numel, e.offset, bytes_of(numel, e.dtype)}});
+    }
+    entries.push_back(entry);
+    params_.push_back(std::move(sources));
+  }
+
+  format::WeightMap map() {
+    std::ranges::stable_sort(tensors_, [](const auto& a, const auto& b) {
+      return std::pair(a.file, a.info.offset) < std::pair(b.file, b.info.offset);
+    });
+    return format::WeightMap(params_, tensors_, checkpoint_.path());
+  }
+
+  std::vector<Entry> entries;  // by the map's parameters
+
+ private:
+  Engine& engine_;
+  const TrainingCheckpoint& checkpoint_;
+  std::vector<format::ParamSources> params_;
+  std::vector<format::CheckpointTensor> tensors_;
+};
+
+// Moments that the checkpoint does not have begin anew.
+void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_view>>& stored) {
+  auto* const adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
+  device::Device& device = engine.device();
+  for (const Unit& unit : engine.weights().units()) {
+    if (adam == nullptr || !unit.trainable()) continue;
+    for (const auto& [kind, moment] : {std::pair(kExpAvg, AdamOptimizer::Moment::kFirst),
+                                       std::pair(kExpAvgSq, AdamOptimizer::Moment::kSecond)}) {
+      const bool whole = std::ranges::all_of(unit.layout.slots(), [&](const plan::Slot& slot) {
+        return stored.contains({slot.param, kind});
+      });
+      if (whole) continue;
+      const auto lease = adam->lease_moment(unit.id, moment);
+      device.fill_zero(lease->bytes(), device.compute_stream());
+      device.compute_stream().synchronize();
+    }
+  }
+}
+
+StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
+                        const LoadRequest& request) {
+  StateSources sources(engine, checkpoint);
+  const ShardStates states(engine);
+  for (int p = 0; p < engine.weights().param_count(); ++p) {
+    const plan::ParamSpec& param = engine.weights().param(p);
+    const auto tensor = checkpoint.find(TensorRole::kParameter, param.name);
+    if (!tensor || checkpoint.manifest().tensors[*tensor].shape != param.shape) continue;
+    for (const std::string_view kind : states.storable_kinds_of(engine.weights().unit_of(p).id)) {
+      const bool wanted = kind == kValue || (request.states && checkpoint.has(*tensor, kind));
+      if (wanted) sources.add({p, kind}, *tensor, kind);
+    }
+  }
+  for (const StateTarget& target : request.targets) {
+    const auto tensor =
+        checkpoint.find(TensorRole::kParameter, engine.weights().param(target.param).name);
+    if (tensor && checkpoint.has(*tensor, target.kind))
+      sources.add({target.param, target.kind, &target}, *tensor, target.kind);
+  }
+  return sources;
+}
+
+void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine, bool without_frozen) {
+  Differences differences = compare(checkpoint, engine);
+  if (without_frozen) {
+    std::set<std::string> frozen;
+    for (const plan::ParamSpec& param : engine.weights().params())
+      if (!param.trainable) frozen.insert(param.name);
+    std::erase_if(differences.missing, [&](const auto& name) { return frozen.contains(name); });
+  }
+  if (differences.none()) return;
+  std::string text;
+  const auto add = [&](std::string_view what, const std::vector<std::string>& names) {
+    if (!names.empty()) text += fmt::format("; {} {}: {}", names.size(), what, listed(names));
+  };
+  add("parameters are not in the checkpoint", differences.missing);
+  add("are not in the model", differences.unexpected);
+  add("have another shape", differences.misshapen);
+  throw FormatError(
+      fmt::format("the checkpoint is of another model{}. To load what both have, ask for "
+                  "load_module_strict=False: path={}",
+                  text, checkpoint.path()));
+}
+
+}  // namespace
+
+void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
+                   io::IoEngine& io, const StagingOptions& staging) {
+  comm::Collectives& collectives = engine.collectives();
+  std::optional<CheckpointFiles> files;
+  std::optional<StateSources> sources;
+  std::optional<format::WeightMap> map;
+  engine.settle_step();
+  together(collectives, kLoadingTraining, [&] {
+    if (request.strict) require_same_model(checkpoint, engine, request.without_frozen);
+    files.emplace(checkpoint);
+    engine.prepare();
+    sources.emplace(sources_of(engine, checkpoint, request));
+    map.emplace(sources->map());
+  });
+  // Nobody stores before all have let go of what they had gathered.
+  together(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
+  together(collectives, kLoadingTraining, [&] {
+    const BlockCheck check{files->block(), [&](std::size_t file, Bytes offset, auto bytes) {
+                             files->look(file, offset, bytes);
+                           }};
+    StagingOptions options = staging;
+    options.buffer_bytes = std::max(align_up(options.buffer_bytes, check.block), check.block * 2);
+    std::set<std::pair<int, std::string_view>> stored;
+    for (const Entry& entry : sources->entries) {
+      if (entry.target == nullptr) stored.emplace(entry.param, entry.kind);
+    }
+    if (request.states) clear_moments(engine, stored);
+    TrainingSink sink(engine, sources->entries);
+    load_values(engine,
+                {files->pointers(), *map, {}, io, options, std::nullopt, "checkpoint", &check},
+                sink);
+  });
+  engine.weights_changed();
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,45 @@
+// Loads a checkpoint that training goes on from, whatever world size, stage and placement saved it:
+// each rank reads the byte ranges that its own shards need, by the loader that start-up has, and
+// verifies every block that it reads. No rank stores anything before all have checked what can be
+// checked.
+//
+// Threads: the engine's. Memory: one StagingRing. Errors, on every rank alike: FormatError for a
+// manifest or a block that is not what was written, by file, tensor and place, and for a checkpoint
+// of another model; IoError for files that are missing or too short. After an error while values
+// were being stored the weights are of neither model: load again.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/engine/checkpoint/training_checkpoint.h"
+#include "strata/engine/engine.h"
+#include "strata/io/io_engine.h"
+
+namespace strata::engine {
+
+// Where what an optimizer of the user's keeps of this rank's part of a parameter is to be stored.
+struct StateTarget {
+  int param = 0;
+  std::string kind;
+  DType dtype = DType::kFloat32;
+  std::byte* memory = nullptr;  // of the device, of the first element that this rank owns
+};
+
+struct LoadRequest {
+  bool states = true;  // of the optimizer
+  // False: what the model and the checkpoint have not in common stays as it is.
+  bool strict = true;
+  // Frozen parameters that the checkpoint lacks are no difference: it was saved without them.
+  bool without_frozen = false;
+  std::vector<StateTarget> targets;
+};
+
+// Collective: values, and the optimizer's states where they are asked for. The caller restores
+// progress (training_progress.h) afterwards.
+void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
+                   io::IoEngine& io, const StagingOptions& staging = {});
+
+}  // namespace strata::engine

@@ -1,0 +1,148 @@
+#include "strata/engine/checkpoint/training_saver.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/agreement.h"
+#include "strata/format/block_writer.h"
+#include "strata/format/message_text.h"
+
+namespace strata::engine {
+namespace {
+
+constexpr std::string_view kSavingTraining = "saving the checkpoint";
+
+void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
+  const std::vector<std::string> tags = collectives.all_gather_text(tag);
+  for (std::size_t rank = 1; rank < tags.size(); ++rank) {
+    if (tags[rank] == tags[0]) continue;
+    throw UsageError(fmt::format(
+        "the ranks name different tags for one checkpoint; give the same on every rank; rank 0 has "
+        "{}, rank {} has {}",
+        format::in_quotes(tags[0]), rank, format::in_quotes(tags[rank])));
+  }
+}
+
+// Goes through the file in buffers: the next ones are being filled and written while one is hashed.
+format::ManifestFile write_file(const ShardFile& file, const std::string& folder,
+                                ShardStates& states, device::Device& device, StagingRing& ring,
+                                io::IoEngine& io, io::FolderCalls& calls) {
+  format::BlockWriter writer(folder, file.name(), file.bytes(), io, calls);
+  const Bytes piece = ring.buffer_bytes();
+  STRATA_ASSERT(piece % writer.block() == Bytes());
+  const auto turns = static_cast<std::size_t>(align_up(file.bytes(), piece) / piece);
+  const auto part_of = [&](std::size_t turn) {
+    const Bytes begin = piece * static_cast<std::int64_t>(turn);
+    return std::pair(begin, std::min(piece, file.bytes() - begin));
+  };
+  const std::size_t ahead = std::max<std::size_t>(1, ring.size() / 2);
+  std::vector<std::unique_ptr<device::Event>> filled(turns);
+  const auto fill = [&](std::size_t turn) {
+    if (turn >= turns) return;
+    const auto [begin, bytes] = part_of(turn);
+    file.enqueue_fill(begin, ring.buffer(turn).first(bytes.size()), states, device);
+    filled[turn] = device.compute_stream().record();
+  };
+  for (std::size_t turn = 0; turn < ahead; ++turn) fill(turn);
+  for (std::size_t turn = 0; turn < turns; ++turn) {
+    filled[turn]->wait();
+    filled[turn].reset();
+    const std::span<std::byte> bytes = ring.filled(turn).first(part_of(turn).second.size());
+    ring.started(turn, writer.write(bytes));
+    fill(turn + ahead);
+  }
+  ring.drain();
+  return writer.finish();
+}
+
+// Blocks of checksums divide a buffer.
+StagingOptions for_blocks(StagingOptions staging, std::span<const ShardFile> files) {
+  for (const ShardFile& file : files) {
+    const Bytes block = format::BlockChecksums::block_for(file.bytes());
+    staging.buffer_bytes = align_up(staging.buffer_bytes, block);
+  }
+  return staging;
+}
+
+}  // namespace
+
+SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content) {
+  // A rank whose shards hold nothing of a parameter does not know what is kept of it.
+  std::string mine;
+  for (const std::string& kind : kinds_of(engine, states, content)) mine += kind + "\n";
+  std::vector<std::string> kinds;
+  for (const std::string& text : engine.collectives().all_gather_text(mine)) {
+    for (std::size_t at = 0; at < text.size();) {
+      const std::size_t end = text.find('\n', at);
+      kinds.push_back(text.substr(at, end - at));
+      at = end + 1;
+    }
+  }
+  return plan_saved_shards(engine, states, content, kinds);
+}
+
+format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, int stage,
+                             std::span<const std::string> parts) {
+  format::Manifest manifest;
+  manifest.tag = request.tag;
+  manifest.world_size = static_cast<int>(parts.size());
+  manifest.stage = stage;
+  manifest.training = request.training;
+  manifest.kinds = std::move(saved.kinds);
+  manifest.tensors = std::move(saved.tensors);
+  for (const std::string& text : parts) {
+    if (!text.empty()) append(manifest, format::parse_manifest_part(text));
+  }
+  return manifest;
+}
+
+void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& calls,
+                std::optional<format::NewCheckpoint>& checkpoint) {
+  comm::Collectives& collectives = engine.collectives();
+  engine.settle_step();  // what it has left to say is better said before a checkpoint
+  require_same_tag(collectives, request.tag);
+  together(collectives, kSavingTraining, [&] {
+    engine.require_intact_weights();
+    format::require_tag(request.tag);
+    if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
+  });
+}
+
+void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
+                   io::FolderCalls& calls, const StagingOptions& staging) {
+  comm::Collectives& collectives = engine.collectives();
+  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
+  begin_save(engine, request, calls, checkpoint);
+  const std::string folder =
+      collectives.all_gather_text(checkpoint ? checkpoint->staging() : std::string()).front();
+  ShardStates states(engine);
+  SavedShards saved = plan_together(engine, states, request.content);
+  std::string part;
+  together(collectives, kSavingTraining, [&] {
+    if (checkpoint) {
+      for (const auto& [name, text] : request.texts) checkpoint->write_text(name, text, io);
+    }
+    if (saved.files.empty()) return;
+    StagingRing ring(for_blocks(staging, saved.files), engine.device());
+    format::ManifestPart written;
+    for (const ShardFile& file : saved.files) {
+      for (format::ManifestExtent& extent : file.extents(saved.kinds)) {
+        extent.file = written.files.size();
+        written.extents.push_back(extent);
+      }
+      written.files.push_back(write_file(file, folder, states, engine.device(), ring, io, calls));
+    }
+    part = to_text(written);
+  });
+  const std::vector<std::string> parts = collectives.all_gather_text(part);
+  together(collectives, kSavingTraining, [&] {
+    if (!checkpoint) return;
+    checkpoint->publish(manifest_of(request, std::move(saved), engine.options().stage, parts),
+                        request.publish, io);
+  });
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,260 @@
+#include "strata/format/checkpoint_folder.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <span>
+#include <system_error>
+#include <utility>
+
+#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
+#include "strata/format/message_text.h"
+#include "strata/io/atomic_file.h"
+#include "strata/io/pending_range.h"
+
+namespace strata::format {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kLatest = "latest";
+constexpr std::string_view kLock = ".strata.lock";
+constexpr std::string_view kReplaced = ".replaced";
+constexpr std::string_view kPartial = ".partial";
+
+std::string joined(const std::string& folder, std::string_view name) {
+  return fmt::format("{}/{}", folder, name);
+}
+
+// The old one of a tag, while a new one takes its name.
+std::string replaced_path(const std::string& folder, std::string_view tag) {
+  return fmt::format("{}/.{}{}", folder, tag, kReplaced);
+}
+
+bool is_own_folder(const std::string& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() == fs::file_type::directory;
+}
+
+bool has_manifest(const std::string& path) {
+  std::error_code error;
+  return is_own_folder(path) &&
+         fs::symlink_status(joined(path, kManifestName), error).type() == fs::file_type::regular;
+}
+
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  std::ranges::sort(names);
+  return names;
+}
+
+}  // namespace
+
+void require_tag(std::string_view tag) {
+  if (is_plain_file_name(tag) && tag != kLatest) return;
+  throw UsageError(
+      fmt::format("the tag of a checkpoint is the name of a folder: give one without '/' and '\\', "
+                  "that does not "
+                  "begin with '.', is not 'latest' and has 1 to 200 characters; found {}",
+                  in_quotes(tag)));
+}
+
+std::optional<std::string> latest_tag(const std::string& folder) {
+  const std::string path = joined(folder, kLatest);
+  std::error_code error;
+  if (!fs::exists(path, error)) return std::nullopt;
+  const io::File file(path, io::File::Mode::kRead);
+  std::string text(std::min(file.size(), 4_KiB).size(), '\0');
+  io::read_fully(file, Bytes(), std::as_writable_bytes(std::span(text)));
+  while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
+  if (is_plain_file_name(text)) return text;
+  throw FormatError(
+      fmt::format("the file '{}' names no checkpoint of its folder; found {}; give the "
+                  "tag of one: path={}",
+                  kLatest, in_quotes(text), path));
+}
+
+std::optional<std::string> find_checkpoint(const std::string& folder, const std::string& tag) {
+  require_tag(tag);
+  for (std::string path : {joined(folder, tag), replaced_path(folder, tag)}) {
+    if (has_manifest(path)) return path;
+  }
+  return std::nullopt;
+}
+
+std::vector<std::string> whole_checkpoints(const std::string& folder) {
+  std::vector<std::pair<fs::file_time_type, std::string>> found;
+  for (std::string& name : names_in(folder)) {
+    const std::string path = joined(folder, name);
+    if (!is_plain_file_name(name) || !has_manifest(path)) continue;
+    std::error_code error;
+    found.emplace_back(fs::last_write_time(joined(path, kManifestName), error), std::move(name));
+  }
+  std::ranges::sort(found);
+  std::vector<std::string> tags;
+  for (auto& [time, name] : found) tags.push_back(std::move(name));
+  return tags;
+}
+
+NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls)
+    : folder_(std::move(folder)), tag_(std::move(tag)), calls_(calls) {
+  require_tag(tag_);
+  std::error_code error;
+  fs::create_directories(folder_, error);
+  if (!fs::is_directory(folder_)) {
+    throw IoError(fmt::format("cannot make the folder of the checkpoints: path={} {}", folder_,
+                              error ? error.message() : "a file has the name"));
+  }
+  lock();
+  recover_replaced();
+  remove_leftovers();
+  const std::string made = io::temporary_name(joined(folder_, fmt::format(".{}", tag_)));
+  calls_.make_folder(made);
+  staging_ = made;
+}
+
+NewCheckpoint::~NewCheckpoint() {
+  if (staging_.empty()) return;
+  try {
+    calls_.remove_tree(staging_);
+  } catch (const Error&) {
+    // The next save tries again.
+  }
+}
+
+void NewCheckpoint::lock() {
+  const std::string path = joined(folder_, kLock);
+  lock_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
+  if (!lock_.valid()) {
+    const int code = errno;
+    throw IoError(fmt::format("cannot write into the folder of the checkpoints: path={} {}", path,
+                              errno_text(code)));
+  }
+  if (::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return;
+  const int code = errno;
+  if (code == EWOULDBLOCK) {
+    throw IoError(
+        fmt::format("another process is saving a checkpoint into this folder; give each job a "
+                    "folder of its own: "
+                    "path={}",
+                    folder_));
+  }
+  if (code != ENOLCK && code != ENOTSUP && code != EINVAL) {  // else the file system has no locks
+    throw IoError(fmt::format("cannot lock the folder of the checkpoints: path={} {}", path,
+                              errno_text(code)));
+  }
+}
+
+// A save was killed between the two renames of a file system that cannot exchange names.
+void NewCheckpoint::recover_replaced() {
+  bool changed = false;
+  for (const std::string& name : names_in(folder_)) {
+    if (!name.starts_with('.') || !name.ends_with(kReplaced)) continue;
+    const std::string tag = name.substr(1, name.size() - 1 - kReplaced.size());
+    const std::string path = joined(folder_, name);
+    if (!is_plain_file_name(tag) || !is_own_folder(path)) continue;
+    if (has_manifest(joined(folder_, tag))) {
+      calls_.remove_tree(path);
+    } else {
+      calls_.remove_tree(joined(folder_, tag));
+      calls_.rename(path, joined(folder_, tag));
+    }
+    changed = true;
+  }
+  if (changed) calls_.sync_folder(folder_);
+}
+
+void NewCheckpoint::remove_leftovers() {
+  for (const std::string& name : names_in(folder_)) {
+    const bool temporary = name.starts_with('.') && io::AtomicFile::target_of(name) != name;
+    if (temporary) calls_.remove_tree(joined(folder_, name));
+  }
+}
+
+void NewCheckpoint::put_text(const std::string& path, std::string_view text, io::IoEngine& io) {
+  io::File file = calls_.create(path);
+  file.reserve(Bytes(text.size()));
+  if (!text.empty()) io.write(file, Bytes(), std::as_bytes(std::span(text)))->wait();
+  calls_.sync_file(file);
+  calls_.open_to_others(file);
+}
+
+void NewCheckpoint::write_text(const std::string& name, std::string_view text, io::IoEngine& io) {
+  STRATA_ASSERT(is_plain_file_name(name));
+  put_text(joined(staging_, name), text, io);
+}
+
+void NewCheckpoint::publish(const Manifest& manifest, const NewCheckpointOptions& options,
+                            io::IoEngine& io) {
+  write_text(std::string(kManifestName), to_text(manifest), io);
+  calls_.sync_folder(staging_);
+  take_place();
+  calls_.sync_folder(folder_);
+  if (options.latest) {
+    name_latest(io);
+    calls_.sync_folder(folder_);
+  }
+  remove_old(options.keep);
+}
+
+void NewCheckpoint::take_place() {
+  const std::string path = joined(folder_, tag_);
+  std::error_code error;
+  if (!fs::exists(fs::symlink_status(path, error))) {
+    calls_.rename(staging_, path);
+    staging_.clear();
+    return;
+  }
+  if (calls_.exchange(staging_, path)) return;  // what is called staging now is the old one
+  const std::string replaced = replaced_path(folder_, tag_);
+  calls_.rename(path, replaced);
+  calls_.rename(staging_, path);
+  staging_ = replaced;
+}
+
+void NewCheckpoint::name_latest(io::IoEngine& io) {
+  const std::string path = joined(folder_, kLatest);
+  const std::string written = io::temporary_name(joined(folder_, fmt::format(".{}", kLatest)));
+  try {
+    put_text(written, tag_, io);
+    calls_.rename(written, path);
+  } catch (const Error&) {
+    calls_.remove_tree(written);
+    throw;
+  }
+}
+
+void NewCheckpoint::remove_old(int keep) noexcept {
+  try {
+    if (!staging_.empty()) calls_.remove_tree(std::exchange(staging_, {}));
+    if (keep <= 0) return;
+    std::vector<std::string> tags = whole_checkpoints(folder_);
+    const std::optional<std::string> latest = latest_tag(folder_);
+    auto left = static_cast<std::ptrdiff_t>(tags.size());
+    for (const std::string& tag : tags) {
+      if (left <= keep) break;
+      if (tag == tag_ || tag == latest) continue;
+      // Not its manifest first: a folder half removed must not look whole.
+      const std::string path = joined(folder_, tag);
+      const std::string going = io::temporary_name(joined(folder_, fmt::format(".{}", tag)));
+      calls_.rename(path, going);
+      calls_.remove_tree(going);
+      --left;
+    }
+  } catch (const std::exception&) {
+    // Old checkpoints cost space and nothing else.
+  }
+}
+
+}  // namespace strata::format

@@ -1,0 +1,79 @@
+// The folder of a run's checkpoints, and how a new one comes into it whole or not at all.
+//
+// A checkpoint is written into a folder of its own under a temporary name. When every file of it
+// and the folder are on disk, one rename gives it its tag, and then `latest` names it. Whatever
+// stops before that leaves the folder as it was, but for the temporary, which the next save
+// removes. A tag that is saved again changes from the old checkpoint to the new one at one moment
+// where the file system can exchange names; elsewhere the old one keeps a name from which reading
+// finds it.
+//
+// Threads: one; a NewCheckpoint may be made by one thread and published by another. Ownership: a
+// NewCheckpoint holds the folder's lock, and removes what it has written unless it was published.
+// Errors: IoError, FormatError; UsageError for a tag that is no name.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/file_descriptor.h"
+#include "strata/format/manifest.h"
+#include "strata/io/folder_calls.h"
+#include "strata/io/io_engine.h"
+
+namespace strata::format {
+
+// A tag is a plain file name, so that it stays in its folder. UsageError.
+void require_tag(std::string_view tag);
+
+// The tag that `latest` names; nullopt where there is no such file. FormatError for one that names
+// something outside.
+std::optional<std::string> latest_tag(const std::string& folder);
+
+// Where the checkpoint with this tag lies: its own folder, or that of an old one which was being
+// replaced when its writer was killed. nullopt: nowhere; a folder that is a link is not followed.
+std::optional<std::string> find_checkpoint(const std::string& folder, const std::string& tag);
+
+// Tags of the checkpoints that have a manifest, the oldest first.
+std::vector<std::string> whole_checkpoints(const std::string& folder);
+
+struct NewCheckpointOptions {
+  bool latest = true;  // `latest` names it afterwards
+  int keep = 0;        // how many whole ones stay, this one and that of `latest` among them; 0: all
+};
+
+class NewCheckpoint {
+ public:
+  // Makes the folder if need be and takes its lock, so that of two jobs that save into one folder
+  // the second one fails; removes what a killed save has left.
+  NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls);
+  ~NewCheckpoint();
+  NewCheckpoint(const NewCheckpoint&) = delete;
+  NewCheckpoint& operator=(const NewCheckpoint&) = delete;
+
+  // Where the files go meanwhile.
+  const std::string& staging() const { return staging_; }
+  // A small file of the checkpoint, brought to disk.
+  void write_text(const std::string& name, std::string_view text, io::IoEngine& io);
+  // The files are on disk: writes the manifest and gives everything its name. What cannot be
+  // removed afterwards (old checkpoints) is no error: the next save tries again.
+  void publish(const Manifest& manifest, const NewCheckpointOptions& options, io::IoEngine& io);
+
+ private:
+  void lock();
+  void recover_replaced();
+  void remove_leftovers();
+  void take_place();
+  void name_latest(io::IoEngine& io);
+  void remove_old(int keep) noexcept;
+  void put_text(const std::string& path, std::string_view text, io::IoEngine& io);
+
+  std::string folder_;
+  std::string tag_;
+  io::FolderCalls& calls_;
+  FileDescriptor lock_;
+  std::string staging_;
+};
+
+}  // namespace strata::format

@@ -1,0 +1,90 @@
+#include "strata/io/folder_calls.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
+#include "strata/base/file_descriptor.h"
+
+namespace strata::io {
+namespace {
+
+// What a file that anybody makes in this process may be used for. To ask the system by umask(2)
+// is to change it for a moment, in all threads.
+mode_t usual_permissions() {
+  constexpr mode_t kAll = 0666;
+  constexpr mode_t kWritableByOwner = 0644;
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    if (word != "Umask:") continue;
+    unsigned mask = 0;
+    if (status >> std::oct >> mask) return kAll & ~static_cast<mode_t>(mask);
+  }
+  return kWritableByOwner;
+}
+
+}  // namespace
+
+void KernelFolderCalls::make_folder(const std::string& path) {
+  if (::mkdir(path.c_str(), 0777) == 0) return;
+  const int code = errno;
+  throw IoError(fmt::format("cannot make a folder: path={} {}", path, errno_text(code)));
+}
+
+File KernelFolderCalls::create(const std::string& path) {
+  return File(path, File::Mode::kCreateNew);
+}
+
+void KernelFolderCalls::sync_file(File& file) {
+  file.sync();
+}
+
+void KernelFolderCalls::sync_folder(const std::string& path) {
+  const std::string folder = path.empty() ? std::string(".") : path;
+  const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const bool synced = opened.valid() && ::fsync(opened.get()) == 0;
+  // Some file systems cannot fsync a folder, and need not.
+  if (synced || errno == EINVAL || errno == ENOTSUP) return;
+  const int code = errno;
+  throw IoError(fmt::format("cannot bring a folder to disk: path={} {}", folder, errno_text(code)));
+}
+
+void KernelFolderCalls::rename(const std::string& from, const std::string& to) {
+  if (::rename(from.c_str(), to.c_str()) == 0) return;
+  const int code = errno;
+  throw IoError(
+      fmt::format("cannot rename what is finished: from={} to={} {}", from, to, errno_text(code)));
+}
+
+bool KernelFolderCalls::exchange(const std::string& one, const std::string& other) {
+  if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0)
+    return true;
+  const int code = errno;
+  if (code == EINVAL || code == ENOSYS || code == ENOTSUP) return false;
+  throw IoError(fmt::format("cannot exchange the names of two folders: {} {} {}", one, other,
+                            errno_text(code)));
+}
+
+void KernelFolderCalls::remove_tree(const std::string& path) {
+  std::error_code error;
+  std::filesystem::remove_all(path, error);
+  if (error) throw IoError(fmt::format("cannot remove: path={} {}", path, error.message()));
+}
+
+void KernelFolderCalls::open_to_others(const File& file) {
+  if (::fchmod(file.fd(), usual_permissions()) == 0) return;
+  const int code = errno;
+  throw IoError(
+      fmt::format("cannot set a file's permissions: path={} {}", file.path(), errno_text(code)));
+}
+
+}  // namespace strata::io

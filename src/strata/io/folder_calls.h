@@ -1,0 +1,46 @@
+// Seam: what is done to names of files and folders, and what brings files to disk. Bytes go through
+// IoEngine; both together decide what a power failure leaves. Implementations: KernelFolderCalls,
+// which asks the system. Threads: safe everywhere. Errors: IoError with the path and errno's text.
+#pragma once
+
+#include <string>
+
+#include "strata/io/file.h"
+
+namespace strata::io {
+
+class FolderCalls {
+ public:
+  virtual ~FolderCalls() = default;
+  // A new folder; its parents must be there, and nothing of that name.
+  virtual void make_folder(const std::string& path) = 0;
+  // A new file, as File::Mode::kCreateNew has it.
+  virtual File create(const std::string& path) = 0;
+  // The file's bytes survive from now on; its name, after sync_folder().
+  virtual void sync_file(File& file) = 0;
+  // What was made, renamed and removed in the folder survives from now on.
+  virtual void sync_folder(const std::string& path) = 0;
+  // Takes the place of a file that has the name; a folder's new name must be free.
+  virtual void rename(const std::string& from, const std::string& to) = 0;
+  // Both exist and have each other's name at one moment. False where the file system cannot.
+  virtual bool exchange(const std::string& one, const std::string& other) = 0;
+  // A file, or a folder with what is in it; links are removed, not followed. No error where there
+  // is none.
+  virtual void remove_tree(const std::string& path) = 0;
+  // Gives a file of create() the permissions that any new file of this process has.
+  virtual void open_to_others(const File& file) = 0;
+};
+
+class KernelFolderCalls final : public FolderCalls {
+ public:
+  void make_folder(const std::string& path) override;
+  File create(const std::string& path) override;
+  void sync_file(File& file) override;
+  void sync_folder(const std::string& path) override;
+  void rename(const std::string& from, const std::string& to) override;
+  bool exchange(const std::string& one, const std::string& other) override;
+  void remove_tree(const std::string& path) override;
+  void open_to_others(const File& file) override;
+};
+
+}  // namespace strata::io

@@ -1,0 +1,25 @@
+"""What training goes on from, bit by bit, as tests compare it."""
+
+import pytest
+import strata
+from tiny_models import full_parameters
+
+
+def snapshot(engine):
+    """Bits of everything that training goes on from, whole, on this rank."""
+    bits = {name: value.cpu() for name, value in full_parameters(engine.module).items()}
+    for name, parameter in engine.module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = strata.utils.safe_get_full_optimizer_state(parameter, key)
+            if state is not None:
+                bits[f"{key} {name}"] = state.cpu()
+        master = strata.utils.safe_get_full_fp32_param(parameter)
+        if master is not None:
+            bits[f"master {name}"] = master.cpu()
+    return bits
+
+
+def told_by(function, *args, **kwargs):
+    with pytest.raises(strata.Error) as error:
+        function(*args, **kwargs)
+    return f"{type(error.value).__name__}: {error.value}"
