@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import strata
 import torch
+from devices import to_test_device
 from hf_models import MODELS
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from tiny_models import config_of, make_engine, rank_and_world
+from transformers import AutoModelForCausalLM
 
-GIB = 1 << 30
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -127,3 +130,41 @@ def test_diff_reads_what_transformers_saves(tmp_path):
     assert [entry["name"] for entry in told["largest"]] == [name]
     assert told["largest"][0]["at"] == 5
     assert told["largest"][0]["largest"] == (weights[name].double() - before.double()).abs().max().item()
+
+
+def _saved_training(folder):
+    """Two ranks train a tiny Qwen3 at stage 3 and save training and weights."""
+    rank, _ = rank_and_world()
+    torch.manual_seed(5)
+    tiny = MODELS["qwen3"]
+    engine = make_engine(tiny.build().train(), config_of(3, "bf16", live_bytes=1))
+    for step in range(2):
+        batch = to_test_device(tiny.batch(torch.Generator().manual_seed(step), step, rank))
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        engine.save_checkpoint(f"{folder}/run")
+    engine.save_pretrained(f"{folder}/weights")
+
+
+def test_training_is_inspected_consolidated_and_compared(tmp_path):
+    run_ranks(2, _saved_training, str(tmp_path))
+    told = report("inspect", tmp_path / "run", "--verify")
+    assert told["whole"] and told["verified"]
+    assert told["tags"] == ["global_step1", "global_step2"] and told["latest"] == told["tag"] == "global_step2"
+    assert (told["global_steps"], told["world_size"], told["stage"]) == (2, 2, 3)
+    assert [kind["kind"] for kind in told["kinds"]] == ["value", "exp_avg", "exp_avg_sq"]
+    assert told["tied"] == 1 and told["written_by"]["torch"] == torch.__version__
+
+    written = report("consolidate", tmp_path / "run", tmp_path / "merged")
+    assert "config.json" in written["copied"]
+    ours, theirs = load_file(tmp_path / "merged/model.safetensors"), load_file(tmp_path / "weights/model.safetensors")
+    assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).__name__ == "Qwen3ForCausalLM"
+
+    assert report("diff", tmp_path / "run", tmp_path / "weights")["equal"]
+    steps = [tmp_path / "run" / tag for tag in told["tags"]]
+    assert report("diff", *steps, "--kinds", code=1)["differing"] > 0
+    assert report("plan", "--config", _config(tmp_path), "--model", tmp_path / "run", "--world", 2)["elements"] == (
+        told["parameters"]["elements"]
+    )
