@@ -1,6 +1,7 @@
 """From exec to the end of the first step, in fresh processes: what a person waits who starts a script.
 
-    python bench/cold.py [--world 2] [--device cuda] [--model DIR] [--engines strata fsdp2 ...] [--rounds 3] [--json FILE]
+    python bench/cold.py [--world 2] [--device cuda] [--model DIR] [--engines strata fsdp2 ...] [--rounds 3] \
+        [--json FILE]
 
 Without --model a small model that the script builds; with it a causal language model of transformers from a folder.
 Engines take turns. Each rank is a new process that tells when it has imported torch, imported the engine (and

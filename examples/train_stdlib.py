@@ -242,7 +242,8 @@ def main():
         return 0 if good else 1
     ranks = name_ranks(engine)
     console.print(
-        f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold] in {dtype_of(engine)}, {len(text) / 1e6:.1f} MB of text\n"
+        f"[bold]Qwen3, {parameters / 1e6:.1f} M parameters[/bold] in {dtype_of(engine)}, "
+        f"{len(text) / 1e6:.1f} MB of text\n"
         f"ZeRO stage {engine.zero_optimization_stage()}, {ranks} on {place(engine)} over {engine.collectives_name}",
         highlight=False,
     )

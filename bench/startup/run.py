@@ -240,10 +240,10 @@ def print_summary(a, result):
     print(f"\n{LEGEND}")
 
 
-LEGEND = """Seconds of the slowest rank from the clock's start; CPU s: user and system time of its phases. Memory in GiB,
-the largest rank: dev, the GPU as its driver sees it, sampled; host, anonymous and shared memory, sampled; added: less
-what the process had at the start; Pss, when ready: the same, shared memory divided by its users; VmHWM counts mapped
-files, too."""
+LEGEND = """Seconds of the slowest rank from the clock's start; CPU s: user and system time of its phases. Memory in
+GiB, the largest rank: dev, the GPU as its driver sees it, sampled; host, anonymous and shared memory, sampled; added:
+less what the process had at the start; Pss, when ready: the same, shared memory divided by its users; VmHWM counts
+mapped files, too."""
 
 
 if __name__ == "__main__":

@@ -67,11 +67,13 @@ def losses_apart(rows, floor):
 
 def step_table(rows, floor):
     """[[cell]]: a line for each engine that ran."""
-    headings = ["engine", "ms/step", "mean", "host ms", "tokens/s/GPU", "of floor", "over floor ms", "dev peak", "torch"]
+    headings = ["engine", "ms/step", "mean", "host ms", "tokens/s/GPU", "of floor", "over floor ms", "dev peak",
+                "torch"]
     lines = [headings + ["build", "growth MiB", "mallocs", "build s", "first loss", "last loss"]]
     fastest = floor_of(rows, floor)
     for name, row in rows.items():
-        share = [f"{fastest / row['median_s']:.1%}", f"{(row['median_s'] - fastest) * 1e3:.1f}"] if fastest else ["-"] * 2
+        over = f"{(row['median_s'] - fastest) * 1e3:.1f}" if fastest else "-"
+        share = [f"{fastest / row['median_s']:.1%}" if fastest else "-", over]
         on_gpu = row["device_peak"] > 0
         memory = [gib(row[key]) if on_gpu else "-" for key in ("device_peak", "torch_peak", "build_peak")]
         memory += [f"{row['device_growth'] / MIB:.0f}", str(row["allocations"])] if on_gpu else ["-"] * 2

@@ -64,7 +64,8 @@ def add_common_arguments(parser, steps=8, loss_tolerance=2e-2):
     parser.add_argument("--loss-tolerance", type=float, default=loss_tolerance, help="relative")
     parser.add_argument("--sample-every", type=int, default=0, metavar="N", help="look at memory in every Nth step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deterministic", action="store_true", help="the model's kernels give the same bits every time")
+    parser.add_argument("--deterministic", action="store_true",
+                        help="the model's kernels give the same bits every time")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--profile", metavar="FILE", help="trace of a step of rank 0 per engine: FILE.<engine>.json.gz")
     parser.add_argument("--json", metavar="FILE", help="where the figures go, besides the tables")
@@ -244,10 +245,10 @@ def print_summary(a, result):
     print(f"\n{report.loss_lines(rows)}\n\n{LEGEND}")
 
 
-LEGEND = """ms/step: median of steps, each of its slowest rank, between events on the device; mean: the whole range by the
-host's clock; host ms: until the host had handed a step over. dev peak: GiB of the GPU in use as its driver sees it, in
-steps; torch: what its allocator had given out; build: dev peak before steps; growth: of the GPU's memory in timed
-steps; mallocs: pieces that torch's allocator asked the driver for in them."""
+LEGEND = """ms/step: median of steps, each of its slowest rank, between events on the device; mean: the whole range by
+the host's clock; host ms: until the host had handed a step over. dev peak: GiB of the GPU in use as its driver sees
+it, in steps; torch: what its allocator had given out; build: dev peak before steps; growth: of the GPU's memory in
+timed steps; mallocs: pieces that torch's allocator asked the driver for in them."""
 
 
 if __name__ == "__main__":

@@ -109,11 +109,11 @@ def engines_of(settings):
 
 HEADINGS = ["setting", "ms/step", "of best", "dev peak GiB", "ledger MiB", "gathered MiB"]
 HEADINGS += ["gathers", "GB", "late", "reductions", "GB", "exposed ms", "mallocs"]
-LEGEND = """ms/step: median of steps, each of its slowest rank; of best: the shortest of the rows over this one. dev peak:
-of the GPU in use as its driver says; ledger: the engine's own peak of device memory; gathered: of weights that are
-gathered while in use. gathers, reductions: of units, with their bytes, and exposed, what a step waited for them and for
-refreshes: of one more step, which the engine looks at. late: gathers that nothing had begun before their use. mallocs:
-pieces that torch's allocator asked for in timed steps, and those that the engine made in that step."""
+LEGEND = """ms/step: median of steps, each of its slowest rank; of best: the shortest of the rows over this one. dev
+peak: of the GPU in use as its driver says; ledger: the engine's own peak of device memory; gathered: of weights that
+are gathered while in use. gathers, reductions: of units, with their bytes, and exposed, what a step waited for them
+and for refreshes: of one more step, which the engine looks at. late: gathers that nothing had begun before their use.
+mallocs: pieces that torch's allocator asked for in timed steps, and those that the engine made in that step."""
 
 
 def figures_of(row):

@@ -47,8 +47,8 @@ def read_trace(path):
 
 
 def kind_of(event):
-    """Of a device's event: "compute", "optimizer", "exchange" (a kernel that talks to peers, or adds up what they sent),
-    "fill", or the copy's kind, such as "copy DtoD" or "copy PtoP"."""
+    """Of a device's event: "compute", "optimizer", "exchange" (a kernel that talks to peers, or adds up what they
+    sent), "fill", or the copy's kind, such as "copy DtoD" or "copy PtoP"."""
     name = event["name"]
     if event["cat"] == "gpu_memset":
         return "fill"

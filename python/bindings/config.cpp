@@ -12,6 +12,20 @@ std::optional<std::int64_t> parse_size(const std::string& text) {
   return bytes ? std::optional(engine::clamped(*bytes)) : std::nullopt;
 }
 
+// None, or (kind, torch class, torch keyword arguments as JSON, Adam's options as a dict)
+py::object optimizer_of(const engine::Config& config) {
+  if (!config.optimizer) return py::none();
+  const auto& o = *config.optimizer;
+  py::dict adam;
+  adam["lr"] = o.adam.lr;
+  adam["betas"] = py::make_tuple(o.adam.beta1, o.adam.beta2);
+  adam["eps"] = o.adam.eps;
+  adam["weight_decay"] = o.adam.weight_decay;
+  const bool ours = o.kind == engine::OptimizerKind::kAdam;
+  return py::make_tuple(ours ? (o.adam.decoupled ? "adamw" : "adam") : "torch", o.torch_class,
+                        o.torch_params, adam);
+}
+
 }  // namespace
 
 void bind_config(py::module_& module) {
@@ -40,6 +54,12 @@ void bind_config(py::module_& module) {
                                if (!dtype) return std::nullopt;
                                return std::string(name_of(*dtype));
                              })
+      .def_property_readonly("autocast_dtype",
+                             [](const Config& c) -> std::optional<at::ScalarType> {
+                               const auto dtype = c.precision.autocast;
+                               if (!dtype) return std::nullopt;
+                               return torch::to_scalar_type(*dtype);
+                             })
       .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
       .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",
@@ -65,21 +85,7 @@ void bind_config(py::module_& module) {
                                  hints.emplace_back(hint.path, hint.reason);
                                return hints;
                              })
-      // None, or (kind, torch class, torch keyword arguments as JSON, Adam's options as a dict)
-      .def_property_readonly("optimizer",
-                             [](const Config& c) -> py::object {
-                               if (!c.optimizer) return py::none();
-                               const auto& o = *c.optimizer;
-                               py::dict adam;
-                               adam["lr"] = o.adam.lr;
-                               adam["betas"] = py::make_tuple(o.adam.beta1, o.adam.beta2);
-                               adam["eps"] = o.adam.eps;
-                               adam["weight_decay"] = o.adam.weight_decay;
-                               const bool ours = o.kind == engine::OptimizerKind::kAdam;
-                               return py::make_tuple(
-                                   ours ? (o.adam.decoupled ? "adamw" : "adam") : "torch",
-                                   o.torch_class, o.torch_params, adam);
-                             })
+      .def_property_readonly("optimizer", &optimizer_of)
       .def_property_readonly("has_scheduler",
                              [](const Config& c) { return c.scheduler.has_value(); });
 }

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "bindings.h"
+#include "strata/torch/base/autocast.h"
 
 namespace strata::python {
 namespace {
@@ -95,6 +96,7 @@ class RootForward {
     }
     py::object result;
     try {
+      const torch::AutocastGuard autocast(model_->place(), model_->config().precision.autocast);
       result = forward_(*args, **kwargs);
     } catch (...) {
       leave({});

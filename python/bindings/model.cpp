@@ -11,8 +11,8 @@ using torch::ShardedModel;
 // (name, tensor, full shape, has values, group, owner, index there)
 using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
                                   std::shared_ptr<ShardedModel>, int>;
-// (path, class name, parent, own parameters, callable, read in backward)
-using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool>;
+// (path, class name, parent, own parameters, callable, read in backward, leaf)
+using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool, bool>;
 // (lr, beta1, beta2, eps, weight decay)
 using GroupTuple = std::tuple<double, double, double, double, double>;
 
@@ -30,8 +30,8 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
   for (const auto& [name, tensor, shape, has_values, group, owner, owner_index] : parameters) {
     input.parameters.push_back({name, tensor, shape, has_values, group, owner, owner_index});
   }
-  for (const auto& [path, class_name, parent, params, callable, read_in_backward] : modules) {
-    input.tree.push_back({path, class_name, parent, params, callable, read_in_backward});
+  for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules) {
+    input.tree.push_back({path, class_name, parent, params, callable, read_in_backward, leaf});
   }
   return input;
 }
@@ -87,11 +87,11 @@ at::Tensor view_of(std::span<float> values, at::Device place) {
                             place);
 }
 
-// [(group, fp32 weight [numel])]: views of the engine's memory.
-std::vector<std::tuple<int, at::Tensor>> segments(ShardedModel& model) {
-  std::vector<std::tuple<int, at::Tensor>> result;
+// [(group, parameter, fp32 weight [numel])]: views of the engine's memory.
+std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
+  std::vector<std::tuple<int, int, at::Tensor>> result;
   for (const engine::ExternalSegment& s : external(model).segments())
-    result.emplace_back(s.group, view_of(s.weight, model.place()));
+    result.emplace_back(s.group, s.param, view_of(s.weight, model.place()));
   return result;
 }
 
@@ -272,7 +272,9 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
 }  // namespace
 
 void bind_model(py::module_& module) {
-  py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel");
+  // Python notes on it who keeps what the engine does not.
+  py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel",
+                                                                py::dynamic_attr());
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),

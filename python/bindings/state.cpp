@@ -39,6 +39,13 @@ void bind_state(py::module_& module) {
              py::arg("whole"), unlocked);
   module.def("write_state", &write_state, py::arg("model"), py::arg("parameter"), py::arg("name"),
              py::arg("whole"), py::arg("values"), unlocked);
+  // Of a state that Python keeps: whole of all ranks' parts, or None where a rank lacks its part.
+  module.def(
+      "join_state",
+      [](ShardedModel& model, int param, const std::optional<at::Tensor>& mine) {
+        return StateValues(model, param).joined(mine);
+      },
+      py::arg("model"), py::arg("parameter"), py::arg("mine"), unlocked);
   module.def("state_range",
              [](ShardedModel& model, int param) { return StateValues(model, param).range(); });
 }

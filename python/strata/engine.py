@@ -8,6 +8,7 @@ import torch
 from . import _C
 from .accumulation import Accumulation
 from .checkpoint.engine_checkpoints import EngineCheckpoints
+from .clocks import NoMonitor, ThroughputTimer, Timers
 from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
@@ -32,6 +33,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         optimizer: ``ShardedOptimizer`` or None.
         lr_scheduler: stepped by ``step()`` after every applied update; or None.
         core: the C++ model (_C.ShardedModel).
+        timers, tput_timer, monitor: ``Timers``, ``ThroughputTimer`` and ``NoMonitor`` of ``strata.clocks``.
         init_report: how start-up went, a dict, the same on every rank: ``tier`` (the way that the values took) and
             ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
             ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
@@ -66,14 +68,15 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         self._restore_arguments = intercept_arguments(
             tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
         )
+        self.timers, self.tput_timer, self.monitor = Timers(self.device), ThroughputTimer(), NoMonitor()
         self.core.free_originals()
         watch(self.core, collectives, weakref.WeakMethod(self.wait_for_checkpoint))
 
     # --- the pass ---
 
     def forward(self, *args, **kwargs):
-        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also within
-        tuples, lists, dicts and dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by
+        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also
+        within tuples, lists, dicts and dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by
         ``engine.module(...)`` and ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
 
         Raises:
@@ -137,6 +140,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         if result is None:
             return
         self._at_boundary = True
+        self.tput_timer.step_ended(self.train_batch_size())
         applied, warning = result  # None: the device has yet to tell
         if warning and self.global_rank == 0:
             logger.warning("%s", warning)

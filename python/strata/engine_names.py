@@ -146,6 +146,14 @@ class EngineNames:
     fp16_enabled = _setting("fp16.enabled", "bool")
     bfloat16_enabled = _setting("bf16.enabled", "bool")
     fp16_auto_cast = _setting("fp16.auto_cast", "bool, whether inputs are cast")
+    bf16_master_weights_and_gradients = _setting("bf16.bf16_master_weights_and_grads", "bool")
+    bf16_optimizer_states = _setting("bf16.bf16_optimizer_states", "bool")
+    torch_autocast_enabled = _setting("torch_autocast.enabled", "bool")
+
+    def torch_autocast_dtype(self):
+        """torch.dtype of ``torch_autocast.dtype``; None where forward is not within autocast."""
+        return self._config.autocast_dtype
+
     gradient_clipping = _setting("gradient_clipping", "float, the largest norm; 0.0: none")
     gradient_allreduce_op = _setting("gradient_allreduce_op", '"mean" or "sum"')
 

@@ -74,8 +74,8 @@ def groups_of(optimizer):
 
 
 def tell_of_left_out(parameters, groups, rank):
-    """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they stay
-    as they are, and autograd makes their ``.grad``, as in torch.
+    """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they
+    stay as they are, and autograd makes their ``.grad``, as in torch.
 
     Raises:
         UsageError: where all are.
@@ -134,7 +134,8 @@ def wrap_torch_optimizer(inner):
 def _sharded(client, inner):
     """A ShardedOptimizer that is an instance of ``client``'s class, too, with what that class keeps in attributes."""
     try:
-        cls = type(f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client)), {"__doc__": type(client).__doc__})
+        name, bases = f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client))
+        cls = type(name, bases, {"__doc__": type(client).__doc__})
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
         return ShardedOptimizer(client.param_groups, client.defaults, inner)
@@ -149,9 +150,10 @@ def run_on_shards(sharded, model):
     inner = sharded.inner
     for group in inner.param_groups:
         group["params"] = []
-    segments = []
-    for group_index, weight in model.segments():
+    segments, by_parameter = [], {}
+    for group_index, parameter, weight in model.segments():
         segments.append(torch.nn.Parameter(weight))
+        by_parameter[parameter] = segments[-1]
         inner.param_groups[group_index]["params"].append(segments[-1])
     if inner.state:  # Adagrad's, say, which exists from the start
         groups = [dict(group) for group in inner.param_groups]
@@ -168,6 +170,31 @@ def run_on_shards(sharded, model):
                 segment.grad = None  # the memory is the engine's again
 
     model.set_update(update)
+    model.segment_states = SegmentStates(inner, by_parameter)
+
+
+class SegmentStates:
+    """What an optimizer of the user's keeps, element by element, of this rank's parts of the parameters.
+
+    Args:
+        inner: the optimizer.
+        segments: {index of a parameter: its part, which ``inner`` knows as a parameter}.
+    """
+
+    def __init__(self, inner, segments):
+        self._inner, self._segments = inner, segments
+
+    def part(self, parameter, name):
+        """The state itself, of the part's shape; None where there is none."""
+        segment = self._segments.get(parameter)
+        if segment is None:
+            return None
+        value = self._inner.state.get(segment, {}).get(name)
+        return value if isinstance(value, torch.Tensor) and value.shape == segment.shape else None
+
+    def has(self, name):
+        """Whether any part has a state of this name."""
+        return any(self.part(parameter, name) is not None for parameter in self._segments)
 
 
 def _as_groups(parameters):

@@ -28,8 +28,8 @@ def safe_get_full_grad(param):
 
 
 def safe_get_full_optimizer_state(param, optim_state_key):
-    """The state ``optim_state_key`` ("exp_avg", "exp_avg_sq"; of other optimizers what they keep) of ``param``, whole;
-    or None. Collective."""
+    """The state ``optim_state_key`` ("exp_avg", "exp_avg_sq"; of other optimizers what they keep of each element, such
+    as "momentum_buffer") of ``param``, whole; or None. Collective."""
     return _read(param, optim_state_key, whole=True)
 
 
@@ -93,8 +93,12 @@ def _read(param, name, whole):
     core, index = owner_of(param)
     if core is None:
         return None
-    _require_known(name)
-    values = _C.read_state(core, index, name, whole)
+    outside = _kept_outside(core, name)
+    if outside is not None:
+        values = _part_kept_outside(core, index, name, outside)
+        values = _C.join_state(core, index, values) if whole else values
+    else:
+        values = _C.read_state(core, index, name, whole)
     return values.view(core.full_shape(index)) if values is not None and whole else values
 
 
@@ -102,18 +106,58 @@ def _write(param, name, value, whole):
     core, index = owner_of(param)
     if core is None:
         raise _C.UsageError("only states of a model under the engine can be set; found a parameter that no engine owns")
-    _require_known(name)
+    outside = _kept_outside(core, name)
     shape = torch.Size(core.full_shape(index))
     if whole and value.shape != shape:
         raise _C.UsageError(f"wanted a value of the parameter's shape {list(shape)}; found {list(value.shape)}")
     flat = value.detach().to(device=core.device, dtype=torch.float32).contiguous().view(-1)
-    if not _C.write_state(core, index, name, whole, flat):
+    if outside is not None:
+        is_set = _set_outside(core, index, name, outside, whole, flat)
+    else:
+        is_set = _C.write_state(core, index, name, whole, flat)
+    if not is_set:
         raise _C.UsageError(
             f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist from backward to "
             "step, states from the first step on)"
         )
 
 
-def _require_known(name):
+def _kept_outside(core, name):
+    """The ``SegmentStates`` that have ``name``; None where the engine itself has it."""
+    outside = getattr(core, "segment_states", None)  # where an optimizer of the user's updates the shards
+    if outside is not None and name not in _OURS[:2]:
+        return outside
     if name not in _OURS:
         raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(_OURS[2:])}")
+    return None
+
+
+def _part_kept_outside(core, index, name, outside):
+    """A copy of this rank's part, empty where it owns none; None where there is no such state."""
+    _wait_for(core)
+    first, last = _C.state_range(core, index)
+    part = outside.part(index, name)
+    if part is not None:
+        return part.detach()[: last - first].to(torch.float32, copy=True)  # what follows is padding
+    return torch.empty(0, device=core.device) if first == last and outside.has(name) else None
+
+
+def _set_outside(core, index, name, outside, whole, flat):
+    """False where there is no such state."""
+    first, last = _C.state_range(core, index)
+    if not whole and flat.numel() != last - first:
+        raise _C.UsageError(f"this rank's part of '{core.parameter_name(index)}' has {last - first} elements; found "
+                            f"{flat.numel()}")
+    _wait_for(core)
+    part = outside.part(index, name)
+    if part is None:
+        return first == last
+    with torch.no_grad():
+        part[: last - first].copy_(flat[first:last] if whole else flat)
+    return True
+
+
+def _wait_for(core):
+    core.settle_step()
+    if core.device.type == "cuda":
+        torch.cuda.synchronize(core.device)

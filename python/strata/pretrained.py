@@ -41,8 +41,8 @@ def load_pretrained(
 
     The model is built without parameter memory; each rank reads the ranges of the files that its shards
     hold. Tensors come in any floating dtype; the weights have the one of the configuration's precision, or without one
-    the one that ``from_pretrained`` gives them; fp32 master weights take the files' own values. As after ``from_pretrained`` the model is in eval mode:
-    call ``engine.train()``. What the model's class freezes stays frozen.
+    the one that ``from_pretrained`` gives them; fp32 master weights take the files' own values. As after
+    ``from_pretrained`` the model is in eval mode: call ``engine.train()``. What the model's class freezes stays frozen.
 
     Args:
         path: a folder with config.json and model.safetensors or model.safetensors.index.json; or one that PEFT wrote,
@@ -53,7 +53,7 @@ def load_pretrained(
         model_parameters: None, or a callable that makes parameters or param groups from the model. All
             parameters are empty then: go by their names.
         strict: tensors that the model has no use for are an error; else a warning.
-        model_arguments: for the model's constructor, such as ``attn_implementation``; ``dtype`` as ``from_pretrained``'s.
+        model_arguments: as ``from_pretrained`` takes them: ``attn_implementation``, ``dtype``.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.

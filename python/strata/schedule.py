@@ -107,9 +107,11 @@ def _same(a, b):
     return type(a) is type(b) and bool(a == b)
 
 
-def _make(schedule, optimizer, params):
-    """Starts ``schedule``, of the class that the configuration names alike. Errors: ConfigError."""
-    section = {"type": schedule.type, "params": params}
+def _start(arguments):
+    """Starts the schedule whose constructor has these ``arguments``, its ``locals()``; it is of the class that the
+    configuration names alike. Errors: ConfigError."""
+    schedule, optimizer = arguments.pop("self"), arguments.pop("optimizer")
+    section = {"type": schedule.type, "params": arguments}
     ScheduledLR.__init__(schedule, read_config({"scheduler": section}), optimizer)
 
 
@@ -128,10 +130,7 @@ class WarmupLR(ScheduledLR):
         warmup_type="log",
         last_batch_iteration=-1,
     ):
-        _make(self, optimizer, {
-            "warmup_min_lr": warmup_min_lr, "warmup_max_lr": warmup_max_lr, "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type, "last_batch_iteration": last_batch_iteration,
-        })
+        _start(locals())
 
 
 class WarmupDecayLR(ScheduledLR):
@@ -149,11 +148,7 @@ class WarmupDecayLR(ScheduledLR):
         warmup_type="log",
         last_batch_iteration=-1,
     ):
-        _make(self, optimizer, {
-            "total_num_steps": total_num_steps, "warmup_min_lr": warmup_min_lr, "warmup_max_lr": warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type,
-            "last_batch_iteration": last_batch_iteration,
-        })
+        _start(locals())
 
 
 class WarmupCosineLR(ScheduledLR):
@@ -171,11 +166,7 @@ class WarmupCosineLR(ScheduledLR):
         warmup_type="log",
         last_batch_iteration=-1,
     ):
-        _make(self, optimizer, {
-            "total_num_steps": total_num_steps, "warmup_min_ratio": warmup_min_ratio,
-            "warmup_num_steps": warmup_num_steps, "cos_min_ratio": cos_min_ratio, "warmup_type": warmup_type,
-            "last_batch_iteration": last_batch_iteration,
-        })
+        _start(locals())
 
 
 class OneCycle(ScheduledLR):
@@ -200,14 +191,7 @@ class OneCycle(ScheduledLR):
         decay_mom_rate=0.0,
         last_batch_iteration=-1,
     ):
-        _make(self, optimizer, {
-            "cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, "decay_lr_rate": decay_lr_rate,
-            "cycle_first_step_size": cycle_first_step_size, "cycle_second_step_size": cycle_second_step_size,
-            "cycle_first_stair_count": cycle_first_stair_count, "cycle_second_stair_count": cycle_second_stair_count,
-            "decay_step_size": decay_step_size, "cycle_momentum": cycle_momentum, "cycle_min_mom": cycle_min_mom,
-            "cycle_max_mom": cycle_max_mom, "decay_mom_rate": decay_mom_rate,
-            "last_batch_iteration": last_batch_iteration,
-        })
+        _start(locals())
 
 
 class LRRangeTest(ScheduledLR):
@@ -224,8 +208,4 @@ class LRRangeTest(ScheduledLR):
         lr_range_test_staircase=False,
         last_batch_iteration=-1,
     ):
-        _make(self, optimizer, {
-            "lr_range_test_min_lr": lr_range_test_min_lr, "lr_range_test_step_size": lr_range_test_step_size,
-            "lr_range_test_step_rate": lr_range_test_step_rate, "lr_range_test_staircase": lr_range_test_staircase,
-            "last_batch_iteration": last_batch_iteration,
-        })
+        _start(locals())

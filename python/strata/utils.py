@@ -1,5 +1,14 @@
 """Helpers that training scripts import from DeepSpeed's ``utils``."""
 
+from .model.leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from .parameter_states import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -20,6 +29,7 @@ from .repeating_loader import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",
+    "get_z3_leaf_modules",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
@@ -35,4 +45,10 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]

@@ -1,7 +1,6 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
 import types
-import weakref
 
 import torch
 
@@ -115,15 +114,15 @@ class Init:
     While a constructor runs, its class and those that inherit from it see the parameters that it has made itself, and
     those of its children as soon as they read them (``child.weight``, ``self.parameters()``, ``self.apply(...)``), and
     what they write counts: in the end rank 0's values win. Nothing else is whole meanwhile: a parameter that was looked
-    at is released when nobody refers to it any more, at the latest when the constructor ends. Afterwards change
+    at is released when no rank refers to it any more, at the latest when the constructor ends. Afterwards change
     parameters within ``GatheredParameters``.
 
     Modules that were built elsewhere are sharded when they are attached to one that is built inside, at the end of its
     constructor or of the context. Parameters on torch's device "meta", and lazy ones, stay as they are. On one rank
     parameters stay whole; they are cast and moved to where they train.
 
-    Collective: every rank builds the same modules, whose constructors look at the same parameters. A context within
-    another one does nothing of its own: the outer one's settings hold.
+    Collective: every rank builds the same modules, whose constructors look at the same parameters. What is built in the
+    context lives until its end. A context within another one does nothing of its own: the outer one's settings hold.
 
     Args:
         module: shards this module, already built, at once.
@@ -154,7 +153,8 @@ class Init:
         self._enabled = enabled
         self._looks = None  # while the context is open
         self._count = 0
-        self._runtime = self._device = None  # made with the first parameters, which say where all of them lie
+        # Made with the first parameters, which say where all of them lie.
+        self._device = self._runtime = self._collectives = None
         if not enabled:
             return
         if module is not None and not isinstance(module, torch.nn.Module):
@@ -166,9 +166,10 @@ class Init:
 
     def __enter__(self):
         if self._enabled and open_looks() is None:
-            self._roots = []  # weak references to modules made outside any other's constructor
+            # Modules made outside any other's constructor. No weak references: ranks free them at times of their own.
+            self._roots = []
             self._watch = ConstructorWatch(self._begin, self._end)
-            self._looks = Looks()
+            self._looks = Looks(self._of_all)
             self._looks.open()
             self._watch.install()
         return self
@@ -178,18 +179,22 @@ class Init:
             return False
         self._watch.remove()
         try:
-            for root in [reference() for reference in self._roots] if kind is None else []:
-                if root is not None:
-                    self._shard_all(root)
+            for root in self._roots if kind is None else []:
+                self._shard_all(root)
         finally:
+            self._roots = []
             looks, self._looks = self._looks, None
             looks.close(failed=kind is not None)
         return False
 
     def _begin(self, module):
         if self._watch.running:  # what that constructor has made by now need not stay whole meanwhile
-            own = self._watch.running[-1].__dict__.get("_parameters", {})
-            self._shard([(self._watch.running[-1], name) for name in own if references(own, name) == _ALONE])
+            parent = self._watch.running[-1]
+            own = parent.__dict__.get("_parameters", {})
+            homes = [(parent, name) for name in own if _can_be_sharded(dict.__getitem__(own, name))]
+            self._connect(homes)
+            unused = self._of_all([references(own, name) == _ALONE for _, name in homes])
+            self._shard([home for home, is_unused in zip(homes, unused) if is_unused])
         self._looks.enter()
 
     def _end(self, module, failed):
@@ -197,9 +202,28 @@ class Init:
             if not failed:
                 self._shard_all(module)
                 if not self._watch.running:
-                    self._roots.append(weakref.ref(module))
+                    self._roots.append(module)
         finally:
             self._looks.leave(failed)
+
+    def _connect(self, homes):
+        """Chooses the device, and joins the ranks, when there is a first parameter among [(module, name)]."""
+        if self._device is not None or not homes:
+            return
+        with telling_the_others():
+            parameters = {id(p): p for p in (dict.__getitem__(m._parameters, name) for m, name in homes)}
+            device = choose_device(self._config, _Flat(homes, list(parameters.values())))
+        if rank_and_world_size()[1] > 1:
+            self._collectives = make_collectives(self._config, device)
+            self._runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)
+        self._device = device
+
+    def _of_all(self, facts):
+        """[bool], whether each of these is true on every rank. Collective, unless there are none."""
+        if self._collectives is None or not facts:
+            return facts
+        texts = self._collectives.all_gather_text("".join("01"[fact] for fact in facts))
+        return [all(text[i] == "1" for text in texts) for i in range(len(facts))]
 
     def _shard_all(self, module):
         self._shard([(m, name) for m in module.modules() for name in m._parameters])
@@ -210,18 +234,12 @@ class Init:
         new = {id(p): p for p in (dict.__getitem__(m._parameters, name) for m, name in homes)}
         if not new:
             return
-        tree = _Flat(homes, list(new.values()))
-        if self._device is None:
-            with telling_the_others():
-                self._device = choose_device(self._config, tree)
-        if rank_and_world_size()[1] == 1:
+        self._connect(homes)
+        if self._collectives is None:
             for parameter in new.values():
                 _place(parameter, self._device, self._config.weight_dtype(parameter.dtype))
             return
-        if self._runtime is None:
-            self._runtime = _C.Runtime(self._device, threads=1, world_size=1).joined(
-                make_collectives(self._config, self._device)
-            )
+        tree = _Flat(homes, list(new.values()))
         parameters = describe_parameters(tree, {})
         core = _C.ShardedModel(
             parameters, describe_modules(tree), self._config, "none", self._runtime, f"init.{self._count}"

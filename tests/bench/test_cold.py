@@ -11,7 +11,8 @@ COLD = Path(__file__).parent.parent.parent / "bench" / "cold.py"
 def test_marks_of_two_ranks_follow_each_other(tmp_path):
     figures = tmp_path / "cold.json"
     engines = ["plain", "strata", "fsdp2"]
-    command = [sys.executable, str(COLD), "--world", "2", "--rounds", "1", "--engines", *engines, "--json", str(figures)]
+    command = [sys.executable, str(COLD), "--world", "2", "--rounds", "1", "--engines", *engines,
+               "--json", str(figures)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     medians = json.loads(figures.read_text())["medians"]

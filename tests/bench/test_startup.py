@@ -20,8 +20,8 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 def _start(*command):
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p), PYTHONUNBUFFERED="1")
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True, preexec_fn=_heed_interrupts,
-                            **both)
+    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, text=True,
+                            preexec_fn=_heed_interrupts, **both)
 
 
 def _heed_interrupts():
@@ -30,8 +30,8 @@ def _heed_interrupts():
 
 
 def _compare(checkpoint, figures, *arguments):
-    return _start(BENCH / "startup" / "run.py", "--model", checkpoint, "--world", 2, "--device", "cpu", "--json", figures,
-                  *arguments)
+    return _start(BENCH / "startup" / "run.py", "--model", checkpoint, "--world", 2, "--device", "cpu",
+                  "--json", figures, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def checkpoint(tmp_path_factory):
 
 
 def test_every_turn_has_its_figures_beside_the_limit(checkpoint, tmp_path):
-    comparing = _compare(checkpoint, tmp_path / "start.json", "--steps", 1, "--tokens", 16, "--ready-marks", "--engines",
-                         "strata-z2,strata-host-z2,limit,strata-z2")
+    comparing = _compare(checkpoint, tmp_path / "start.json", "--steps", 1, "--tokens", 16, "--ready-marks",
+                         "--engines", "strata-z2,strata-host-z2,limit,strata-z2")
     printed, _ = comparing.communicate(timeout=300)
     assert comparing.returncode == 0, printed
     result = json.loads((tmp_path / "start.json").read_text())
@@ -80,7 +80,8 @@ def test_what_there_is_is_shown_when_it_is_interrupted(checkpoint, tmp_path):
     assert "interrupted" in printed and "\nstrata-z2 " in printed and "Traceback" not in printed
     result = json.loads((tmp_path / "start.json").read_text())
     turns = ["strata-z2", "strata-z2#2", "strata-z2#3", "strata-z2#4"]
-    assert list(result["engines"]) + list(result["failed"]) == turns and set(result["failed"].values()) == {"interrupted"}
+    assert list(result["engines"]) + list(result["failed"]) == turns
+    assert set(result["failed"].values()) == {"interrupted"}
 
 
 def test_an_engine_that_nobody_knows_is_told_before_anything_starts(checkpoint, tmp_path):

@@ -273,14 +273,14 @@ def test_what_memory_grew_by_is_of_the_rank_where_it_grew_most():
 
 
 def test_losses_apart_are_told_with_their_step_and_rank():
-    torch_s, ours = [[4.0, 3.0, 2.0], [4.0, 3.0, 2.0]], [[4.0, 3.0, 2.0], [4.0, 3.3, 2.0]]
-    assert losses.apart(ours, torch_s) == (pytest.approx(0.1), 1, 1)
-    assert losses.steps_alike(ours, torch_s) == 1
+    torch_s, own = [[4.0, 3.0, 2.0], [4.0, 3.0, 2.0]], [[4.0, 3.0, 2.0], [4.0, 3.3, 2.0]]
+    assert losses.apart(own, torch_s) == (pytest.approx(0.1), 1, 1)
+    assert losses.steps_alike(own, torch_s) == 1
     assert losses.apart([[math.nan]], [[1.0]])[0] == math.inf
-    same = {"torch": torch_s, "torch-again": torch_s, "torch-other-order": torch_s, "strata-z2": ours, "strata-z3": ours}
+    same = {"torch": torch_s, "torch-again": torch_s, "torch-other-order": torch_s, "strata-z2": own, "strata-z3": own}
     assert losses.verdict(same, 0.2)[1] and not losses.verdict(same, 1e-3)[1]
-    assert losses.verdict(same | {"torch-other-order": ours}, 1e-3)[1]  # within the noise
-    assert "kernels" in losses.verdict(same | {"torch-again": ours}, 0.2)[0]
+    assert losses.verdict(same | {"torch-other-order": own}, 1e-3)[1]  # within the noise
+    assert "kernels" in losses.verdict(same | {"torch-again": own}, 0.2)[0]
     said, good = losses.verdict(same | {"strata-z2": torch_s}, 0.2)
     assert "DIFFERENT BITS" in said and not good
 
@@ -343,8 +343,8 @@ def test_the_engines_are_those_that_the_table_of_peers_names():
 
 
 def test_what_an_engine_says_of_its_steps_is_one_line():
-    account = {"collectives": "peer", "ledger_peaks": {"device total": 5}}
-    row = {"accounts": [account | {"step_report": {"exposed_s": 0.0123456, "units": list(range(20)), "device_memory": {}}}, {}]}
+    of_step = {"exposed_s": 0.0123456, "units": list(range(20)), "device_memory": {}}
+    row = {"accounts": [{"collectives": "peer", "ledger_peaks": {"device total": 5}, "step_report": of_step}, {}]}
     said = report.account_line("strata-z3", row)
     assert said == "strata-z3 says: collectives peer, step_report.exposed_s 0.01235, step_report.units (20 entries)"
     assert report.account_line("fsdp2", {"accounts": [{}]}) == ""

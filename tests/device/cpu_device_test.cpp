@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include "device/device_adam_conformance.h"
 #include "device/device_conformance.h"
 #include "device/device_kernels_conformance.h"
 
@@ -24,6 +25,8 @@ INSTANTIATE_TYPED_TEST_SUITE_P(CpuOneThread, DeviceConformance, CpuHarness<1>);
 INSTANTIATE_TYPED_TEST_SUITE_P(CpuThreeThreads, DeviceConformance, CpuHarness<3>);
 INSTANTIATE_TYPED_TEST_SUITE_P(CpuOneThread, DeviceKernelsConformance, CpuHarness<1>);
 INSTANTIATE_TYPED_TEST_SUITE_P(CpuThreeThreads, DeviceKernelsConformance, CpuHarness<3>);
+INSTANTIATE_TYPED_TEST_SUITE_P(CpuOneThread, DeviceAdamConformance, CpuHarness<1>);
+INSTANTIATE_TYPED_TEST_SUITE_P(CpuThreeThreads, DeviceAdamConformance, CpuHarness<3>);
 
 TEST(CpuDevice, MemoryMayOutliveTheDevice) {
   auto device = std::make_unique<CpuDevice>(CpuDeviceOptions{.memory_limit = 1_MiB});

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "device/device_adam_conformance.h"
 #include "device/device_conformance.h"
 #include "device/device_kernels_conformance.h"
 
@@ -19,6 +20,7 @@ struct CudaHarness {
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, DeviceConformance, CudaHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, DeviceKernelsConformance, CudaHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(Cuda, DeviceAdamConformance, CudaHarness);
 
 TEST(CudaDevice, ADeviceThatIsNotThereIsAnErrorThatSaysWhatIsMissing) {
   try {

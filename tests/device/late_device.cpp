@@ -269,6 +269,8 @@ void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamS
   require_reachable(spans.remainder.low);
   require_reachable(spans.exp_avg.data());
   require_reachable(spans.exp_avg_sq.data());
+  require_reachable(spans.moments16.exp_avg);
+  require_reachable(spans.moments16.exp_avg_sq);
   require_reachable(spans.gradient.data());
   require_reachable(scalars.late_scale);
   late(stream).push([=](CpuDevice& hands) { hands.adam_step(spans, scalars, stream_of(hands)); });

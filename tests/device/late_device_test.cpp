@@ -5,6 +5,7 @@
 #include <array>
 #include <vector>
 
+#include "device/device_adam_conformance.h"
 #include "device/device_conformance.h"
 #include "device/device_kernels_conformance.h"
 
@@ -20,6 +21,7 @@ struct LateHarness {
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceConformance, LateHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceKernelsConformance, LateHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceAdamConformance, LateHarness);
 
 // Two numbers on a device, and a flag for which its streams wait: what is behind it has not run.
 struct Held {

@@ -107,15 +107,27 @@ TEST(BlockSearch, ModulesWithoutParametersOrAloneAreNoBlocks) {
 TEST(BlockSearch, ALeafClassIsABlockWhereItLiesInNoOther) {
   ModelBuilder b = mixture();
   b.block(0, "adapter", "Expert");
-  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {"Expert"})),
+  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {.classes = {"Expert"}})),
               ElementsAre("layers.0", "layers.1", "adapter"));
+}
+
+TEST(BlockSearch, ALeafIsMarkedOrNamedAndHasNoBlocksInside) {
+  ModelBuilder b = mixture();
+  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {.names = {"layers.1.unknown", "layers"}})),
+              ElementsAre("layers"));
+  b.block(0, "adapter", "Adapter");
+  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {.name_suffixes = {"apter"}})),
+              ElementsAre("layers.0", "layers.1", "adapter"));
+  b.tree.front().leaf = true;
+  EXPECT_THAT(find_blocks(b.tree, {}), ElementsAre(0));
+  EXPECT_THAT(find_named(b.tree, {}), ElementsAre(0));
 }
 
 TEST(BlockSearch, AClassMayBeNamedWithItsPythonModule) {
   ModelBuilder b;
   const int experts = b.module(0, "experts", "Expert");
   b.linear(experts, "up", 8);
-  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {"package.modeling.Expert"})),
+  EXPECT_THAT(paths(b.tree, find_blocks(b.tree, {}, {.classes = {"package.modeling.Expert"}})),
               ElementsAre("experts"));
 }
 

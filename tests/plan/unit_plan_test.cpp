@@ -265,7 +265,7 @@ TEST(UnitPlanOneByOne, WhatWasNamedIsOneScopeOfManyUnits) {
     for (const char* expert : {"0", "1"}) b.linear(experts, expert, 100);
   }
   PlanOptions leaf = one_by_one();
-  leaf.leaf_classes = {"package.Experts"};
+  leaf.leaves.classes = {"package.Experts"};
   const ModelPlan plan = plan_of(b, leaf);
   ASSERT_EQ(plan.units.size(), 6U);
   ASSERT_EQ(plan.scopes.size(), 4U);

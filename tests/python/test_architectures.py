@@ -2,7 +2,8 @@
 
 The engine and the plain loop do the same operations in the same order, so losses and weights must be equal
 in every bit: at stage 2, at stage 3, at stage 3 where nothing stays gathered, there also one parameter at
-a time (stage3_allgather_sequential), and with gradient checkpointing (which itself changes the order of sums of tied weights, so plain torch checkpoints too). The
+a time (stage3_allgather_sequential), and with gradient checkpointing (which itself
+changes the order of sums of tied weights, so plain torch checkpoints too). The
 norm of the gradient is summed in another order: 1e-5 of it.
 """
 

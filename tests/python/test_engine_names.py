@@ -7,7 +7,7 @@ import pytest
 import strata
 import torch
 from comparison import adamw
-from plain_torch import PlainTrainer
+from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
 from strata import utils
 from tiny_models import (
@@ -204,7 +204,65 @@ def _states_at(stage, dtype):
     engine.destroy()
 
 
+KEPT = {
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), ["momentum_buffer"]),
+    "rmsprop": (lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, foreach=False),
+                ["square_avg", "momentum_buffer"]),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1, foreach=False), ["sum"]),
+}
+
+
+def _states_of_the_users_at(stage):
+    """As ``_states_at``, of optimizers that keep their states by segments of the shards."""
+    rank, world = rank_and_world()
+    tokens = make_batches(2, world)
+    for make, keys in KEPT.values():
+        model = make_model()
+        model.layers[0].up.bias.requires_grad_(False)
+        reference = PlainTrainer(model, world, make)
+        trainable = [n for n, p in reference.model.named_parameters() if p.requires_grad]
+        masters = dict(zip(trainable, reference.masters, strict=True))
+        parameters = dict(model.named_parameters())
+        engine, *_ = strata.initialize(
+            model=model, config=config_of(stage, optimizer=False), optimizer=make(model.parameters()))
+        for step, batch in enumerate(tokens):
+            reference.micro_step(batch, loss_of)
+            with exact_square_roots():
+                train_step(engine, batch[rank])
+            reference.step()
+            for key in keys:
+                local = 0
+                for name, theirs in masters.items():
+                    expected = reference.optimizer.state[theirs][key]
+                    assert torch.equal(utils.safe_get_full_optimizer_state(parameters[name], key), expected), name
+                    local += utils.safe_get_local_optimizer_state(parameters[name], key).numel()
+                assert world > 1 or local == sum(theirs.numel() for theirs in masters.values())
+            if step == 0:  # surgery on one by its whole, on one by its parts
+                for name, setter, getter in (
+                    ("layers.1.up.weight", utils.safe_set_full_optimizer_state, utils.safe_get_full_optimizer_state),
+                    ("head.weight", utils.safe_set_local_optimizer_state, utils.safe_get_local_optimizer_state),
+                ):
+                    setter(parameters[name], getter(parameters[name], keys[0]) * 2.0, keys[0])
+                    reference.optimizer.state[masters[name]][keys[0]].mul_(2.0)
+        assert differences(full_parameters(model), reference.values()) == []
+        weight, frozen = model.head.weight, model.layers[0].up.bias
+        for key in ("step", "exp_avg", "none"):
+            assert utils.safe_get_full_optimizer_state(weight, key) is None, key
+            assert utils.safe_get_local_optimizer_state(weight, key) is None, key
+        assert utils.safe_get_full_optimizer_state(frozen, keys[0]) is None
+        assert "found [3]" in _told(utils.safe_set_full_optimizer_state, weight, torch.zeros(3), keys[0])
+        part = utils.safe_get_local_optimizer_state(weight, keys[0])
+        assert f"has {part.numel()} elements; found {part.numel() + 1}" in _told(
+            utils.safe_set_local_optimizer_state, weight, torch.zeros(part.numel() + 1), keys[0])
+        if part.numel() > 0:
+            whole = torch.zeros(weight.ds_shape if stage == 3 else weight.shape)
+            assert "there is no exp_avg to set" in _told(
+                utils.safe_set_full_optimizer_state, weight, whole, "exp_avg")
+        engine.destroy()
+
+
 def _states():
+    _each(_states_of_the_users_at)
     for dtype in ("fp32", "bf16"):
         _each(_states_at, dtype)
 

@@ -205,7 +205,8 @@ def _calls(stage):
     told["forward after destroy"] = error_of(engine, tokens[0])
     told["backward after destroy"] = error_of(engine.backward, torch.zeros((), requires_grad=True))
     told["step after destroy"] = error_of(engine.step)
-    told["evaluation only"] = error_of(train_step, make_engine(make_model(), config_of(stage, optimizer=False)), tokens[0])
+    evaluating = make_engine(make_model(), config_of(stage, optimizer=False))
+    told["evaluation only"] = error_of(train_step, evaluating, tokens[0])
     model = make_model()
     told["left out"] = error_of(strata.initialize, model=model, config=config_of(stage),
                                 model_parameters=list(make_model().parameters()))

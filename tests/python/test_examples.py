@@ -33,7 +33,8 @@ def launch(folder, world, script, *arguments, fails=False):
         local = 0 if shares_a_gpu() else rank
         own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {k: v for k, v in os.environ.items() if k not in own}
-        environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "80", **({} if alone else {k: str(v) for k, v in own.items()})}
+        of_rank = {} if alone else {k: str(v) for k, v in own.items()}
+        environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "80", **of_rank}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         command = [sys.executable, str(script), *map(str, arguments)]
         ranks.append(subprocess.Popen(

@@ -194,7 +194,8 @@ CASES = {
     "evaluation between": (TinyModel, {}, evaluate_first),
     "several forwards": (CalledTwice, {}, several_forwards),
     "penalty in the loss": (TinyModel, {}, penalty),
-    **{f"outputs in a {pack}": (Containers, {"pack": pack}, loss_of) for pack in ("dict", "dataclass", "output", "tuple")},
+    **{f"outputs in a {pack}": (Containers, {"pack": pack}, loss_of)
+       for pack in ("dict", "dataclass", "output", "tuple")},
     **{
         f"checkpoint reentrant={reentrant} nested={nested} frozen={frozen}": (
             Checkpointed, {"reentrant": reentrant, "nested": nested, "frozen": frozen}, loss_of)

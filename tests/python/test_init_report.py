@@ -175,7 +175,8 @@ def test_a_link_that_waits_beside_the_report_is_not_followed(tmp_path):
 def _account(**seconds):
     phases = [{"name": n, "seconds": s, "bytes": b} for n, (s, b) in seconds.items()]
     return {
-        "tier": "device_grow", "reason": "r", "reading": None, "seconds": sum(s for s, _ in seconds.values()), "phases": phases,
+        "tier": "device_grow", "reason": "r", "reading": None,
+        "seconds": sum(s for s, _ in seconds.values()), "phases": phases,
         "device_growth_bytes": 3 << 30, "host_peak_bytes": 1 << 30, "pinned_bytes": 64 << 20, "link_gb_per_s": None,
     }
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from devices import needs_a_gpu_each, test_device, to_test_device
 from hf_models import MODELS
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 import strata
+from strata.checkpoint.born_flat import build_model
 from strata.checkpoint.names import _in_natural_order
 
 DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
@@ -304,3 +306,13 @@ def test_tensors_are_taken_in_the_order_of_transformers():
              for weight in ("w10.weight", "w2.weight", "2", "")]
     names += ["b", "shard_11", "shard_2", "..a", "a.", "x.2y", "x.10y"]
     assert _in_natural_order(names) == sorted(names, key=dot_natural_key)
+
+
+def test_buffers_in_the_likeness_of_parameters_are_real():
+    config = transformers.IBertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                      intermediate_size=8, max_position_embeddings=8)
+    model, _ = build_model(transformers.IBertForMaskedLM, config, torch.float32, {})
+    plain = transformers.IBertForMaskedLM(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name

@@ -78,7 +78,8 @@ def test_a_model_that_is_built_sharded_is_never_whole():
 
 
 def _steady(live_bytes, accumulation):
-    engine = make_engine(make_model(width=WIDTH, blocks=BLOCKS), config_of(3, "bf16", accumulation, live_bytes=live_bytes))
+    config = config_of(3, "bf16", accumulation, live_bytes=live_bytes)
+    engine = make_engine(make_model(width=WIDTH, blocks=BLOCKS), config)
     _steps(engine, 3 * accumulation)
     engine.core.reset_memory_peaks()
     before, peaks = _kinds(engine), None
@@ -157,7 +158,8 @@ def _whole_with_bounds_of_zero():
         engine.backward(engine(torch.ones(4, WIDTH, device=engine.device)).square().mean())
         engine.step()
     sizes = {-(-unit["flat_bytes"] // 4096) * 4096 for unit in engine.core.units()}
-    return len(engine.core.units()), sizes, engine.memory_report()["device", "gathered weights"], engine.memory_forecast()
+    gathered = engine.memory_report()["device", "gathered weights"]
+    return len(engine.core.units()), sizes, gathered, engine.memory_forecast()
 
 
 def test_with_bounds_of_zero_nothing_is_whole_but_what_is_in_use():

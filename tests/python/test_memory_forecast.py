@@ -116,7 +116,8 @@ def _of_a_grouped_job(zero):
     return engine.memory_forecast(), strata.memory_forecast(make_model(), config, 4, device=engine.device.type)
 
 
-@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 1}], ids=str)
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 1}],
+                         ids=str)
 def test_a_job_in_groups_is_foreseen_without_its_ranks_and_values(zero):
     for of_engine, of_job in run_ranks(ranks_at_most(4), _of_a_grouped_job, zero):
         assert of_engine == of_job
@@ -134,7 +135,8 @@ def test_more_ranks_hold_less_and_groups_hold_their_part():
     for few, many in ((2, 4), (4, 8)):
         for kind in ("weights", "master weights", "optimizer state", "gradient shards"):
             assert by_world[many][kind] == pytest.approx(by_world[few][kind] / 2, rel=0.05)
-    grouped = strata.memory_forecast(model, config_of(3, "bf16", live_bytes=1, zero_optimization={"mics_shard_size": 2}), 8)
+    config = config_of(3, "bf16", live_bytes=1, zero_optimization={"mics_shard_size": 2})
+    grouped = strata.memory_forecast(model, config, 8)
     assert grouped["optimizer state"] == by_world[2]["optimizer state"]
     secondary = config_of(3, "bf16", live_bytes=1, zero_optimization={"zero_hpz_partition_size": 2})
     assert strata.memory_forecast(model, secondary, 8)["weights"] == by_world[2]["weights"]

@@ -34,7 +34,7 @@ def test_a_module_in_two_places_belongs_to_where_it_is_met_first():
     entries = describe_modules(tree)
     names = [entry[0] for entry in describe_parameters(tree, {})]
     found = {path: (entries[parent][0] if parent >= 0 else None, [names[p] for p in own])
-             for path, _, parent, own, _, _ in entries}
+             for path, _, parent, own, *_ in entries}
     assert found == {
         "": (None, ["scale"]),
         "first": ("", []),

@@ -1,8 +1,8 @@
 """Stages 0-3, 1 to 4 ranks, three precisions, accumulation and clipping against plain torch.
 
 What is claimed, and asserted as equal bits: the loss of every micro-step on every rank, and every weight
-after every optimizer step, are those of a plain torch loop that reduces in the same order, whatever the stage, the number
-of ranks and the precision. That is possible because gathered weights are ordinary contiguous views (the
+after every optimizer step, are those of a plain torch loop that reduces in the same order, whatever the stage, the
+number of ranks and the precision. That is possible because gathered weights are ordinary contiguous views (the
 same kernels run on the same values), the sum over ranks is taken in rank order in fp32, and the optimizer
 computes each element by itself. Only the norm is compared with a tolerance: its fp64 sum of squares is
 taken by shards, in another order, which moves it by a few units of 2^-53.

@@ -38,7 +38,8 @@ MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=LAYERS, n_embd=32, n_head=4, vocab_size=96)),
     "bert": lambda: hf.BertModel(hf.BertConfig(**_SIZES)),
-    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(num_layers=LAYERS, d_model=32, d_ff=64, d_kv=8, num_heads=4)),
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(num_layers=LAYERS, d_model=32, d_ff=64, d_kv=8, num_heads=4)),
 }
 
 

@@ -229,7 +229,8 @@ def _wrong():
     return {
         "does not divide": error_of(make_engine, make_model(), _config(3)),
         "too large": error_of(make_engine, make_model(), _config(8)),
-        "below stage 3": error_of(make_engine, make_model(), config_of(2, zero_optimization={"stage": 2, "mics_shard_size": 2})),
+        "below stage 3": error_of(make_engine, make_model(),
+                                  config_of(2, zero_optimization={"stage": 2, "mics_shard_size": 2})),
         "different": error_of(make_engine, make_model(), _config(2 if rank == 3 else 1)),
         "off on one": error_of(make_engine, make_model(), _config(-1 if rank == 1 else 2)),
         "another kind": error_of(make_engine, make_model(), _config(2, key=HPZ if rank == 2 else MICS)),

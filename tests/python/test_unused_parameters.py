@@ -1,11 +1,21 @@
 """A parameter that no rank gave a gradient in a step stays as it is, as in plain torch; a gradient of zeroes is one."""
 
 import pytest
+import strata
 import torch
 from comparison import compare
 from plain_torch import PlainTrainer
 from ranks import run_ranks
-from tiny_models import VOCABULARY, WIDTH, TinyModel, config_of, make_batches, make_model, rank_and_world
+from tiny_models import (
+    VOCABULARY,
+    WIDTH,
+    TinyModel,
+    config_of,
+    full_parameters,
+    make_batches,
+    make_model,
+    rank_and_world,
+)
 
 
 class Experts(TinyModel):
@@ -76,3 +86,44 @@ def test_parameters_without_a_gradient_stay_as_in_plain_torch(world):
 
 def test_they_decay_where_the_configuration_asks_for_it():
     run_ranks(2, _train, 3, 2, True, True)
+
+
+class Wide(torch.nn.Module):
+    """fp64 parameters, whose values fp32 cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("first", "unused", "last"):
+            values = torch.linspace(0.1, 0.9, 70, dtype=torch.float64)
+            setattr(self, name, torch.nn.Parameter(values))
+
+    def forward(self, tokens):
+        return (self.first.sum() + self.last.square().sum()) * tokens.double().mean()
+
+
+def _bits_stay(stage, own):
+    rank, world = rank_and_world()
+    initial = dict(make_model(Wide).named_parameters())
+    model = make_model(Wide)
+    optimizer = (_adamw if own else _momentum)(model.parameters())
+    engine, *_ = strata.initialize(model=model, config=config_of(stage, optimizer=False), optimizer=optimizer)
+    for step, factor in enumerate((float("nan"), 1.0, 1.0)):
+        batch = make_batches(3, world)[step, rank]
+        engine.backward(engine(batch) * factor)
+        engine.step()
+        values = full_parameters(model)
+        assert values["unused"].dtype == torch.float64 and torch.equal(values["unused"], initial["unused"])
+        for name in ("first", "last"):  # a skipped step rounds nothing either
+            assert torch.equal(values[name], initial[name]) is (step == 0), (name, step)
+    engine.destroy()
+
+
+def _all_bits_stay():
+    for stage in range(4):
+        for own in (True, False):
+            _bits_stay(stage, own)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_unused_fp64_parameters_keep_their_bits(world):
+    run_ranks(world, _all_bits_stay)

@@ -8,7 +8,8 @@ VOCABULARY, WIDTH, LAYERS = 96, 32, 2
 # What configurations call their sizes. A name that a configuration lacks is left out.
 SIZES = {
     **dict.fromkeys(("vocab_size", "n_vocab", "encoder_vocab_size", "decoder_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "dim", "emb_dim"), WIDTH),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "dim", "emb_dim"),
+                    WIDTH),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "d_inner", "encoder_ffn_dim", "decoder_ffn_dim",
                      "ffn_hidden_size", "hidden_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
                      "feed_forward_proj_size", "mlp_dim", "lstm_dim"), 2 * WIDTH),
@@ -27,9 +28,10 @@ SIZES = {
     **dict.fromkeys(("eos_token_id", "forced_eos_token_id", "sep_token_id"), 2),
     **dict.fromkeys(("image_size",), 16),
     **dict.fromkeys(("patch_size",), 4),
-    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_dropout", "attention_probs_dropout_prob", "dropout",
-                     "resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout", "classifier_dropout", "layerdrop",
-                     "encoder_layerdrop", "decoder_layerdrop", "attention_dropout_prob", "summary_first_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_dropout", "attention_probs_dropout_prob",
+                     "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout", "classifier_dropout",
+                     "layerdrop", "encoder_layerdrop", "decoder_layerdrop", "attention_dropout_prob",
+                     "summary_first_dropout"), 0.0),
 }
 
 
@@ -70,7 +72,10 @@ def tiny_config(config_class, **more):
     """The architecture's configuration with small sizes; ``more`` goes over them."""
     attributes = {**vars(config_class()), **getattr(config_class, "attribute_map", {})}
     known = {**{name: size for name, size in SIZES.items() if name in attributes}, **more}
-    return config_class(**known)
+    config = config_class(**known)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = SIZES["decoder_start_token_id"]  # T5's own has none
+    return config
 
 
 def build(name, **more):

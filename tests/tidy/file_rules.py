@@ -16,6 +16,7 @@ FOLDERS = ("src", "python", "cli", "tests", "fuzz", "bench", "examples", "tools"
 SUFFIXES = {".h", ".cpp", ".py", ".sh"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
+MAX_PYTHON_COLUMNS = 120  # of C++ clang-format sees to it
 MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 PUBLIC_NAMES = {"python/strata/utils.py"}  # what scripts import by this name; it holds no code of its own
@@ -65,6 +66,13 @@ def missing_paragraph(name: str, text: str) -> list[str]:
     return []
 
 
+def long_lines(name: str, text: str) -> list[str]:
+    if not name.endswith(".py"):
+        return []
+    return [f"{name}:{number}: this line has {len(line)} columns; the most is {MAX_PYTHON_COLUMNS}"
+            for number, line in enumerate(text.splitlines(), 1) if len(line) > MAX_PYTHON_COLUMNS]
+
+
 def banned_words(name: str, text: str) -> list[str]:
     return [f"{name}:{number}: '{match[0]}' is not left in the tree: do it, or write down why not"
             for number, line in enumerate(text.splitlines(), 1)
@@ -85,5 +93,5 @@ def check(root: Path) -> list[str]:
         name = path.relative_to(root).as_posix()
         text = path.read_text(encoding="utf-8")
         findings += long_files_and_functions(name, text) + missing_paragraph(name, text)
-        findings += banned_words(name, text) + banned_name(name)
+        findings += long_lines(name, text) + banned_words(name, text) + banned_name(name)
     return findings

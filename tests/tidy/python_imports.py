@@ -35,8 +35,8 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(node: ast.AST, package: str) -> list[str]:
-    """The absolute names that a statement imports: of `from .model import ownership`, "strata.model.ownership", be that a
-    module or a name within one. `package` is what a relative import of one dot starts from."""
+    """The absolute names that a statement imports: of `from .model import ownership`, "strata.model.ownership", be that
+    a     module or a name within one. `package` is what a relative import of one dot starts from."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):

@@ -33,7 +33,8 @@ class PythonImportsTest(unittest.TestCase):
     def test_imports_that_look_down_and_foreign_ones_are_fine(self):
         self.write("__init__.py", "from . import zero\nfrom .engine import Engine\nfrom ._C import Error\n")
         self.write("zero.py")
-        self.write("engine.py", "import torch\nfrom . import _C\nfrom .checkpoint.saving import save\nimport strata.zero\n")
+        self.write("engine.py",
+                   "import torch\nfrom . import _C\nfrom .checkpoint.saving import save\nimport strata.zero\n")
         self.write("checkpoint/saving.py", "from .. import _C\nfrom .._C import Error\nfrom ..ranks import joint\n"
                    "from .names import of\nimport strata._C\n")
         self.write("checkpoint/names.py", "import json\n\ndef of():\n    from transformers import modeling\n")

@@ -143,6 +143,12 @@ class FileRulesTest(TreeTest):
         self.write("python/strata/engine.py", "import os\n")
         self.assert_finds(self.check(), "docstring")
 
+    def test_a_long_line_of_python_is_found(self):
+        self.write("python/strata/engine.py", '"""The engine."""\n' + "x = 1  # " + 111 * "a" + "\n")
+        self.assertEqual(self.check(), [])
+        self.write("python/strata/engine.py", '"""The engine."""\n' + "x = 1  # " + 112 * "a" + "\n")
+        self.assert_finds(self.check(), "engine.py:2", "121 columns")
+
     def test_work_left_behind_is_found(self):
         for word in ("TO" "DO", "FIX" "ME", "for " "now"):
             self.write("src/strata/base/units.cpp", f"int x;  // {word}: more\n")

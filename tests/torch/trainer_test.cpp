@@ -1,6 +1,7 @@
 // Ranks are threads of this process, each with its own model and trainer.
 #include "strata/torch/trainer.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mse_loss.h>
 #include <gmock/gmock.h>
@@ -106,6 +107,27 @@ TEST(Trainer, TrainsShardedToWhatOneRankTrains) {
     for (std::size_t i = 0; i < one.size(); ++i)
       EXPECT_TRUE(at::allclose(one[i], many[i], 1e-4, 1e-5)) << "parameter " << i;
   }
+}
+
+TEST(Trainer, ForwardRunsWithinTheAutocastOfTheConfiguration) {
+  std::string config = kStage3;
+  config.insert(1, R"("torch_autocast": {"enabled": true, "dtype": "bf16"}, )");
+  std::vector<Model> models = make_models(2);
+  run_ranks(2, [&](std::shared_ptr<comm::Collectives> collectives) {
+    Model& model = models[static_cast<std::size_t>(collectives->rank())];
+    Trainer trainer(model.ptr(), {.config = config, .collectives = collectives});
+    model->call = trainer.call();
+    const at::Tensor out = trainer.forward(*model, ::torch::ones({2, 6}));
+    EXPECT_EQ(out.scalar_type(), at::kBFloat16);
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+    EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+    trainer.backward(out.sum());
+    EXPECT_TRUE(trainer.step().has_value());
+    EXPECT_EQ(model->call.read(model->head->weight).scalar_type(), at::kFloat);
+    model->block(0)->fails = true;
+    EXPECT_THROW(trainer.forward(*model, ::torch::ones({2, 6})), std::runtime_error);
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  });
 }
 
 TEST(Trainer, HoldsParametersOnlyWhileACallUsesThem) {

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: saved by PEFT's own ``save_pretrained``, of sharded weights, and found in a folder that it wrote."""
+"""Adapters of PEFT: saved by PEFT's own ``save_pretrained``, of sharded weights, and found in a folder of it."""
 
 import os
 import shutil
@@ -35,7 +35,8 @@ def read_adapter_config(folder):
     try:
         import peft
     except ImportError as error:
-        raise _C.UsageError(f"{folder} holds an adapter of PEFT, and peft is not installed: pip install peft") from error
+        raise _C.UsageError(
+            f"{folder} holds an adapter of PEFT, and peft is not installed: pip install peft") from error
     config = peft.PeftConfig.from_pretrained(os.fspath(folder))
     config.inference_mode = False
     base = config.base_model_name_or_path

@@ -23,6 +23,10 @@ def build_model(model_class, config, dtype, model_arguments):
         model = model_class._from_config(config, dtype=dtype, **model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # one that was put past register_parameter
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # made in the likeness of a parameter; has its values below
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     parameters, buffers = state_names(model)
     left_out = [parameters[n] for n in model._keys_to_ignore_on_save or () if n in parameters]
     for parameter in left_out:

@@ -27,8 +27,8 @@ class EngineCheckpoints:
             self._saver.wait()
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """Saves everything that training needs to go on: weights, masters, the optimizer's states, the scheduler, the
-        loss scale, counts of steps. Collective, between steps; every rank writes its own shards.
+        """Saves everything that training needs to go on: weights, masters, the optimizer's states, the scheduler, loss
+        scale, counts of steps. Collective, between steps; every rank writes its own shards.
 
         The checkpoint is ``save_dir/tag``, whole or not there: it gets its name when all of it is on disk, and what was
         in the folder stays until then. It loads at any number of ranks and any stage. With ``"checkpoint": {"async":
@@ -38,8 +38,8 @@ class EngineCheckpoints:
         Args:
             save_dir: folder of the checkpoints, seen by all ranks; made if need be.
             tag: name of this one; default "global_step<n>". The same on every rank.
-            client_state: dict of the script's own values: numbers, texts, bytes, tensors, dicts, lists, tuples. Rank 0's
-                is kept.
+            client_state: dict of the script's own values: numbers, texts, bytes, tensors, dicts, lists, tuples.
+                Rank 0's is kept.
             save_latest: let ``save_dir/latest`` name it, which ``load_checkpoint`` without a tag follows.
             exclude_frozen_parameters: leave parameters out that need no gradient.
 
@@ -83,7 +83,7 @@ class EngineCheckpoints:
         from .training import load_checkpoint
 
         if custom_load_fn is not None:
-            raise _C.UsageError("load_checkpoint: custom_load_fn would need the whole model on every host; load, and change "
-                                "values within strata.zero.GatheredParameters(parameters, modifier_rank=0)")
+            raise _C.UsageError("load_checkpoint: custom_load_fn would need the whole model on every host; load, and "
+                                "change values within strata.zero.GatheredParameters(parameters, modifier_rank=0)")
         return load_checkpoint(self, os.fspath(load_dir), tag, load_module_strict, load_optimizer_states,
                                load_lr_scheduler_states, load_module_only)

@@ -49,8 +49,9 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         training["optimizer"]["scalars"] = _of_all_ranks(engine, training["optimizer"]["scalars"])
     extras = _of_rank_0(engine, extras) + _extra_buffers(engine, buffers)
     engine.checkpoint_saver().save(
-        folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters, save_latest
-    )
+        folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters,
+        save_latest,
+    )  # fmt: skip
     return True
 
 
@@ -257,8 +258,8 @@ def _scalar(value, name, key):
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1:
-        raise _C.UsageError(f"the optimizer's state '{key}' of '{name}' has {value.numel()} elements; kept are states of "
-                            "one element, and of as many as the parameter has")
+        raise _C.UsageError(f"the optimizer's state '{key}' of '{name}' has {value.numel()} elements; kept are states "
+                            "of one element, and of as many as the parameter has")
     return value.item()
 
 

@@ -65,25 +65,33 @@ class _Born:
     def is_viewed(self):
         return any(self.core.held_elsewhere(index) for index in self.indices)
 
-    def forget_if_orphaned(self):
-        """Frees the shards where other parameters have taken the place of all of them, as tied ones do."""
+    def is_orphaned(self):
+        """Whether other parameters have taken the place of all of them, as tied ones do, and nobody refers to them."""
         parameters = [reference() for reference in self._parameters]
         ids = {id(parameter) for parameter in parameters}
         if None in parameters or any(id(dict.get(home, name)) in ids for home, name in self.homes):
-            return
-        if len(gc.get_referrers(*parameters)) > 1:  # the list above
-            return
-        for index, parameter in enumerate(parameters):
-            set_owner(parameter, self.core, index)
+            return False
+        return len(gc.get_referrers(*parameters)) == 1  # the list above
+
+    def forget(self):
+        """Frees the shards of what is orphaned."""
+        for index, reference in enumerate(self._parameters):
+            set_owner(reference(), self.core, index)
 
 
 class Looks:
     """What constructors look at of modules that are complete. It is whole then, and what rank 0 writes to it becomes
-    everybody's value when it is released: at the next look where nobody refers to it any more, else at the end of the
-    constructor that looked first. Collective: constructors look at the same parameters on all ranks.
+    everybody's value when it is released: at the next look where no rank refers to it any more, else at the end of the
+    constructor that looked first. Collective: constructors look at the same parameters on all ranks. What refers to
+    them may differ (cycles that wait for the collector, exceptions that are kept), so ranks agree on each release.
+
+    Args:
+        of_all: a callable that takes a list of bools, as long on every rank, and returns for each whether it is true on
+            all of them. Collective.
     """
 
-    def __init__(self):
+    def __init__(self, of_all):
+        self._of_all = of_all
         self._born = {}  # id(core) -> _Born
         self._frames = [{}]  # id(core) -> _Born, by the constructor that looked first; the outermost is the context
 
@@ -101,8 +109,11 @@ class Looks:
         _here.looks = None
         while self._frames:
             self.leave(failed)
-        while self._born:
-            self._born.popitem()[1].forget_if_orphaned()
+        born, self._born = list(self._born.values()), {}
+        orphaned = [one.is_orphaned() for one in born]
+        for one, is_orphaned in zip(born, orphaned if failed else self._of_all(orphaned)):
+            if is_orphaned:
+                one.forget()
 
     def add(self, core, parameters, homes):
         """``core``, a _C.ShardedModel, has sharded one constructor's ``parameters``, which are at ``homes``:
@@ -116,8 +127,11 @@ class Looks:
 
     def leave(self, failed):
         """The innermost constructor ends. ``failed``: with an exception, so that what it wrote does not count."""
-        for born in self._frames.pop().values():
-            self._release(born, failed)
+        ended = [born for born in self._frames.pop().values() if born.core.alive]
+        # What a view outlives needs the memory. Ranks that failed ask nobody: the others may not come.
+        free = [not born.is_viewed() for born in ended]
+        for born, is_free in zip(ended, free if failed else self._of_all(free)):
+            self._release(born, publish=not failed, release=is_free)
 
     def look(self, core, index):
         """Makes all that ``core`` has sharded whole; ``index``: the parameter that is wanted."""
@@ -130,20 +144,22 @@ class Looks:
         self._frames[-1][id(core)] = born
 
     def _release_unused(self):
-        for frame in self._frames:
-            for key, born in list(frame.items()):
-                if not born.is_used():
-                    del frame[key]
-                    self._release(born, False)
+        looked_at = [(frame, key, born) for frame in self._frames for key, born in frame.items()]
+        unused = self._of_all([not born.is_used() for _, _, born in looked_at])
+        for (frame, key, born), is_unused in zip(looked_at, unused):
+            if is_unused:
+                del frame[key]
+                self._release(born, publish=True, release=True)
 
-    def _release(self, born, failed):
+    @staticmethod
+    def _release(born, publish, release):
         if not born.core.alive:
             return
         try:
-            if not failed:
+            if publish:
                 born.core.publish(born.indices, 0)
         finally:
-            if not born.is_viewed():  # else a view outlives the constructor, and needs the memory
+            if release:
                 born.core.release(born.indices, True)
 
 

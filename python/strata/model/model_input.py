@@ -2,6 +2,7 @@
 
 import torch
 
+from .leaves import z3_leaf_module
 from .owner import owner_of
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -62,13 +63,14 @@ def describe_parameters(tree, groups, born_flat=None):
         elif id(parameter) in born_flat:
             shape = list(born_flat[id(parameter)])
         has_values = id(parameter) not in born_flat
-        entries.append((name, parameter, shape, has_values, groups.get(id(parameter), outside), owner, owner_index or 0))
+        group = groups.get(id(parameter), outside)
+        entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0))
     return entries
 
 
 def describe_modules(tree):
-    """[(path, class name, parent, own parameters, callable, read in backward)], parents before children. ``parent`` is
-    an index in this list, -1 for none; own parameters are indices in ``describe_parameters(tree)``."""
+    """[(path, class name, parent, own parameters, callable, read in backward, leaf)], parents before children.
+    ``parent`` is an index in this list, -1 for none; own parameters are indices in ``describe_parameters(tree)``."""
     index_of = {id(parameter): i for i, (_, parameter) in enumerate(tree.parameters)}
     number_of = {id(module): i for i, (_, module, _) in enumerate(tree.modules)}
     entries = []
@@ -76,7 +78,8 @@ def describe_modules(tree):
         own = [index_of[id(p)] for p in dict.values(module._parameters) if p is not None]
         number = -1 if parent is None else number_of[id(parent)]
         callable_ = not isinstance(module, _CONTAINERS)
-        entries.append((path, type(module).__name__, number, own, callable_, not _only_looks_up(module)))
+        reads = not _only_looks_up(module)
+        entries.append((path, type(module).__name__, number, own, callable_, reads, z3_leaf_module(module)))
     return entries
 
 

@@ -1,8 +1,8 @@
 """How a parameter that ZeRO shards looks to frameworks that know DeepSpeed's: the ``ds_*`` attributes.
 
 The user's Parameter objects stay the same objects; while an engine of stage 3 or ``zero.Init`` manages them, their
-class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of one
-is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then.
+class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of
+one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then.
 """
 
 import enum

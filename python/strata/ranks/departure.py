@@ -9,7 +9,7 @@ import weakref
 logger = logging.getLogger("strata")
 
 _REASON_MOST = 1000  # characters
-_present = {}  # weak reference to a _C.ShardedModel -> (its _C.Collectives, work to end), in the order of watch()
+_present = {}  # weak reference to a _C.ShardedModel -> (its _C.Collectives, work to end), by time of watch()
 _hook = None
 
 
@@ -21,8 +21,8 @@ def watch(core, collectives, end_work=None):
     Args:
         core: a _C.ShardedModel; it is not kept alive.
         collectives: its _C.Collectives.
-        end_work: a ``weakref.WeakMethod``: called, collectively, before the process leaves at its end; what it raises is
-            logged.
+        end_work: a ``weakref.WeakMethod``: called, collectively, before the process leaves at its end. What it raises
+            is logged.
     """
     global _hook
     if not _present:

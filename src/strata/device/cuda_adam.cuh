@@ -1,6 +1,6 @@
 // Kernels of the update: Adam over fp32 masters, over bf16 weights with the remainder of their
-// masters (kernels/master_remainder.h), and what sets such remainders. Device code; included by
-// cuda_kernels.cu alone.
+// masters (kernels/master_remainder.h), over bf16 weights that are rounded at each step, and what
+// sets such remainders. Device code; included by cuda_kernels.cu alone.
 #pragma once
 
 #include "cuda_elements.cuh"
@@ -55,6 +55,45 @@ __device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const 
       [&](std::int64_t i) {
         adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
         if (kCopies) narrow(weights[i], copies[i]);
+      });
+}
+
+template <typename Moment>
+__device__ void adam_rounded_element(const AdamConstants& c, BFloat16& weight, Moment& first,
+                                     Moment& second, float gradient) {
+  float master = widen(weight);
+  float m = widen(first);
+  float v = widen(second);
+  adam_element(c, master, m, v, gradient);
+  narrow(m, first);
+  narrow(v, second);
+  narrow(master, weight);
+}
+
+template <typename Moment>
+__device__ void adam_rounded(BFloat16* weights, Moment* exp_avgs, Moment* exp_avg_sqs,
+                             const float* gradients, std::int64_t numel, AdamConstants c) {
+  if (c.late_scale != nullptr) {
+    c.gradient_scale = *c.late_scale;
+    if (isnan(c.gradient_scale)) return;
+  }
+  const bool packs =
+      packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) && packed(gradients);
+  for_elements(
+      numel, packs,
+      [&](std::int64_t p) {
+        Pack<BFloat16> w = reinterpret_cast<Pack<BFloat16>*>(weights)[p];
+        Pack<Moment> m = reinterpret_cast<Pack<Moment>*>(exp_avgs)[p];
+        Pack<Moment> v = reinterpret_cast<Pack<Moment>*>(exp_avg_sqs)[p];
+        const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
+        for (int k = 0; k < kPack; ++k)
+          adam_rounded_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
+        reinterpret_cast<Pack<BFloat16>*>(weights)[p] = w;
+        reinterpret_cast<Pack<Moment>*>(exp_avgs)[p] = m;
+        reinterpret_cast<Pack<Moment>*>(exp_avg_sqs)[p] = v;
+      },
+      [&](std::int64_t i) {
+        adam_rounded_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
       });
 }
 
@@ -179,6 +218,15 @@ __global__ void strata_join_masters(float* masters, const void* weights, Remaind
                       (remainder.halves_up[at / kByte] >> (at % kByte) & 1U) != 0);
   }
 }
+#define STRATA_ADAM_ROUNDED(name, Moment)                                                         \
+  __global__ void strata_adam_rounded_##name(void* weights, void* exp_avgs, void* exp_avg_sqs,   \
+                                             const float* gradients, std::int64_t numel,         \
+                                             AdamConstants constants) {                          \
+    adam_rounded(static_cast<BFloat16*>(weights), static_cast<Moment*>(exp_avgs),                \
+                 static_cast<Moment*>(exp_avg_sqs), gradients, numel, constants);                \
+  }
+STRATA_ADAM_ROUNDED(f32, float)
+STRATA_ADAM_ROUNDED(bf16, BFloat16)
 
 #define STRATA_REMAINDER(name, From)                                                            \
   __global__ void strata_remainder_##name(Remainder target, std::int64_t first,                 \

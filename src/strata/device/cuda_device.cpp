@@ -14,6 +14,7 @@
 #include "strata/device/cuda_kernels.h"
 #include "strata/device/cuda_memory.h"
 #include "strata/device/cuda_stream.h"
+#include "strata/device/cuda_update_kernels.h"
 
 namespace strata::device {
 namespace {
@@ -42,7 +43,9 @@ class CudaDevice final : public Device {
         pool_{context_, options.ledger ? options.ledger : std::make_shared<memory::Ledger>(),
               options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr,
               options.release_unused},
-        kernels_(context_),
+        module_(context_),
+        kernels_(module_),
+        update_(module_),
         compute_stream_(make_compute_stream(context_, options.compute_stream)) {}
 
   std::string_view name() const override { return "cuda"; }
@@ -96,16 +99,16 @@ class CudaDevice final : public Device {
   }
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
                        DType source_dtype, Numel numel, Stream& stream) override {
-    kernels_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
+    update_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
   }
   void join_masters(std::span<float> masters, const std::byte* weights,
                     const kernels::MasterRemainder& remainder, Numel first,
                     Stream& stream) override {
-    kernels_.join_masters(masters, weights, remainder, first, handle_of(stream));
+    update_.join_masters(masters, weights, remainder, first, handle_of(stream));
   }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override {
-    kernels_.adam(spans, scalars, handle_of(stream));
+    update_.adam(spans, scalars, handle_of(stream));
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override;
@@ -128,7 +131,9 @@ class CudaDevice final : public Device {
 
   const std::shared_ptr<const CudaContext> context_;
   const CudaPool pool_;
+  const CudaModule module_;
   const CudaKernels kernels_;
+  const CudaUpdateKernels update_;
   const std::unique_ptr<CudaStream> compute_stream_;
   // At least so large; the mutex is held.
   std::byte* scratch(Bytes bytes);

@@ -1,4 +1,4 @@
-// The kernels of cuda_kernels.cu, loaded into one device's context.
+// The kernels of cuda_kernels.cu but for those of the update. Ownership: borrows the module.
 // Threads: calls from any thread; work goes to the stream that is given. Memory: of the device, or
 // pinned. Errors: UsageError for element types that a kernel does not have; DeviceError.
 #pragma once
@@ -6,7 +6,7 @@
 #include <array>
 #include <memory>
 
-#include "strata/device/cuda_driver.h"
+#include "strata/device/cuda_module.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/grad_stats.h"
 
@@ -14,10 +14,7 @@ namespace strata::device {
 
 class CudaKernels {
  public:
-  explicit CudaKernels(std::shared_ptr<const CudaContext> context);
-  ~CudaKernels();
-  CudaKernels(const CudaKernels&) = delete;
-  CudaKernels& operator=(const CudaKernels&) = delete;
+  explicit CudaKernels(const CudaModule& module);
 
   void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
             Numel numel, CUstream stream) const;
@@ -25,12 +22,6 @@ class CudaKernels {
                   DType source_dtype, Numel numel, CUstream stream) const;
   void scale(std::span<float> target, std::span<const float> source, float factor,
              CUstream stream) const;
-  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-            CUstream stream) const;
-  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
-                       DType source_dtype, Numel numel, CUstream stream) const;
-  void join_masters(std::span<float> masters, const std::byte* weights,
-                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
   // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
   // 16 bytes, nothing was done.
   bool copy(std::span<std::byte> target, std::span<const std::byte> source, CUstream stream) const;
@@ -48,24 +39,12 @@ class CudaKernels {
   static std::int64_t chunks_of(std::span<const std::span<const float>> arrays);
 
  private:
-  static constexpr std::size_t kTypes = 4;  // fp64, fp32, fp16, bf16
-  using ByTypes = std::array<std::array<CUfunction, kTypes>, kTypes>;
+  using ByTypes = std::array<std::array<CUfunction, kKernelTypes>, kKernelTypes>;
 
-  CUfunction find(const std::string& name) const;
-  // `threads` of work; `arguments` are pointers to the kernel's parameters.
-  void launch(CUfunction function, std::int64_t threads, void** arguments, CUstream stream,
-              unsigned blocks_most = 0xFFFFFFFFU) const;
-
-  std::shared_ptr<const CudaContext> context_;
-  CUmodule module_ = nullptr;
-  unsigned blocks_max_ = 0;  // enough to fill the device several times
+  const CudaModule& module_;
   ByTypes cast_{};
   ByTypes accumulate_{};  // null where fp64 takes part
-  std::array<CUfunction, kTypes> adam_{};
-  CUfunction adam_remainder_ = nullptr;
-  CUfunction join_masters_ = nullptr;
-  std::array<CUfunction, kTypes> remainder_{};
-  std::array<CUfunction, kTypes> sum_in_order_{};
+  std::array<CUfunction, kKernelTypes> sum_in_order_{};
   CUfunction scale_ = nullptr;
   CUfunction copy_ = nullptr;
   CUfunction chunk_sums_ = nullptr;

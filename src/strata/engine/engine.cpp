@@ -39,15 +39,16 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
-std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule kind, OptimizerShards& shards,
-                                                 device::Device& device,
+std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule kind, const EngineOptions& options,
+                                                 OptimizerShards& shards, device::Device& device,
                                                  offload::StateStore& states) {
   switch (kind) {
     case UpdateRule::kNone:
       return nullptr;
     case UpdateRule::kAdam:
     case UpdateRule::kAdamW:
-      return std::make_unique<AdamOptimizer>(shards, device, states, kind == UpdateRule::kAdamW);
+      return std::make_unique<AdamOptimizer>(shards, device, states, kind == UpdateRule::kAdamW,
+                                             options.moment_dtype);
     case UpdateRule::kExternal:
       return std::make_unique<ExternalOptimizer>(shards, device);
   }
@@ -66,7 +67,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       device_(std::move(device)),
       states_(std::move(states)),
       init_report_(*device_),
-      weights_(params, plan, options, takes_remainders(optimizer), *collectives_, *device_,
+      weights_(params, plan, options, masters_for(optimizer, options), *collectives_, *device_,
                *states_),
       recorder_(*device_, *collectives_, weights_.units()),
       trace_(options.trace, options.trace_steps),
@@ -78,7 +79,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                reducer_options(options, plan, weights_, *collectives_, *device_)),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
-      optimizer_(make_optimizer(optimizer, shards_, *device_, *states_)),
+      optimizer_(make_optimizer(optimizer, options_, shards_, *device_, *states_)),
       update_(weights_, gatherer_, recorder_, *collectives_, *device_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }

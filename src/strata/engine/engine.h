@@ -31,6 +31,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
 #include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/update_rule.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/record/init_report.h"
 #include "strata/engine/record/step_recorder.h"
@@ -43,14 +44,6 @@
 #include "strata/engine/weight_update.h"
 
 namespace strata::engine {
-
-// Who updates the shards; decides what states are kept.
-enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
-// Whether the remainder of masters is enough for the rule where weights are bf16. An optimizer of
-// the user's sees fp32 masters.
-inline bool takes_remainders(UpdateRule rule) {
-  return rule != UpdateRule::kExternal;
-}
 
 struct StepResult {
   // False: skipped, because gradients were not finite. Where the norm is absent that is not known

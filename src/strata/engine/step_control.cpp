@@ -29,6 +29,8 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;
+  options.rounds_masters = config.precision.rounds_masters;
+  options.moment_dtype = config.precision.moment_dtype;
   options.max_live =
       config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
   options.max_live_is_hard = config.strata.max_live.has_value();
@@ -51,7 +53,7 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
 StepControl::StepControl(Engine& engine, const Config& config)
     : engine_(engine),
       scaler_(config.precision.loss_scale),
-      half_precision_(config.precision.param_dtype == DType::kFloat16),
+      half_precision_(config.precision.scales_loss()),
       accumulation_steps_(config.batch.accumulation_steps.value_or(1)),
       counts_(config.managed_accumulation) {}
 

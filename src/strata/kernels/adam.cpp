@@ -62,10 +62,23 @@ struct JoinedMasters {
   }
 };
 
+// bf16 weights that are rounded at each step.
+struct RoundedMasters {
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const AdamSpans& spans, std::size_t i) {
+    return Lanes<BFloat16>::load(d, spans.weight16 + 2 * i);
+  }
+  template <class D>
+  static HWY_INLINE void store(D d, hn::Vec<D> weight, const AdamSpans& spans, std::size_t i) {
+    Lanes<BFloat16>::store(d, weight, spans.weight16 + 2 * i);
+  }
+};
+
 // Without prefetches: the hardware sees four plain streams, and on huge pages each distance tried
 // was slower.
-// `Masters` is where the fp32 weights are, and what else of them is written.
-template <bool kL2, class Masters>
+// `Masters` is where the fp32 weights are, and what else of them is written; `Moment` is the
+// storage of the moments.
+template <bool kL2, class Masters, class Moment = float>
 void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t numel) {
   const hn::ScalableTag<float> d;
   const auto gradient_scale = hn::Set(d, c.gradient_scale);
@@ -78,22 +91,25 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
   const auto correction2_root = hn::Set(d, c.correction2_root);
   const auto eps = hn::Set(d, c.eps);
   const auto negative_step_size = hn::Set(d, c.negative_step_size);
-  float* const HWY_RESTRICT exp_avgs = spans.exp_avg.data();
-  float* const HWY_RESTRICT exp_avg_sqs = spans.exp_avg_sq.data();
+  constexpr bool kNarrow = !std::is_same_v<Moment, float>;
+  std::byte* const HWY_RESTRICT exp_avgs =
+      kNarrow ? spans.moments16.exp_avg : std::as_writable_bytes(spans.exp_avg).data();
+  std::byte* const HWY_RESTRICT exp_avg_sqs =
+      kNarrow ? spans.moments16.exp_avg_sq : std::as_writable_bytes(spans.exp_avg_sq).data();
   const float* const HWY_RESTRICT gradients = spans.gradient.data();
   for (std::size_t i = 0; i < numel; i += hn::Lanes(d)) {
     auto weight = Masters::load(d, spans, i);
     auto gradient = hn::Mul(hn::LoadU(d, gradients + i), gradient_scale);
     if constexpr (kL2) gradient = hn::MulAdd(l2, weight, gradient);
-    auto m = hn::LoadU(d, exp_avgs + i);
-    auto v = hn::LoadU(d, exp_avg_sqs + i);
+    auto m = Lanes<Moment>::load(d, exp_avgs + sizeof(Moment) * i);
+    auto v = Lanes<Moment>::load(d, exp_avg_sqs + sizeof(Moment) * i);
     m = hn::MulAdd(lerp_weight, hn::Sub(gradient, m), hn::IfThenElse(from_gradient, gradient, m));
     v = hn::MulAdd(hn::Mul(square_weight, gradient), gradient, hn::Mul(v, beta2));
     const auto denominator = hn::Add(hn::Div(hn::Sqrt(v), correction2_root), eps);
     const auto update = hn::Div(hn::Mul(negative_step_size, m), denominator);
     weight = hn::Add(hn::Mul(weight, decay), update);
-    hn::StoreU(m, d, exp_avgs + i);
-    hn::StoreU(v, d, exp_avg_sqs + i);
+    Lanes<Moment>::store(d, m, exp_avgs + sizeof(Moment) * i);
+    Lanes<Moment>::store(d, v, exp_avg_sqs + sizeof(Moment) * i);
     Masters::store(d, weight, spans, i);
   }
 }
@@ -102,6 +118,10 @@ template <bool kL2>
 void adam_body(const AdamSpans& spans, const AdamConstants& constants, std::size_t numel) {
   if (spans.has_remainder()) {
     adam_vectors<kL2, JoinedMasters>(spans, constants, numel);
+  } else if (spans.has_moments16()) {
+    adam_vectors<kL2, RoundedMasters, BFloat16>(spans, constants, numel);
+  } else if (spans.rounds_weight16) {
+    adam_vectors<kL2, RoundedMasters>(spans, constants, numel);
   } else if (spans.weight16 == nullptr) {
     adam_vectors<kL2, Float32Masters<void>>(spans, constants, numel);
   } else if (spans.weight16_dtype == DType::kBFloat16) {

@@ -15,7 +15,8 @@
 //     one that goes through fp64, everything is bit-identical at every size.
 //
 // Threads: pure functions of their spans; adam_step splits the work over `pool` when one is given.
-// Errors: UsageError when weight16_dtype is no 16-bit floating type, or not bf16 with a remainder.
+// Errors: UsageError when weight16_dtype is no 16-bit floating type, or not bf16 where the masters
+// are found in it.
 #pragma once
 
 #include <cstddef>
@@ -31,10 +32,16 @@ class ThreadPool;
 
 namespace strata::kernels {
 
+// bf16 moments, each as long as the gradient.
+struct Moments16 {
+  std::byte* exp_avg = nullptr;
+  std::byte* exp_avg_sq = nullptr;
+};
+
 // All spans of one step; the fp32 ones have equal length and do not overlap.
 struct AdamSpans {
-  std::span<float> weight;  // fp32 master weights; empty with a remainder
-  std::span<float> exp_avg;
+  std::span<float> weight;   // fp32 master weights; empty with a remainder, and where rounded
+  std::span<float> exp_avg;  // empty where moments16 are there
   std::span<float> exp_avg_sq;
   std::span<const float> gradient;
   std::byte* weight16 = nullptr;            // [gradient.size()] elements of weight16_dtype, or null
@@ -42,6 +49,12 @@ struct AdamSpans {
   // Where `low` is not null, the masters are weight16, bf16, and this: both are read and written.
   MasterRemainder remainder = {};
   bool has_remainder() const { return remainder.low != nullptr; }
+  // weight16, bf16, is its own master: read, updated in fp32, and rounded.
+  bool rounds_weight16 = false;
+  // Then the moments may be bf16: the weight is made of their new fp32 values, which are rounded
+  // after it.
+  Moments16 moments16 = {};
+  bool has_moments16() const { return moments16.exp_avg != nullptr; }
 };
 
 struct AdamScalars {

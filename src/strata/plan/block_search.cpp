@@ -87,20 +87,29 @@ std::vector<bool> repeated_candidates(const ModuleTree& tree, const Facts& facts
 
 }  // namespace
 
+bool LeafModules::holds(const ModuleNode& node) const {
+  const auto ends_path = [&](const std::string& suffix) { return node.path.ends_with(suffix); };
+  return node.leaf || names_class_of(classes, node) ||
+         std::ranges::find(names, node.path) != names.end() ||
+         std::ranges::any_of(name_suffixes, ends_path);
+}
+
 std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
-                             const std::vector<std::string>& leaf_classes) {
+                             const LeafModules& leaves) {
   const Facts facts = gather_facts(tree);
   std::vector<bool> candidate =
       wrap.empty() ? repeated_candidates(tree, facts) : named_candidates(tree, wrap);
   for (std::size_t i = 0; i < tree.size(); ++i) {
-    if (names_class_of(leaf_classes, tree[i])) candidate[i] = true;
+    if (leaves.holds(tree[i])) candidate[i] = true;
   }
   return outermost(tree, facts, candidate);
 }
 
-std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes) {
+std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes,
+                            const LeafModules& leaves) {
   std::vector<bool> candidate(tree.size());
-  for (std::size_t i = 0; i < tree.size(); ++i) candidate[i] = names_class_of(classes, tree[i]);
+  for (std::size_t i = 0; i < tree.size(); ++i)
+    candidate[i] = names_class_of(classes, tree[i]) || leaves.holds(tree[i]);
   return outermost(tree, gather_facts(tree), candidate);
 }
 

@@ -4,8 +4,8 @@
 //   2. repeated blocks: at least two siblings of one class that contain modules of their own, in a
 //      container (one that is never called, or Sequential); the outermost such (so a layer, not the
 //      experts inside it).
-// Where none of these holds, modules of the classes that the user called leaves are blocks too. A
-// class may be named with the Python module that it comes from ("package.module.Class").
+// Modules that the user called leaves are blocks too; so none is found inside them. A class may be
+// named with the Python module that it comes from ("package.module.Class").
 // What is left over (embeddings, final norm, head) is planned module by module (unit_plan).
 // Pure function.
 #pragma once
@@ -17,14 +17,26 @@
 
 namespace strata::plan {
 
+// Modules that are gathered as one with all that they contain: what is marked so in the tree, and
+// these.
+struct LeafModules {
+  std::vector<std::string> classes = {};
+  std::vector<std::string> names = {};  // paths
+  std::vector<std::string> name_suffixes = {};
+
+  bool holds(const ModuleNode& node) const;
+  bool operator==(const LeafModules&) const = default;
+};
+
 // Indices of the block modules, in tree order; no block contains another.
 // Throws ConfigError when a name in `wrap` is no class of the model; the message lists those that
 // are.
 std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
-                             const std::vector<std::string>& leaf_classes = {});
+                             const LeafModules& leaves = {});
 
-// Indices of the modules of these classes, in tree order; of nested ones the outermost. Names that
-// are no class of the model are passed over.
-std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes);
+// Indices of the modules of these classes and of leaves, in tree order; of nested ones the
+// outermost. Names that are none of the model are passed over.
+std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes,
+                            const LeafModules& leaves = {});
 
 }  // namespace strata::plan

@@ -7,7 +7,6 @@
 
 #include "strata/base/error.h"
 #include "strata/plan/flat_layout.h"
-#include "strata/plan/master_form.h"
 
 namespace strata::plan {
 namespace {
@@ -138,8 +137,10 @@ InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan,
     demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
     demand.largest_unit = std::max(demand.largest_unit, layout.flat_bytes());
     if (!unit.trainable) continue;
-    demand.masters += master_bytes(master_form(unit, optimizer.remainders), layout.shard());
-    demand.optimizer += bytes_of(layout.shard(), DType::kFloat32) * optimizer.states_per_master;
+    const MasterForm form = master_form(unit, optimizer.masters);
+    const DType states = form == MasterForm::kRounded ? optimizer.state_dtype : DType::kFloat32;
+    demand.masters += master_bytes(form, layout.shard());
+    demand.optimizer += bytes_of(layout.shard(), states) * optimizer.states_per_master;
   }
   return demand;
 }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/plan/master_form.h"
 #include "strata/plan/param_spec.h"
 #include "strata/plan/unit_plan.h"
 
@@ -32,8 +33,9 @@ std::optional<InitTier> init_tier_from(std::string_view name);
 
 // What an optimizer keeps.
 struct OptimizerNeeds {
-  int states_per_master = 2;  // fp32 values for each trainable weight: 2 for Adam
-  bool remainders = true;     // of masters, where the weights are bf16
+  int states_per_master = 2;  // values for each trainable weight: 2 for Adam
+  Masters masters = Masters::kRemainder;
+  DType state_dtype = DType::kFloat32;  // narrower where weights are updated rounded
 };
 
 // What the engine will hold on one rank's device when it is ready.

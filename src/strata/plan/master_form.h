@@ -12,14 +12,17 @@ enum class MasterForm {
   kShard,      // the weights are fp32 and their own masters
   kFloat32,    // fp32 beside the weights
   kRemainder,  // what bf16 weights lack of them: kernels/master_remainder.h
+  kRounded,    // none: bf16 weights are updated in fp32 and rounded at each step
 };
 
-// `remainders`: the optimizer works on weights and remainders where it can.
-inline MasterForm master_form(const UnitSpec& unit, bool remainders) {
+// What the optimizer works on where weights are bf16.
+enum class Masters { kFloat32, kRemainder, kRounded };
+
+inline MasterForm master_form(const UnitSpec& unit, Masters of_bf16) {
   if (!unit.trainable) return MasterForm::kNone;
   if (unit.dtype == DType::kFloat32) return MasterForm::kShard;
-  return remainders && unit.dtype == DType::kBFloat16 ? MasterForm::kRemainder
-                                                      : MasterForm::kFloat32;
+  if (unit.dtype != DType::kBFloat16 || of_bf16 == Masters::kFloat32) return MasterForm::kFloat32;
+  return of_bf16 == Masters::kRemainder ? MasterForm::kRemainder : MasterForm::kRounded;
 }
 
 // What it takes beside the weights, for a shard of `numel`.
@@ -27,6 +30,7 @@ inline Bytes master_bytes(MasterForm form, Numel numel) {
   switch (form) {
     case MasterForm::kNone:
     case MasterForm::kShard:
+    case MasterForm::kRounded:
       return Bytes();
     case MasterForm::kFloat32:
       return bytes_of(numel, DType::kFloat32);

@@ -16,6 +16,7 @@ struct ModuleNode {
   // Whether its own parameters take part in the gradients of anything; those of an embedding do
   // not: its backward needs the places that were looked up.
   bool read_in_backward = true;
+  bool leaf = false;  // the user wants it gathered as one, with all that it contains
 };
 
 using ModuleTree = std::vector<ModuleNode>;

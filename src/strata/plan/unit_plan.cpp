@@ -5,7 +5,6 @@
 #include <tuple>
 
 #include "strata/base/error.h"
-#include "strata/plan/block_search.h"
 
 namespace strata::plan {
 namespace {
@@ -22,7 +21,7 @@ class Planner {
   }
 
   ModelPlan run() {
-    block_of_module_ = holders(find_blocks(tree_, options_.wrap, options_.leaf_classes));
+    block_of_module_ = holders(find_blocks(tree_, options_.wrap, options_.leaves));
     if (options_.one_by_one) {
       for (std::size_t i = 0; i < tree_.size(); ++i) visit_one_by_one(i);
     } else {
@@ -191,9 +190,7 @@ class Planner {
   std::vector<int> scope_of_module() const {
     std::vector<int> scope = block_of_module_;
     if (options_.one_by_one) {
-      std::vector<std::string> named = options_.wrap;
-      named.insert(named.end(), options_.leaf_classes.begin(), options_.leaf_classes.end());
-      scope = holders(find_named(tree_, named));
+      scope = holders(find_named(tree_, options_.wrap, options_.leaves));
     }
     for (std::size_t i = 0; i < tree_.size(); ++i) {
       if (scope[i] >= 0) continue;

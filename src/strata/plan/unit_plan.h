@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/module_tree.h"
 #include "strata/plan/param_spec.h"
 
@@ -49,13 +50,13 @@ struct ModelPlan {
 inline constexpr Numel kUnbounded(std::numeric_limits<std::int64_t>::max());
 
 struct PlanOptions {
-  std::vector<std::string> wrap;          // class names of blocks; empty: found by themselves
-  std::vector<std::string> leaf_classes;  // classes that are blocks where they lie in no other
-  Bytes unit_bytes = 32_MiB;              // bound for units of neighbours outside blocks
-  Bytes block_unit_bytes = 256_MiB;       // and for those of a block; a parameter is never cut
-  Numel shared_numel = kUnbounded;        // of a unit that several modules outside blocks use
-  bool one_by_one = false;                // units of one parameter
-  Bytes small_bytes = 64_KiB;             // then: a parameter that takes more is a unit by itself
+  std::vector<std::string> wrap;     // class names of blocks; empty: found by themselves
+  LeafModules leaves;                // blocks where they lie in no other
+  Bytes unit_bytes = 32_MiB;         // bound for units of neighbours outside blocks
+  Bytes block_unit_bytes = 256_MiB;  // and for those of a block; a parameter is never cut
+  Numel shared_numel = kUnbounded;   // of a unit that several modules outside blocks use
+  bool one_by_one = false;           // units of one parameter
+  Bytes small_bytes = 64_KiB;        // then: a parameter that takes more is a unit by itself
   Numel persistence_threshold;  // parameters of at most so many elements stay gathered; 0: none
   Numel persistence_total;      // at most so many elements altogether; 0: no bound
 };

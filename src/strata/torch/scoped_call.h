@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "strata/torch/base/autocast.h"
 #include "strata/torch/base/tensor_search.h"
 #include "strata/torch/cpp/module_description.h"
 #include "strata/torch/sharded/sharded_model.h"
@@ -65,7 +66,8 @@ class EnteredScopes {
 // The forward of the whole model, from its beginning to leave(), or to the end of this object.
 class RootCall {
  public:
-  explicit RootCall(ShardedModel& model) : model_(model) {
+  explicit RootCall(ShardedModel& model)
+      : model_(model), autocast_(model.place(), model.config().precision.autocast) {
     model.begin_forward();
     model.enter_root();
   }
@@ -85,6 +87,7 @@ class RootCall {
 
  private:
   ShardedModel& model_;
+  AutocastGuard autocast_;
   bool left_ = false;
 };
 

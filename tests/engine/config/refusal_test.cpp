@@ -178,10 +178,14 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
       {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
       {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
       {R"({"sparse_gradients": true})", "sparse_gradients: not supported"},
-      {R"({"torch_autocast": {"enabled": true}})", "torch_autocast: not supported"},
+      {R"({"torch_autocast": {"enabled": true}})", "torch_autocast.dtype: wanted"},
+      {R"({"torch_autocast": {"enabled": true, "dtype": "bf16"}, "fp16": {"enabled": true}})",
+       "torch_autocast.dtype: contradicts fp16.enabled"},
       {R"({"data_types": {"param_dtype": "bf16"}})", "data_types.param_dtype: not supported"},
       {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",
-       "bf16.bf16_optimizer_states: not supported"},
+       "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads"},
+      {R"({"bf16": {"bf16_master_weights_and_grads": true}})",
+       "bf16.bf16_master_weights_and_grads: is for bf16 weights"},
   });
 }
 

@@ -66,8 +66,9 @@ def schedule_case(kind, params, group_lrs, keep_all):
         if step >= 0:
             scheduler.step()
         if kept(step, keep_all):
-            rows.append([step, [g["lr"] for g in optimizer.param_groups], [g["betas"][0] for g in optimizer.param_groups],
-                         [g["betas"][1] for g in optimizer.param_groups]])
+            groups = optimizer.param_groups
+            rows.append([step, [g["lr"] for g in groups], [g["betas"][0] for g in groups],
+                         [g["betas"][1] for g in groups]])
     if not any(row[2] != rows[0][2] or row[3] != [0.999] * len(group_lrs) for row in rows):
         rows = [row[:2] for row in rows]  # the schedule leaves the momentum alone
     return {"type": kind, "params": params, "group_lrs": group_lrs, "rows": rows}

@@ -56,7 +56,7 @@ std::vector<std::string_view> ShardStates::kinds_of(int unit) const {
 }
 
 DType ShardStates::dtype_of(int unit, std::string_view kind) const {
-  if (kind != kValue) return DType::kFloat32;
+  if (kind != kValue) return adam_->moment_dtype(unit);
   const Weights& weights = engine_.weights();
   const DType dtype = weights.units()[static_cast<std::size_t>(unit)].layout.dtype();
   const plan::MasterForm form = weights.master_form(unit);
@@ -141,15 +141,16 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
   const Numel at = weights.slot_of(param).offset + low - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
-  std::byte* target = moment(unit.id, kind).data() + bytes_of(at, DType::kFloat32).size();
+  const DType dtype = dtype_of(unit.id, kind);
+  std::byte* target = moment(unit.id, kind).data() + bytes_of(at, dtype).size();
   device::Device& device = engine_.device();
-  const std::size_t bytes = bytes_of(high - low, source_dtype).size();
-  if (source_dtype == DType::kFloat32) {
+  if (source_dtype == dtype) {
+    const std::size_t bytes = bytes_of(high - low, dtype).size();
     device.copy({target, bytes}, {first, bytes}, device.compute_stream());
     return;
   }
   STRATA_ASSERT(device.device_accessible(first));
-  device.cast(target, DType::kFloat32, first, source_dtype, high - low, device.compute_stream());
+  device.cast(target, dtype, first, source_dtype, high - low, device.compute_stream());
 }
 
 }  // namespace strata::engine

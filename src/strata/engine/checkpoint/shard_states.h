@@ -5,7 +5,7 @@
 //
 // Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
 // weights' own dtype: an fp64 weight holds all that its fp32 master has. "exp_avg", "exp_avg_sq":
-// fp32, of trainable units under our Adam, from the optimizer's first preparation on.
+// as our Adam keeps them, of trainable units, from the optimizer's first preparation on.
 //
 // Threads: the engine's. Ownership: borrows the engine; holds the lease of one state at a time, and
 // has the compute stream finish before it takes another. Errors: those of the StateStore.

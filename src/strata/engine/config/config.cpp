@@ -31,14 +31,6 @@ json open_document(std::string_view text_or_path) {
   return document;
 }
 
-DType dtype_or_fp32(const Settings& s, std::string_view path) {
-  const auto name = s.maybe<std::string>(path);
-  if (!name) return DType::kFloat32;
-  const auto dtype = dtype_from_config(*name);
-  STRATA_ASSERT(dtype.has_value());
-  return *dtype;
-}
-
 constexpr Numel kMaxLiveParameters(1'000'000'000);
 
 constexpr std::string_view kMicsKey = "zero_optimization.mics_shard_size";
@@ -96,41 +88,6 @@ ZeroConfig read_zero(const Settings& s) {
   };
   read_shard_groups(s, zero);
   return zero;
-}
-
-// 2 to initial_scale_power: the power is checked to be small.
-LossScaleParams read_loss_scale(const Settings& s, bool fp16) {
-  const LossScaleParams scale{
-      .fixed = s.number("fp16.loss_scale"),
-      .initial = std::ldexp(1.0, static_cast<int>(s.integer("fp16.initial_scale_power"))),
-      .window = s.integer("fp16.loss_scale_window"),
-      .hysteresis = s.integer("fp16.hysteresis"),
-      .consecutive_hysteresis = s.flag("fp16.consecutive_hysteresis"),
-      .minimum = static_cast<double>(s.integer("fp16.min_loss_scale"))};
-  if (!fp16) return {};
-  LossScaler check(scale);  // refuses a dynamic scale without window or minimum
-  return scale;
-}
-
-PrecisionConfig read_precision(const Settings& s) {
-  const bool bf16 = s.flag("bf16.enabled");
-  const bool fp16 = s.flag("fp16.enabled");
-  if (bf16 && fp16) {
-    throw ConfigError(
-        "bf16.enabled: contradicts fp16.enabled, since parameters have one element type; set one "
-        "of "
-        "the two to false; found both true");
-  }
-  const bool skip_bf16 = s.flag("bf16.check_grad_overflow");
-  const bool cast = s.flag("fp16.auto_cast");
-  return {.param_dtype = bf16   ? std::optional(DType::kBFloat16)
-                         : fp16 ? std::optional(DType::kFloat16)
-                                : std::nullopt,
-          .grad_accum_dtype = dtype_or_fp32(s, "data_types.grad_accum_dtype"),
-          .communication_dtype = dtype_or_fp32(s, "communication_data_type"),
-          .cast_inputs = fp16 && cast,
-          .skip_on_overflow = fp16 || (bf16 && skip_bf16),
-          .loss_scale = read_loss_scale(s, fp16)};
 }
 
 comm::CarrierKind carrier_of(const std::string& name) {

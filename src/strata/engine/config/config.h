@@ -18,9 +18,9 @@
 #include "strata/comm/carriers.h"
 #include "strata/engine/config/batch_sizes.h"
 #include "strata/engine/config/optimizer_config.h"
+#include "strata/engine/config/precision_config.h"
 #include "strata/engine/config/remarks.h"
 #include "strata/engine/config/scheduler_config.h"
-#include "strata/engine/schedule/loss_scaler.h"
 
 namespace strata::engine {
 
@@ -47,21 +47,6 @@ struct ZeroConfig {
   int shard_group_size = 0;
   // Each group holds the weights, and no more: the rest is sharded over all ranks (ZeRO++).
   bool secondary_shards = false;
-};
-
-struct PrecisionConfig {
-  std::optional<DType> param_dtype;             // under bf16 or fp16; absent: each its own
-  DType grad_accum_dtype = DType::kFloat32;     // data_types.grad_accum_dtype
-  DType communication_dtype = DType::kFloat32;  // communication_data_type
-  bool cast_inputs = false;                     // fp16.auto_cast
-  bool skip_on_overflow = false;                // fp16, or bf16.check_grad_overflow under bf16
-  LossScaleParams loss_scale;                   // a fixed 1 unless fp16 is on
-
-  // In what a parameter computes whose values are of dtype `own`. What kernels do not compute with
-  // (quantized, packed) stays as it is.
-  DType weight_dtype(DType own) const {
-    return param_dtype && is_floating(own) ? *param_dtype : own;
-  }
 };
 
 enum class GradientOp : std::uint8_t { kMean, kSum };

@@ -14,8 +14,6 @@ using enum Treatment;
 constexpr std::array kFeaturesKeys{
     Key{"amp", kSwitch, "null", "enabled", kRefused, "mixed precision of NVIDIA apex",
         "remove the section and write \"bf16\": {\"enabled\": true}"},
-    Key{"torch_autocast", kSwitch, "null", "enabled", kRefused, "torch.autocast around forward",
-        "write \"bf16\": {\"enabled\": true}, or enter torch.autocast in the script"},
     Key{"compile", kSwitch, "null", "enabled|deepcompile", kRefused, "DeepCompile",
         "remove the section and use torch.compile on the model"},
     Key{"elasticity", kSwitch, "null", "enabled", kRefused,

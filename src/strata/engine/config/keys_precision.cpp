@@ -1,4 +1,4 @@
-// Rows of bf16, fp16 and data_types.
+// Rows of bf16, fp16, torch_autocast and data_types.
 #include <array>
 
 #include "strata/engine/config/key.h"
@@ -20,10 +20,13 @@ constexpr std::array kPrecisionKeys{
         "skip the step of every rank when a gradient is not finite", ""},
     Key{"bf16.immediate_grad_update", kFlag, "false", "", kHint,
         "accumulate a gradient as soon as it appears", "it always is"},
-    Key{"bf16.bf16_master_weights_and_grads", kFlag, "false", "", kRefused,
-        "master weights in bfloat16", "remove the key: master weights are fp32"},
-    Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kRefused, "optimizer state in bfloat16",
-        "remove the key: optimizer state is fp32"},
+    Key{"bf16.bf16_master_weights_and_grads", kFlag, "false", "", kHonoured,
+        "weights are updated in fp32 and rounded to bfloat16 at each step, so that small updates "
+        "are lost; gradients accumulate in bfloat16 unless data_types.grad_accum_dtype says "
+        "otherwise; for Adam and AdamW",
+        ""},
+    Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kHonoured,
+        "Adam's moments in bfloat16; needs bf16_master_weights_and_grads", ""},
 
     Key{"fp16", kSection, "{}", "", kHonoured, "parameters in float16, loss scaled", ""},
     Key{"fp16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
@@ -43,6 +46,18 @@ constexpr std::array kPrecisionKeys{
         "the scale never falls below; > 0 when dynamic", ""},
     Key{"fp16.fp16_master_weights_and_grads", kFlag, "false", "", kRefused,
         "master weights in float16", "remove the key: master weights are fp32"},
+
+    Key{"torch_autocast", kSection, "{}", "", kHonoured,
+        "forward within torch.autocast; parameters keep their types", ""},
+    Key{"torch_autocast.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
+    Key{"torch_autocast.dtype", kChoice, "null",
+        "bf16|fp16|bfloat16|float16|half|torch.bfloat16|torch.float16", kHonoured,
+        "type in which operations compute that autocast finds safe; fp16 scales the loss, from "
+        "65536 on",
+        ""},
+    Key{"torch_autocast.lower_precision_safe_modules", kStrings, "null", "", kHint,
+        "classes of modules whose weights and gradients may travel in that type",
+        "they travel as they are; communication_data_type names a type for all gradients"},
 
     Key{"data_types", kSection, "{}", "", kHonoured, "element types", ""},
     Key{"data_types.grad_accum_dtype", kChoice, "null", "fp32|bf16|fp16|float32|bfloat16|float16",

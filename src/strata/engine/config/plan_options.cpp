@@ -7,7 +7,8 @@ namespace strata::engine {
 plan::PlanOptions plan_options_from(const Config& config) {
   plan::PlanOptions options;
   options.wrap = config.strata.wrap;
-  options.leaf_classes = config.zero.leaf.classes;
+  options.leaves = {config.zero.leaf.classes, config.zero.leaf.names,
+                    config.zero.leaf.name_suffixes};
   if (config.strata.unit_size) {
     options.unit_bytes = *config.strata.unit_size;
     options.block_unit_bytes = *config.strata.unit_size;

@@ -12,24 +12,35 @@ std::span<float> floats(offload::Lease& lease) {
 }  // namespace
 
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
-                             offload::StateStore& states, bool decoupled)
+                             offload::StateStore& states, bool decoupled, DType moments)
     : shards_(shards),
       device_(device),
       store_(states),
       decoupled_(decoupled),
-      missed_(static_cast<std::size_t>(shards.weights().param_count())) {}
+      moments_(moments),
+      missed_(static_cast<std::size_t>(shards.weights().param_count())) {
+  for (const OptimizerShards::UnitShard& shard : shards.units()) {
+    const Unit& unit = shards.weights().units()[static_cast<std::size_t>(shard.unit)];
+    if (unit.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
+  }
+}
 
 void AdamOptimizer::prepare() {
   if (!states_.empty()) return;
   std::vector<offload::BlockSpec> blocks;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
-    const Bytes bytes = bytes_of(unit.layout.shard(), DType::kFloat32);
+    const Bytes bytes = bytes_of(unit.layout.shard(), moment_dtype(shard.unit));
     for (const char* const state : {".exp_avg", ".exp_avg_sq"})
       blocks.push_back({unit.name() + state, bytes, memory::Kind::kOptimizerState});
   }
   const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
   for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
+}
+
+DType AdamOptimizer::moment_dtype(int unit) const {
+  return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
+                                                                           : DType::kFloat32;
 }
 
 std::unique_ptr<offload::Lease> AdamOptimizer::lease_moment(int unit, Moment moment) {
@@ -52,14 +63,11 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   ++steps_;
   left_out_ = shards_.gradients().left_out();
   for (const int param : left_out_) ++missed_[static_cast<std::size_t>(param)];
-  Weights& weights = shards_.weights();
   for (const int unit : order(first)) {
     const std::size_t i = shards_.index_of(unit);
     if (shards_.gradients().filled(unit)) {
       update(shards_.units()[i], states_[i], groups, scale);
-      // The kernel writes 16-bit weights beside their masters, but no fp64 ones.
-      const Unit& updated_unit = weights.units()[static_cast<std::size_t>(unit)];
-      if (updated_unit.layout.dtype() == DType::kFloat64) weights.round_masters(unit);
+      round_wide_weights(shards_.units()[i]);
     }
     updated(unit);
   }
@@ -87,6 +95,14 @@ std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(
   return runs;
 }
 
+// The kernel writes 16-bit weights beside their masters, but no fp64 ones.
+void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) {
+  Weights& weights = shards_.weights();
+  const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
+  if (unit.layout.dtype() != DType::kFloat64) return;
+  for (const Run& run : runs_of(shard)) weights.round_masters(shard.unit, run.begin, run.end);
+}
+
 void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
                            std::span<const GroupScalars> groups, const GradientScale& scale) {
   Weights& weights = shards_.weights();
@@ -96,20 +112,28 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States
   const auto exp_avg_sq = store_.fetch(states.exp_avg_sq, offload::Access::kReadWrite);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
   const plan::MasterForm form = weights.master_form(shard.unit);
+  const DType moments = moment_dtype(shard.unit);
   for (const Run& run : runs_of(shard)) {
     STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
     const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
     const std::size_t begin = run.begin.size();
     const std::size_t numel = (run.end - run.begin).size();
     kernels::AdamSpans spans;
-    if (form == plan::MasterForm::kRemainder) {
+    if (form == plan::MasterForm::kRounded) {
+      spans.rounds_weight16 = true;
+    } else if (form == plan::MasterForm::kRemainder) {
       // Runs begin where parameters do, at multiples of 256 bytes.
       spans.remainder = kernels::remainder_over(master->bytes(), unit.layout.shard()).from(begin);
     } else {
       spans.weight = floats(*master).subspan(begin, numel);
     }
-    spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
-    spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
+    if (moments == DType::kBFloat16) {
+      const std::size_t at = bytes_of(run.begin, moments).size();
+      spans.moments16 = {exp_avg->bytes().data() + at, exp_avg_sq->bytes().data() + at};
+    } else {
+      spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
+      spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
+    }
     spans.gradient = gradient.subspan(begin, numel);
     if (size_of(unit.layout.dtype()) == 2_B) {
       spans.weight16 = unit.shard.data() + bytes_of(run.begin, unit.layout.dtype()).size();

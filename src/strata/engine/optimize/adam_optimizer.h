@@ -16,15 +16,17 @@ namespace strata::engine {
 
 class AdamOptimizer final : public ShardedOptimizer {
  public:
-  // `decoupled`: AdamW; else Adam with L2 added to the gradient.
+  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: their type, fp32 or
+  // bf16, of units whose masters are rounded; others have fp32 ones.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
-                bool decoupled);
+                bool decoupled, DType moments = DType::kFloat32);
 
   void prepare() override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
-  bool takes_late_scale() const override { return true; }
+  // Not with fp64 weights, which are rounded from their masters by a pass that knows no scale.
+  bool takes_late_scale() const override { return !has_wide_weights_; }
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
 
@@ -37,7 +39,9 @@ class AdamOptimizer final : public ShardedOptimizer {
   void set_steps(std::int64_t all, std::span<const std::int64_t> by_param);
 
   enum class Moment { kFirst, kSecond };
-  // Of a trainable unit's shard, in fp32; null before prepare(). What is written there counts.
+  DType moment_dtype(int unit) const;
+  // Of a trainable unit's shard, in moment_dtype(); null before prepare(). What is written there
+  // counts.
   std::unique_ptr<offload::Lease> lease_moment(int unit, Moment moment);
 
  private:
@@ -55,11 +59,14 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<Run> runs_of(const OptimizerShards::UnitShard& shard) const;
   void update(const OptimizerShards::UnitShard& shard, const States& states,
               std::span<const GroupScalars> groups, const GradientScale& scale);
+  void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
   device::Device& device_;
   offload::StateStore& store_;
   bool decoupled_;
+  DType moments_;
+  bool has_wide_weights_ = false;
   std::int64_t steps_ = 0;
   std::vector<std::int64_t> missed_;  // by parameter: steps that left it out
   std::vector<int> left_out_;         // parameters, of the last step

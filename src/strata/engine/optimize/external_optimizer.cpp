@@ -38,6 +38,23 @@ std::span<float> ExternalOptimizer::scaled_gradient(std::size_t index, float sca
   return wide;
 }
 
+// What the optimizer has left out keeps its weights: fp64 ones are more than their masters.
+void ExternalOptimizer::round(const OptimizerShards::UnitShard& shard) {
+  const GradientShards& gradients = shards_.gradients();
+  Weights& weights = shards_.weights();
+  const bool wide =
+      weights.units()[static_cast<std::size_t>(shard.unit)].layout.dtype() == DType::kFloat64;
+  if (!wide) {
+    weights.round_masters(shard.unit);
+    return;
+  }
+  if (!gradients.filled(shard.unit)) return;
+  for (const plan::ParamSegment& segment : shard.segments) {
+    if (!gradients.left_out(segment.param))
+      weights.round_masters(shard.unit, segment.begin, segment.end);
+  }
+}
+
 void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const GradientScale& scale,
                              std::span<const int> /*first*/, const Updated& updated) {
   STRATA_ASSERT(update_ != nullptr);
@@ -54,7 +71,7 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   }
   update_(gradients);
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    shards_.weights().round_masters(shard.unit);
+    round(shard);
     updated(shard.unit);
   }
 }

@@ -46,6 +46,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
 
  private:
   std::span<float> scaled_gradient(std::size_t index, float scale);
+  void round(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
   device::Device& device_;

@@ -24,6 +24,10 @@ struct EngineOptions {
   bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
+  // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
+  // moments may be bf16 then, too.
+  bool rounds_masters = false;
+  DType moment_dtype = DType::kFloat32;
   // Gathered weights may hold this much; one scope's units are gathered even where they exceed it.
   Bytes max_live = 2_GiB;
   // False: the unit that is used next is fetched while this one computes even where they exceed it.

@@ -28,12 +28,13 @@ Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
 }  // namespace
 
 Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-                 const EngineOptions& options, bool remainders, comm::Collectives& collectives,
-                 device::Device& device, offload::StateStore& states)
+                 const EngineOptions& options, plan::Masters masters,
+                 comm::Collectives& collectives, device::Device& device,
+                 offload::StateStore& states)
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
-      remainders_(remainders),
+      masters_(masters),
       place_(collectives.shard_place()),
       device_(device),
       states_(states) {
@@ -246,18 +247,25 @@ std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
 }
 
 std::span<std::byte> Weights::hold_master(int unit) {
-  STRATA_ASSERT(master_form(unit) != plan::MasterForm::kRemainder);
+  const plan::MasterForm form = master_form(unit);
+  STRATA_ASSERT(form == plan::MasterForm::kShard || form == plan::MasterForm::kFloat32);
   auto& held = held_masters_[static_cast<std::size_t>(unit)];
   if (held == nullptr) held = lease_master(unit);
   return held->bytes();
 }
 
 void Weights::round_masters(int unit) {
+  round_masters(unit, Numel(), units_[static_cast<std::size_t>(unit)].layout.shard());
+}
+
+void Weights::round_masters(int unit, Numel begin, Numel end) {
   if (master_form(unit) != plan::MasterForm::kFloat32) return;
   const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const DType dtype = u.layout.dtype();
   const auto lease = lease_master(unit);
-  device_.cast(u.shard.data(), u.layout.dtype(), lease->bytes().data(), DType::kFloat32,
-               u.layout.shard(), device_.compute_stream());
+  device_.cast(u.shard.data() + bytes_of(begin, dtype).size(), dtype,
+               lease->bytes().data() + bytes_of(begin, DType::kFloat32).size(), DType::kFloat32,
+               end - begin, device_.compute_stream());
 }
 
 }  // namespace strata::engine

@@ -25,10 +25,10 @@ namespace strata::engine {
 class Weights {
  public:
   // The options' stage decides which units are whole. Memory is taken unit by unit, in their order,
-  // when values come, or for all by back_all(); contents are zero. `remainders`: of masters, where
-  // the weights are bf16.
+  // when values come, or for all by back_all(); contents are zero. `masters`: where the weights are
+  // bf16.
   Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-          const EngineOptions& options, bool remainders, comm::Collectives& collectives,
+          const EngineOptions& options, plan::Masters masters, comm::Collectives& collectives,
           device::Device& device, offload::StateStore& states);
   ~Weights();
 
@@ -65,16 +65,18 @@ class Weights {
   std::pair<Numel, Numel> owned_range(int param) const;
 
   plan::MasterForm master_form(int unit) const {
-    return plan::master_form(units_[static_cast<std::size_t>(unit)].spec, remainders_);
+    return plan::master_form(units_[static_cast<std::size_t>(unit)].spec, masters_);
   }
-  // fp32 masters of a trainable unit's shard, or their remainder (remainder_over()), as memory that
-  // stays in place while the lease lives.
+  // fp32 masters of a trainable unit's shard, or their remainder (remainder_over()), or where
+  // masters are rounded the shard itself, as memory that stays in place while the lease lives.
   std::unique_ptr<offload::Lease> lease_master(int unit);
   // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as these
   // Weights live. Leases of them are given all the same.
   std::span<std::byte> hold_master(int unit);
-  // Rounds the unit's masters to its weights (for optimizers that know only masters).
+  // Rounds the unit's masters to its weights (for optimizers that know only masters); of elements
+  // [begin, end) of its shard alone.
   void round_masters(int unit);
+  void round_masters(int unit, Numel begin, Numel end);
 
  private:
   // Takes the memory of the units up to this one.
@@ -93,7 +95,7 @@ class Weights {
   std::vector<int> unit_of_param_;
   std::vector<int> slot_of_param_;
   std::vector<Unit> units_;
-  bool remainders_;
+  plan::Masters masters_;
   comm::ShardPlace place_;
   device::Device& device_;
   offload::StateStore& states_;

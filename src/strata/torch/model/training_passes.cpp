@@ -26,7 +26,7 @@ TrainingPasses::TrainingPasses(engine::Engine& engine, const ParameterSet& param
                                const PlannedModel& model, const engine::Config& config)
     : engine_(engine),
       control_(engine, config),
-      scales_loss_(config.precision.param_dtype == DType::kFloat16),
+      scales_loss_(config.precision.scales_loss()),
       pass_({[this] { return hooks_.stored_by_running_graph(); },
              [this](bool scaled) { begin_found(scaled); }, [this] { end_found(); },
              [this] { abandon_backward(); }}),

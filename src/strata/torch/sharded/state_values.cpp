@@ -8,6 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/kernels/master_remainder.h"
+#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::torch {
@@ -23,10 +24,6 @@ plan::ShardPiece piece_of(const engine::Weights& weights, int param, int index) 
 
 std::int64_t count_of(const plan::ShardPiece& piece) {
   return piece.param_end.value - piece.param_begin.value;
-}
-
-std::span<float> floats(std::span<std::byte> bytes) {
-  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
 
 std::span<std::byte> values_of(const at::Tensor& tensor) {
@@ -83,30 +80,30 @@ std::optional<StateValues::Shard> StateValues::shard(StateKind kind) {
   Shard shard;
   switch (kind) {
     case StateKind::kMaster:
-      if (engine_.weights().master_form(unit_.id) == plan::MasterForm::kShard) {
-        shard.values = floats(unit_.shard);
-      } else {
-        shard.lease = engine_.weights().lease_master(unit_.id);
-        shard.values = floats(shard.lease->bytes());
-      }
+      shard.lease = engine_.weights().lease_master(unit_.id);
+      shard.values = shard.lease->bytes().data();
+      if (engine_.weights().master_form(unit_.id) == plan::MasterForm::kRounded)
+        shard.dtype = unit_.layout.dtype();
       return shard;
     case StateKind::kGradient:
       if (!gradients.filled(unit_.id)) return std::nullopt;
-      shard.values = gradients.values(unit_.id);
+      shard.values = std::as_writable_bytes(gradients.values(unit_.id)).data();
       return shard;
     case StateKind::kFirstMoment:
     case StateKind::kSecondMoment:
       shard.lease = lease_moment(kind);
       if (shard.lease == nullptr) return std::nullopt;
-      shard.values = floats(shard.lease->bytes());
+      shard.values = shard.lease->bytes().data();
+      shard.dtype =
+          dynamic_cast<engine::AdamOptimizer&>(*engine_.optimizer()).moment_dtype(unit_.id);
       return shard;
   }
   STRATA_ASSERT(false);
 }
 
 at::Tensor StateValues::view(const Shard& shard) const {
-  return tensor_over(shard.values.data() + piece_.shard_offset.size(), count_of(piece_), at::kFloat,
-                     model_.place());
+  return tensor_over(shard.values + bytes_of(piece_.shard_offset, shard.dtype).size(),
+                     count_of(piece_), to_scalar_type(shard.dtype), model_.place());
 }
 
 // Of bf16 weights whose masters are kept as remainders.
@@ -133,7 +130,7 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
   if (joined) return joined_masters();
   const auto found = shard(kind);
   if (!found) return std::nullopt;
-  at::Tensor copy = view(*found).clone();
+  at::Tensor copy = view(*found).to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   current_stream(model_.place()).synchronize();
   return copy;
 }
@@ -141,10 +138,24 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
 std::optional<at::Tensor> StateValues::whole(StateKind kind) {
   const std::optional<at::Tensor> mine = part(kind);
   if (!mine) return std::nullopt;
+  return join(*mine);
+}
+
+std::optional<at::Tensor> StateValues::joined(const std::optional<at::Tensor>& mine) {
+  if (mine) require_numel(*mine, count_of(piece_), engine_.weights().param(param_).name);
+  finish_queued();
+  double missing = mine || count_of(piece_) == 0 ? 0.0 : 1.0;
+  engine_.collectives().all_reduce({&missing, 1}, comm::ReduceOp::kMax);
+  if (missing > 0.0) return std::nullopt;
+  const auto options = at::TensorOptions(at::kFloat).device(model_.place());
+  return join(mine ? *mine : at::empty({0}, options));
+}
+
+at::Tensor StateValues::join(const at::Tensor& mine) {
   const engine::Weights& weights = engine_.weights();
   at::Tensor all = at::empty({weights.slot_of(param_).numel.value},
                              at::TensorOptions(at::kFloat).device(model_.place()));
-  all.narrow(0, piece_.param_begin.value, count_of(piece_)).copy_(*mine);
+  all.narrow(0, piece_.param_begin.value, count_of(piece_)).copy_(mine);
   current_stream(model_.place()).synchronize();
   // Where every shard group holds all of them, those of the first count.
   for (int index = 0; index < unit_.layout.world_size(); ++index) {

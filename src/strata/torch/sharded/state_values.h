@@ -36,6 +36,9 @@ class StateValues {
   // collective.
   std::optional<at::Tensor> part(StateKind kind);
   std::optional<at::Tensor> whole(StateKind kind);
+  // Of a state that somebody else keeps: `mine` is this rank's part. Collective; nullopt where a
+  // rank lacks its part.
+  std::optional<at::Tensor> joined(const std::optional<at::Tensor>& mine);
   // `values`: fp32, of this rank's part, or of the whole parameter. Collective for masters, whose
   // weights follow. False, and nothing is done, where there is no such state.
   bool set_part(StateKind kind, const at::Tensor& values);
@@ -44,12 +47,14 @@ class StateValues {
  private:
   // The shard that holds the part, and the memory that must stay leased meanwhile.
   struct Shard {
-    std::span<float> values;
+    std::byte* values = nullptr;
+    DType dtype = DType::kFloat32;
     std::unique_ptr<offload::Lease> lease;
   };
   std::optional<Shard> shard(StateKind kind);
   std::unique_ptr<offload::Lease> lease_moment(StateKind kind);
   at::Tensor view(const Shard& shard) const;
+  at::Tensor join(const at::Tensor& mine);
   at::Tensor joined_masters();
   void set_masters(const at::Tensor& values);
   void finish_queued();

@@ -53,9 +53,10 @@ plan::InitFacts facts_from(const std::string& text) {
   return facts;
 }
 
-plan::OptimizerNeeds needs_of(engine::UpdateRule rule) {
+plan::OptimizerNeeds needs_of(engine::UpdateRule rule, const engine::EngineOptions& options) {
   plan::OptimizerNeeds needs;
-  needs.remainders = engine::takes_remainders(rule);
+  needs.masters = engine::masters_for(rule, options);
+  needs.state_dtype = options.moment_dtype;
   switch (rule) {
     case engine::UpdateRule::kNone:
     case engine::UpdateRule::kExternal:  // what it keeps is its own
@@ -83,8 +84,9 @@ plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
     by_rank.push_back(facts_from(text));
   }
   const int stage = config.zero.stage;
+  const plan::OptimizerNeeds needs = needs_of(rule, engine_options_of(model, config));
   const auto demand = [&](int with_stage, int ranks) {
-    return plan::init_demand(model.specs, model.plan, with_stage, ranks, needs_of(rule));
+    return plan::init_demand(model.specs, model.plan, with_stage, ranks, needs);
   };
   std::vector<plan::InitAlternative> alternatives;
   if (stage < 3 && shards > 1) alternatives.push_back({"stage 3", demand(3, shards).total()});
@@ -96,8 +98,8 @@ plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
                             demand(3, wanted).total()});
   }
   return plan::choose_init(
-      plan::init_demand(model.specs, model.plan, stage, shards, needs_of(rule), place.parts),
-      by_rank, plan::init_tier_from(config.strata.init_tier), alternatives);
+      plan::init_demand(model.specs, model.plan, stage, shards, needs, place.parts), by_rank,
+      plan::init_tier_from(config.strata.init_tier), alternatives);
 }
 
 }  // namespace strata::torch

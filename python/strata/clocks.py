@@ -1,0 +1,137 @@
+"""Names of DeepSpeed's engine where scripts look for times and metrics: ``timers``, ``tput_timer``, ``monitor``."""
+
+import time
+
+import torch
+
+
+class Timers:
+    """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` tells what a step did.
+
+    Args:
+        device: torch.device that starts and stops wait for.
+    """
+
+    def __init__(self, device):
+        self._device = device
+        self._timers = {}
+
+    def __call__(self, name):
+        """The ``Timer`` of this name, made when it is first asked for."""
+        if name not in self._timers:
+            self._timers[name] = Timer(name, self._device)
+        return self._timers[name]
+
+    def has_timer(self, name):
+        return name in self._timers
+
+    def get_timers(self):
+        """{name: ``Timer``}."""
+        return self._timers
+
+    def get_mean(self, names, normalizer=1.0, reset=True):
+        """{name: mean milliseconds of a start and stop, over ``normalizer``} of those that ran."""
+        means = {name: self._timers[name].mean() / normalizer for name in names if self.has_timer(name)}
+        for name in means if reset else ():
+            self._timers[name].reset()
+        return means
+
+    def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
+        """Does nothing: ask ``get_mean()``, or ``Timer.elapsed()``."""
+
+
+class Timer:
+    """One of ``Timers``. Milliseconds between starts and stops add up until ``reset()``."""
+
+    def __init__(self, name, device):
+        self.name_ = name
+        self._device = device
+        self.started_ = False
+        self.reset()
+
+    def start(self):
+        if self.started_:
+            raise RuntimeError(f"the timer '{self.name_}' has been started; stop() it first")
+        self._since = self._now()
+        self.started_ = True
+
+    def stop(self, reset=False, record=True):
+        """``reset``: forgets what was before. ``record``: accepted for DeepSpeed's sake."""
+        if not self.started_:
+            raise RuntimeError(f"the timer '{self.name_}' is not running; start() it first")
+        if reset:
+            self.reset()
+        self._milliseconds += (self._now() - self._since) * 1e3
+        self._count += 1
+        self.started_ = False
+
+    def reset(self):
+        self._milliseconds, self._count = 0.0, 0
+
+    def elapsed(self, reset=True):
+        """float: milliseconds so far, those of a timer that runs among them."""
+        running = (self._now() - self._since) * 1e3 if self.started_ else 0.0
+        total = self._milliseconds + running
+        if reset:
+            self.reset()
+            if self.started_:
+                self._since = self._now()
+        return total
+
+    def mean(self):
+        """float: milliseconds of a start and stop."""
+        return self._milliseconds / self._count if self._count else 0.0
+
+    def _now(self):
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class ThroughputTimer:
+    """``engine.tput_timer``: samples a second over the optimizer steps since the second one; the first ones of a job
+    take longer. The engine counts by the host's clock, and waits for nothing."""
+
+    start_step = 2
+
+    def __init__(self):
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._samples = 0
+        self._since = None
+
+    def step_ended(self, samples):
+        """Called by the engine at each accumulation boundary; ``samples``: of all ranks."""
+        now = time.perf_counter()
+        self.global_step_count += 1
+        if self._since is not None:
+            self.total_elapsed_time += now - self._since
+            self._samples += samples
+        if self.global_step_count >= self.start_step:
+            self._since = now
+
+    def avg_samples_per_sec(self):
+        """float: of all ranks; ``-inf`` before the third step, as DeepSpeed's."""
+        return self._samples / self.total_elapsed_time if self.total_elapsed_time else float("-inf")
+
+    def start(self):
+        """Does nothing: the engine counts."""
+
+    def stop(self, global_step=False, report_speed=True):
+        """Does nothing: the engine counts."""
+
+    def update_epoch_count(self):
+        """Does nothing: epochs do not matter for the mean."""
+
+
+class NoMonitor:
+    """``engine.monitor``: nothing is written, whatever sections ``tensorboard``, ``wandb`` and ``csv_monitor`` say.
+
+    Attributes:
+        enabled: False.
+    """
+
+    enabled = False
+
+    def write_events(self, event_list):
+        """Does nothing: a script gives its metrics to its own writer."""

@@ -1,0 +1,24 @@
+// Who updates the shards, and what masters of bf16 weights that leaves to be kept. Pure functions.
+// Errors: ConfigError for settings that do not fit the rule.
+#pragma once
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/engine_options.h"
+#include "strata/plan/master_form.h"
+
+namespace strata::engine {
+
+enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
+
+// An optimizer of the user's sees fp32 masters; ours works on weights and remainders, or rounds.
+inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
+  if (rule == UpdateRule::kExternal && options.rounds_masters) {
+    throw ConfigError(
+        "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
+        "themselves; remove the key, or take one of these; found another optimizer");
+  }
+  if (rule == UpdateRule::kExternal) return plan::Masters::kFloat32;
+  return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
+}
+
+}  // namespace strata::engine

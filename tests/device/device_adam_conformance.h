@@ -1,0 +1,217 @@
+// What Adam of every Device must give, as a typed suite; beside device_kernels_conformance.h. A
+// device joins by its harness (see device_conformance.h) and one line:
+//   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceAdamConformance, CpuHarness);
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "device/device_fixture.h"
+#include "strata/device/device.h"
+#include "strata/kernels/elementwise.h"
+
+namespace strata::device {
+
+template <typename Harness>
+class DeviceAdamConformance : public DeviceConformance<Harness> {};
+
+TYPED_TEST_SUITE_P(DeviceAdamConformance);
+
+TYPED_TEST_P(DeviceAdamConformance, AdamIsWithinOneUlpOfTheReference) {
+  for (const std::size_t count : kCounts) {
+    auto weight = this->random_floats(count, 8);
+    auto exp_avg = this->random_floats(count, 9);
+    auto exp_avg_sq = this->random_floats(count, 10);
+    for (float& value : exp_avg_sq) value = std::abs(value);
+    const auto gradient = this->random_floats(count, 11);
+    std::vector<std::byte> weight16(count * 2);
+    const auto weight_there = this->upload(this->raw(weight));
+    const auto avg_there = this->upload(this->raw(exp_avg));
+    const auto sq_there = this->upload(this->raw(exp_avg_sq));
+    const auto gradient_there = this->upload(this->raw(gradient));
+    const auto weight16_there = this->upload(weight16);
+    const kernels::AdamScalars scalars{.weight_decay = 0.1, .step = 3, .gradient_scale = 0.5F};
+
+    kernels::adam_step_reference(
+        {weight, exp_avg, exp_avg_sq, gradient, weight16.data(), DType::kBFloat16}, scalars);
+    this->device_->adam_step(
+        {this->floats(*weight_there), this->floats(*avg_there), this->floats(*sq_there),
+         this->floats(*gradient_there), weight16_there->bytes().data(), DType::kBFloat16},
+        scalars, *this->stream_);
+
+    const auto expect_near = [count](const std::vector<float>& got,
+                                     const std::vector<float>& want) {
+      ASSERT_EQ(got.size(), want.size());
+      std::int64_t worst = 0;
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        worst = std::max(worst, ulps_between(got[i], want[i]));
+      }
+      EXPECT_LE(worst, 1) << count << " elements";
+    };
+    expect_near(this->download_floats(*weight_there), weight);
+    expect_near(this->download_floats(*avg_there), exp_avg);
+    expect_near(this->download_floats(*sq_there), exp_avg_sq);
+    // The 16-bit copy is that of the device's own weight.
+    std::vector<std::byte> narrowed(count * 2);
+    const auto weight_got = this->download_floats(*weight_there);
+    kernels::cast(narrowed.data(), DType::kBFloat16, this->raw(weight_got).data(), DType::kFloat32,
+                  Numel(count), nullptr);
+    EXPECT_EQ(this->download(weight16_there->bytes()), narrowed);
+  }
+}
+
+TYPED_TEST_P(DeviceAdamConformance, AdamReadsALateScaleAndNaNChangesNothing) {
+  const auto weight = this->random_floats(1003, 8);
+  const auto gradient = this->upload(this->raw(this->random_floats(1003, 11)));
+  const auto run = [&](const kernels::AdamScalars& scalars) {
+    const auto there = this->upload(this->raw(weight));
+    const auto exp_avg = this->upload(this->raw(std::vector<float>(1003)));
+    const auto exp_avg_sq = this->upload(this->raw(std::vector<float>(1003)));
+    this->device_->adam_step({this->floats(*there), this->floats(*exp_avg),
+                              this->floats(*exp_avg_sq), this->floats(*gradient)},
+                             scalars, *this->stream_);
+    return this->download_floats(*there);
+  };
+  const auto half = this->upload(this->raw(std::vector<float>{0.5F}));
+  const auto nan = this->upload(this->raw(std::vector<float>{NAN}));
+  EXPECT_EQ(run({.gradient_scale = 7.0F, .late_scale = this->floats(*half).data()}),
+            run({.gradient_scale = 0.5F}));
+  EXPECT_EQ(run({.late_scale = this->floats(*nan).data()}), weight);
+}
+
+// The device's own arithmetic over fp32 masters is the measure.
+TYPED_TEST_P(DeviceAdamConformance, AdamWithARemainderGivesTheBitsOfFp32Masters) {
+  for (const std::size_t count : kCounts) {
+    for (const double lr : {0.0, 1e-3}) {  // without a change, halves stay halves
+      auto masters = this->random_floats(count, 8);
+      for (std::size_t i = 0; i < count; i += 3)
+        masters[i] = i % 2 == 0 ? 1.01171875F : 1.00390625F;
+      const auto exp_avg = this->random_floats(count, 9);
+      auto exp_avg_sq = this->random_floats(count, 10);
+      for (float& value : exp_avg_sq) value = std::abs(value);
+      const auto gradient = this->upload(this->raw(this->random_floats(count, 11)));
+      const kernels::AdamScalars scalars{.lr = lr, .weight_decay = 0.1, .step = 3};
+
+      const auto whole = this->upload(this->raw(masters));
+      const auto whole16 = this->allocate(Bytes(2 * count));
+      const auto split16 = this->allocate(Bytes(2 * count));
+      const Numel numel(count);
+      const auto rest = this->allocate(kernels::remainder_bytes(numel));
+      this->device_->fill_zero(rest->bytes(), *this->stream_);
+      const auto remainder = kernels::remainder_over(rest->bytes(), numel);
+      this->device_->store_remainder(remainder, Numel(), whole->bytes().data(), DType::kFloat32,
+                                     numel, *this->stream_);
+      this->device_->cast(split16->bytes().data(), DType::kBFloat16, whole->bytes().data(),
+                          DType::kFloat32, numel, *this->stream_);
+      std::vector<std::vector<std::byte>> moments;
+      for (const bool split : {false, true}) {
+        const auto avg = this->upload(this->raw(exp_avg));
+        const auto sq = this->upload(this->raw(exp_avg_sq));
+        kernels::AdamSpans spans;
+        spans.exp_avg = this->floats(*avg);
+        spans.exp_avg_sq = this->floats(*sq);
+        spans.gradient = this->floats(*gradient);
+        spans.weight16 = (split ? split16 : whole16)->bytes().data();
+        if (split) {
+          spans.remainder = remainder;
+        } else {
+          spans.weight = this->floats(*whole);
+        }
+        for (int step = 0; step < 2; ++step)
+          this->device_->adam_step(spans, scalars, *this->stream_);
+        moments.push_back(this->download(avg->bytes()));
+        moments.push_back(this->download(sq->bytes()));
+      }
+      EXPECT_EQ(moments[0], moments[2]) << count;
+      EXPECT_EQ(moments[1], moments[3]) << count;
+      EXPECT_EQ(this->download(split16->bytes()), this->download(whole16->bytes())) << count;
+      auto rest_got = this->download(rest->bytes());
+      const auto weights_got = this->download(split16->bytes());
+      std::vector<float> joined(count);
+      kernels::join_masters(joined, weights_got.data(), kernels::remainder_over(rest_got, numel));
+      EXPECT_EQ(joined, this->download_floats(*whole)) << count;
+      const std::size_t first = std::min<std::size_t>(5, count);
+      this->device_->join_masters(this->floats(*whole).subspan(first), split16->bytes().data(),
+                                  remainder, Numel(first), *this->stream_);
+      EXPECT_EQ(this->download_floats(*whole), joined) << count << " by the device";
+    }
+  }
+}
+
+// The device's own arithmetic over fp32 masters is the measure, again.
+TYPED_TEST_P(DeviceAdamConformance, AdamOverRoundedWeightsGivesTheBitsOfMastersThatAreRounded) {
+  const auto rounded = [](std::vector<float> values) {
+    for (float& value : values) value = kernels::to_float(kernels::bfloat16_from(value));
+    return values;
+  };
+  const auto narrow = [](const std::vector<float>& values) {
+    std::vector<std::uint16_t> bits;
+    for (const float value : values) bits.push_back(kernels::bfloat16_from(value).bits);
+    const auto bytes = std::as_bytes(std::span(bits));
+    return std::vector<std::byte>(bytes.begin(), bytes.end());
+  };
+  const auto plain = [this](const std::vector<float>& values) {
+    const auto bytes = this->raw(values);
+    return std::vector<std::byte>(bytes.begin(), bytes.end());
+  };
+  for (const std::size_t count : kCounts) {
+    for (const bool narrow_moments : {false, true}) {
+      const auto masters = rounded(this->random_floats(count, 8));
+      auto exp_avg = this->random_floats(count, 9);
+      auto exp_avg_sq = this->random_floats(count, 10);
+      for (float& value : exp_avg_sq) value = std::abs(value);
+      if (narrow_moments) {
+        exp_avg = rounded(exp_avg);
+        exp_avg_sq = rounded(exp_avg_sq);
+      }
+      const auto gradient = this->upload(this->raw(this->random_floats(count, 11)));
+      const kernels::AdamScalars scalars{.weight_decay = 0.1, .step = 3};
+
+      const auto whole = this->upload(this->raw(masters));
+      const auto whole16 = this->allocate(Bytes(2 * count));
+      const auto whole_avg = this->upload(this->raw(exp_avg));
+      const auto whole_sq = this->upload(this->raw(exp_avg_sq));
+      this->device_->adam_step(
+          {this->floats(*whole), this->floats(*whole_avg), this->floats(*whole_sq),
+           this->floats(*gradient), whole16->bytes().data(), DType::kBFloat16},
+          scalars, *this->stream_);
+
+      const auto weight16 = this->upload(narrow(masters));
+      const auto avg = this->upload(narrow_moments ? narrow(exp_avg) : plain(exp_avg));
+      const auto sq = this->upload(narrow_moments ? narrow(exp_avg_sq) : plain(exp_avg_sq));
+      kernels::AdamSpans spans;
+      spans.gradient = this->floats(*gradient);
+      spans.weight16 = weight16->bytes().data();
+      spans.rounds_weight16 = true;
+      if (narrow_moments) {
+        spans.moments16 = {avg->bytes().data(), sq->bytes().data()};
+      } else {
+        spans.exp_avg = this->floats(*avg);
+        spans.exp_avg_sq = this->floats(*sq);
+      }
+      this->device_->adam_step(spans, scalars, *this->stream_);
+
+      EXPECT_EQ(this->download(weight16->bytes()), this->download(whole16->bytes())) << count;
+      const auto expected_avg = this->download_floats(*whole_avg);
+      const auto expected_sq = this->download_floats(*whole_sq);
+      EXPECT_EQ(this->download(avg->bytes()),
+                narrow_moments ? narrow(expected_avg) : plain(expected_avg));
+      EXPECT_EQ(this->download(sq->bytes()),
+                narrow_moments ? narrow(expected_sq) : plain(expected_sq));
+    }
+  }
+}
+
+REGISTER_TYPED_TEST_SUITE_P(DeviceAdamConformance, AdamIsWithinOneUlpOfTheReference,
+                            AdamReadsALateScaleAndNaNChangesNothing,
+                            AdamWithARemainderGivesTheBitsOfFp32Masters,
+                            AdamOverRoundedWeightsGivesTheBitsOfMastersThatAreRounded);
+
+}  // namespace strata::device

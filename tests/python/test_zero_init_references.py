@@ -1,0 +1,82 @@
+"""zero.Init where ranks refer to different parameters while constructors run."""
+
+import gc
+
+import pytest
+import torch
+from ranks import run_ranks
+from strata.zero import Init
+from test_zero_init import Tied
+from tiny_models import config_of, differences, full_parameters, make_engine, rank_and_world
+from torch import nn
+
+
+class Cycle:
+    """Keeps what it is given until the collector runs."""
+
+    def __init__(self, *kept):
+        self.kept, self.itself = kept, self
+
+
+class Referring(nn.Module):
+    """On rank 1 alone something refers to what its constructor has made and looked at, in each of the ways."""
+
+    def __init__(self, kept):
+        super().__init__()
+        rank = rank_and_world()[0]
+        self.first = nn.Parameter(torch.full((6,), 1.0 + rank))
+        if rank == 1:
+            Cycle(self.first)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        nn.init.constant_(self.blocks[0].weight, 1.0 + rank)
+        if rank == 1:
+            Cycle(self.blocks[0].weight)
+            try:
+                self._fail(self.blocks[1].bias)
+            except ValueError as error:
+                kept.append(error)  # with its frames, and what these have in hand
+            kept.append(self.blocks[2].weight.data[0])  # a view that outlives the constructor
+        else:
+            self.blocks[1].bias, self.blocks[2].weight
+        nn.init.constant_(self.blocks[1].bias, 2.0 + rank)
+        nn.init.constant_(self.blocks[2].weight, 3.0 + rank)
+        nn.init.constant_(self.blocks[3].weight, 4.0 + rank)
+        self.last = nn.Linear(4, 4)
+        nn.init.constant_(self.blocks[0].weight, 5.0 + rank)
+
+    def _fail(self, bias):
+        raise ValueError(f"a bias of {bias.numel()} elements")
+
+
+def _references_of_one_rank(carriers):
+    rank, world = rank_and_world()
+    config = {**config_of(3), "strata": {"collectives": carriers, "timeout_s": 30}}
+    kept = []
+    gc.disable()  # else it may free the cycles at any point
+    with Init(config_dict_or_path=config):
+        model = Referring(kept)
+        dropped = nn.Sequential()
+        dropped.append(model.last)
+        if rank == 1:
+            Cycle(dropped)
+        del dropped
+        orphans = Tied([])
+        if rank == 1:
+            Cycle(orphans)
+        del orphans
+        tied = Tied([])
+    values = full_parameters(model)
+    assert values["first"].eq(1.0).all() and values["blocks.0.weight"].eq(5.0).all()
+    assert values["blocks.1.bias"].eq(2.0).all() and values["blocks.3.weight"].eq(4.0).all()
+    assert values["blocks.2.weight"].eq(3.0).all()
+    kept.clear()
+    gc.enable()
+    gc.collect()
+    assert tied.head.weight is tied.embedding.weight
+    engine = make_engine(model, config)
+    assert differences(full_parameters(engine.module), values) == []
+
+
+@pytest.mark.parametrize("world, carriers", [(2, "shm"), (2, "c10d"), (3, "c10d")])
+def test_references_that_one_rank_alone_has(world, carriers):
+    run_ranks(world, _references_of_one_rank, carriers)
