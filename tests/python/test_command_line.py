@@ -85,7 +85,8 @@ def test_plan_of_a_large_model_is_near_what_python_foresees(tmp_path):
     import transformers as hf
 
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936}
-    config = hf.Qwen3Config(**sizes, num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = hf.Qwen3Config(**sizes, **heads, tie_word_embeddings=False)
     with torch.device("meta"):
         model = hf.Qwen3ForCausalLM(config).to(torch.bfloat16)
     folder = tmp_path / "large"
