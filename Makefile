@@ -71,8 +71,8 @@ build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
 	  -DSTRATA_CUDA_FATBIN=$(abspath $(wildcard $(BUILD)/src/strata/device/cuda_kernels.fatbin))
 	@touch $@
 
-# `import strata` in the virtual environment is this build.
-LINK_PACKAGE = $(VENV_PYTHON) -c "import pathlib, sysconfig; \
+# `import strata` in the virtual environment is this build, and so is its program `strata`.
+LINK_PACKAGE = ln -sf $(abspath $(BUILD))/bin/strata $(VENV)/bin/strata; $(VENV_PYTHON) -c "import pathlib, sysconfig; \
   pathlib.Path(sysconfig.get_paths()['purelib'], 'strata-build.pth') \
   .write_text('$(abspath $(BUILD))/pkg\n')"
 
@@ -165,13 +165,17 @@ tidy: style clang  ## The same and clang-tidy on the core: minutes
 	  xargs -n 1 -P $(JOBS) clang-tidy -p build/clang --quiet
 
 FUZZ_SECONDS ?= 60
-fuzz: build/asan/build.ninja  ## libFuzzer over the headers of safetensors files, for FUZZ_SECONDS=60
-	ninja -C build/asan -j $(JOBS) safetensors_header_fuzz
-	@mkdir -p build/asan/fuzz/corpus
-	@echo "Fuzzing safetensors headers for $(FUZZ_SECONDS) s, from fuzz/safetensors_seeds"
-	build/asan/fuzz/safetensors_header_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
-	  -print_final_stats=1 -artifact_prefix=build/asan/fuzz/ build/asan/fuzz/corpus fuzz/safetensors_seeds
-	@echo "No header crashed the parser."
+FUZZ_TARGETS = safetensors_header manifest
+fuzz: build/clang/build.ninja  ## libFuzzer over safetensors headers, then manifests, each for FUZZ_SECONDS=60
+	ninja -C build/clang -j $(JOBS) $(addsuffix _fuzz,$(FUZZ_TARGETS))
+	@for target in $(FUZZ_TARGETS); do \
+	  corpus=build/clang/fuzz/corpus_$$target; mkdir -p $$corpus; \
+	  echo "Fuzzing $$target for $(FUZZ_SECONDS) s, from fuzz/$${target}_seeds"; \
+	  build/clang/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
+	    $$(ls fuzz/$$target.dict 2>/dev/null | sed 's/^/-dict=/') -print_final_stats=1 \
+	    -artifact_prefix=build/clang/fuzz/ $$corpus fuzz/$${target}_seeds; \
+	done
+	@echo "Nothing crashed a parser."
 
 clean:  ## Remove what was built; the virtual environment stays
 	rm -rf build dist

@@ -4,6 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 get_property(_layers GLOBAL PROPERTY STRATA_LAYERS)
+list(REMOVE_ITEM _layers cli)  # a program's own
 set(_core_layers ${_layers})
 list(REMOVE_ITEM _core_layers torch)
 
@@ -20,7 +21,9 @@ foreach(_layer IN LISTS _layers)
 endforeach()
 
 # Builds what `cmake --install --component cpp` needs, without tests and the Python module.
-add_custom_target(strata_libraries DEPENDS ${_targets})
+add_custom_target(strata_libraries DEPENDS ${_targets} strata_program)
+
+install(TARGETS strata_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT cpp)
 
 install(TARGETS ${_targets} EXPORT StrataTargets COMPONENT cpp
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}

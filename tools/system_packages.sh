@@ -27,10 +27,11 @@ need pkg-config command -v pkg-config
 if command -v "${CXX:-c++}" >/dev/null; then
   need libfmt-dev compiles '#include <fmt/format.h>'
   need nlohmann-json3-dev compiles '#include <nlohmann/json.hpp>'
+  need libcli11-dev compiles '#include <CLI/Version.hpp>'
   need libgtest-dev compiles '#include <gtest/gtest.h>'
   need libgmock-dev compiles '#include <gmock/gmock.h>'
 else
-  missing="$missing libfmt-dev nlohmann-json3-dev libgtest-dev libgmock-dev"
+  missing="$missing libfmt-dev nlohmann-json3-dev libcli11-dev libgtest-dev libgmock-dev"
 fi
 need libxxhash-dev pkg-config --exists libxxhash
 need libhwy-dev pkg-config --exists libhwy

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "strata/base/error.h"
+#include "strata/format/running_checksum.h"
 
 namespace strata::format {
 namespace {
@@ -124,6 +125,21 @@ TEST(Manifest, BelievesNothing) {
   }
 }
 
+TEST(Manifest, RefusesToNestDeeperThanAStackGoes) {
+  const auto nested = [](std::size_t levels) {
+    return R"({"[":"\\\"[",")" + std::string("a\":") + std::string(levels, '[') +
+           std::string(levels, ']') + "}";
+  };
+  Manifest manifest = example();
+  manifest.training = nested(250);
+  EXPECT_EQ(parse_manifest(to_text(manifest), "m").tag, manifest.tag);
+  manifest.training = nested(300);
+  EXPECT_THROW(to_text(manifest), UsageError);
+  EXPECT_THAT(error_of(R"({"format":"strata-checkpoint","version":1,"checksum":"00","training":)" +
+                       nested(1'000'000) + "}"),
+              HasSubstr("nest deeper than 256"));
+}
+
 TEST(Manifest, NamesWhatAByteBelongsTo) {
   const Manifest manifest = example();
   EXPECT_EQ(owner_of_byte(manifest, 0, 20_B), "tensor 'w' (exp_avg)");
@@ -142,6 +158,18 @@ TEST(BlockChecksums, FindTheBlockThatChanged) {
   bytes[(2_MiB).size() + 9] = std::byte{8};
   EXPECT_EQ(sums.first_wrong(Bytes(), bytes), 2_MiB);
   EXPECT_EQ(sums.first_wrong(2_MiB, std::span(bytes).subspan((2_MiB).size())), 2_MiB);
+}
+
+TEST(RunningChecksum, SaysOfPartsWhatIsSaidOfTheWhole) {
+  std::vector<std::byte> bytes(1000);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 7);
+  RunningChecksum sum;
+  for (const std::size_t part : {1U, 63U, 200U, 1000U}) {
+    sum.restart();
+    for (std::size_t at = 0; at < bytes.size(); at += part)
+      sum.add(std::span(bytes).subspan(at, std::min(part, bytes.size() - at)));
+    EXPECT_EQ(sum.value(), checksum_of(bytes)) << part;
+  }
 }
 
 TEST(BlockChecksums, BlocksGrowWithTheFile) {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LAYERS = ("base", "memory", "plan", "kernels", "io", "format", "device", "comm", "offload", "engine",
-          "forecast", "torch", "python")
+          "forecast", "cli", "torch", "python")
 # The rooms of the layers that have some; "" are the files in the layer's own folder.
 ROOMS = {
     "comm": ("", "host", "peer", "combined"),

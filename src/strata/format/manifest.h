@@ -87,7 +87,7 @@ struct Manifest {
 inline constexpr std::string_view kManifestName = "manifest.json";
 inline constexpr Bytes kManifestBytesMax = 2_GiB;
 
-// JSON with a checksum of its own.
+// JSON with a checksum of its own. UsageError for a `training` that nests deeper than 250 levels.
 std::string to_text(const Manifest& manifest);
 // Believes nothing: every name, index, range and size is checked, extents of one tensor and kind
 // neither overlap nor leave a hole, extents lie within their files. `path` names it in messages.

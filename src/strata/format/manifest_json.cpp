@@ -137,8 +137,36 @@ ManifestExtent extent_from(const Json& row, const Reader& reader) {
           Bytes(number(4)), Numel(number(5)), Numel(number(6))};
 }
 
+// What walks JSON calls itself at every level, and the stack is finite.
+constexpr int kNestingMax = 256;
+
+bool nests_too_deeply(std::string_view json) {
+  int depth = 0;
+  bool in_string = false;
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    const char c = json[i];
+    if (in_string) {
+      if (c == '\\') ++i;
+      in_string = c != '"';
+    } else if (c == '"') {
+      in_string = true;
+    } else if (c == '[' || c == '{') {
+      if (++depth > kNestingMax) return true;
+    } else if (c == ']' || c == '}') {
+      --depth;
+    }
+  }
+  return false;
+}
+
 // Before anything else of it is believed.
 Json checked_json(std::string_view text, std::string_view path) {
+  if (nests_too_deeply(text)) {
+    throw FormatError(
+        fmt::format("the manifest of a checkpoint is damaged: its lists and objects nest deeper "
+                    "than {}: path={}",
+                    kNestingMax, path));
+  }
   Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded() || !json.is_object()) {
     throw FormatError(
@@ -197,6 +225,12 @@ ManifestPart parse_manifest_part(std::string_view text) {
 }
 
 std::string to_text(const Manifest& manifest) {
+  if (nests_too_deeply("{" + manifest.training)) {
+    throw UsageError(fmt::format(
+        "what a checkpoint saves of the training nests deeper than {} lists and objects; flatten "
+        "the state that the script gives",
+        kNestingMax));
+  }
   Json json = {{"format", kFormat},
                {"version", Manifest::kVersion},
                {"tag", manifest.tag},

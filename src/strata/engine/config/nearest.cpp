@@ -41,8 +41,8 @@ int edit_distance(std::string_view a, std::string_view b) {
 }
 
 std::string_view nearest_of(std::string_view word, std::span<const std::string_view> known) {
-  constexpr std::size_t kLongest = 256;  // a hostile key must not cost megabytes
-  word = word.substr(0, kLongest);
+  constexpr std::size_t kWordBytesMax = 256;  // a hostile key must not cost megabytes
+  word = word.substr(0, kWordBytesMax);
   std::string_view best;
   int fewest = std::numeric_limits<int>::max();
   for (const std::string_view candidate : known) {

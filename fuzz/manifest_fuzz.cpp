@@ -1,0 +1,55 @@
+// libFuzzer target: the input is a checkpoint's manifest. It is refused with FormatError, or every
+// extent lies within its file and its tensor, and what is written of it again says the same. A
+// mutated manifest does not have the checksum that it says, so that it is given one: what lies
+// behind that check is what has to stand on its own.
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "strata/base/error.h"
+#include "strata/format/manifest.h"
+
+namespace {
+
+using namespace strata;
+
+void check(const format::Manifest& manifest) {
+  for (const format::ManifestExtent& extent : manifest.extents) {
+    const format::ManifestFile& file = manifest.files.at(extent.file);
+    const Bytes bytes = bytes_of(extent.end - extent.begin, extent.dtype);
+    STRATA_ASSERT(extent.tensor < manifest.tensors.size() && extent.kind < manifest.kinds.size());
+    STRATA_ASSERT(extent.begin.value >= 0 && extent.begin < extent.end);
+    STRATA_ASSERT(extent.offset.value >= 0 && extent.offset <= file.bytes - bytes);
+    STRATA_ASSERT(file.checksums.fits(file.bytes) && format::is_plain_file_name(file.name));
+    STRATA_ASSERT(
+        format::owner_of_byte(manifest, extent.file, extent.offset).starts_with("tensor"));
+  }
+  const std::string text = to_text(manifest);
+  STRATA_ASSERT(to_text(format::parse_manifest(text, "fuzz")) == text);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  try {
+    check(format::parse_manifest(text, "fuzz"));
+  } catch (const FormatError& error) {
+    // What is not JSON, or nests too deeply, ends here.
+    if (std::string_view(error.what()).find("checksum") == std::string_view::npos) return 0;
+  }
+  auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) return 0;
+  json.erase("checksum");
+  const std::string unsigned_text = json.dump();
+  json["checksum"] =
+      format::checksum_text(format::checksum_of(std::as_bytes(std::span(unsigned_text))));
+  try {
+    check(format::parse_manifest(json.dump(), "fuzz"));
+  } catch (const FormatError&) {
+  }
+  return 0;
+}

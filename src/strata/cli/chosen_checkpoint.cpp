@@ -1,0 +1,108 @@
+#include "strata/cli/chosen_checkpoint.h"
+
+#include <filesystem>
+#include <system_error>
+
+#include "strata/base/error.h"
+#include "strata/format/checkpoint_folder.h"
+#include "strata/format/message_text.h"
+
+namespace strata::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_there(const std::string& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() != fs::file_type::not_found;
+}
+
+// The file itself, whatever links lead to it.
+void require_inside(const std::string& folder, const std::string& path) {
+  std::error_code error;
+  const fs::path file = fs::canonical(path, error);
+  const fs::path home = error ? fs::path() : fs::canonical(folder, error);
+  if (error || file.parent_path() == home) return;  // what is not there fails when it is opened
+  throw FormatError(
+      fmt::format("a file of a checkpoint is a link that leads out of its folder; copy it there if "
+                  "it belongs to it: path={} leads to={}",
+                  path, file.string()));
+}
+
+std::string listed(const std::vector<std::string>& tags) {
+  return tags.empty() ? "none" : format::first_ten(tags);
+}
+
+}  // namespace
+
+bool has_manifest(const std::string& folder) {
+  return is_there(folder + "/" + std::string(format::kManifestName));
+}
+
+bool holds_checkpoints(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) return false;
+  return has_manifest(path) || format::latest_tag(path) || !format::whole_checkpoints(path).empty();
+}
+
+ChosenCheckpoint choose_checkpoint(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) {
+    throw UsageError(
+        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
+                    path, fs::exists(path, error) ? "is a file" : "is not there"));
+  }
+  if (has_manifest(path)) return {path, {}, ""};
+  ChosenCheckpoint chosen;
+  chosen.tags = format::whole_checkpoints(path);
+  chosen.latest = format::latest_tag(path).value_or("");
+  if (chosen.latest.empty()) {
+    throw FormatError(fmt::format(
+        "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
+        "save that did not end has neither); checkpoints in it: {}: path={}",
+        format::kManifestName, listed(chosen.tags), path));
+  }
+  const auto found = format::find_checkpoint(path, chosen.latest);
+  if (!found) {
+    throw FormatError(fmt::format(
+        "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
+        "whole checkpoints beside it: {}: path={}",
+        format::in_quotes(chosen.latest), format::kManifestName, listed(chosen.tags), path));
+  }
+  chosen.path = *found;
+  return chosen;
+}
+
+format::Manifest load_manifest(const std::string& folder) {
+  require_inside(folder, folder + "/" + std::string(format::kManifestName));
+  return format::read_manifest(folder);
+}
+
+io::File open_checkpoint_file(const std::string& folder, const std::string& name, Bytes bytes) {
+  const std::string path = folder + "/" + name;
+  if (!is_there(path)) {
+    throw FormatError(
+        fmt::format("a checkpoint lacks a file that its manifest names; is it copied wholly?: "
+                    "file={} path={}",
+                    format::in_quotes(name), path));
+  }
+  require_inside(folder, path);
+  io::File file(path, io::File::Mode::kRead);
+  if (const Bytes found = file.size(); found != bytes) {
+    throw FormatError(
+        fmt::format("a file of a checkpoint has another size than when it was written; copy it "
+                    "again: file={} wanted={} found={} path={}",
+                    format::in_quotes(name), bytes.value, found.value, path));
+  }
+  return file;
+}
+
+std::vector<io::File> open_checkpoint_files(const std::string& folder,
+                                            const format::Manifest& manifest) {
+  std::vector<io::File> files;
+  for (const format::ManifestFile& file : manifest.files)
+    files.push_back(open_checkpoint_file(folder, file.name, file.bytes));
+  return files;
+}
+
+}  // namespace strata::cli

@@ -1,0 +1,42 @@
+// How far two runs of elements are apart: the largest absolute difference, where it is, and how
+// many elements differ. A NaN equals a NaN, and is infinitely far from a number. Numbers are
+// compared as numbers: floating ones in fp64, which holds each of them exactly; integers by
+// themselves. Of what is no number to compute with (float8) only whether bytes are equal is known.
+// Threads: one. Memory: that of two runs in fp64. Errors: none.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+
+namespace strata::cli {
+
+struct ElementDifference {
+  Numel differing;
+  double largest = 0;  // infinite: NaN against a number
+  Numel at;            // the first element that differs that much
+  double a = 0;
+  double b = 0;
+  bool has_values = true;  // false: float8; `largest`, `a` and `b` say nothing
+};
+
+// Whether elements of these dtypes can be compared: two floating ones, two integers, or the same.
+bool comparable(DType a, DType b);
+
+class DifferenceMeter {
+ public:
+  // `rounded_to`: floating values are rounded to it before they are compared.
+  void add(std::span<const std::byte> a, DType a_dtype, std::span<const std::byte> b, DType b_dtype,
+           std::optional<DType> rounded_to, Numel first, ElementDifference& difference);
+
+ private:
+  std::vector<std::byte> rounded_;
+  std::vector<double> a_;
+  std::vector<double> b_;
+};
+
+}  // namespace strata::cli

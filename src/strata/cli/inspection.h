@@ -1,0 +1,64 @@
+// What is in a training checkpoint, as `strata inspect` shows it: where it comes from, what was
+// saved of how many tensors, in which files, and what is wrong with them. Values; pure but for
+// inspect(), which reads the manifest and, if asked to, everything. Errors: of chosen_checkpoint.h.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "strata/cli/chosen_checkpoint.h"
+#include "strata/cli/file_check.h"
+
+namespace strata::cli {
+
+// How many tensors of a role there are, and of how many elements.
+struct TensorCount {
+  std::size_t tensors = 0;
+  std::size_t trainable = 0;
+  Numel elements;
+  std::map<std::string, std::size_t> dtypes;  // that the model computes in: tensors of each
+};
+
+// What the files hold of a kind.
+struct KindCount {
+  std::string kind;
+  std::map<std::string, Numel> stored_as;  // elements by dtype
+  Numel elements;
+  Bytes bytes;
+};
+
+struct Inspection {
+  ChosenCheckpoint folder;
+  std::string tag;
+  int world_size = 1;
+  int stage = 0;
+  nlohmann::json training;  // an object
+  TensorCount parameters;
+  TensorCount buffers;
+  TensorCount rank_buffers;  // as ranks have them that differ from rank 0
+  TensorCount client;
+  std::size_t tied = 0;  // names that belong to a parameter of another name
+  std::vector<KindCount> kinds;
+  std::vector<std::pair<std::string, Bytes>> files;
+  Bytes total;  // of all files
+  bool verified = false;
+  std::vector<Finding> findings;
+
+  bool whole() const { return findings.empty(); }
+};
+
+// Counts; looks at no file.
+Inspection count_contents(const format::Manifest& manifest);
+
+// `verify`: reads every byte.
+Inspection inspect(const std::string& path, bool verify, io::IoEngine& io,
+                   const std::shared_ptr<memory::Ledger>& ledger, Console& console);
+
+std::string text_of(const Inspection& inspection);
+nlohmann::json json_of(const Inspection& inspection);
+
+}  // namespace strata::cli

@@ -1,0 +1,111 @@
+#include "strata/cli/tensor_source.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <tuple>
+
+#include "strata/base/error.h"
+#include "strata/cli/chosen_checkpoint.h"
+#include "strata/cli/natural_order.h"
+
+namespace strata::cli {
+namespace {
+
+constexpr const char* kClientKind = "client";
+constexpr const char* kRankBufferKind = "of a rank";
+
+bool is_of_model(format::TensorRole role) {
+  return role == format::TensorRole::kParameter || role == format::TensorRole::kBuffer;
+}
+
+std::string kind_of(const format::Manifest& manifest, std::size_t tensor, std::size_t kind) {
+  switch (manifest.tensors[tensor].role) {
+    case format::TensorRole::kClient:
+      return kClientKind;
+    case format::TensorRole::kRankBuffer:
+      return kRankBufferKind;
+    default:
+      return manifest.kinds[kind];
+  }
+}
+
+}  // namespace
+
+TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
+  std::error_code error;
+  if (!std::filesystem::exists(path, error)) {
+    throw UsageError(fmt::format(
+        "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
+        "folder or a .safetensors file: path={}",
+        path));
+  }
+  if (holds_checkpoints(path)) {
+    open_training(path, kinds);
+  } else {
+    open_safetensors(path);
+  }
+  sort();
+}
+
+void TensorSource::open_training(const std::string& path, bool kinds) {
+  is_training_ = true;
+  path_ = choose_checkpoint(path).path;
+  const format::Manifest manifest = load_manifest(path_);
+  files_ = open_checkpoint_files(path_, manifest);
+  for (const io::File& file : files_) open_.push_back(&file);
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind
+  const auto add = [&](std::size_t t, std::size_t k) {
+    const format::ManifestTensor& tensor = manifest.tensors[t];
+    if ((!is_of_model(tensor.role) || k != 0) && !kinds) return;
+    if (!place.emplace(std::pair(t, k), tensors_.size()).second) return;
+    tensors_.push_back({tensor.name,
+                        kind_of(manifest, t, k),
+                        tensor.shape,
+                        *format::checked_numel(tensor.shape),
+                        tensor.dtype,
+                        tensor.aliases,
+                        {}});
+  };
+  for (std::size_t t = 0; t < manifest.tensors.size(); ++t) add(t, 0);
+  for (const format::ManifestExtent& extent : manifest.extents) {
+    add(extent.tensor, extent.kind);
+    const auto found = place.find({extent.tensor, extent.kind});
+    if (found == place.end()) continue;
+    SourceTensor& tensor = tensors_[found->second];
+    tensor.runs.push_back({extent.file, extent.offset, extent.dtype, extent.begin, extent.end});
+    if (extent.kind != 0) tensor.dtype = extent.dtype;
+  }
+  for (SourceTensor& tensor : tensors_) std::ranges::sort(tensor.runs, {}, &ElementRun::begin);
+}
+
+void TensorSource::open_safetensors(const std::string& path) {
+  index_.emplace(path);
+  open_ = index_->open_files();
+  for (const auto& [file, info] : index_->tensors()) {
+    SourceTensor tensor{
+        info.name, std::string(format::kValue), info.shape, info.numel, info.dtype, {}, {}};
+    if (info.numel.value > 0)
+      tensor.runs.push_back({file, info.offset, info.dtype, Numel(), info.numel});
+    tensors_.push_back(std::move(tensor));
+  }
+}
+
+void TensorSource::sort() {
+  std::ranges::sort(tensors_, [](const SourceTensor& a, const SourceTensor& b) {
+    if (a.name != b.name) return NaturalLess()(a.name, b.name);
+    return a.kind < b.kind;
+  });
+  for (std::size_t i = 0; i < tensors_.size(); ++i)
+    places_.emplace(std::pair(tensors_[i].name, tensors_[i].kind), i);
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    for (const std::string& alias : tensors_[i].aliases)
+      places_.emplace(std::pair(alias, tensors_[i].kind), i);
+  }
+}
+
+const SourceTensor* TensorSource::find(const std::string& name, const std::string& kind) const {
+  const auto found = places_.find({name, kind});
+  return found == places_.end() ? nullptr : &tensors_[found->second];
+}
+
+}  // namespace strata::cli

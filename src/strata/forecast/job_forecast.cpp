@@ -1,0 +1,38 @@
+#include "strata/forecast/job_forecast.h"
+
+#include <algorithm>
+#include <map>
+
+#include "strata/engine/step_control.h"
+
+namespace strata::forecast {
+namespace {
+
+// Of fp32 where there are no parameters.
+DType most_common_dtype(std::span<const plan::ParamSpec> params) {
+  std::map<DType, Numel> elements;
+  for (const plan::ParamSpec& param : params) elements[param.dtype] += param.numel();
+  const auto most =
+      std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; });
+  return most == elements.end() ? DType::kFloat32 : most->first;
+}
+
+}  // namespace
+
+engine::EngineOptions engine_options_of(std::span<const plan::ParamSpec> params,
+                                        const engine::Config& config) {
+  return engine::engine_options_from(config, most_common_dtype(params));
+}
+
+MemoryForecast forecast_job(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
+                            const plan::ModuleTree& tree, const engine::Config& config,
+                            engine::UpdateRule rule, const Job& job) {
+  Training training;
+  training.options = engine_options_of(params, config);
+  training.rule = rule;
+  training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
+  training.runs_ahead = job.on_gpus;
+  return forecast_memory(params, plan, tree, training, traits_of_job(config, job));
+}
+
+}  // namespace strata::forecast

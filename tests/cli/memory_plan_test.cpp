@@ -1,0 +1,176 @@
+// `strata plan`: a model as its files tell it, and what the engine would hold of it.
+#include "strata/cli/memory_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "cli/command_run.h"
+#include "cli/saved_checkpoint.h"
+#include "strata/base/error.h"
+#include "strata/format/safetensors_layout.h"
+#include "strata/plan/block_search.h"
+
+namespace strata::cli {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr const char* kConfig = R"({
+  "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true},
+  "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+  "zero_optimization": {"stage": 3}})";
+
+// A decoder of 12 layers, in no order.
+std::vector<NamedTensor> decoder() {
+  std::vector<NamedTensor> tensors{{"model.norm.weight", {64}},
+                                   {"model.embed_tokens.weight", {1000, 64}}};
+  for (int i = 11; i >= 0; --i) {
+    const std::string layer = fmt::format("model.layers.{}.", i);
+    tensors.push_back({layer + "input_layernorm.weight", {64}});
+    tensors.push_back({layer + "mlp.up_proj.weight", {256, 64}});
+    tensors.push_back({layer + "self_attn.q_proj.weight", {64, 64}});
+  }
+  return tensors;
+}
+
+// A file with this header, and as many zeroes as it says.
+void write_model(const std::string& path, const std::vector<NamedTensor>& tensors,
+                 DType dtype = DType::kBFloat16) {
+  std::vector<format::TensorSpec> specs;
+  for (const NamedTensor& tensor : tensors) specs.push_back({tensor.name, dtype, tensor.shape});
+  const auto layout = format::lay_out_safetensors(specs, {});
+  write_text(path, layout.head);
+  std::filesystem::resize_file(path, layout.file_bytes.size());
+}
+
+TEST(NamedModel, FindsBlocksByTheirNumbers) {
+  const NamedModel model = model_from_names(decoder(), false);
+  std::vector<std::string> blocks;
+  for (const int block : plan::find_blocks(model.tree, {}))
+    blocks.push_back(model.tree[static_cast<std::size_t>(block)].path);
+  ASSERT_EQ(blocks.size(), 12U);
+  EXPECT_EQ(blocks[2], "model.layers.2");
+  EXPECT_EQ(blocks[11], "model.layers.11");
+  EXPECT_EQ(model.params.front().name, "model.embed_tokens.weight");
+  EXPECT_EQ(model.params[1].name, "model.layers.0.mlp.up_proj.weight");
+  EXPECT_EQ(model.params.back().name, "model.norm.weight");
+}
+
+TEST(NamedModel, KnowsListsAndTables) {
+  const NamedModel model = model_from_names(decoder(), true);
+  for (const plan::ModuleNode& module : model.tree) {
+    EXPECT_EQ(module.callable, module.path != "model.layers") << module.path;
+    EXPECT_EQ(module.read_in_backward, module.path != "model.embed_tokens") << module.path;
+    if (module.parent >= 0) {
+      const auto& above = model.tree[static_cast<std::size_t>(module.parent)];
+      EXPECT_TRUE(module.path.starts_with(above.path));
+    }
+  }
+  EXPECT_EQ(model.tree.back().path, "lm_head");
+  EXPECT_THAT(model.tree.back().params, ElementsAre(0));
+}
+
+class Plan : public ::testing::Test {
+ protected:
+  Plan() {
+    write_text(folder_ / "ds.json", kConfig);
+    write_model(folder_ / "model.safetensors", decoder());
+  }
+  CommandRun plan(std::vector<std::string> more = {}, const std::string& world = "2") {
+    std::vector<std::string> arguments{
+        "plan", "--config", folder_ / "ds.json", "--model", folder_.path(), "--world", world};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run(arguments);
+  }
+  TestFolder folder_;
+};
+
+TEST_F(Plan, SaysWhatEachStageHolds) {
+  const auto json = plan({"--json"}).json();
+  ASSERT_EQ(json["stages"].size(), 4U);
+  const auto held = [&](int stage, const char* kind) {
+    return json["stages"][static_cast<std::size_t>(stage)]["device"][kind].get<std::int64_t>();
+  };
+  const std::int64_t elements = 64 + 1000 * 64 + 12 * (64 + 256 * 64 + 64 * 64);
+  EXPECT_EQ(json["elements"], elements);
+  for (int stage = 0; stage < 4; ++stage) {
+    EXPECT_GE(held(stage, "optimizer state"), elements * 4);  // two fp32 moments of a half
+    EXPECT_LT(held(stage, "optimizer state"), elements * 5);
+    EXPECT_GT(held(stage, "total"), 0);
+  }
+  EXPECT_GE(held(2, "weights"), elements * 2);
+  EXPECT_LT(held(3, "weights"), elements * 2 * 3 / 4);
+  EXPECT_GT(held(3, "gathered weights"), 0);
+  EXPECT_EQ(json["host"]["staging"], (48_MiB).value);
+  EXPECT_THAT(plan().out, AllOf(HasSubstr("optimizer state"), HasSubstr("stage 3"),
+                                HasSubstr("Not counted: activations"),
+                                HasSubstr("all floating parameters are taken to be trained")));
+}
+
+TEST_F(Plan, SaysWhatFits) {
+  CommandRun result = plan({"--device-memory", "1GiB"});
+  EXPECT_EQ(result.code, kDone);
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("fits 1.00 GiB"), HasSubstr("stage 3 of the configuration fits")));
+  result = plan({"--device-memory", "1KiB"});
+  EXPECT_EQ(result.code, kFoundWrong);
+  EXPECT_THAT(result.out, AllOf(HasSubstr("DOES NOT FIT"), HasSubstr("no stage does")));
+  const auto json = plan({"--json"}).json();
+  const auto least = json["stages"][3]["device"]["total"].get<std::int64_t>();
+  const auto more = plan({"--device-memory", std::to_string(least * 3 / 4), "--json"}).json();
+  EXPECT_FALSE(more["stages"][3]["fits"]);
+  EXPECT_GE(more["fits_from"], 4);
+}
+
+TEST_F(Plan, StagesThatTheConfigurationRulesOutAreSaid) {
+  write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "mics_shard_size": 1}, "strata": {"wrap": ["Block"]}})");
+  const auto json = plan({"--json"}).json();
+  EXPECT_TRUE(json["stages"][3]["refused"].is_null());
+  EXPECT_THAT(json["remarks"].dump(),
+              AllOf(HasSubstr("strata.wrap names classes"), HasSubstr("taken to be AdamW")));
+}
+
+TEST_F(Plan, AnOpenBatchIsNoError) {
+  write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 2}})");
+  const CommandRun result = plan();
+  EXPECT_EQ(result.code, kDone) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("no gradient accumulation"));
+}
+
+TEST_F(Plan, TakesATrainingCheckpointToo) {
+  SavedCheckpoint().write(folder_ / "run");
+  const CommandRun result = run({"plan", "--config", folder_ / "ds.json", "--model",
+                                 folder_ / "run", "--world", "2", "--json"});
+  EXPECT_EQ(result.json()["elements"], 67) << result.err;
+  EXPECT_THAT(result.json()["remarks"].dump(), HasSubstr("share the weight of 'embed.weight'"));
+}
+
+TEST_F(Plan, SaysWhatIsWrong) {
+  std::filesystem::remove(folder_ / "model.safetensors");
+  write_text(folder_ / "config.json", "{}");
+  CommandRun result = plan();
+  EXPECT_EQ(result.code, kUsage);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("this folder holds none"),
+                                HasSubstr("strata.memory_forecast(model, config, world_size)")));
+  write_text(folder_ / "model.safetensors.index.json", "{}");
+  EXPECT_THAT(plan().err, HasSubstr("this folder holds only their index"));
+  write_model(folder_ / "model.safetensors", decoder());
+  write_text(folder_ / "ds.json", R"({"zero_optimisation": {"stage": 3}})");
+  result = plan();
+  EXPECT_EQ(result.code, kUsage);
+  EXPECT_THAT(result.err, HasSubstr("zero_optimization"));
+  write_text(folder_ / "ds.json", "{]");
+  EXPECT_EQ(plan().code, kUsage);
+  write_text(folder_ / "ds.json", R"({"train_batch_size": 3})");
+  EXPECT_THAT(plan().err, HasSubstr("train_batch_size"));
+  EXPECT_EQ(plan({"--device-memory", "much"}).code, kUsage);
+  EXPECT_EQ(plan({}, "0").code, kUsage);
+}
+
+}  // namespace
+}  // namespace strata::cli
