@@ -229,7 +229,7 @@ def _refused():
     told = []
     for dtype in (torch.float8_e4m3fn, torch.complex64):
         model = make_model()
-        model.odd = nn.Parameter(torch.zeros(3).to(dtype))
+        model.odd = nn.Parameter(torch.zeros(3, device=next(model.parameters()).device).to(dtype))
         with pytest.raises(strata.Error) as error:
             make_engine(model, config_of(3))
         told.append(str(error.value))

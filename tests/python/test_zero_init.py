@@ -84,6 +84,12 @@ def _sharded(model):
     return sum(sizes) == (0 if rank_and_world()[1] > 1 else sum(p.ds_numel for p in model.parameters()))
 
 
+def _where_init_builds(build, **options):
+    """A plain model with the random numbers of the device that ``Init`` builds on."""
+    with test_device():
+        return build(**options)
+
+
 def _trained(stages, dtype):
     rank, world = rank_and_world()
     build = _built if dtype == "fp32" else _built_plainly  # random numbers differ between dtypes
@@ -94,7 +100,7 @@ def _trained(stages, dtype):
                 model = build(inside=True)
             assert model.layers[0].up.bias.numel() == 32  # read within: gathered on the spot
         assert _sharded(model)
-        start = {n: p.detach().to(DTYPES[dtype]) for n, p in build(inside=False).named_parameters()}
+        start = {n: p.detach().to(DTYPES[dtype]) for n, p in _where_init_builds(build, inside=False).named_parameters()}
         engine = make_engine(model, config)
         assert differences(full_parameters(model), start) == [], f"stage {stage}"
         born = build(inside=False)
@@ -247,7 +253,7 @@ def _released_transformers():
         model = MODELS["qwen3"].build()
     assert _sharded(model)
     torch.manual_seed(0)
-    plain = dict(MODELS["qwen3"].build().named_parameters())
+    plain = dict(_where_init_builds(MODELS["qwen3"].build).named_parameters())
     assert differences(full_parameters(model), {name: p.detach() for name, p in plain.items()}) == []
 
 

@@ -207,7 +207,7 @@ def _version():
     from importlib import metadata
 
     try:
-        return metadata.version("strata")
+        return metadata.version("strata-train")
     except metadata.PackageNotFoundError:
         return "of a build folder"
 
