@@ -146,11 +146,13 @@ std::string CheckpointFiles::owners(std::size_t file, Bytes wrong) const {
 }
 
 std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
-                                  io::IoEngine& io) {
+                                  io::IoEngine& io, std::string_view kind) {
   const Manifest& manifest = checkpoint.manifest();
   const CheckpointFiles files(checkpoint);
   std::vector<std::byte> bytes;
-  for (const std::size_t i : checkpoint.extents(tensor, format::kValue)) {
+  std::vector<std::size_t> extents = checkpoint.extents(tensor, kind);
+  std::ranges::sort(extents, {}, [&](std::size_t i) { return manifest.extents[i].begin; });
+  for (const std::size_t i : extents) {
     const ManifestExtent& e = manifest.extents[i];
     const format::ManifestFile& entry = manifest.files[e.file];
     const Bytes block = entry.checksums.block();

@@ -78,9 +78,10 @@ class CheckpointFiles {
   std::deque<io::File> files_;
 };
 
-// The bytes of a tensor that is stored whole, a buffer or the script's, verified. Not collective.
+// All bytes of a tensor, or of what is kept beside its value, verified; empty where there are none.
+// Not collective.
 std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
-                                  io::IoEngine& io);
+                                  io::IoEngine& io, std::string_view kind = format::kValue);
 
 // Names in a message: the first dozen, and how many more.
 std::string listed(const std::vector<std::string>& names);

@@ -1,6 +1,6 @@
 """Helpers that training scripts import from DeepSpeed's ``utils``."""
 
-from .parameter_states import (
+from ..parameter_states import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -15,8 +15,8 @@ from .parameter_states import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from .rank_logging import log_dist, logger
-from .repeating_loader import RepeatingLoader
+from ..rank_logging import log_dist, logger
+from ..repeating_loader import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",
