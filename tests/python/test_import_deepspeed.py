@@ -16,6 +16,7 @@ from devices import ON_GPU
 from ranks import run_ranks
 from strata.importing.__main__ import main as command_line
 from strata.importing.deepspeed import import_deepspeed
+from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tiny_models import rank_and_world
 
 pytestmark = [pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"), pytest.mark.xdist_group("deepspeed")]
@@ -112,6 +113,15 @@ def _elsewhere(folder):
     engine = make_engine(strata, 3, "fp32", seed=2)
     engine.load_checkpoint(folder)
     return _whole(engine)[1]
+
+
+def test_whole_weights_are_those_of_deepspeeds_own_tool(saved):
+    for stage, dtype in CASES:
+        found = get_fp32_state_dict_from_zero_checkpoint(saved[0] / f"{stage}-{dtype}")
+        expected = saved[1][0][stage, dtype][1]
+        assert expected.keys() <= found.keys() and "frozen.weight" in found
+        for name, value in expected.items():
+            assert numpy.array_equal(found[name].float().numpy(), value), (stage, dtype, name)
 
 
 def test_the_loss_scale_comes_with_it(saved, tmp_path):
