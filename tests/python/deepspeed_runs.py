@@ -16,8 +16,8 @@ CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
 class Model(torch.nn.Module):
-    """Frozen, tied and odd-sized parameters, and buffers. Linear modules have no bias: DeepSpeed computes these with other
-    roundings at stage 3."""
+    """Frozen, tied and odd-sized parameters, and buffers. Linear modules have no bias: DeepSpeed computes these with
+    other roundings at stage 3."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,8 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens):
         hidden = self.norm(self.back(self.frozen(self.embedding(tokens)) + self.shift).tanh()) * self.factor
-        return torch.nn.functional.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        logits = self.head(hidden)[:, :-1].flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
 def make_engine(library, stage, dtype, seed, accumulation=1):
@@ -45,6 +46,7 @@ def make_engine(library, stage, dtype, seed, accumulation=1):
     adamw = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     if library is not strata:
         adamw["torch_adam"] = True
+    warmup = {"warmup_num_steps": 7, "warmup_max_lr": 2e-2, "warmup_type": "linear"}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -54,7 +56,7 @@ def make_engine(library, stage, dtype, seed, accumulation=1):
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": adamw},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7, "warmup_max_lr": 2e-2, "warmup_type": "linear"}},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
     }
     return library.initialize(model=model, model_parameters=groups, config=config)[0]
 

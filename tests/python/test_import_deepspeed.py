@@ -19,7 +19,10 @@ from strata.importing.deepspeed import import_deepspeed
 from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tiny_models import rank_and_world
 
-pytestmark = [pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"), pytest.mark.xdist_group("deepspeed")]
+pytestmark = [
+    pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"),
+    pytest.mark.xdist_group("import_deepspeed"),  # which share what DeepSpeed saved
+]
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-4}  # of losses, as test_against_deepspeed.py has them
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -134,8 +137,9 @@ def _universal(folder, stage):
     """DeepSpeed's own conversion, beside the checkpoint."""
     source = Path(folder) / f"{stage}-fp32" / "global_step3"
     subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--num_extract_workers", "1",
-         "--num_merge_workers", "1", "--input_folder", source, "--output_folder", f"{source}_universal"],
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
+         "--num_extract_workers", "1", "--num_merge_workers", "1", "--input_folder", source,
+         "--output_folder", f"{source}_universal"],
         check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})  # fmt: skip
     return source.parent
 
@@ -144,7 +148,8 @@ def _universal(folder, stage):
 def test_universal_checkpoints(saved, imported, stage, tmp_path):
     folder = shutil.copytree(saved[0] / f"{stage}-fp32", tmp_path / f"{stage}-fp32")
     path = import_deepspeed(_universal(tmp_path, stage), tmp_path / "out", tag="global_step3_universal")
-    found, expected = (strata._C.TrainingCheckpoint(str(p)) for p in (path, imported / f"{stage}-fp32" / "global_step3"))
+    paths = (path, imported / f"{stage}-fp32" / "global_step3")
+    found, expected = (strata._C.TrainingCheckpoint(str(path)) for path in paths)
     assert sorted(found.tensors()) == sorted(expected.tensors()) and folder.exists()
     for role, name, *_ in expected.tensors():
         for kind in ("value", *MOMENTS) if found.has(name, "exp_avg") else ("value",):

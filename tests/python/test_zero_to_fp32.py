@@ -13,6 +13,8 @@ from ranks import run_ranks
 from strata.utils import zero_to_fp32
 from tiny_models import rank_and_world
 
+pytestmark = pytest.mark.xdist_group("zero_to_fp32")  # which share the checkpoints
+
 
 class Model(torch.nn.Module):
     """Frozen and tied parameters, and buffers."""

@@ -23,7 +23,8 @@ if __name__ == "__main__":
 
 
 def place_script(folder):
-    """Puts ``zero_to_fp32.py`` into ``folder``. Where that fails a warning says so: the checkpoints are as good without."""
+    """Puts ``zero_to_fp32.py`` into ``folder``. Where that fails a warning says so: the checkpoints are as good
+    without."""
     path = os.path.join(folder, _NAME)
     own = f"{path}.{os.getpid()}.part"
     try:

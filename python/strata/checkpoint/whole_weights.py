@@ -48,8 +48,8 @@ def _copy_of(parameter, copies, keep):
 
 
 def set_whole_weights(engine, state_dict, strict=True):
-    """Takes a state dict's values for the engine's model. Collective; rank 0's names and values count, and what other ranks
-    pass does not matter. Nothing is changed before all of it is known to fit.
+    """Takes a state dict's values for the engine's model. Collective; rank 0's names and values count, and what other
+    ranks pass does not matter. Nothing is changed before all of it is known to fit.
 
     Returns:
         as ``torch.nn.Module.load_state_dict``: (missing keys, unexpected keys).
@@ -81,13 +81,14 @@ def set_whole_weights(engine, state_dict, strict=True):
 
 
 def _of_rank_0(engine, state_dict, buffers):
-    """Rank 0's state dict; on other ranks tensors without memory stand for those that ``_set`` takes from rank 0 alone."""
+    """Rank 0's state dict; on other ranks tensors without memory stand for those that ``_set`` takes from rank 0
+    alone."""
     first = engine.global_rank == 0
     with together(engine._collectives, "loading the state dict"):
         own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
         listed = json.dumps([
-            [name, list(value.shape), str(value.dtype).removeprefix("torch."), _text_of(value) if name in buffers else None]
-            for name, value in own.items()
+            [n, list(v.shape), str(v.dtype).removeprefix("torch."), _text_of(v) if n in buffers else None]
+            for n, v in own.items()
         ])  # fmt: skip
     text = engine._collectives.all_gather_text(listed)[0]
     if first:

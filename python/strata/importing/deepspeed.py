@@ -20,16 +20,16 @@ from .whole_tensors import (
 
 # What DeepSpeed itself puts into a model's file; the rest is the script's.
 _OWN_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-    "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers",
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
+    "ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers",
 }  # fmt: skip
 
 
 def import_deepspeed(checkpoint, out, tag=None):
-    """Writes a checkpoint of DeepSpeed as one of Strata, from which ``engine.load_checkpoint(out)`` goes on at any number
-    of ranks and any stage. About one tensor is in memory at a time.
+    """Writes a checkpoint of DeepSpeed as one of Strata, from which ``engine.load_checkpoint(out)`` goes on at any
+    number of ranks and any stage. About one tensor is in memory at a time.
 
     Args:
         checkpoint: DeepSpeed's folder, that of all tags or of one.
@@ -55,7 +55,8 @@ def read_deepspeed(checkpoint, tag=None):
         states = _states_of(files, model) if files.universal is None else UniversalStates(files.universal)
         return _assemble(files, model, states)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise _C.FormatError(f"'{files.folder}' is not as DeepSpeed 0.19 writes it: {type(error).__name__}: {error}") from error
+        raise _C.FormatError(f"'{files.folder}' is not as DeepSpeed 0.19 writes it: {type(error).__name__}: "
+                             f"{error}") from error
 
 
 def _states_of(files, model):

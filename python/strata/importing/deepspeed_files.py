@@ -36,7 +36,8 @@ class DeepSpeedFiles:
 def is_deepspeed_checkpoint(folder):
     """bool: whether a folder of one tag holds files of DeepSpeed."""
     try:
-        return any(_OPTIMIZER.fullmatch(n) or _SHARDED_MODEL.fullmatch(n) or _MODEL.fullmatch(n) for n in os.listdir(folder))
+        names = os.listdir(folder)
+        return any(pattern.fullmatch(name) for pattern in (_OPTIMIZER, _SHARDED_MODEL, _MODEL) for name in names)
     except OSError:
         return False
 
@@ -73,8 +74,8 @@ def _latest(folder):
         if os.path.isfile(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 return file.read(1000).strip()
-    raise _C.FormatError(f"'{folder}' is no folder of DeepSpeed's checkpoints: wanted a file 'latest' there that names one, "
-                         "or the files of one ('mp_rank_00_model_states.pt'); or give the tag")
+    raise _C.FormatError(f"'{folder}' is no folder of DeepSpeed's checkpoints: wanted a file 'latest' there that names "
+                         "one, or the files of one ('mp_rank_00_model_states.pt'); or give the tag")
 
 
 def _files_of(path, tag):
@@ -82,8 +83,8 @@ def _files_of(path, tag):
     for pattern, what in _OF_PARTS:
         found = [name for name in names if pattern.fullmatch(name)]
         if found:
-            raise _C.FormatError(f"'{path}' is of a model under {what} ('{found[0]}'), which this version does not import; "
-                                 "export it with DeepSpeed's ds_to_universal or save it without")
+            raise _C.FormatError(f"'{path}' is of a model under {what} ('{found[0]}'), which this version does not "
+                                 "import; export it with DeepSpeed's ds_to_universal or save it without")
     optimizer = _by_rank(path, names, _OPTIMIZER)
     model = _by_rank(path, names, _SHARDED_MODEL)
     if not model:
@@ -97,8 +98,9 @@ def _files_of(path, tag):
         raise _C.FormatError(f"'{path}': {what}: wanted 'mp_rank_00_model_states.pt', or at stage 3 "
                              "'zero_pp_rank_0_mp_rank_00_model_states.pt'")
     if not optimizer and universal is None:
-        raise _C.FormatError(f"'{path}' has no '*_optim_states.pt': it was saved without ZeRO, or without its optimizer's "
-                             "states. Load 'module' of its model_states.pt with torch.load and begin with these weights")
+        raise _C.FormatError(f"'{path}' has no '*_optim_states.pt': it was saved without ZeRO, or without the states of "
+                             "its optimizer. Load 'module' of its model_states.pt with torch.load and begin with these "
+                             "weights")
     return DeepSpeedFiles(path, tag, model, optimizer, universal)
 
 
@@ -109,13 +111,13 @@ def _by_rank(path, names, pattern):
     by_rank = {rank: name for rank, _, name in found}
     for rank in range(max(by_rank, default=-1) + 1):
         if rank not in by_rank:
-            raise _C.IoError(f"'{path}': the file of rank {rank} is missing; there is '{found[0][2]}', and so on up to rank "
-                             f"{max(by_rank)}")
+            raise _C.IoError(f"'{path}': the file of rank {rank} is missing; there is '{found[0][2]}', and so on up to "
+                             f"rank {max(by_rank)}")
     return [os.path.join(path, by_rank[rank]) for rank in sorted(by_rank)]
 
 
 def _refuse_tensor_parallel(path, found):
     cut = [name for mp, name in found if mp > 0]
     if cut:
-        raise _C.FormatError(f"'{path}' is of a model under tensor parallelism ('{cut[0]}'), which this version does not "
-                             "import; make it whole in DeepSpeed first")
+        raise _C.FormatError(f"'{path}' is of a model under tensor parallelism ('{cut[0]}'), which this version does "
+                             "not import; make it whole in DeepSpeed first")

@@ -13,8 +13,8 @@ class ModelFiles:
     """What the model's files say.
 
     Attributes:
-        shapes: [{name: shape}] of what is trained, by param group, or sub-group at stage 3, in the order of the flat tensors.
-        of_ranks: the content of every file; one, but at stage 3.
+        shapes: [{name: shape}] of what is trained, by param group, or sub-group at stage 3, in the order of the flat
+        tensors. of_ranks: the content of every file; one, but at stage 3.
     """
 
     def __init__(self, paths):
@@ -25,8 +25,8 @@ class ModelFiles:
                 raise _C.FormatError(f"'{path}' is no file of a model under ZeRO: wanted {', '.join(sorted(wanted))}")
             ways = content.get("mp_world_size")
             if ways not in (None, 1):
-                raise _C.FormatError(f"'{path}' is of a model under tensor parallelism (mp_world_size {ways}), which this "
-                                     "version does not import; make it whole in DeepSpeed first")
+                raise _C.FormatError(f"'{path}' is of a model under tensor parallelism (mp_world_size {ways}), which "
+                                     "this version does not import; make it whole in DeepSpeed first")
         self.first = self.of_ranks[0]
         shapes = self.first["param_shapes"]
         self.shapes = [dict(group) for group in (shapes if isinstance(shapes, list) else [shapes])]
@@ -37,7 +37,8 @@ class ModelFiles:
         known = trained | set(self.first["buffer_names"]) | set(self.first["shared_params"])
         shapes = self.first.get("frozen_param_shapes") or {}
         result = [(name, shape, self._frozen(name, shape)) for name, shape in shapes.items() if name not in trained]
-        for name, value in self.first["module"].items():  # stage 1 does not list them apart; at stage 3 they are empty there
+        # Stage 1 does not list them apart; at stage 3 they are empty here.
+        for name, value in self.first["module"].items():
             if name not in known and name not in shapes and (len(self.of_ranks) == 1 or value.numel()):
                 result.append((name, value.shape, stored(value)))
         return result

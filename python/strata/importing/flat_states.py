@@ -2,8 +2,8 @@
 
 Of each param group, at stage 3 of each sub-group, every rank has one part of one dimension. The model's file says which
 parameters lie in it, in which order. At stages 1 and 2 the ranks' parts follow each other; at stage 3 each parameter is
-cut into as many equal parts as there are ranks, and a rank's part holds its own of each. What an optimizer keeps of each
-element lies in the same way.
+cut into as many equal parts as there are ranks, and a rank's part holds its own of each. What an optimizer keeps of
+each element lies in the same way.
 """
 
 import math
@@ -46,10 +46,11 @@ class FlatStates:
         count = first.get("partition_count", len(paths))
         count = max(count) if isinstance(count, (list, tuple)) else count
         if first.get("ds_zero_partition_groups"):
-            raise _C.FormatError(f"'{paths[0]}' is of a model under expert parallelism, which this version does not import")
+            raise _C.FormatError(f"'{paths[0]}' is of a model under expert parallelism, which this version does not "
+                                 "import")
         if count != len(paths):
-            raise _C.IoError(f"'{os.path.dirname(paths[0])}' has the optimizer's states of {len(paths)} ranks; wanted {count}: "
-                             "files are missing, or are left of another checkpoint")
+            raise _C.IoError(f"'{os.path.dirname(paths[0])}' has the optimizer's states of {len(paths)} ranks; wanted "
+                             f"{count}: files are missing, or are left of another checkpoint")
 
     @staticmethod
     def _list(content, key, path):
@@ -61,8 +62,8 @@ class FlatStates:
     def _place(self, shapes):
         """{name: (group, begin)}: in the flat tensor of all ranks; at stage 3 in that of each."""
         if any(len(values) != len(shapes) for values in self._values):
-            raise _C.FormatError(f"'{self._paths[0]}' has {len(self._values[0])} param groups, the model's file {len(shapes)}; "
-                                 "they are of different checkpoints")
+            raise _C.FormatError(f"'{self._paths[0]}' has {len(self._values[0])} param groups, the model's file "
+                                 f"{len(shapes)}; they are of different checkpoints")
         paddings = self._contents[0].get("param_alignment_paddings")
         places = {}
         for group, named in enumerate(shapes):
@@ -74,8 +75,8 @@ class FlatStates:
                     at += paddings[group][i]
             lengths = [values[group].numel() for values in self._values]
             if at > (min(lengths) if self.stage == 3 else sum(lengths)):
-                raise _C.FormatError(f"the flat tensors of param group {group} in '{os.path.dirname(self._paths[0])}' have "
-                                     f"{lengths} elements, too few for the parameters that the model's file lists")
+                raise _C.FormatError(f"the flat tensors of param group {group} in '{os.path.dirname(self._paths[0])}' "
+                                     f"have {lengths} elements, too few for the parameters that the model's file lists")
         return places
 
     def _part(self, numel):

@@ -43,7 +43,8 @@ def _plain_classes():
     import numpy
 
     multiarray = numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray
-    classes = [(argparse.Namespace, "argparse.Namespace"), (numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]
+    classes = [(argparse.Namespace, "argparse.Namespace")]
+    classes += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
         classes += [(multiarray.scalar, f"{module}.scalar"), (multiarray._reconstruct, f"{module}._reconstruct")]
     types = {type(numpy.dtype(code)) for code in "?bBhHiIlLqQefd"}
@@ -51,7 +52,8 @@ def _plain_classes():
 
 
 def load_tensors(path):
-    """What ``torch.save`` wrote to ``path``. Tensors are mapped, so that only those bytes are read that somebody looks at.
+    """What ``torch.save`` wrote to ``path``. Tensors are mapped, so that only those bytes are read that somebody looks
+    at.
 
     Raises:
         FormatError: for a file that holds other objects than data, by their class; for one that is cut off.
@@ -67,7 +69,8 @@ def load_tensors(path):
     except OSError as error:
         raise _C.IoError(f"cannot read '{path}': {error}") from error
     except pickle.UnpicklingError as error:
-        raise _C.FormatError(f"'{path}' holds more than data, and is not read: {str(error).splitlines()[-1]}") from error
+        raise _C.FormatError(f"'{path}' holds more than data, and is not read: "
+                             f"{str(error).splitlines()[-1]}") from error
     except _C.Error:
         raise
     except Exception as error:  # torch raises RuntimeError, ValueError, EOFError and more for damaged files
@@ -75,6 +78,6 @@ def load_tensors(path):
 
 
 def _refusal(path, names):
-    return (f"'{path}' holds objects of {', '.join(sorted(names)[:8])}, and is not read: making them could run code that "
-            "is in the file. If you trust it and the class holds data alone, allow it with "
+    return (f"'{path}' holds objects of {', '.join(sorted(names)[:8])}, and is not read: making them could run code "
+            "that is in the file. If you trust it and the class holds data alone, allow it with "
             "torch.serialization.add_safe_globals and call strata.importing from Python; or save again without it")

@@ -33,7 +33,8 @@ class UniversalStates:
     def kinds_of(self, name, shape):
         """{kind: Stored} of a parameter."""
         folder = self._folder_of(name)
-        files = sorted(n for n in os.listdir(folder) if n.endswith(".pt") and n != "step.pt") if os.path.isdir(folder) else []
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        files = [name for name in names if name.endswith(".pt") and name != "step.pt"]
         if "fp32.pt" not in files:
             raise _C.IoError(f"'{folder}' has no 'fp32.pt': the checkpoint lacks the values of '{name}'")
         kinds = {VALUE: None}
@@ -41,7 +42,8 @@ class UniversalStates:
             path = os.path.join(folder, file)
             found = self._tensor(path)
             if found.numel() != math.prod(shape):
-                raise _C.FormatError(f"'{path}' has {found.numel()} elements; wanted {math.prod(shape)} of shape {list(shape)}")
+                raise _C.FormatError(f"'{path}' has {found.numel()} elements; wanted {math.prod(shape)} of shape "
+                                     f"{list(shape)}")
             kind = file.removesuffix(".pt")
             kinds[_NAMES.get(kind, kind)] = Stored(found.dtype, lambda path=path: self._tensor(path))
         return kinds

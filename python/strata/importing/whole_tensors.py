@@ -72,7 +72,8 @@ def write_checkpoint(checkpoint, folder):
     """
     path = os.path.join(folder, checkpoint.tag)
     if os.path.lexists(path) and _C.find_checkpoint(folder, checkpoint.tag) is None:
-        raise _C.UsageError(f"'{path}' is there already, and is no checkpoint of Strata; give another folder to write to")
+        raise _C.UsageError(f"'{path}' is there already, and is no checkpoint of Strata; give another folder to write "
+                            "to")
     tensors = checkpoint.tensors
     writer = _C.WholeCheckpointWriter(folder, checkpoint.tag, [
         (t.role, t.name, list(t.shape), t.dtype, t.trainable, t.aliases, [(k, s.dtype) for k, s in t.kinds.items()])
@@ -110,7 +111,7 @@ def _with_any_keys(kept, where):
 
 def client_tensors(tensors):
     """[WholeTensor] for {name: tensor} of ``plain_values``."""
-    return [WholeTensor(name, t.shape, t.dtype, {VALUE: stored(t.contiguous())}, "client") for name, t in tensors.items()]
+    return [WholeTensor(n, t.shape, t.dtype, {VALUE: stored(t.contiguous())}, "client") for n, t in tensors.items()]
 
 
 def written_by(**others):

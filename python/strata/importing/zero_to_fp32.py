@@ -1,4 +1,5 @@
-"""Whole fp32 weights of a checkpoint, under the names that DeepSpeed's users know. ``strata.utils.zero_to_fp32`` is this.
+"""Whole fp32 weights of a checkpoint, under the names that DeepSpeed's users know. ``strata.utils.zero_to_fp32`` is
+this.
 
 The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (stages 1 to 3, universal ones).
 """
@@ -34,11 +35,13 @@ class LazyTensor:
     def contiguous(self):
         """The tensor, on the host."""
         value = self._stored.read().reshape(self.shape).to(self.dtype).contiguous()
-        part_of_more = value.untyped_storage().nbytes() > value.nbytes  # of a file's; torch.save would write all of that
+        part_of_more = value.untyped_storage().nbytes() > value.nbytes  # which torch.save would write as a whole
         return value.clone() if part_of_more else value
 
 
-def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False):
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False
+):
     """{name: tensor on the host} of a checkpoint: master weights in fp32, frozen parameters as they were, buffers. Tied
     parameters are one tensor under all their names.
 
@@ -63,14 +66,16 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_f
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir, output_dir, max_shard_size="5GB", safe_serialization=False, tag=None, exclude_frozen_parameters=False
-):
-    """Writes the weights of a checkpoint, all floating ones in fp32, to files that Hugging Face's ``from_pretrained`` and
-    ``torch.load`` read.
+    checkpoint_dir, output_dir, max_shard_size="5GB", safe_serialization=False, tag=None,
+    exclude_frozen_parameters=False,
+):  # fmt: skip
+    """Writes the weights of a checkpoint, all floating ones in fp32, to files that Hugging Face's ``from_pretrained``
+    and ``torch.load`` read.
 
     Args:
         max_shard_size: bytes of one file at most, as a number or as "5GB"; None: one file.
-        safe_serialization: write safetensors, a tensor at a time. Else files of ``torch.save``, each of which is in memory
+        safe_serialization: write safetensors, a tensor at a time. Else files of ``torch.save``, each of which is in
+        memory
             before it is written.
         The others are ``get_fp32_state_dict_from_zero_checkpoint``'s.
     """
@@ -97,7 +102,8 @@ def main(arguments=None):
     parser.add_argument("checkpoint_dir", help="folder of the checkpoints, such as '.'")
     parser.add_argument("output_dir", help="folder for the weights; made if need be")
     parser.add_argument("--max_shard_size", default="5GB", help="bytes of one file at most, such as 5GB (default)")
-    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch.save's files")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch.save's "
+                                                                          "files")
     parser.add_argument("-t", "--tag", help="which checkpoint; default: the one that 'latest' names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
@@ -162,7 +168,8 @@ def _write_pickles(state_dict, folder, most):
         os.replace(path + ".part", path)
         index["weight_map"].update(dict.fromkeys(members, name))
     if len(shards) > 1:
-        _C.write_file_atomically(os.path.join(folder, "pytorch_model.bin.index.json"), json.dumps(index, indent=2) + "\n")
+        path = os.path.join(folder, "pytorch_model.bin.index.json")
+        _C.write_file_atomically(path, json.dumps(index, indent=2) + "\n")
 
 
 def _shards(state_dict, most):
