@@ -139,15 +139,15 @@ class Opened {
     if (!tensor) {
       throw FormatError(fmt::format("{}: there is no {} '{}'", checkpoint_.path(), role, name));
     }
-    const std::vector<std::byte> bytes = engine::read_whole(checkpoint_, *tensor, io_, kind);
     const auto& entry = checkpoint_.manifest().tensors[*tensor];
     const auto& extents = checkpoint_.extents(*tensor, kind);
     const DType dtype =
         extents.empty() ? entry.dtype : checkpoint_.manifest().extents[extents.front()].dtype;
     at::Tensor values =
         at::empty(entry.shape, at::TensorOptions().dtype(torch::to_scalar_type(dtype)));
-    STRATA_ASSERT(bytes.size() == values.nbytes());
-    std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(values.mutable_data_ptr()));
+    STRATA_ASSERT(engine::whole_bytes(checkpoint_, *tensor, kind) == Bytes(values.nbytes()));
+    engine::read_whole(checkpoint_, *tensor, io_,
+                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()}, kind);
     return values;
   }
 

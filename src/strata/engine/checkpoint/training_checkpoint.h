@@ -78,10 +78,12 @@ class CheckpointFiles {
   std::deque<io::File> files_;
 };
 
-// All bytes of a tensor, or of what is kept beside its value, verified; empty where there are none.
-// Not collective.
-std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
-                                  io::IoEngine& io, std::string_view kind = format::kValue);
+// Fills `target` with all bytes of a tensor, or of what is kept beside its value, verified. It has
+// as many as whole_bytes() says: 0 where there are none. Not collective. Memory: some blocks.
+void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                std::span<std::byte> target, std::string_view kind = format::kValue);
+Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor,
+                  std::string_view kind = format::kValue);
 
 // Names in a message: the first dozen, and how many more.
 std::string listed(const std::vector<std::string>& names);
