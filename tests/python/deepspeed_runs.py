@@ -54,7 +54,7 @@ def make_engine(library, stage, dtype, seed, accumulation=1):
         "bf16": {"enabled": dtype == "bf16"},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 8},
         "optimizer": {"type": "AdamW", "params": adamw},
         "scheduler": {"type": "WarmupLR", "params": warmup},
     }

@@ -6,6 +6,7 @@ names, so that neither DeepSpeed nor any code of it is needed. Whatever else a f
 """
 
 import argparse
+import errno
 import pickle
 
 import torch
@@ -67,6 +68,8 @@ def load_tensors(path):
                 raise _C.FormatError(_refusal(path, refused))
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
+        if error.errno == errno.EINVAL:  # torch looks for the file's end before its beginning
+            raise _C.FormatError(f"'{path}' is cut off, or no file of torch.save") from error
         raise _C.IoError(f"cannot read '{path}': {error}") from error
     except pickle.UnpicklingError as error:
         raise _C.FormatError(f"'{path}' holds more than data, and is not read: "
