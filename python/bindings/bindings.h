@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "strata/format/manifest.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
@@ -22,6 +23,7 @@ void bind_interception(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_state(py::module_& module);
 void bind_training(py::module_& module);
+void bind_whole_checkpoint(py::module_& module);
 // Adds what steps did.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
@@ -32,6 +34,9 @@ engine::InitReport::Progress progress_from(const py::object& function);
 // GB/s from pinned memory to the model's device; None where that is the host, or has no room to
 // try.
 std::optional<double> measure_link(torch::ShardedModel& model);
+
+// The role that format::name_of() calls so.
+format::TensorRole role_from(const std::string& name);
 
 // A function of Python that C++ may let go of where the GIL is not held.
 std::shared_ptr<py::function> held(py::function function);

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   strata::python::bind_checkpoint(module);
   strata::python::bind_state(module);
   strata::python::bind_training(module);
+  strata::python::bind_whole_checkpoint(module);
 }

@@ -23,14 +23,6 @@ using ExtraTuple = std::tuple<std::string, std::string, int, std::vector<std::in
 // (parameter, kind, what is kept of this rank's part of it, contiguous)
 using StateTuple = std::tuple<int, std::string, at::Tensor>;
 
-TensorRole role_from(const std::string& name) {
-  for (const TensorRole role : {TensorRole::kParameter, TensorRole::kBuffer,
-                                TensorRole::kRankBuffer, TensorRole::kClient}) {
-    if (name_of(role) == name) return role;
-  }
-  STRATA_ASSERT(false);
-}
-
 engine::SavedContent content_from(const std::vector<std::vector<std::string>>& aliases,
                                   const std::vector<ExtraTuple>& tensors,
                                   const std::vector<StateTuple>& states, bool frozen) {
@@ -113,15 +105,18 @@ class Opened {
  public:
   Opened(comm::Collectives& collectives, const std::string& path)
       : checkpoint_(engine::open_training(collectives, path)) {}
+  // On this rank alone.
+  explicit Opened(const std::string& path) : checkpoint_(path, format::read_manifest(path)) {}
 
   const engine::TrainingCheckpoint& get() const { return checkpoint_; }
 
-  // [(role, name, shape, dtype, trainable)]
+  // [(role, name, shape, dtype, trainable, aliases)]
   py::list tensors() const {
     py::list list;
     for (const format::ManifestTensor& tensor : checkpoint_.manifest().tensors) {
       list.append(py::make_tuple(std::string(name_of(tensor.role)), tensor.name, tensor.shape,
-                                 torch::to_scalar_type(tensor.dtype), tensor.trainable));
+                                 torch::to_scalar_type(tensor.dtype), tensor.trainable,
+                                 tensor.aliases));
     }
     return list;
   }
@@ -139,20 +134,20 @@ class Opened {
     return torch::to_scalar_type(checkpoint_.manifest().extents[extent].dtype);
   }
 
-  at::Tensor read(const std::string& role, const std::string& name) {
+  at::Tensor read(const std::string& role, const std::string& name, const std::string& kind) {
     const auto tensor = checkpoint_.find(role_from(role), name);
     if (!tensor) {
       throw FormatError(fmt::format("{}: there is no {} '{}'", checkpoint_.path(), role, name));
     }
-    const std::vector<std::byte> bytes = engine::read_whole(checkpoint_, *tensor, io_);
     const auto& entry = checkpoint_.manifest().tensors[*tensor];
-    const auto& extents = checkpoint_.extents(*tensor, format::kValue);
+    const auto& extents = checkpoint_.extents(*tensor, kind);
     const DType dtype =
         extents.empty() ? entry.dtype : checkpoint_.manifest().extents[extents.front()].dtype;
     at::Tensor values =
         at::empty(entry.shape, at::TensorOptions().dtype(torch::to_scalar_type(dtype)));
-    STRATA_ASSERT(bytes.size() == values.nbytes());
-    std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(values.mutable_data_ptr()));
+    STRATA_ASSERT(engine::whole_bytes(checkpoint_, *tensor, kind) == Bytes(values.nbytes()));
+    engine::read_whole(checkpoint_, *tensor, io_,
+                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()}, kind);
     return values;
   }
 
@@ -213,6 +208,7 @@ void bind_training(py::module_& module) {
   py::class_<Opened>(module, "TrainingCheckpoint")
       .def(py::init<comm::Collectives&, const std::string&>(), py::arg("collectives"),
            py::arg("path"), unlocked)
+      .def(py::init<const std::string&>(), py::arg("path"), unlocked)
       .def_property_readonly("path", [](const Opened& o) { return o.get().path(); })
       .def_property_readonly("training",
                              [](const Opened& o) { return o.get().manifest().training; })
@@ -222,7 +218,8 @@ void bind_training(py::module_& module) {
       .def("tensors", &Opened::tensors)
       .def("has", &Opened::has, py::arg("name"), py::arg("kind"))
       .def("dtype_of", &Opened::dtype_of, py::arg("name"), py::arg("kind"))
-      .def("read", &Opened::read, py::arg("role"), py::arg("name"), unlocked)
+      .def("read", &Opened::read, py::arg("role"), py::arg("name"), py::arg("kind") = "value",
+           unlocked)
       .def("differences", &Opened::differences, py::arg("model"))
       .def("load", &Opened::load, py::arg("model"), py::arg("states"), py::arg("strict"),
            py::arg("without_frozen"), py::arg("targets"), unlocked)

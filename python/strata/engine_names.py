@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import OrderedDict
 
 import torch
 
@@ -255,7 +256,40 @@ class EngineNames:
         Raises:
             UsageError: with ``strict``, where names do not fit; shapes that do not.
         """
-        return set_whole_weights(self.module, state_dict, strict)
+        return set_whole_weights(self, state_dict, strict)
+
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        """{name: tensor} under the model's own names, those of ``engine.module``.
+
+        At stage 3 it is collective: parameters are gathered one at a time and copied to the host of rank 0, which needs
+        room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages 0 to
+        2 every rank has all of it, and this is ``engine.module.state_dict()``.
+        """
+        if self._config.stage < 3:
+            return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found = whole_state_dict(self.module, self.global_rank == 0) or {}
+        destination = OrderedDict() if destination is None else destination
+        destination.update((prefix + name, value) for name, value in found.items())
+        return destination
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
+        "module". Collective; rank 0's names and values count, other ranks may pass {}. Masters follow; the optimizer's
+        states stay.
+
+        Returns:
+            (missing keys, unexpected keys).
+
+        Raises:
+            UsageError: on every rank: with ``strict``, where names do not fit; shapes that do not; with ``assign``.
+        """
+        if assign:
+            raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
+                                "and values are copied")
+        wrapped = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
+        if wrapped and not hasattr(self.module, "module"):
+            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        return set_whole_weights(self, state_dict, strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
         """Whole weights on the host of rank 0, None on the others. Collective."""

@@ -113,6 +113,14 @@ def _weights_at(stage, folder):
     assert "missing ['head.weight']" in _told(engine.load_module_state_dict, {**changed})
     assert engine.load_module_state_dict(changed, strict=False).missing_keys == ["head.weight"]
     assert "another shape" in _told(engine.load_module_state_dict, {"head.bias": torch.zeros(3)}, strict=False)
+    found = engine.state_dict()
+    assert set(found) == (set(whole) if rank == 0 or stage < 3 else set())
+    assert all(torch.equal(found[n].cpu(), value.cpu()) for n, value in full_parameters(model).items() if n in found)
+    assert engine.load_state_dict({f"module.{n}": v - 2 for n, v in whole.items()} if rank == 0 else {}) == ([], [])
+    assert all(torch.equal(v, (whole[n] - 2).to(v)) for n, v in full_parameters(model).items())
+    assert all(torch.equal(v.cpu(), whole[n].cpu() - 2) for n, v in model.named_buffers() if n in whole)
+    assert "missing" in _told(engine.load_state_dict, {"head.bias": whole["head.bias"]})
+    assert "leave it out" in _told(engine.load_state_dict, whole, assign=True)
     if rank == 0:
         with open(f"{folder}/file", "w", encoding="utf-8") as file:
             file.write("no folder")

@@ -54,7 +54,7 @@ def test_the_scripts_values_come_back_without_pickle(tmp_path):
     run_ranks(2, _client_state, str(tmp_path))
     for folder, _, names in os.walk(tmp_path):
         others = [name for name in names if not name.endswith((".json", ".safetensors"))]
-        assert set(others) <= {"latest", ".strata.lock"}, folder
+        assert set(others) <= {"latest", ".strata.lock", "zero_to_fp32.py"}, folder
     manifest = json.loads((tmp_path / "t" / "manifest.json").read_text())
     assert manifest["training"]["global_steps"] == 0
 
@@ -107,7 +107,8 @@ def _kept(folder):
 
 def test_the_oldest_go_but_not_the_one_that_latest_names(tmp_path):
     run_ranks(2, _kept, str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".strata.lock", "global_step3", "global_step4", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".strata.lock", "global_step3", "global_step4", "latest", "zero_to_fp32.py"]
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 
@@ -142,7 +143,7 @@ def _beside_training(folder, stage, dtype):
 @pytest.mark.parametrize("world, stage, dtype", [(1, 3, "fp32"), (2, 3, "bf16"), (3, 2, "fp16")])
 def test_saves_beside_training(world, stage, dtype, tmp_path):
     run_ranks(world, _beside_training, str(tmp_path), stage, dtype)
-    assert (tmp_path / "latest").read_text() == "last" and len(list(tmp_path.iterdir())) == 5
+    assert (tmp_path / "latest").read_text() == "last" and len(list(tmp_path.iterdir())) == 6
 
 
 def _writer_fails(folder):
@@ -171,7 +172,7 @@ def test_what_the_writer_could_not_do_is_never_lost(tmp_path):
         assert len(told) == 3
         for message in told:
             assert message.startswith("IoError") and "beside training failed on rank 1" in message, message
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".strata.lock", "good", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".strata.lock", "good", "latest", "zero_to_fp32.py"]
 
 
 def _killed(folder, asynchronous, victim, delay):

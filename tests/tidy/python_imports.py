@@ -1,6 +1,7 @@
 """Rules about imports within python/strata: rooms only look down, and nothing goes in circles.
 
-A module's room is its folder below python/strata; what lies in python/strata itself is the root, above all rooms.
+A module's room is its folder below python/strata; what lies in python/strata itself is the root, above all rooms, and
+so is python/strata/utils, which only gathers names for scripts.
 Imports within functions count like any other, since they are where a cycle hides. The extension module `strata._C`
 is below every room. `check` returns its findings as text, one a violation, with the file and line where it is.
 """
@@ -13,7 +14,8 @@ from typing import NamedTuple
 
 PACKAGE = "strata"
 FOLDER = "python/strata"
-ROOMS = ("views", "model", "ranks", "checkpoint")  # lowest first; the root is above them
+ROOMS = ("views", "model", "ranks", "checkpoint", "importing")  # lowest first; the root is above them
+ROOT_FOLDERS = ("utils",)  # that are of the root
 EXTENSION = f"{PACKAGE}._C"
 
 
@@ -66,7 +68,8 @@ def parse_tree(root: Path) -> dict[str, Module]:
                         continue
                 imports.append(Import(node.lineno, target))
         folders = path.relative_to(root / FOLDER).parts[:-1]
-        modules[name] = Module(path.relative_to(root).as_posix(), folders[0] if folders else "", imports)
+        room = folders[0] if folders and folders[0] not in ROOT_FOLDERS else ""
+        modules[name] = Module(path.relative_to(root).as_posix(), room, imports)
     return modules
 
 

@@ -13,6 +13,7 @@ import torch
 from .. import _C
 from ..ranks.joint import together
 from .names import state_names
+from .fp32_script import place_script
 from .plain_values import from_plain, to_plain
 from .supported_transformers import is_transformers_model
 
@@ -52,6 +53,8 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters,
         save_latest,
     )  # fmt: skip
+    if engine.global_rank == 0:
+        place_script(folder)
     return True
 
 
@@ -225,7 +228,7 @@ def _scheduler_state(engine, tensors):
 def _load_scheduler(engine, saved, read):
     if engine.lr_scheduler is None or saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
         return
-    if saved["class"] != type(engine.lr_scheduler).__name__ and engine.global_rank == 0:
+    if saved["class"] not in (None, type(engine.lr_scheduler).__name__) and engine.global_rank == 0:
         logger.warning("the checkpoint's scheduler is a %s, this one a %s", saved["class"],
                        type(engine.lr_scheduler).__name__)
     engine.lr_scheduler.load_state_dict(from_plain(saved["state"], read))

@@ -1,5 +1,7 @@
 """The weights as one state dict of whole tensors on the host, as ``torch.save`` takes it."""
 
+import base64
+import json
 import os
 from collections import OrderedDict
 
@@ -45,48 +47,83 @@ def _copy_of(parameter, copies, keep):
     return copies[id(parameter)]
 
 
-def set_whole_weights(model, state_dict, strict=True):
-    """Takes a state dict's values for ``model``. Collective; rank 0's values count.
+def set_whole_weights(engine, state_dict, strict=True):
+    """Takes a state dict's values for the engine's model. Collective; rank 0's names and values count, and what other
+    ranks pass does not matter. Nothing is changed before all of it is known to fit.
 
     Returns:
         as ``torch.nn.Module.load_state_dict``: (missing keys, unexpected keys).
 
     Raises:
-        UsageError: names or shapes do not fit.
+        UsageError: names or shapes do not fit; on every rank.
     """
-    left = dict(state_dict)
-    missing = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        prefix = prefix and prefix + "."
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if prefix + name in left:
-                _set(prefix + name, parameter, left.pop(prefix + name))
-            else:
-                missing.append(prefix + name)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name in module._non_persistent_buffers_set:
-                continue
-            if prefix + name in left:
-                buffer.copy_(left.pop(prefix + name))
-            else:
-                missing.append(prefix + name)
+    from .names import state_names  # not before somebody loads
+
+    parameters, buffers = state_names(engine.module)
+    left = _of_rank_0(engine, state_dict, buffers)
+    missing = [name for name in [*parameters, *buffers] if name not in left]
+    there = [(name, p, left.pop(name)) for name, p in parameters.items() if name in left]
+    for name, parameter, value in there:
+        _require_shape(name, _whole_shape(parameter), value)
+    for name, buffer in buffers.items():
+        if name in left:
+            _require_shape(name, buffer.shape, left[name])
+    values = [(buffer, left.pop(name)) for name, buffer in buffers.items() if name in left]
     if strict and (missing or left):
         raise _C.UsageError(f"the state dict does not fit the model: missing {missing[:3]}, unexpected "
                             f"{list(left)[:3]}; pass strict=False to take what fits")
+    with torch.no_grad():
+        for _, parameter, value in there:
+            _set(parameter, value)
+        for buffer, value in values:
+            buffer.copy_(value)
     return torch.nn.modules.module._IncompatibleKeys(missing, list(left))
 
 
-def _set(name, parameter, value):
+def _of_rank_0(engine, state_dict, buffers):
+    """Rank 0's state dict; on other ranks tensors without memory stand for those that ``_set`` takes from rank 0
+    alone."""
+    first = engine.global_rank == 0
+    with together(engine._collectives, "loading the state dict"):
+        own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
+        listed = json.dumps([
+            [n, list(v.shape), str(v.dtype).removeprefix("torch."), _text_of(v) if n in buffers else None]
+            for n, v in own.items()
+        ])  # fmt: skip
+    text = engine._collectives.all_gather_text(listed)[0]
+    if first:
+        return own
+    result = {}
+    for name, shape, dtype, content in json.loads(text):
+        value = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
+        if content:
+            value = torch.frombuffer(bytearray(base64.b64decode(content)), dtype=value.dtype).reshape(shape)
+        result[name] = value
+    return result
+
+
+def _text_of(buffer):
+    dense = buffer.detach().cpu().contiguous()
+    return base64.b64encode(bytes(dense.view(-1).view(torch.uint8).numpy())).decode()
+
+
+def _whole_shape(parameter):
     core, index = owner_of(parameter)
-    shape = parameter.shape if core is None else torch.Size(core.full_shape(index))
+    return parameter.shape if core is None else torch.Size(core.full_shape(index))
+
+
+def _require_shape(name, shape, value):
     if value.shape != shape:
         raise _C.UsageError(f"'{name}' has another shape: wanted {list(shape)}; found {list(value.shape)}")
+
+
+def _set(parameter, value):
+    core, index = owner_of(parameter)
     if core is not None:
         core.gather([index])
     published = False
     try:
-        with torch.no_grad():
-            parameter.copy_(value)
+        parameter.copy_(value)
         if core is not None:
             core.publish([index], 0)
             published = True

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -13,6 +14,7 @@
 #include "strata/cli/consolidation.h"
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
+#include "strata/cli/python_module.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::cli {
@@ -48,6 +50,12 @@ class CommandLine {
     add_consolidate();
     add_diff();
     add_plan();
+    add_import(
+        "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
+        "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
+        "Example:\n  strata import-deepspeed runs/deepspeed runs/strata\n");
+    add_import("import-dcp", "Write a folder of torch.distributed.checkpoint as one of Strata",
+               "Example:\n  strata import-dcp runs/fsdp2 runs/strata\n");
   }
 
   ExitCode run(std::vector<std::string> arguments) {
@@ -68,6 +76,21 @@ class CommandLine {
     command.footer(examples);
     command.add_flag("--json", session_.json, "The report as JSON");
     return command;
+  }
+
+  // Torch's own reader does these, in Python, which has the rest of the command line and its help.
+  void add_import(const std::string& name, const char* what, const char* examples) {
+    CLI::App& command = *app_.add_subcommand(name, what);
+    command.footer(examples);
+    command.set_help_flag();
+    command.prefix_command();
+    command.final_callback([this, name, &command] {
+      command_ = [name, &command]() -> ExitCode {
+        std::vector<std::string> arguments = command.remaining();
+        arguments.insert(arguments.begin(), name.substr(name.find('-') + 1));
+        become_python_module("strata.importing", std::move(arguments));
+      };
+    });
   }
 
   void add_inspect() {

@@ -18,6 +18,7 @@ using format::TensorRole;
 
 constexpr std::string_view kOpening = "opening the checkpoint";
 constexpr std::size_t kNamed = 12;  // names that a message lists
+constexpr Bytes kWholePiece = 8_MiB;
 
 }  // namespace
 
@@ -145,24 +146,40 @@ std::string CheckpointFiles::owners(std::size_t file, Bytes wrong) const {
   return names.empty() ? "the header" : listed(names);
 }
 
-std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
-                                  io::IoEngine& io) {
+Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor, std::string_view kind) {
+  Bytes bytes;
+  for (const std::size_t i : checkpoint.extents(tensor, kind)) {
+    const ManifestExtent& e = checkpoint.manifest().extents[i];
+    bytes += bytes_of(e.end - e.begin, e.dtype);
+  }
+  return bytes;
+}
+
+void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                std::span<std::byte> target, std::string_view kind) {
+  STRATA_ASSERT(Bytes(target.size()) == whole_bytes(checkpoint, tensor, kind));
   const Manifest& manifest = checkpoint.manifest();
   const CheckpointFiles files(checkpoint);
-  std::vector<std::byte> bytes;
-  for (const std::size_t i : checkpoint.extents(tensor, format::kValue)) {
+  std::vector<std::size_t> extents = checkpoint.extents(tensor, kind);
+  std::ranges::sort(extents, {}, [&](std::size_t i) { return manifest.extents[i].begin; });
+  std::vector<std::byte> blocks;
+  for (const std::size_t i : extents) {
     const ManifestExtent& e = manifest.extents[i];
     const format::ManifestFile& entry = manifest.files[e.file];
     const Bytes block = entry.checksums.block();
+    const Bytes piece = align_up(kWholePiece, block);
     const Bytes end = e.offset + bytes_of(e.end - e.begin, e.dtype);
-    const Bytes begin = e.offset - e.offset % block;
-    std::vector<std::byte> blocks((std::min(align_up(end, block), entry.bytes) - begin).size());
-    io.read(files.at(e.file), begin, blocks)->wait();
-    files.look(e.file, begin, blocks);
-    const auto first = blocks.begin() + (e.offset - begin).value;
-    bytes.insert(bytes.end(), first, first + (end - e.offset).value);
+    for (Bytes at = e.offset - e.offset % block; at < end; at += piece) {
+      blocks.resize((std::min({at + piece, align_up(end, block), entry.bytes}) - at).size());
+      io.read(files.at(e.file), at, blocks)->wait();
+      files.look(e.file, at, blocks);
+      const Bytes low = std::max(at, e.offset);
+      const Bytes high = std::min(at + Bytes(blocks.size()), end);
+      const std::size_t count = (high - low).size();
+      std::copy_n(blocks.begin() + (low - at).value, count, target.begin());
+      target = target.subspan(count);
+    }
   }
-  return bytes;
 }
 
 }  // namespace strata::engine

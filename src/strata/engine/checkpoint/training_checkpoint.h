@@ -78,9 +78,12 @@ class CheckpointFiles {
   std::deque<io::File> files_;
 };
 
-// The bytes of a tensor that is stored whole, a buffer or the script's, verified. Not collective.
-std::vector<std::byte> read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor,
-                                  io::IoEngine& io);
+// Fills `target` with all bytes of a tensor, or of what is kept beside its value, verified. It has
+// as many as whole_bytes() says: 0 where there are none. Not collective. Memory: some blocks.
+void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                std::span<std::byte> target, std::string_view kind = format::kValue);
+Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor,
+                  std::string_view kind = format::kValue);
 
 // Names in a message: the first dozen, and how many more.
 std::string listed(const std::vector<std::string>& names);

@@ -1,6 +1,6 @@
 """Helpers that training scripts import from DeepSpeed's ``utils``."""
 
-from .model.leaves import (
+from ..model.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -9,7 +9,7 @@ from .model.leaves import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from .parameter_states import (
+from ..parameter_states import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -24,8 +24,8 @@ from .parameter_states import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from .rank_logging import log_dist, logger
-from .repeating_loader import RepeatingLoader
+from ..rank_logging import log_dist, logger
+from ..repeating_loader import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",

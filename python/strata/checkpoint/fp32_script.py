@@ -1,0 +1,48 @@
+"""The script beside checkpoints that writes whole weights, where DeepSpeed's users look for it."""
+
+import logging
+import os
+from contextlib import suppress
+
+logger = logging.getLogger("strata")
+
+_NAME = "zero_to_fp32.py"
+_TEXT = '''#!/usr/bin/env python
+"""Writes the whole fp32 weights of a checkpoint that is in this folder; --help says more.
+
+    python zero_to_fp32.py . output_dir --safe_serialization
+"""
+
+import sys
+
+from strata.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+
+
+def place_script(folder):
+    """Puts ``zero_to_fp32.py`` into ``folder``. Where that fails a warning says so: the checkpoints are as good
+    without."""
+    path = os.path.join(folder, _NAME)
+    own = f"{path}.{os.getpid()}.part"
+    try:
+        if _is_there(path):
+            return
+        with open(own, "w", encoding="utf-8") as file:
+            file.write(_TEXT)
+        os.chmod(own, os.stat(own).st_mode | 0o100)
+        os.replace(own, path)
+    except OSError as error:
+        logger.warning("cannot write '%s': %s", path, error)
+        with suppress(OSError):
+            os.remove(own)
+
+
+def _is_there(path):
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(len(_TEXT) + 1) == _TEXT
+    except FileNotFoundError:
+        return False

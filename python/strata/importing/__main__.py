@@ -1,0 +1,55 @@
+"""``python -m strata.importing``: turns checkpoints of other libraries into Strata's."""
+
+import argparse
+import logging
+import sys
+
+from .. import _C
+
+_DESCRIPTION = "Turns a checkpoint of another library into one that strata's engine.load_checkpoint goes on from."
+_EPILOG = "Exit codes: 0 done, 1 the checkpoint is damaged or cannot be imported, 2 a wrong command line."
+
+
+def main(arguments=None):
+    """The exit code of the command line ``arguments``."""
+    parser = argparse.ArgumentParser(prog="python -m strata.importing", description=_DESCRIPTION, epilog=_EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{deepspeed,dcp}")
+    deepspeed = commands.add_parser(
+        "deepspeed", help="a checkpoint of DeepSpeed's ZeRO", description="Imports a checkpoint of DeepSpeed, stages 1 "
+                                                                          "to 3 "
+        "or a universal one: weights, the optimizer's states, scheduler, loss scale, steps, the script's values.",
+        epilog=_EPILOG)
+    deepspeed.add_argument("checkpoint", help="DeepSpeed's folder: that of all tags, or of one")
+    deepspeed.add_argument("out", help="folder for Strata's checkpoint; made if need be")
+    deepspeed.add_argument("--tag", help="which checkpoint; default: the one that 'latest' names")
+    dcp = commands.add_parser(
+        "dcp", help="a folder of torch.distributed.checkpoint", description="Imports what FSDP2's users save: "
+        'dcp.save({"model": ..., "optimizer": ...}) of get_state_dict, or a model\'s state dict alone.', epilog=_EPILOG)
+    dcp.add_argument("checkpoint", metavar="folder", help="where dcp.save wrote: it has a file '.metadata'")
+    dcp.add_argument("out", help="folder for Strata's checkpoint; made if need be")
+    dcp.add_argument("--tag", help="name of the new checkpoint; default: the folder's")
+    dcp.add_argument("--buffer", action="append", default=[], metavar="NAME", dest="buffers",
+                     help="a floating tensor of the model that is a buffer, and no frozen parameter; may be given "
+                          "again")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    try:
+        print(_import(given))
+    except (_C.FormatError, _C.IoError, _C.UsageError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _import(given):
+    if given.command == "dcp":
+        from .dcp import import_dcp
+
+        return import_dcp(given.checkpoint, given.out, given.tag, given.buffers)
+    from .deepspeed import import_deepspeed
+
+    return import_deepspeed(given.checkpoint, given.out, given.tag)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

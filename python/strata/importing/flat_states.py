@@ -1,0 +1,147 @@
+"""DeepSpeed's flat tensors: master weights and what the optimizer keeps, as every rank's file has them.
+
+Of each param group, at stage 3 of each sub-group, every rank has one part of one dimension. The model's file says which
+parameters lie in it, in which order. At stages 1 and 2 the ranks' parts follow each other; at stage 3 each parameter is
+cut into as many equal parts as there are ranks, and a rank's part holds its own of each. What an optimizer keeps of
+each element lies in the same way.
+"""
+
+import math
+import os
+
+import torch
+
+from .. import _C
+from .restricted_load import load_tensors
+from .whole_tensors import VALUE, Stored
+
+
+class FlatStates:
+    """What every rank's optimizer file holds.
+
+    Attributes:
+        stage: of ZeRO.
+        param_groups: [dict] as the optimizer had them, or None.
+        loss_scaler: DeepSpeed's, as data, or None.
+    """
+
+    def __init__(self, paths, model):
+        self._contents = [_optimizer_content(path) for path in paths]
+        first = self._contents[0]
+        self.stage = int(first.get("zero_stage", 1))
+        self._require_all(paths, first)
+        values, inner = ("fp32_flat_groups", "optimizer_state_dict") if self.stage == 3 else (
+            "single_partition_of_fp32_groups", "base_optimizer_state")
+        self._values = [self._list(content, values, path) for content, path in zip(self._contents, paths)]
+        states = [content.get(inner) or {} for content in self._contents]
+        if isinstance(states[0], list):  # elastic ones keep no param groups
+            states = [{"state": dict(enumerate(s))} for s in states]
+        self._states = [s.get("state", {}) for s in states]
+        self.param_groups = states[0].get("param_groups")
+        self.loss_scaler = first.get("loss_scaler")
+        self._paths = paths
+        self._places = self._place(model.shapes)
+
+    def _require_all(self, paths, first):
+        count = first.get("partition_count", len(paths))
+        count = max(count) if isinstance(count, (list, tuple)) else count
+        if first.get("ds_zero_partition_groups"):
+            raise _C.FormatError(f"'{paths[0]}' is of a model under expert parallelism, which this version does not "
+                                 "import")
+        if count != len(paths):
+            raise _C.IoError(f"'{os.path.dirname(paths[0])}' has the optimizer's states of {len(paths)} ranks; wanted "
+                             f"{count}: files are missing, or are left of another checkpoint")
+
+    @staticmethod
+    def _list(content, key, path):
+        found = content.get(key)
+        if not isinstance(found, list) or not all(isinstance(t, torch.Tensor) for t in found):
+            raise _C.FormatError(f"'{path}' has no list of tensors '{key}'; it is no file of an optimizer under ZeRO")
+        return [tensor.detach() for tensor in found]
+
+    def _place(self, shapes):
+        """{name: (group, begin)}: in the flat tensor of all ranks; at stage 3 in that of each."""
+        if any(len(values) != len(shapes) for values in self._values):
+            raise _C.FormatError(f"'{self._paths[0]}' has {len(self._values[0])} param groups, the model's file "
+                                 f"{len(shapes)}; they are of different checkpoints")
+        paddings = self._contents[0].get("param_alignment_paddings")
+        places = {}
+        for group, named in enumerate(shapes):
+            at = 0
+            for i, (name, shape) in enumerate(named.items()):
+                places[name] = (group, at)
+                at += self._part(math.prod(shape))
+                if self.stage < 3 and paddings:
+                    at += paddings[group][i]
+            lengths = [values[group].numel() for values in self._values]
+            if at > (min(lengths) if self.stage == 3 else sum(lengths)):
+                raise _C.FormatError(f"the flat tensors of param group {group} in '{os.path.dirname(self._paths[0])}' "
+                                     f"have {lengths} elements, too few for the parameters that the model's file lists")
+        return places
+
+    def _part(self, numel):
+        return math.ceil(numel / len(self._values)) if self.stage == 3 else numel
+
+    def kinds_of(self, name, shape):
+        """{kind: Stored} of a parameter."""
+        group, _ = self._places[name]
+        kinds = {VALUE: self._stored(name, shape, [v[group] for v in self._values])}
+        for kind, flats in self._by_element(group).items():
+            kinds[kind] = self._stored(name, shape, flats)
+        return kinds
+
+    def _by_element(self, group):
+        """{kind: [flat tensor of each rank]}."""
+        found = {}
+        for kind, value in self._state(0, group).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= self._values[0][group].numel():
+                flats = [self._state(rank, group).get(kind) for rank in range(len(self._values))]
+                if all(isinstance(flat, torch.Tensor) for flat in flats):
+                    found[kind] = flats
+        return found
+
+    def scalars_of(self, name):
+        """{key: number} that the optimizer keeps of a parameter besides."""
+        group, _ = self._places[name]
+        by_element = self._by_element(group)
+        result = {}
+        for key, value in self._state(0, group).items():
+            if key not in by_element and not (isinstance(value, torch.Tensor) and value.numel() != 1):
+                result[key] = value.item() if isinstance(value, torch.Tensor) else value
+        return result
+
+    def _state(self, rank, group):
+        states = self._states[rank]
+        order = [i for g in self.param_groups or [] for i in g.get("params", [])]
+        return states.get(order[group] if group < len(order) else group, {})
+
+    def _stored(self, name, shape, flats):
+        _, begin = self._places[name]
+        numel = math.prod(shape)
+
+        def read():
+            if self.stage == 3:
+                part = self._part(numel)
+                return torch.cat([flat.flatten()[begin:begin + part] for flat in flats])[:numel]
+            return _range_of(flats, begin, begin + numel)
+
+        return Stored(flats[0].dtype, read)
+
+
+def _optimizer_content(path):
+    content = load_tensors(path)
+    inner = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    if not isinstance(inner, dict):
+        raise _C.FormatError(f"'{path}' is no file of an optimizer under ZeRO: it lacks 'optimizer_state_dict'")
+    return inner
+
+
+def _range_of(flats, begin, end):
+    """Elements of tensors that follow each other."""
+    pieces, at = [], 0
+    for flat in flats:
+        low, high = max(begin - at, 0), min(end - at, flat.numel())
+        if low < high:
+            pieces.append(flat.flatten()[low:high])
+        at += flat.numel()
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,0 +1,15 @@
+// Goes on as a module of the Python package: what needs torch's own reader is there. Threads: one.
+// Errors: Error where there is no Python that could be run.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace strata::cli {
+
+// Replaces this process by `python -m module arguments...`. The Python is STRATA_PYTHON where that
+// is set, else the one that was installed beside this program, else python3 of PATH.
+[[noreturn]] void become_python_module(const std::string& module,
+                                       std::vector<std::string> arguments);
+
+}  // namespace strata::cli
