@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,7 @@ def test_training_is_inspected_consolidated_and_compared(tmp_path):
 
 def test_checkpoints_of_others_are_imported_by_the_same_program(tmp_path):
     for name in ("import-deepspeed", "import-dcp"):
-        done = subprocess.run([PROGRAM, name, str(tmp_path / "none"), str(tmp_path / "out")], text=True,
+        done = subprocess.run([find_program(), name, str(tmp_path / "none"), str(tmp_path / "out")], text=True,
                               capture_output=True, env={**os.environ, "STRATA_PYTHON": sys.executable,
                                                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)})
         assert done.returncode in (1, 2) and "none" in done.stderr and not done.stdout, done.stderr

@@ -83,13 +83,14 @@ void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::n
     const auto tensor = checkpoint.find(TensorRole::kBuffer, buffer.key());
     if (!tensor) continue;
     at::Tensor values = buffer.value();
-    const std::vector<std::byte> bytes = engine::read_whole(checkpoint, *tensor, io);
     at::Tensor dense = at::empty(values.sizes(), at::TensorOptions().dtype(values.scalar_type()));
-    if (bytes.size() != static_cast<std::size_t>(dense.nbytes())) {
+    const Bytes bytes = engine::whole_bytes(checkpoint, *tensor);
+    if (bytes != Bytes(static_cast<std::int64_t>(dense.nbytes()))) {
       throw FormatError(fmt::format("{}: the buffer '{}' has {} bytes, the module's {}",
-                                    checkpoint.path(), buffer.key(), bytes.size(), dense.nbytes()));
+                                    checkpoint.path(), buffer.key(), bytes.value, dense.nbytes()));
     }
-    std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(dense.mutable_data_ptr()));
+    engine::read_whole(checkpoint, *tensor, io,
+                       {static_cast<std::byte*>(dense.mutable_data_ptr()), bytes.size()});
     values.copy_(dense);
   }
 }
