@@ -103,7 +103,9 @@ test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themsel
 	ninja -C $(BUILD) -j $(JOBS) startup_limit
 	$(RUN_TESTS) --python-only -- tests/bench -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
-soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures loaded, trained and saved
+soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
+	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='FailingDisk.*'
+	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
 
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill

@@ -70,6 +70,7 @@ void bind_config(py::module_& module) {
                              [](const Config& c) { return c.batch.accumulation_steps; })
       .def_readonly("gradient_clipping", &Config::gradient_clipping)
       .def_readonly("steps_per_print", &Config::steps_per_print)
+      .def_readonly("async_checkpoints", &Config::async_checkpoints)
       .def_readonly("drop_last", &Config::drop_last)
       .def_property_readonly(
           "gather_16bit_weights_on_model_save",

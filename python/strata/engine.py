@@ -140,6 +140,8 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         if result is None:
             return
         self._at_boundary = True
+        if self._config.async_checkpoints:
+            self.checkpoint_saver()  # makes its memory from now on, beside training
         self.tput_timer.step_ended(self.train_batch_size())
         applied, warning = result  # None: the device has yet to tell
         if warning and self.global_rank == 0:

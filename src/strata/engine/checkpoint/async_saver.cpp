@@ -76,12 +76,14 @@ AsyncSaver::~AsyncSaver() {
 }
 
 void AsyncSaver::expect() {
-  if (copy_ != nullptr) return;
+  if (copy_ != nullptr || expected_.value > 0) return;
   const ShardStates states(engine_);
-  Bytes bytes;
-  for (const ShardFile& file : plan_saved_shards(engine_, states, {}, {}).files)
-    bytes += room_of(file);
-  if (bytes.value > 0) engine_.device().expect_host(bytes, memory::Kind::kStaging);
+  const std::vector<std::string> kinds = kinds_of(engine_, states, {});
+  for (const ShardFile& file : plan_saved_shards(engine_, states, {}, kinds).files)
+    expected_ += room_of(file);
+  if (expected_.value == 0) return;
+  expected_ = align_up(expected_, kCopyPiece);  // buffers and the script's tensors come on top
+  engine_.device().expect_host(expected_, memory::Kind::kStaging);
 }
 
 void AsyncSaver::start(const SaveRequest& request) {
@@ -111,7 +113,7 @@ void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
   device::Device& device = engine_.device();
   if (bytes.value > 0 && (copy_ == nullptr || Bytes(copy_->bytes().size()) < bytes)) {
     copy_.reset();
-    copy_ = device.allocate_host(bytes, memory::Kind::kStaging);
+    copy_ = device.allocate_host(std::max(bytes, expected_), memory::Kind::kStaging);
   }
   Bytes at;
   for (const ShardFile& file : job.saved.files) {

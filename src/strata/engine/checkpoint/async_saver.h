@@ -32,7 +32,7 @@ class AsyncSaver {
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
   // Begins to make the memory of the copy, beside the caller, so that the first save need not wait
-  // for it. Not a collective.
+  // for it; when the optimizer has its states. Not a collective.
   void expect();
   // Collective. Waits for the save before, copies the shards, and returns.
   void start(const SaveRequest& request);
@@ -53,6 +53,7 @@ class AsyncSaver {
   Engine& engine_;
   std::shared_ptr<io::IoEngine> io_;
   std::shared_ptr<io::FolderCalls> calls_;
+  Bytes expected_;  // of the copy
   std::unique_ptr<device::HostMemory> copy_;
   bool pending_ = false;
   std::unique_ptr<Job> job_;
