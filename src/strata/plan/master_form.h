@@ -35,7 +35,7 @@ inline Bytes master_bytes(MasterForm form, Numel numel) {
     case MasterForm::kFloat32:
       return bytes_of(numel, DType::kFloat32);
     case MasterForm::kRemainder:
-      return align_up(Bytes(2 * numel.value + (numel.value + 7) / 8), 64_B);
+      return align_up(Bytes(2 * numel.value), 64_B) + align_up(Bytes((numel.value + 7) / 8), 64_B);
   }
   return Bytes();
 }

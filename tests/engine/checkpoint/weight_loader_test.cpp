@@ -12,7 +12,9 @@
 #include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/unit/agreement.h"
+#include "strata/format/manifest.h"
 
 namespace strata::engine {
 namespace {
@@ -175,6 +177,17 @@ TEST(WeightLoaderHalts, ALoadBeginsOnceAndBeforeItReachesAnyPlace) {
   EXPECT_THAT(outcomes, Each(""));
 }
 
+// fp32 masters of this rank's shard.
+std::vector<float> masters_of(Engine& engine, int unit) {
+  const Numel numel = engine.weights().units()[static_cast<std::size_t>(unit)].layout.shard();
+  std::vector<float> masters(numel.size());
+  ShardStates states(engine);
+  states.enqueue_read(unit, format::kValue, Numel(), numel,
+                      std::as_writable_bytes(std::span(masters)));
+  states.settle();
+  return masters;
+}
+
 TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
@@ -191,28 +204,19 @@ TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {
   const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kBFloat16, 3);
     load(rank, path);
-    const Unit& unit = rank.model->weights().units().front();
     ASSERT_EQ(rank.model->weights().master_form(0), plan::MasterForm::kRemainder);
-    const auto lease = rank.model->weights().lease_master(0);
-    float master = 0.0F;
-    kernels::join_masters({&master, 1}, unit.shard.data(),
-                          kernels::remainder_over(lease->bytes(), unit.layout.shard()));
-    EXPECT_EQ(master, 1.0F + 0x1p-20F);
+    EXPECT_EQ(masters_of(*rank.model, 0).front(), 1.0F + 0x1p-20F);
   });
   EXPECT_THAT(outcomes, Each(""));
 }
 
 // Elements of this rank's shards whose masters are not their weights.
-std::int64_t masters_apart(Weights& weights) {
+std::int64_t masters_apart(Engine& engine) {
   std::int64_t apart = 0;
-  for (const Unit& unit : weights.units()) {
-    if (weights.master_form(unit.id) != plan::MasterForm::kRemainder) continue;
-    const auto lease = weights.lease_master(unit.id);
-    const Numel numel = unit.layout.shard();
-    std::vector<float> masters(numel.size());
-    kernels::join_masters(masters, unit.shard.data(),
-                          kernels::remainder_over(lease->bytes(), numel));
-    std::vector<kernels::BFloat16> rounded(numel.size());
+  for (const Unit& unit : engine.weights().units()) {
+    if (engine.weights().master_form(unit.id) != plan::MasterForm::kRemainder) continue;
+    const std::vector<float> masters = masters_of(engine, unit.id);
+    std::vector<kernels::BFloat16> rounded(masters.size());
     std::memcpy(rounded.data(), unit.shard.data(), unit.shard.size());
     for (std::size_t i = 0; i < masters.size(); ++i)
       apart += masters[i] == kernels::to_float(rounded[i]) ? 0 : 1;
@@ -233,9 +237,9 @@ TEST(WeightLoaderMasters, OfAnEarlierLoadAreReplacedToTheLastElement) {
         weights.store(param, Numel(), numel, std::as_bytes(std::span(thirds)).data(),
                       DType::kFloat32);
       }
-      EXPECT_GT(masters_apart(weights), 0);
+      EXPECT_GT(masters_apart(*rank.model), 0);
       load(rank, folder / "model.safetensors");
-      EXPECT_EQ(masters_apart(weights), 0);
+      EXPECT_EQ(masters_apart(*rank.model), 0);
       ranks->barrier();
     });
     EXPECT_THAT(outcomes, Each(""));

@@ -86,7 +86,11 @@ inline std::string shards_of(FakeRank& rank) {
   Weights& weights = rank.engine().weights();
   for (const Unit& unit : weights.units()) {
     add(unit.shard);
-    if (unit.trainable()) add(weights.lease_master(unit.id)->bytes());
+    if (!unit.trainable() || weights.master_blocks(unit.id).empty()) continue;
+    weights.for_each_master(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
+                            [&](const StateRange& range) {
+                              for (const auto& lease : range.leases) add(lease->bytes());
+                            });
   }
   return result;
 }

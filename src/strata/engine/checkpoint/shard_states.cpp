@@ -9,17 +9,9 @@
 namespace strata::engine {
 namespace {
 
-constexpr Bytes kJoinScratch = 4_MiB;
+constexpr Bytes kScratchBytes = 4_MiB;
 
 using format::kValue;
-
-// The string of its own that lives as long as the program.
-std::string_view kept(std::string_view kind) {
-  for (const std::string_view known : {kValue, kExpAvg, kExpAvgSq}) {
-    if (kind == known) return known;
-  }
-  STRATA_ASSERT(false);
-}
 
 }  // namespace
 
@@ -28,17 +20,14 @@ ShardStates::ShardStates(Engine& engine)
 
 ShardStates::~ShardStates() {
   try {
-    settle();
+    if (scratch_ != nullptr) settle();
   } catch (const Error&) {
     // The device has failed; whoever waits for its work is told.
   }
 }
 
 void ShardStates::settle() {
-  if (lease_ == nullptr && scratch_ == nullptr) return;
   engine_.device().compute_stream().synchronize();
-  lease_.reset();
-  leased_unit_ = -1;
 }
 
 bool ShardStates::has_moments(int unit) const {
@@ -64,72 +53,75 @@ DType ShardStates::dtype_of(int unit, std::string_view kind) const {
   return beside && dtype != DType::kFloat64 ? DType::kFloat32 : dtype;
 }
 
-std::span<std::byte> ShardStates::moment(int unit, std::string_view kind) {
-  if (leased_unit_ != unit || leased_kind_ != kind) {
-    settle();
-    lease_ = adam_->lease_moment(
-        unit, kind == kExpAvg ? AdamOptimizer::Moment::kFirst : AdamOptimizer::Moment::kSecond);
-    STRATA_ASSERT(lease_ != nullptr);
-    leased_unit_ = unit;
-    leased_kind_ = kept(kind);
-  }
-  return lease_->bytes();
+StateBlock ShardStates::moment(int unit, std::string_view kind) const {
+  return adam_->moment_block(
+      unit, kind == kExpAvg ? AdamOptimizer::Moment::kFirst : AdamOptimizer::Moment::kSecond);
 }
 
 void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Numel numel,
                                std::span<std::byte> target) {
-  const Unit& of = engine_.weights().units()[static_cast<std::size_t>(unit)];
+  Weights& weights = engine_.weights();
+  const Unit& of = weights.units()[static_cast<std::size_t>(unit)];
   const DType dtype = dtype_of(unit, kind);
   STRATA_ASSERT(Bytes(target.size()) == bytes_of(numel, dtype));
-  if (kind == kValue && dtype != of.layout.dtype()) {
-    read_masters(of, first, numel, target);
+  device::Device& device = engine_.device();
+  if (kind == kValue && dtype == of.layout.dtype()) {
+    device.copy(target, of.shard.subspan(bytes_of(first, dtype).size(), target.size()),
+                device.compute_stream());
     return;
   }
-  const std::span<std::byte> source = kind == kValue ? of.shard : moment(unit, kind);
-  device::Device& device = engine_.device();
-  device.copy(target, source.subspan(bytes_of(first, dtype).size(), target.size()),
-              device.compute_stream());
+  if (kind == kValue && weights.master_form(unit) == plan::MasterForm::kRemainder) {
+    read_joined(of, first, numel, target);
+    return;
+  }
+  const auto copy = [&](const StateRange& range) {
+    const Numel begin = std::max(range.first, first);
+    const Numel end = std::min(range.end, first + numel);
+    const std::size_t bytes = bytes_of(end - begin, dtype).size();
+    device.copy(target.subspan(bytes_of(begin - first, dtype).size(), bytes),
+                range.bytes(0).subspan(bytes_of(begin - range.first, dtype).size(), bytes),
+                device.compute_stream());
+  };
+  if (kind == kValue) {
+    weights.for_each_master(unit, first, first + numel, offload::Access::kRead, copy);
+    return;
+  }
+  const StateBlock block = moment(unit, kind);
+  for_each_range(weights.states(), {&block, 1}, of.layout.shard(), first, first + numel,
+                 offload::Access::kRead, copy);
 }
 
-void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
-                               std::span<std::byte> target) {
+// fp32 masters of bf16 weights and what they lack.
+void ShardStates::read_joined(const Unit& unit, Numel first, Numel numel,
+                              std::span<std::byte> target) {
+  Weights& weights = engine_.weights();
   device::Device& device = engine_.device();
   device::Stream& stream = device.compute_stream();
-  if (leased_unit_ != unit.id || leased_kind_ != kValue) {
-    settle();
-    lease_ = engine_.weights().lease_master(unit.id);
-    leased_unit_ = unit.id;
-    leased_kind_ = kValue;
-  }
-  if (engine_.weights().master_form(unit.id) == plan::MasterForm::kFloat32) {
-    const std::size_t begin = bytes_of(first, DType::kFloat32).size();
-    device.copy(target, lease_->bytes().subspan(begin, target.size()), stream);
-    return;
-  }
-  const auto remainder = kernels::remainder_over(lease_->bytes(), unit.layout.shard());
-  if (device.device_accessible(target.data())) {
-    device.join_masters({reinterpret_cast<float*>(target.data()), numel.size()}, unit.shard.data(),
-                        remainder, first, stream);
-    return;
-  }
-  if (scratch_ == nullptr) scratch_ = device.allocate(kJoinScratch, memory::Kind::kStaging);
-  const Numel most(kJoinScratch / size_of(DType::kFloat32));
-  for (Numel done; done < numel; done += most) {
-    const Numel count = std::min(most, numel - done);
-    const Bytes bytes = bytes_of(count, DType::kFloat32);
-    const auto there = scratch_->bytes().first(bytes.size());
-    device.join_masters({reinterpret_cast<float*>(there.data()), count.size()}, unit.shard.data(),
-                        remainder, first + done, stream);
-    device.copy(target.subspan(bytes_of(done, DType::kFloat32).size(), bytes.size()), there,
-                stream);
-  }
+  const bool reached = device.device_accessible(target.data());
+  const auto join = [&](const StateRange& range, Numel at, std::span<std::byte> there) {
+    device.join_masters({reinterpret_cast<float*>(there.data()), there.size() / sizeof(float)},
+                        unit.shard.data() + bytes_of(range.first, unit.layout.dtype()).size(),
+                        Weights::remainder_in(range), at, stream);
+  };
+  weights.for_each_master(
+      unit.id, first, first + numel, offload::Access::kRead, [&](const StateRange& range) {
+        const Numel begin = std::max(range.first, first);
+        const Numel count = std::min(range.end, first + numel) - begin;
+        const auto out = target.subspan(bytes_of(begin - first, DType::kFloat32).size(),
+                                        bytes_of(count, DType::kFloat32).size());
+        if (reached) return join(range, begin - range.first, out);
+        through_scratch(count, DType::kFloat32, [&](Numel done, Numel, std::span<std::byte> there) {
+          join(range, begin - range.first + done, there);
+          device.copy(out.subspan(bytes_of(done, DType::kFloat32).size(), there.size()), there,
+                      stream);
+        });
+      });
 }
 
 void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, Numel numel,
                                 const std::byte* source, DType source_dtype) {
   Weights& weights = engine_.weights();
   if (kind == kValue) {
-    settle();  // of a master, which the store leases itself
     weights.enqueue_store(param, begin, numel, source, source_dtype);
     return;
   }
@@ -142,15 +134,47 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const Numel at = weights.slot_of(param).offset + low - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   const DType dtype = dtype_of(unit.id, kind);
-  std::byte* target = moment(unit.id, kind).data() + bytes_of(at, dtype).size();
+  const StateBlock block = moment(unit.id, kind);
+  for_each_range(weights.states(), {&block, 1}, unit.layout.shard(), at, at + (high - low),
+                 offload::Access::kReadWrite, [&](const StateRange& range) {
+                   const Numel from = std::max(range.first, at);
+                   const Numel count = std::min(range.end, at + (high - low)) - from;
+                   write(range.bytes(0).data() + bytes_of(from - range.first, dtype).size(), dtype,
+                         first + bytes_of(from - at, source_dtype).size(), source_dtype, count);
+                 });
+}
+
+void ShardStates::write(std::byte* target, DType dtype, const std::byte* source, DType source_dtype,
+                        Numel count) {
   device::Device& device = engine_.device();
+  device::Stream& stream = device.compute_stream();
   if (source_dtype == dtype) {
-    const std::size_t bytes = bytes_of(high - low, dtype).size();
-    device.copy({target, bytes}, {first, bytes}, device.compute_stream());
+    const std::size_t bytes = bytes_of(count, dtype).size();
+    device.copy({target, bytes}, {source, bytes}, stream);
     return;
   }
-  STRATA_ASSERT(device.device_accessible(first));
-  device.cast(target, dtype, first, source_dtype, high - low, device.compute_stream());
+  if (device.device_accessible(source)) {
+    device.cast(target, dtype, source, source_dtype, count, stream);
+    return;
+  }
+  through_scratch(count, source_dtype, [&](Numel done, Numel part, std::span<std::byte> there) {
+    device.copy(there, {source + bytes_of(done, source_dtype).size(), there.size()}, stream);
+    device.cast(target + bytes_of(done, dtype).size(), dtype, there.data(), source_dtype, part,
+                stream);
+  });
+}
+
+// In order on the compute stream, so that one scratch serves all pieces.
+void ShardStates::through_scratch(
+    Numel numel, DType dtype,
+    const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue) {
+  if (scratch_ == nullptr)
+    scratch_ = engine_.device().allocate(kScratchBytes, memory::Kind::kStaging);
+  const Numel most(kScratchBytes / size_of(dtype));
+  for (Numel done; done < numel; done += most) {
+    const Numel part = std::min(most, numel - done);
+    queue(done, part, scratch_->bytes().first(bytes_of(part, dtype).size()));
+  }
 }
 
 }  // namespace strata::engine

@@ -1,17 +1,16 @@
 // What training keeps of this rank's shards, by kinds, element by element: values (masters where
 // there are some, else weights) and what the optimizer keeps beside them. Saving copies from here
-// and loading stores here, whatever form and place the bytes have. A new place for states is a
-// matter of the leases behind this.
+// and loading stores here, whatever form and place the bytes have.
 //
 // Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
 // weights' own dtype: an fp64 weight holds all that its fp32 master has. "exp_avg", "exp_avg_sq":
 // as our Adam keeps them, of trainable units, from the optimizer's first preparation on.
 //
-// Threads: the engine's. Ownership: borrows the engine; holds the lease of one state at a time, and
-// has the compute stream finish before it takes another. Errors: those of the StateStore.
+// Threads: the engine's. Ownership: borrows the engine. Errors: those of the StateStore.
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -45,20 +44,22 @@ class ShardStates {
   // ignored. Of kValue masters follow. The optimizer has been prepared.
   void enqueue_store(int param, std::string_view kind, Numel begin, Numel numel,
                      const std::byte* source, DType source_dtype);
-  // Ends the use of what is leased.
+  // Waits for what is queued.
   void settle();
 
  private:
   bool has_moments(int unit) const;
-  std::span<std::byte> moment(int unit, std::string_view kind);
-  void read_masters(const Unit& unit, Numel first, Numel numel, std::span<std::byte> target);
+  StateBlock moment(int unit, std::string_view kind) const;
+  void through_scratch(
+      Numel numel, DType dtype,
+      const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue);
+  void read_joined(const Unit& unit, Numel first, Numel numel, std::span<std::byte> target);
+  void write(std::byte* target, DType dtype, const std::byte* source, DType source_dtype,
+             Numel count);
 
   Engine& engine_;
-  AdamOptimizer* adam_;  // null: another optimizer, or none
-  std::unique_ptr<offload::Lease> lease_;
-  int leased_unit_ = -1;
-  std::string_view leased_kind_;
-  std::unique_ptr<device::Memory> scratch_;  // for masters where kernels do not reach the host
+  AdamOptimizer* adam_;                      // null: another optimizer, or none
+  std::unique_ptr<device::Memory> scratch_;  // where kernels do not reach the host's memory
 };
 
 inline constexpr std::string_view kExpAvg = "exp_avg";

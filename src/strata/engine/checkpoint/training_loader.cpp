@@ -119,9 +119,12 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
         return stored.contains({slot.param, kind});
       });
       if (whole) continue;
-      const auto lease = adam->lease_moment(unit.id, moment);
-      device.fill_zero(lease->bytes(), device.compute_stream());
-      device.compute_stream().synchronize();
+      const StateBlock block = adam->moment_block(unit.id, moment);
+      const Numel shard = unit.layout.shard();
+      for_each_range(engine.weights().states(), {&block, 1}, shard, Numel(), shard,
+                     offload::Access::kReadWrite, [&](const StateRange& range) {
+                       device.fill_zero(range.bytes(0), device.compute_stream());
+                     });
     }
   }
 }

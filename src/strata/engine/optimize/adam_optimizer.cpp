@@ -1,16 +1,10 @@
 #include "strata/engine/optimize/adam_optimizer.h"
 
+#include <algorithm>
+
 #include "strata/base/error.h"
 
 namespace strata::engine {
-namespace {
-
-std::span<float> floats(offload::Lease& lease) {
-  return {reinterpret_cast<float*>(lease.bytes().data()), lease.bytes().size() / sizeof(float)};
-}
-
-}  // namespace
-
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
                              offload::StateStore& states, bool decoupled, DType moments)
     : shards_(shards),
@@ -43,11 +37,11 @@ DType AdamOptimizer::moment_dtype(int unit) const {
                                                                            : DType::kFloat32;
 }
 
-std::unique_ptr<offload::Lease> AdamOptimizer::lease_moment(int unit, Moment moment) {
-  if (states_.empty()) return nullptr;
+StateBlock AdamOptimizer::moment_block(int unit, Moment moment) const {
+  STRATA_ASSERT(prepared());
   const States& states = states_[shards_.index_of(unit)];
-  return store_.fetch(moment == Moment::kFirst ? states.exp_avg : states.exp_avg_sq,
-                      offload::Access::kReadWrite);
+  const auto bits = static_cast<int>(size_of(moment_dtype(unit)).value * 8);
+  return {moment == Moment::kFirst ? states.exp_avg : states.exp_avg_sq, bits};
 }
 
 void AdamOptimizer::set_steps(std::int64_t all, std::span<const std::int64_t> by_param) {
@@ -66,7 +60,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   for (const int unit : order(first)) {
     const std::size_t i = shards_.index_of(unit);
     if (shards_.gradients().filled(unit)) {
-      update(shards_.units()[i], states_[i], groups, scale);
+      update(shards_.units()[i], groups, scale);
       round_wide_weights(shards_.units()[i]);
     }
     updated(unit);
@@ -103,54 +97,72 @@ void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) 
   for (const Run& run : runs_of(shard)) weights.round_masters(shard.unit, run.begin, run.end);
 }
 
-void AdamOptimizer::update(const OptimizerShards::UnitShard& shard, const States& states,
+void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
                            std::span<const GroupScalars> groups, const GradientScale& scale) {
+  const std::vector<Run> runs = runs_of(shard);
+  if (runs.empty()) return;
   Weights& weights = shards_.weights();
   const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
-  const auto master = weights.lease_master(shard.unit);
-  const auto exp_avg = store_.fetch(states.exp_avg, offload::Access::kReadWrite);
-  const auto exp_avg_sq = store_.fetch(states.exp_avg_sq, offload::Access::kReadWrite);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
-  const plan::MasterForm form = weights.master_form(shard.unit);
-  const DType moments = moment_dtype(shard.unit);
-  for (const Run& run : runs_of(shard)) {
-    STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-    const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
-    const std::size_t begin = run.begin.size();
-    const std::size_t numel = (run.end - run.begin).size();
-    kernels::AdamSpans spans;
-    if (form == plan::MasterForm::kRounded) {
-      spans.rounds_weight16 = true;
-    } else if (form == plan::MasterForm::kRemainder) {
-      // Runs begin where parameters do, at multiples of 256 bytes.
-      spans.remainder = kernels::remainder_over(master->bytes(), unit.layout.shard()).from(begin);
-    } else {
-      spans.weight = floats(*master).subspan(begin, numel);
+  std::vector<StateBlock> blocks = weights.master_blocks(shard.unit);
+  blocks.push_back(moment_block(shard.unit, Moment::kFirst));
+  blocks.push_back(moment_block(shard.unit, Moment::kSecond));
+  const auto update_range = [&](const StateRange& range) {
+    for (const Run& run : runs) {
+      const Numel begin = std::max(run.begin, range.first);
+      const Numel end = std::min(run.end, range.end);
+      if (begin >= end) continue;
+      STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
+      const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
+      kernels::AdamSpans spans = spans_of(unit, range, begin, end);
+      spans.gradient = gradient.subspan(begin.size(), (end - begin).size());
+      kernels::AdamScalars scalars;
+      scalars.lr = group.lr;
+      scalars.beta1 = group.beta1;
+      scalars.beta2 = group.beta2;
+      scalars.eps = group.eps;
+      scalars.weight_decay = group.weight_decay;
+      scalars.decoupled = decoupled_;
+      scalars.step = run.step;
+      scalars.gradient_scale = scale.value;
+      scalars.late_scale = scale.late;
+      device_.adam_step(spans, scalars, device_.compute_stream());
     }
-    if (moments == DType::kBFloat16) {
-      const std::size_t at = bytes_of(run.begin, moments).size();
-      spans.moments16 = {exp_avg->bytes().data() + at, exp_avg_sq->bytes().data() + at};
-    } else {
-      spans.exp_avg = floats(*exp_avg).subspan(begin, numel);
-      spans.exp_avg_sq = floats(*exp_avg_sq).subspan(begin, numel);
-    }
-    spans.gradient = gradient.subspan(begin, numel);
-    if (size_of(unit.layout.dtype()) == 2_B) {
-      spans.weight16 = unit.shard.data() + bytes_of(run.begin, unit.layout.dtype()).size();
-      spans.weight16_dtype = unit.layout.dtype();
-    }
-    kernels::AdamScalars scalars;
-    scalars.lr = group.lr;
-    scalars.beta1 = group.beta1;
-    scalars.beta2 = group.beta2;
-    scalars.eps = group.eps;
-    scalars.weight_decay = group.weight_decay;
-    scalars.decoupled = decoupled_;
-    scalars.step = run.step;
-    scalars.gradient_scale = scale.value;
-    scalars.late_scale = scale.late;
-    device_.adam_step(spans, scalars, device_.compute_stream());
+  };
+  for_each_range(store_, blocks, unit.layout.shard(), runs.front().begin, runs.back().end,
+                 offload::Access::kReadWrite, update_range);
+}
+
+// Of elements [begin, end) of the shard, which lie in the range; without their gradient.
+kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& range, Numel begin,
+                                           Numel end) {
+  const std::size_t numel = (end - begin).size();
+  const std::size_t at = (begin - range.first).size();
+  const auto floats = [&](std::size_t block) {
+    auto* const values = reinterpret_cast<float*>(range.bytes(block).data());
+    return std::span(values + at, numel);
+  };
+  const plan::MasterForm form = shards_.weights().master_form(unit.id);
+  std::byte* const weight = unit.shard.data() + bytes_of(begin, unit.layout.dtype()).size();
+  kernels::AdamSpans spans;
+  if (form == plan::MasterForm::kRounded) spans.rounds_weight16 = true;
+  // Runs begin where parameters do, at multiples of 256 bytes, and ranges at multiples of 8.
+  if (form == plan::MasterForm::kRemainder) spans.remainder = Weights::remainder_in(range).from(at);
+  if (form == plan::MasterForm::kFloat32) spans.weight = floats(0);
+  if (form == plan::MasterForm::kShard) spans.weight = {reinterpret_cast<float*>(weight), numel};
+  const std::size_t first = range.leases.size() - 2;  // moments come last
+  if (moment_dtype(unit.id) == DType::kBFloat16) {
+    const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
+    spans.moments16 = {range.bytes(first).data() + bytes, range.bytes(first + 1).data() + bytes};
+  } else {
+    spans.exp_avg = floats(first);
+    spans.exp_avg_sq = floats(first + 1);
   }
+  if (size_of(unit.layout.dtype()) == 2_B) {
+    spans.weight16 = weight;
+    spans.weight16_dtype = unit.layout.dtype();
+  }
+  return spans;
 }
 
 }  // namespace strata::engine

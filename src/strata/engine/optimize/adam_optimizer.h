@@ -1,5 +1,6 @@
 // Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
-// same scalars, states in the StateStore, the 16-bit weight written in the same pass. As in torch
+// same scalars, states in the StateStore, leased as much at once as it lends, the 16-bit weight
+// written in the same pass. As in torch
 // each parameter counts the steps that it took part in. Threads: one thread at a time. Errors:
 // those of the StateStore; a step that fails half-way leaves later units at their old values, so
 // the caller must not go on.
@@ -40,9 +41,8 @@ class AdamOptimizer final : public ShardedOptimizer {
 
   enum class Moment { kFirst, kSecond };
   DType moment_dtype(int unit) const;
-  // Of a trainable unit's shard, in moment_dtype(); null before prepare(). What is written there
-  // counts.
-  std::unique_ptr<offload::Lease> lease_moment(int unit, Moment moment);
+  // Of a trainable unit's shard, in moment_dtype(); after prepare(). What is written there counts.
+  StateBlock moment_block(int unit, Moment moment) const;
 
  private:
   struct States {
@@ -57,8 +57,9 @@ class AdamOptimizer final : public ShardedOptimizer {
     Numel end;
   };
   std::vector<Run> runs_of(const OptimizerShards::UnitShard& shard) const;
-  void update(const OptimizerShards::UnitShard& shard, const States& states,
-              std::span<const GroupScalars> groups, const GradientScale& scale);
+  void update(const OptimizerShards::UnitShard& shard, std::span<const GroupScalars> groups,
+              const GradientScale& scale);
+  kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, Numel begin, Numel end);
   void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;

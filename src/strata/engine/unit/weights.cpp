@@ -10,15 +10,10 @@ namespace {
 constexpr Bytes kPage = 4_KiB;
 constexpr Bytes kScratch = 4_MiB;
 
-// A lease of memory that needs no giving back: the shard itself, or masters that are held.
-class ShardLease final : public offload::Lease {
- public:
-  explicit ShardLease(std::span<std::byte> bytes) : bytes_(bytes) {}
-  std::span<std::byte> bytes() override { return bytes_; }
-
- private:
-  std::span<std::byte> bytes_;
-};
+// Of an element: its fp32 master, and the arrays of its remainder.
+constexpr int kWideBits = 32;
+constexpr int kLowBits = 16;
+constexpr int kHalfUpBits = 1;
 
 // `parts`: shards that a rank holds of a unit that is not whole, its own among them.
 Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
@@ -67,7 +62,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
 }
 
 void Weights::back(int unit) {
-  const auto begin = master_blocks_.size();
+  const auto begin = master_ids_.size();
   const auto end = static_cast<std::size_t>(unit) + 1;
   if (begin >= end) return;
   const auto bytes_of_unit = [&](const Unit& u) {
@@ -76,26 +71,39 @@ void Weights::back(int unit) {
   // At once: every growth costs a mapping, here and at every peer.
   memory_->back(units_[end - 1].slices.first_offset + bytes_of_unit(units_[end - 1]));
   const auto added = std::span(units_).subspan(begin, end - begin);
-  const auto has_masters = [&](const Unit& u) { return masters_of(u).value > 0; };
   std::vector<offload::BlockSpec> blocks;
+  const auto add = [&](const Unit& u, const char* what, std::int64_t bits) {
+    const Bytes bytes((u.layout.shard().value * bits + 7) / 8);
+    blocks.push_back({u.name() + what, bytes, memory::Kind::kMasterWeights});
+  };
   for (const Unit& u : added) {
-    if (has_masters(u))
-      blocks.push_back({u.name() + ".master", masters_of(u), memory::Kind::kMasterWeights});
+    const plan::MasterForm form = master_form(u.id);
+    if (form == plan::MasterForm::kFloat32) add(u, ".master", kWideBits);
+    if (form != plan::MasterForm::kRemainder) continue;
+    add(u, ".master.low", kLowBits);
+    add(u, ".master.halves_up", kHalfUpBits);
   }
   const std::vector<offload::BlockId> ids = states_.add_all(std::move(blocks));
   auto next = ids.begin();
   for (const Unit& u : added) {
     charge_.grow(bytes_of_unit(u));
-    master_blocks_.push_back(has_masters(u) ? *next++ : -1);
+    MasterIds of_unit;
+    const plan::MasterForm form = master_form(u.id);
+    if (form == plan::MasterForm::kFloat32) of_unit.wide = *next++;
+    if (form == plan::MasterForm::kRemainder) {
+      of_unit.low = *next++;
+      of_unit.halves_up = *next++;
+    }
+    master_ids_.push_back(of_unit);
   }
 }
 
-Bytes Weights::masters_of(const Unit& unit) const {
-  const plan::MasterForm form = master_form(unit.id);
-  const Bytes bytes = plan::master_bytes(form, unit.layout.shard());
-  STRATA_ASSERT(form != plan::MasterForm::kRemainder ||
-                bytes == kernels::remainder_bytes(unit.layout.shard()));
-  return bytes;
+std::vector<StateBlock> Weights::master_blocks(int unit) {
+  back(unit);
+  const MasterIds& ids = master_ids_[static_cast<std::size_t>(unit)];
+  if (ids.wide >= 0) return {{ids.wide, kWideBits}};
+  if (ids.low >= 0) return {{ids.low, kLowBits}, {ids.halves_up, kHalfUpBits}};
+  return {};
 }
 
 void Weights::back_all() {
@@ -208,7 +216,7 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
     write(weights, dtype, numel, source, source_dtype);
     if (dtype == source_dtype) source = weights;  // which need not be read over a link again
   }
-  if (master_blocks_[static_cast<std::size_t>(unit.id)] < 0) return;
+  if (master_blocks(unit.id).empty()) return;
   if (owed != nullptr && dtype == source_dtype) {
     owed->add({unit.id, shard_offset, shard_offset + numel});
   } else {
@@ -227,30 +235,41 @@ void Weights::make_masters(OwedMasters& owed) {
 void Weights::make_master(const Unit& unit, Numel shard_offset, Numel numel,
                           const std::byte* source, DType source_dtype) {
   device::Stream& stream = device_.compute_stream();
-  const auto lease = lease_master(unit.id);
-  if (master_form(unit.id) == plan::MasterForm::kRemainder) {
-    device_.store_remainder(kernels::remainder_over(lease->bytes(), unit.layout.shard()),
-                            shard_offset, source, source_dtype, numel, stream);
-  } else {
-    device_.cast(lease->bytes().data() + bytes_of(shard_offset, DType::kFloat32).size(),
-                 DType::kFloat32, source, source_dtype, numel, stream);
-  }
+  const bool wide = master_form(unit.id) == plan::MasterForm::kFloat32;
+  const auto make = [&](const StateRange& range) {
+    const Numel begin = std::max(range.first, shard_offset);
+    const Numel count = std::min(range.end, shard_offset + numel) - begin;
+    const std::byte* from = source + bytes_of(begin - shard_offset, source_dtype).size();
+    if (wide) {
+      device_.cast(range.bytes(0).data() + bytes_of(begin - range.first, DType::kFloat32).size(),
+                   DType::kFloat32, from, source_dtype, count, stream);
+    } else {
+      device_.store_remainder(remainder_in(range), begin - range.first, from, source_dtype, count,
+                              stream);
+    }
+  };
+  for_each_master(unit.id, shard_offset, shard_offset + numel, offload::Access::kReadWrite, make);
 }
 
-std::unique_ptr<offload::Lease> Weights::lease_master(int unit) {
+void Weights::for_each_master(int unit, Numel begin, Numel end, offload::Access access,
+                              const std::function<void(const StateRange&)>& work) {
   const auto index = static_cast<std::size_t>(unit);
-  STRATA_ASSERT(units_[index].trainable());
-  back(unit);
-  if (master_blocks_[index] < 0) return std::make_unique<ShardLease>(units_[index].shard);
-  if (held_masters_[index]) return std::make_unique<ShardLease>(held_masters_[index]->bytes());
-  return states_.fetch(master_blocks_[index], offload::Access::kReadWrite);
+  const Numel shard = units_[index].layout.shard();
+  if (held_masters_[index] == nullptr) {
+    for_each_range(states_, master_blocks(unit), shard, begin, end, access, work);
+    return;
+  }
+  work({Numel(), shard, {&held_masters_[index], 1}});
 }
 
 std::span<std::byte> Weights::hold_master(int unit) {
   const plan::MasterForm form = master_form(unit);
   STRATA_ASSERT(form == plan::MasterForm::kShard || form == plan::MasterForm::kFloat32);
-  auto& held = held_masters_[static_cast<std::size_t>(unit)];
-  if (held == nullptr) held = lease_master(unit);
+  const auto index = static_cast<std::size_t>(unit);
+  if (form == plan::MasterForm::kShard) return units_[index].shard;
+  auto& held = held_masters_[index];
+  if (held == nullptr)
+    held = states_.fetch(master_blocks(unit).front().id, offload::Access::kReadWrite);
   return held->bytes();
 }
 
@@ -262,10 +281,13 @@ void Weights::round_masters(int unit, Numel begin, Numel end) {
   if (master_form(unit) != plan::MasterForm::kFloat32) return;
   const Unit& u = units_[static_cast<std::size_t>(unit)];
   const DType dtype = u.layout.dtype();
-  const auto lease = lease_master(unit);
-  device_.cast(u.shard.data() + bytes_of(begin, dtype).size(), dtype,
-               lease->bytes().data() + bytes_of(begin, DType::kFloat32).size(), DType::kFloat32,
-               end - begin, device_.compute_stream());
+  for_each_master(unit, begin, end, offload::Access::kRead, [&](const StateRange& range) {
+    const Numel low = std::max(range.first, begin);
+    const Numel high = std::min(range.end, end);
+    device_.cast(u.shard.data() + bytes_of(low, dtype).size(), dtype,
+                 range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
+                 DType::kFloat32, high - low, device_.compute_stream());
+  });
 }
 
 }  // namespace strata::engine

@@ -8,6 +8,7 @@
 // unrounded value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/owed_masters.h"
+#include "strata/engine/unit/state_ranges.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/state_store.h"
@@ -67,11 +69,20 @@ class Weights {
   plan::MasterForm master_form(int unit) const {
     return plan::master_form(units_[static_cast<std::size_t>(unit)].spec, masters_);
   }
-  // fp32 masters of a trainable unit's shard, or their remainder (remainder_over()), or where
-  // masters are rounded the shard itself, as memory that stays in place while the lease lives.
-  std::unique_ptr<offload::Lease> lease_master(int unit);
+  // What the store keeps of the unit's masters beside its weights: nothing, fp32 masters, or the
+  // two arrays of their remainder (remainder_in()).
+  std::vector<StateBlock> master_blocks(int unit);
+  // Of a range over blocks that begin with those.
+  static kernels::MasterRemainder remainder_in(const StateRange& range) {
+    return {reinterpret_cast<std::uint16_t*>(range.bytes(0).data()),
+            reinterpret_cast<std::uint8_t*>(range.bytes(1).data())};
+  }
+  // Goes through them, where there are some, as for_each_range() does; also where they are held.
+  void for_each_master(int unit, Numel begin, Numel end, offload::Access access,
+                       const std::function<void(const StateRange&)>& work);
+  offload::StateStore& states() { return states_; }
   // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as these
-  // Weights live. Leases of them are given all the same.
+  // Weights live: the shard itself, or what the store has to keep leased.
   std::span<std::byte> hold_master(int unit);
   // Rounds the unit's masters to its weights (for optimizers that know only masters); of elements
   // [begin, end) of its shard alone.
@@ -81,7 +92,11 @@ class Weights {
  private:
   // Takes the memory of the units up to this one.
   void back(int unit);
-  Bytes masters_of(const Unit& unit) const;
+  struct MasterIds {
+    offload::BlockId wide = -1;  // fp32 masters
+    offload::BlockId low = -1;   // or their remainder
+    offload::BlockId halves_up = -1;
+  };
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype, OwedMasters* owed = nullptr);
   void make_master(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
@@ -101,7 +116,7 @@ class Weights {
   offload::StateStore& states_;
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
-  std::vector<offload::BlockId> master_blocks_;  // by backed unit; -1: nothing beside the weights
+  std::vector<MasterIds> master_ids_;                          // by backed unit
   std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
 };

@@ -3,11 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
-#include <cstring>
-#include <vector>
+#include <algorithm>
+#include <string_view>
 
 #include "strata/base/error.h"
-#include "strata/kernels/master_remainder.h"
+#include "strata/engine/checkpoint/shard_states.h"
+#include "strata/format/manifest.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
 
@@ -30,14 +31,23 @@ std::span<std::byte> values_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
-// A copy on the host of `count` values from memory of the model's device.
-template <typename T>
-std::vector<T> copied_to_host(const T* memory, std::size_t count, c10::Device place) {
-  const auto bytes = static_cast<std::int64_t>(count * sizeof(T));
-  const at::Tensor copy = tensor_over(memory, bytes, at::kByte, place).to(at::kCPU).contiguous();
-  std::vector<T> values(count);
-  std::memcpy(values.data(), copy.data_ptr(), count * sizeof(T));
-  return values;
+std::string_view kind_of(StateKind kind) {
+  switch (kind) {
+    case StateKind::kMaster:
+      return format::kValue;
+    case StateKind::kFirstMoment:
+      return engine::kExpAvg;
+    case StateKind::kSecondMoment:
+      return engine::kExpAvgSq;
+    case StateKind::kGradient:
+      break;
+  }
+  STRATA_ASSERT(false);
+}
+
+bool has(const engine::ShardStates& states, int unit, std::string_view kind) {
+  const auto kinds = states.kinds_of(unit);
+  return std::ranges::find(kinds, kind) != kinds.end();
 }
 
 void require_numel(const at::Tensor& values, std::int64_t wanted, const std::string& name) {
@@ -66,73 +76,30 @@ void StateValues::finish_queued() {
   engine_.device().compute_stream().synchronize();
 }
 
-std::unique_ptr<offload::Lease> StateValues::lease_moment(StateKind kind) {
-  auto* adam = dynamic_cast<engine::AdamOptimizer*>(engine_.optimizer());
-  if (adam == nullptr) return nullptr;
-  using Moment = engine::AdamOptimizer::Moment;
-  return adam->lease_moment(unit_.id,
-                            kind == StateKind::kFirstMoment ? Moment::kFirst : Moment::kSecond);
-}
-
-std::optional<StateValues::Shard> StateValues::shard(StateKind kind) {
-  if (!unit_.trainable()) return std::nullopt;
-  engine::GradientShards& gradients = engine_.shards().gradients();
-  Shard shard;
-  switch (kind) {
-    case StateKind::kMaster:
-      shard.lease = engine_.weights().lease_master(unit_.id);
-      shard.values = shard.lease->bytes().data();
-      if (engine_.weights().master_form(unit_.id) == plan::MasterForm::kRounded)
-        shard.dtype = unit_.layout.dtype();
-      return shard;
-    case StateKind::kGradient:
-      if (!gradients.filled(unit_.id)) return std::nullopt;
-      shard.values = std::as_writable_bytes(gradients.values(unit_.id)).data();
-      return shard;
-    case StateKind::kFirstMoment:
-    case StateKind::kSecondMoment:
-      shard.lease = lease_moment(kind);
-      if (shard.lease == nullptr) return std::nullopt;
-      shard.values = shard.lease->bytes().data();
-      shard.dtype =
-          dynamic_cast<engine::AdamOptimizer&>(*engine_.optimizer()).moment_dtype(unit_.id);
-      return shard;
-  }
-  STRATA_ASSERT(false);
-}
-
-at::Tensor StateValues::view(const Shard& shard) const {
-  return tensor_over(shard.values + bytes_of(piece_.shard_offset, shard.dtype).size(),
-                     count_of(piece_), to_scalar_type(shard.dtype), model_.place());
-}
-
-// Of bf16 weights whose masters are kept as remainders.
-at::Tensor StateValues::joined_masters() {
-  const auto lease = engine_.weights().lease_master(unit_.id);
-  const std::size_t numel = unit_.layout.shard().size();
-  const auto weights = copied_to_host(
-      reinterpret_cast<const kernels::BFloat16*>(unit_.shard.data()), numel, model_.place());
-  auto memory = copied_to_host(lease->bytes().data(), lease->bytes().size(), model_.place());
-  const kernels::MasterRemainder remainder = kernels::remainder_over(memory, unit_.layout.shard());
-  at::Tensor masters = at::empty({count_of(piece_)}, at::kFloat);
-  float* out = masters.data_ptr<float>();
-  for (std::int64_t i = 0; i < masters.numel(); ++i) {
-    const std::size_t at = piece_.shard_offset.size() + static_cast<std::size_t>(i);
-    out[i] = kernels::joined_master(weights[at], kernels::remainder_at(remainder, at));
-  }
-  return masters.to(model_.place());
+// Of this rank's part; filled gradients only.
+at::Tensor StateValues::gradient_view() {
+  float* const values = engine_.shards().gradients().values(unit_.id).data();
+  return tensor_over(values + piece_.shard_offset.size(), count_of(piece_), at::kFloat,
+                     model_.place());
 }
 
 std::optional<at::Tensor> StateValues::part(StateKind kind) {
   finish_queued();
-  const bool joined = kind == StateKind::kMaster &&
-                      engine_.weights().master_form(unit_.id) == plan::MasterForm::kRemainder;
-  if (joined) return joined_masters();
-  const auto found = shard(kind);
-  if (!found) return std::nullopt;
-  at::Tensor copy = view(*found).to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-  current_stream(model_.place()).synchronize();
-  return copy;
+  if (!unit_.trainable()) return std::nullopt;
+  if (kind == StateKind::kGradient) {
+    if (!engine_.shards().gradients().filled(unit_.id)) return std::nullopt;
+    at::Tensor copy = gradient_view().clone();
+    current_stream(model_.place()).synchronize();
+    return copy;
+  }
+  engine::ShardStates states(engine_);
+  if (!has(states, unit_.id, kind_of(kind))) return std::nullopt;
+  const auto dtype = to_scalar_type(states.dtype_of(unit_.id, kind_of(kind)));
+  const at::Tensor copy = at::empty({count_of(piece_)}, dtype);
+  states.enqueue_read(unit_.id, kind_of(kind), piece_.shard_offset, Numel(count_of(piece_)),
+                      values_of(copy));
+  states.settle();
+  return copy.to(at::TensorOptions(at::kFloat).device(model_.place()));
 }
 
 std::optional<at::Tensor> StateValues::whole(StateKind kind) {
@@ -192,11 +159,18 @@ bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
         "found {}",
         name_of(gradients.dtype())));
   }
-  const auto found = shard(kind);
-  if (!found) return false;
-  view(*found).copy_(values);
-  current_stream(model_.place()).synchronize();
-  if (kind == StateKind::kGradient) gradients.note_change(unit_.id);
+  if (kind == StateKind::kGradient) {
+    if (!gradients.filled(unit_.id)) return false;
+    gradient_view().copy_(values);
+    current_stream(model_.place()).synchronize();
+    gradients.note_change(unit_.id);
+    return true;
+  }
+  engine::ShardStates states(engine_);
+  if (!has(states, unit_.id, kind_of(kind))) return false;
+  states.enqueue_store(param_, kind_of(kind), piece_.param_begin, Numel(count_of(piece_)),
+                       values_of(values).data(), DType::kFloat32);
+  states.settle();
   return true;
 }
 

@@ -45,17 +45,8 @@ class StateValues {
   bool set_whole(StateKind kind, const at::Tensor& values);
 
  private:
-  // The shard that holds the part, and the memory that must stay leased meanwhile.
-  struct Shard {
-    std::byte* values = nullptr;
-    DType dtype = DType::kFloat32;
-    std::unique_ptr<offload::Lease> lease;
-  };
-  std::optional<Shard> shard(StateKind kind);
-  std::unique_ptr<offload::Lease> lease_moment(StateKind kind);
-  at::Tensor view(const Shard& shard) const;
+  at::Tensor gradient_view();
   at::Tensor join(const at::Tensor& mine);
-  at::Tensor joined_masters();
   void set_masters(const at::Tensor& values);
   void finish_queued();
 

@@ -1,0 +1,40 @@
+// The blocks of a StateStore that hold something of each element of a unit's shard (masters,
+// exp_avg, ...), and a walk over the shard in ranges of elements, of which all blocks are leased
+// together. A store that holds everything in memory lends the whole shard at once; one on a drive
+// lends what its memory has room for. Threads: one at a time. Errors: those of the store.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/base/units.h"
+#include "strata/offload/state_store.h"
+
+namespace strata::engine {
+
+struct StateBlock {
+  offload::BlockId id = -1;
+  int bits = 32;  // of each element: a power of two
+};
+
+// Elements of a shard, and what is leased of each block, in the blocks' order. Each lease begins at
+// the element `first`, a multiple of 8.
+struct StateRange {
+  Numel first;
+  Numel end;
+  std::span<const std::unique_ptr<offload::Lease>> leases;
+
+  std::span<std::byte> bytes(std::size_t block) const { return leases[block]->bytes(); }
+};
+
+// Calls `work` with ranges that cover elements [begin, end) of a shard of `numel` elements, and as
+// little beside them as the store allows. Work that it queues on the compute stream may still run
+// when it returns.
+void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
+                    Numel begin, Numel end, offload::Access access,
+                    const std::function<void(const StateRange&)>& work);
+
+}  // namespace strata::engine
