@@ -9,7 +9,7 @@
 namespace strata::engine {
 namespace {
 
-constexpr Bytes kJoinScratch = 4_MiB;
+constexpr Bytes kScratchBytes = 4_MiB;
 
 using format::kValue;
 
@@ -112,17 +112,12 @@ void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
                         remainder, first, stream);
     return;
   }
-  if (scratch_ == nullptr) scratch_ = device.allocate(kJoinScratch, memory::Kind::kStaging);
-  const Numel most(kJoinScratch / size_of(DType::kFloat32));
-  for (Numel done; done < numel; done += most) {
-    const Numel count = std::min(most, numel - done);
-    const Bytes bytes = bytes_of(count, DType::kFloat32);
-    const auto there = scratch_->bytes().first(bytes.size());
-    device.join_masters({reinterpret_cast<float*>(there.data()), count.size()}, unit.shard.data(),
+  through_scratch(numel, DType::kFloat32, [&](Numel done, Numel part, std::span<std::byte> there) {
+    device.join_masters({reinterpret_cast<float*>(there.data()), part.size()}, unit.shard.data(),
                         remainder, first + done, stream);
-    device.copy(target.subspan(bytes_of(done, DType::kFloat32).size(), bytes.size()), there,
+    device.copy(target.subspan(bytes_of(done, DType::kFloat32).size(), there.size()), there,
                 stream);
-  }
+  });
 }
 
 void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, Numel numel,
@@ -149,8 +144,30 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
     device.copy({target, bytes}, {first, bytes}, device.compute_stream());
     return;
   }
-  STRATA_ASSERT(device.device_accessible(first));
-  device.cast(target, dtype, first, source_dtype, high - low, device.compute_stream());
+  const Numel count = high - low;
+  if (device.device_accessible(first)) {
+    device.cast(target, dtype, first, source_dtype, count, device.compute_stream());
+    return;
+  }
+  through_scratch(count, source_dtype, [&](Numel done, Numel part, std::span<std::byte> there) {
+    device.copy(there, {first + bytes_of(done, source_dtype).size(), there.size()},
+                device.compute_stream());
+    device.cast(target + bytes_of(done, dtype).size(), dtype, there.data(), source_dtype, part,
+                device.compute_stream());
+  });
+}
+
+// In order on the compute stream, so that one scratch serves all pieces.
+void ShardStates::through_scratch(
+    Numel numel, DType dtype,
+    const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue) {
+  if (scratch_ == nullptr)
+    scratch_ = engine_.device().allocate(kScratchBytes, memory::Kind::kStaging);
+  const Numel most(kScratchBytes / size_of(dtype));
+  for (Numel done; done < numel; done += most) {
+    const Numel part = std::min(most, numel - done);
+    queue(done, part, scratch_->bytes().first(bytes_of(part, dtype).size()));
+  }
 }
 
 }  // namespace strata::engine

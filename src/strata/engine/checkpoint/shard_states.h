@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -51,6 +52,9 @@ class ShardStates {
  private:
   bool has_moments(int unit) const;
   std::span<std::byte> moment(int unit, std::string_view kind);
+  void through_scratch(
+      Numel numel, DType dtype,
+      const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue);
   void read_masters(const Unit& unit, Numel first, Numel numel, std::span<std::byte> target);
 
   Engine& engine_;
@@ -58,7 +62,7 @@ class ShardStates {
   std::unique_ptr<offload::Lease> lease_;
   int leased_unit_ = -1;
   std::string_view leased_kind_;
-  std::unique_ptr<device::Memory> scratch_;  // for masters where kernels do not reach the host
+  std::unique_ptr<device::Memory> scratch_;  // where kernels do not reach the host's memory
 };
 
 inline constexpr std::string_view kExpAvg = "exp_avg";
