@@ -1,6 +1,6 @@
 // SystemCalls that misbehave as kernels may. Benign faults (short transfers, EINTR) come at random
 // from a seed, which the conformance tests print; hard faults come at a chosen offset of the file.
-// Direct reads are short by whole sectors, as devices' are, and may be refused altogether.
+// Direct transfers are short by whole sectors, as devices' are, and may be refused altogether.
 // Threads: as SystemCalls asks.
 #pragma once
 
@@ -32,7 +32,7 @@ class FaultyCalls final : public io::SystemCalls {
     benign_ = benign;
   }
 
-  // From now on, every direct read returns `result`.
+  // From now on, every direct transfer returns `result`.
   void fail_direct(std::int64_t result) {
     const std::lock_guard lock(mutex_);
     direct_result_ = result;
@@ -41,29 +41,21 @@ class FaultyCalls final : public io::SystemCalls {
     const std::lock_guard lock(mutex_);
     return direct_calls_;
   }
-  // What direct reads have moved.
+  // What direct transfers have moved.
   Bytes direct_bytes() {
     const std::lock_guard lock(mutex_);
     return direct_bytes_;
   }
 
   std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) override {
-    const bool direct = (::fcntl(fd, F_GETFL) & O_DIRECT) != 0;
-    Verdict verdict = judge(target.size(), offset);
-    if (direct && verdict.let_through && verdict.value > kSector) verdict.value &= ~(kSector - 1);
-    if (direct && verdict.let_through && verdict.value < kSector) verdict.value = kSector;
-    if (direct) verdict = count_direct(verdict);
-    if (!verdict.let_through) return verdict.value;
-    const std::int64_t moved =
-        kernel_.read_at(fd, target.first(static_cast<std::size_t>(verdict.value)), offset);
-    const std::lock_guard lock(mutex_);
-    if (direct && moved > 0) direct_bytes_ += Bytes(moved);
-    return moved;
+    return move(fd, target.size(), offset, [&](std::size_t bytes) {
+      return kernel_.read_at(fd, target.first(bytes), offset);
+    });
   }
   std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset) override {
-    const Verdict verdict = judge(source.size(), offset);
-    if (!verdict.let_through) return verdict.value;
-    return kernel_.write_at(fd, source.first(static_cast<std::size_t>(verdict.value)), offset);
+    return move(fd, source.size(), offset, [&](std::size_t bytes) {
+      return kernel_.write_at(fd, source.first(bytes), offset);
+    });
   }
 
  private:
@@ -72,6 +64,20 @@ class FaultyCalls final : public io::SystemCalls {
     bool let_through;
     std::int64_t value;  // bytes to move, or what to return instead
   };
+
+  template <typename Call>
+  std::int64_t move(int fd, std::size_t bytes, Bytes offset, const Call& call) {
+    const bool direct = (::fcntl(fd, F_GETFL) & O_DIRECT) != 0;
+    Verdict verdict = judge(bytes, offset);
+    if (direct && verdict.let_through && verdict.value > kSector) verdict.value &= ~(kSector - 1);
+    if (direct && verdict.let_through && verdict.value < kSector) verdict.value = kSector;
+    if (direct) verdict = count_direct(verdict);
+    if (!verdict.let_through) return verdict.value;
+    const std::int64_t moved = call(static_cast<std::size_t>(verdict.value));
+    const std::lock_guard lock(mutex_);
+    if (direct && moved > 0) direct_bytes_ += Bytes(moved);
+    return moved;
+  }
 
   Verdict count_direct(Verdict verdict) {
     const std::lock_guard lock(mutex_);

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "io/direct_reads.h"
+#include "io/direct_transfers.h"
 #include "io/temporary_folder.h"
 #include "strata/io/page_cache.h"
 #include "strata/io/pending_range.h"
@@ -107,7 +107,7 @@ TEST_F(ReadProbe, FindsAWarmFileInThePageCache) {
   EXPECT_FALSE(choice.figures.direct_gb_per_s.has_value()) << "nothing to be timed";
 }
 
-TEST_F(ReadProbe, SaysWhetherTheFileSystemHasDirectReads) {
+TEST_F(ReadProbe, SaysWhetherTheFileSystemHasDirectTransfers) {
   EXPECT_EQ(probe().look().direct_offered, direct_->direct_fd() >= 0);
   ways_[0].direct = &*file_;
   EXPECT_FALSE(probe().look().direct_offered);

@@ -48,7 +48,7 @@ class EngineCheckpoints:
 
         Raises:
             UsageError: for a tag that is no plain name, or differs between ranks; for a value that cannot be kept;
-                after an update that failed half-way.
+                after an update, or loading, that failed half-way.
             IoError: on every rank, where one of them cannot write, or another job saves into the folder.
         """
         from .training import save_checkpoint  # not before somebody saves

@@ -65,18 +65,26 @@ void PassState::drop_gradients() {
   gradients_ = of_this_micro_step ? Gradients::kDropped : Gradients::kNone;
 }
 
-void PassState::fail_update(std::string cause) {
-  update_failure_ = std::move(cause);
+void PassState::fail_update(std::string_view cause) {
+  broken_ = fmt::format(
+      "an update of the weights failed half-way, so weights and optimizer states are partly those "
+      "of the step before; load the weights again, or start anew from a checkpoint, before "
+      "training or saving goes on. What failed: {}",
+      cause);
+  abandon_backward();
+}
+
+void PassState::fail_loading(std::string_view cause) {
+  broken_ = fmt::format(
+      "loading a checkpoint failed half-way, so weights and optimizer states are partly those of "
+      "before; load that one again when it is mended, or another, before training or saving goes "
+      "on. What failed: {}",
+      cause);
   abandon_backward();
 }
 
 void PassState::require_intact_weights() const {
-  if (update_failure_.empty()) return;
-  throw UsageError(
-      fmt::format("an update of the weights failed half-way, so weights and optimizer states are "
-                  "partly those of the step before; load the weights again, or start anew from a "
-                  "checkpoint, before training or saving goes on. What failed: {}",
-                  update_failure_));
+  if (!broken_.empty()) throw UsageError(broken_);
 }
 
 }  // namespace strata::engine

@@ -6,14 +6,15 @@
 // From kAfter a graph may be run again (begin_backward), the next forward may begin, or the
 // micro-step ends: kBefore. A forward that began after the last backward pass stays good for the
 // next micro-step. abandon_backward() leads to kBefore from anywhere. A step needs gradients of a
-// backward pass since the last one, and a micro-step one of its own. Once an update of the weights
-// has failed half-way nothing may come but weights_loaded().
+// backward pass since the last one, and a micro-step one of its own. Once an update of the weights,
+// or loading them, has failed half-way nothing may come but weights_loaded().
 //
 // Threads: one thread at a time. Pure bookkeeping. Errors: UsageError from the calls that may not
 // come now; the state is as it was then.
 #pragma once
 
 #include <string>
+#include <string_view>
 
 namespace strata::engine {
 
@@ -33,9 +34,10 @@ class PassState {
   void drop_gradients();
   void end_step() { gradients_ = Gradients::kNone; }
 
-  // `cause`: of the failure that left the weights of two steps.
-  void fail_update(std::string cause);
-  void weights_loaded() { update_failure_.clear(); }
+  // `cause`: of the failure that left weights and states of two steps, or of two models.
+  void fail_update(std::string_view cause);
+  void fail_loading(std::string_view cause);
+  void weights_loaded() { broken_.clear(); }
   void require_intact_weights() const;
 
   bool forward_seen() const { return phase_ != Phase::kBefore; }
@@ -51,7 +53,7 @@ class PassState {
 
   Phase phase_ = Phase::kBefore;
   Gradients gradients_ = Gradients::kNone;
-  std::string update_failure_;  // empty: none
+  std::string broken_;  // what has happened to the weights; empty: nothing
 };
 
 }  // namespace strata::engine

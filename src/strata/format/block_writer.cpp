@@ -11,7 +11,7 @@ BlockWriter::BlockWriter(const std::string& folder, std::string name, Bytes byte
     : io_(io),
       calls_(calls),
       entry_{std::move(name), bytes, BlockChecksums(BlockChecksums::block_for(bytes), {})},
-      file_(calls.create(fmt::format("{}/{}", folder, entry_.name))) {
+      file_(calls.create(fmt::format("{}/{}", folder, entry_.name)).direct()) {
   file_.reserve(bytes);
 }
 

@@ -1,5 +1,7 @@
 // Writes a file from its first byte to its last in blocks of a checkpoint's checksums, which it
-// computes on the way. Threads: one. Ownership: borrows the engine and the calls; owns the file.
+// computes on the way. It writes past the page cache what lies at blocks in memory
+// (io::File::kDirectBlock): nobody reads a checkpoint soon, and a copy in the cache costs memory
+// and a core's time. Threads: one. Ownership: borrows the engine and the calls; owns the file.
 // Errors: IoError; UsageError for blocks out of order.
 #pragma once
 

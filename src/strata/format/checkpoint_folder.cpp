@@ -59,6 +59,25 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
+// What is made here survives a failure of the power, as what is saved in it does.
+void make_with_parents(const std::string& folder, io::FolderCalls& calls) {
+  std::vector<fs::path> missing;
+  std::error_code error;
+  for (fs::path path = folder; !path.empty() && !fs::exists(path, error); path = path.parent_path())
+    missing.push_back(path);
+  for (; !missing.empty(); missing.pop_back()) {
+    try {
+      calls.make_folder(missing.back());
+    } catch (const IoError&) {
+      if (!fs::is_directory(missing.back(), error)) throw;  // else somebody was quicker
+    }
+    calls.sync_folder(missing.back().parent_path());
+  }
+  if (fs::is_directory(folder, error)) return;
+  throw IoError(fmt::format(
+      "checkpoints are saved into a folder; a file has the name, give another: path={}", folder));
+}
+
 }  // namespace
 
 void require_tag(std::string_view tag) {
@@ -110,12 +129,7 @@ std::vector<std::string> whole_checkpoints(const std::string& folder) {
 NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls)
     : folder_(std::move(folder)), tag_(std::move(tag)), calls_(calls) {
   require_tag(tag_);
-  std::error_code error;
-  fs::create_directories(folder_, error);
-  if (!fs::is_directory(folder_)) {
-    throw IoError(fmt::format("cannot make the folder of the checkpoints: path={} {}", folder_,
-                              error ? error.message() : "a file has the name"));
-  }
+  make_with_parents(folder_, calls_);
   lock();
   recover_replaced();
   remove_leftovers();

@@ -59,7 +59,8 @@ FileDescriptor open_fully(const std::string& path, int flags, mode_t permissions
 // even where another has taken its name.
 FileDescriptor open_direct(int fd) {
   if (refuses_direct(fd)) return {};
-  return open_fully(fmt::format("/proc/self/fd/{}", fd), O_RDONLY | O_DIRECT, 0);
+  const int access = ::fcntl(fd, F_GETFL) & O_ACCMODE;
+  return open_fully(fmt::format("/proc/self/fd/{}", fd), access | O_DIRECT, 0);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// An open file: a descriptor with its path, so that every error can name the file. A file that is
-// only read may have a second descriptor, for reads past the page cache (O_DIRECT); whoever reads
+// An open file: a descriptor with its path, so that every error can name the file. A file may have
+// a second descriptor, for transfers past the page cache (O_DIRECT); whoever reads and writes
 // through the layer's engines need not know, since what cannot go that way goes through the cache.
 // Threads: size() and the descriptors may be used by several threads at once; opening, moving and
 // destroying belong to one. Ownership: closes its descriptors. Errors: IoError with the path and
@@ -26,16 +26,16 @@ class File {
   // waiting for it.
   File(std::string path, Mode mode);
 
-  // What reads past the page cache go by: offsets, lengths and addresses are multiples of it.
+  // What transfers past the page cache go by: offsets, lengths and addresses are multiples of it.
   static constexpr Bytes kDirectBlock = 4_KiB;
 
-  // The same file, whatever its path names by now, to be read past the page cache as far as ranges
-  // and memory lie at blocks. Where the file system does not offer that, or wants larger blocks,
-  // all its reads go through the cache: see direct_fd().
+  // The same file, whatever its path names by now, to be read, and written where this one is, past
+  // the page cache as far as ranges and memory lie at blocks. Where the file system does not offer
+  // that, or wants larger blocks, all goes through the cache: see direct_fd().
   File direct() const;
 
   int fd() const { return descriptor_.get(); }
-  // The descriptor for reads of whole blocks past the page cache; -1: none.
+  // The descriptor for transfers of whole blocks past the page cache; -1: none.
   int direct_fd() const { return direct_.get(); }
   const std::string& path() const { return path_; }
   Bytes size() const;

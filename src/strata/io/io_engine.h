@@ -7,9 +7,9 @@
 // file's in the range of the write, is unspecified. Threads: internally synchronised; transfers of
 // one engine run in no particular order, so two that overlap in file or memory must be separated by
 // wait(). read() and write() may block while the engine's queue is full. One Transfer belongs to
-// one thread at a time. A File with a descriptor for direct reads gives the same bytes, offsets and
-// memory may lie anywhere; only what lies at blocks in both goes past the page cache, so that
-// whoever wants that reads whole blocks into aligned memory. Ownership: the File and the memory
+// one thread at a time. A File with a descriptor for direct transfers gives the same bytes, offsets
+// and memory may lie anywhere; only what lies at blocks in both goes past the page cache, so that
+// whoever wants that uses whole blocks of aligned memory. Ownership: the File and the memory
 // must outlive the Transfer's wait(). ~Transfer waits and drops errors. An engine finishes what it
 // was given before it is destroyed; a Transfer may outlive it. Errors: UsageError at once for a
 // range that no file can have (negative offset, end beyond 2^63).

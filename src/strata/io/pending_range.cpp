@@ -18,7 +18,7 @@ PendingRange::PendingRange(const File& file, Bytes offset, std::byte* target,
       offset_(offset),
       bytes_(bytes),
       end_(bytes),
-      direct_(source == nullptr && file.direct_fd() >= 0) {
+      direct_(file.direct_fd() >= 0) {
   const std::int64_t room = std::numeric_limits<std::int64_t>::max() - bytes.value;
   if (bytes.value < 0 || offset.value < 0 || offset.value > room) {
     throw UsageError(fmt::format("no file has the range asked for: path={} offset={} bytes={}",
@@ -50,8 +50,9 @@ PendingRange::Call PendingRange::next_call() const {
   const Call buffered{file_->fd(), at, rest.size(), false};
   if (!direct_) return buffered;
   const Bytes past_block = at % File::kDirectBlock;
+  const std::byte* const memory = source_ != nullptr ? source_ : target_;
   const Bytes address(
-      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(target_ + next_.value)));
+      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory + next_.value)));
   if (address % File::kDirectBlock != past_block) return buffered;  // they never meet
   if (past_block > Bytes()) {
     return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};

@@ -1,9 +1,9 @@
 // What is left of a positional transfer, or of one piece of it, and the one place that reads the
 // result of a system call: accept() continues after a short transfer, retries EINTR, and turns
 // everything else into an IoError with path, offset, wanted and got. Every engine drives its
-// transfers through it. Of a file with a descriptor for direct reads, whole blocks that lie at
-// blocks in memory, too, are read through that, and the rest, or all where the system refuses,
-// through the page cache. Threads: one thread. Ownership: borrows the File and the memory.
+// transfers through it. Of a file with a descriptor for direct transfers, whole blocks that lie at
+// blocks in memory, too, go through that, and the rest, or all where the system refuses, through
+// the page cache. Threads: one thread. Ownership: borrows the File and the memory.
 #pragma once
 
 #include <cstddef>
@@ -52,7 +52,7 @@ class PendingRange {
   Bytes offset_;              // of the transfer in the file
   Bytes bytes_;               // of the transfer
   Bytes begin_, next_, end_;  // of this range, relative to the transfer
-  bool direct_ = false;       // whether direct reads have not been refused
+  bool direct_ = false;       // whether direct transfers have not been refused
 };
 
 // One complete transfer on the calling thread.

@@ -9,6 +9,7 @@
 #include "strata/base/error.h"
 #include "strata/memory/byte_budget.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/offload/pinned_memory.h"
 
 namespace strata::offload {
 namespace {
@@ -36,18 +37,6 @@ class PinnedMemory final : public device::Memory {
   std::unique_ptr<device::HostMemory> memory_;
   memory::ByteBudget::Hold hold_;
 };
-
-std::unique_ptr<device::Memory> pinned_memory(device::Device& device, Bytes bytes,
-                                              memory::Kind kind, memory::ByteBudget::Hold hold) {
-  auto memory = device.allocate_host(bytes, kind);
-  if (bytes.value > 0 && !memory->pinned()) {
-    throw OutOfMemoryError(fmt::format(
-        "the system does not let this process pin the host memory that kernels of {} are to work "
-        "on ({}): {} wanted; raise the limit on locked memory (ulimit -l); held: {}",
-        device.name(), memory::name_of(kind), to_string(bytes), device.ledger()->report()));
-  }
-  return std::make_unique<PinnedMemory>(std::move(memory), std::move(hold));
-}
 
 // A limit given to the store, its part taken for one block; an empty hold where there is no limit.
 memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& budget, Bytes bytes,
@@ -108,7 +97,10 @@ std::unique_ptr<MemoryStore> MemoryStore::on_host(HostStoreOptions options) {
     const bool of_device = options.device != nullptr;
     const auto& ledger = of_device ? options.device->ledger() : options.ledger;
     auto hold = take_part(budget, bytes, kind, ledger.get());
-    if (of_device) return pinned_memory(*options.device, bytes, kind, std::move(hold));
+    if (of_device) {
+      return std::make_unique<PinnedMemory>(pinned_memory(*options.device, bytes, kind),
+                                            std::move(hold));
+    }
     memory::HostBuffer buffer(bytes, {.ledger = options.ledger,
                                       .tier = memory::Tier::kHost,
                                       .kind = kind,

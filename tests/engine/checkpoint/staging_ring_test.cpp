@@ -20,7 +20,7 @@ TEST(StagingRing, ChargesItsBuffersAndGivesThemBack) {
   EXPECT_EQ(ledger->held(memory::Tier::kHost), 0_B);
 }
 
-TEST(StagingRing, BuffersBeginAtBlocksOfDirectReads) {
+TEST(StagingRing, BuffersBeginAtBlocksOfDirectTransfers) {
   device::CpuDevice device;
   StagingRing ring({3, 5000_B}, device);
   for (std::size_t turn = 0; turn < ring.size(); ++turn) {

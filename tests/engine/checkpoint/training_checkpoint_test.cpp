@@ -21,6 +21,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::TrainedRank;
 
 // Ring buffers of one block of checksums: small models are cut, too, where they are larger.
@@ -128,6 +129,31 @@ TEST_F(Damaged, AFlippedByteIsNamedOnEveryRank) {
   EXPECT_THAT(load_errors(/*stays=*/false),
               Each(AllOf(HasSubstr("not what was written"), HasSubstr("tensor 'big' (exp_avg)"),
                          HasSubstr("optimizer-00001-of-00002.safetensors"), HasSubstr("begin=0"))));
+}
+
+// What has come is of two states. Nothing is saved from that, at any stage, until all has come.
+TEST_F(Damaged, AnEngineThatHasLoadedAPartSavesNothingUntilItHasLoadedAll) {
+  const std::string damaged = path("optimizer-00001-of-00002.safetensors");
+  for (const int stage : {0, 2, 3}) {
+    const auto outcomes = testing::on_ranks(2, [&](const auto& ranks) {
+      TrainedRank rank(ranks, DType::kBFloat16, stage);
+      rank.set_states(2);
+      ranks->barrier();
+      if (ranks->rank() == 0) flip(damaged, 5'000);
+      ranks->barrier();
+      EXPECT_THROW(load(rank, folder_.path() + "/t"), FormatError);
+      EXPECT_THAT(message_of<UsageError>([&] { save(rank, request_for(folder_.path(), "u")); }),
+                  AllOf(HasSubstr("loading a checkpoint failed half-way"),
+                        HasSubstr("not what was written")));
+      ranks->barrier();
+      if (ranks->rank() == 0) flip(damaged, 5'000);
+      ranks->barrier();
+      load(rank, folder_.path() + "/t");
+      EXPECT_EQ(rank.wrong_states(1), "");
+      save(rank, request_for(folder_.path(), "u"));
+    });
+    EXPECT_THAT(outcomes, Each("")) << "stage " << stage;
+  }
 }
 
 TEST_F(Damaged, AFileThatIsCutOffIsNamedBeforeAnythingIsStored) {
@@ -247,7 +273,7 @@ TEST(TrainingCheckpoint, WhatIsNoFolderIsAnErrorOnEveryRank) {
     TrainedRank rank(ranks, DType::kFloat32, 3);
     save(rank, request_for(folder.path() + "/file", "t"));
   });
-  EXPECT_THAT(outcomes, Each(HasSubstr("cannot make the folder of the checkpoints")));
+  EXPECT_THAT(outcomes, Each(HasSubstr("a file has the name")));
 }
 
 TEST(TrainingCheckpoint, TensorsBesideTheModelComeBack) {

@@ -115,7 +115,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, WeightLoaderWays,
                                             ::testing::Values(DType::kFloat32, DType::kBFloat16),
                                             ::testing::Values(0U, 1U, 4U, 3604U)));
 
-TEST(WeightLoaderWay, SystemsThatRefuseDirectReadsAreReadThroughTheCache) {
+TEST(WeightLoaderWay, SystemsThatRefuseDirectTransfersAreReadThroughTheCache) {
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
   testing::write_checkpoint(path, DType::kFloat32);

@@ -173,6 +173,23 @@ void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine, bo
                   text, checkpoint.path()));
 }
 
+void store(Engine& engine, CheckpointFiles& files, const StateSources& sources,
+           const format::WeightMap& map, const LoadRequest& request, io::IoEngine& io,
+           StagingOptions staging) {
+  const BlockCheck check{files.block(), [&](std::size_t file, Bytes offset, auto bytes) {
+                           files.look(file, offset, bytes);
+                         }};
+  staging.buffer_bytes = std::max(align_up(staging.buffer_bytes, check.block), check.block * 2);
+  std::set<std::pair<int, std::string_view>> stored;
+  for (const Entry& entry : sources.entries) {
+    if (entry.target == nullptr) stored.emplace(entry.param, entry.kind);
+  }
+  if (request.states) clear_moments(engine, stored);
+  TrainingSink sink(engine, sources.entries);
+  load_values(engine, {files.pointers(), map, {}, io, staging, std::nullopt, "checkpoint", &check},
+              sink);
+}
+
 }  // namespace
 
 void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
@@ -191,23 +208,14 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
   });
   // Nobody stores before all have let go of what they had gathered.
   together(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
-  together(collectives, kLoadingTraining, [&] {
-    const BlockCheck check{files->block(), [&](std::size_t file, Bytes offset, auto bytes) {
-                             files->look(file, offset, bytes);
-                           }};
-    StagingOptions options = staging;
-    options.buffer_bytes = std::max(align_up(options.buffer_bytes, check.block), check.block * 2);
-    std::set<std::pair<int, std::string_view>> stored;
-    for (const Entry& entry : sources->entries) {
-      if (entry.target == nullptr) stored.emplace(entry.param, entry.kind);
-    }
-    if (request.states) clear_moments(engine, stored);
-    TrainingSink sink(engine, sources->entries);
-    load_values(engine,
-                {files->pointers(), *map, {}, io, options, std::nullopt, "checkpoint", &check},
-                sink);
-  });
-  engine.weights_changed();
+  try {
+    together(collectives, kLoadingTraining,
+             [&] { store(engine, *files, *sources, *map, request, io, staging); });
+    engine.weights_changed();
+  } catch (const std::exception& error) {
+    engine.loading_failed(error.what());
+    throw;
+  }
 }
 
 }  // namespace strata::engine

@@ -6,7 +6,7 @@
 // Threads: the engine's. Memory: one StagingRing. Errors, on every rank alike: FormatError for a
 // manifest or a block that is not what was written, by file, tensor and place, and for a checkpoint
 // of another model; IoError for files that are missing or too short. After an error while values
-// were being stored the weights are of neither model: load again.
+// were being stored the engine neither trains nor saves until something was loaded whole.
 #pragma once
 
 #include <cstddef>

@@ -4,9 +4,12 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/offload/pinned_memory.h"
 
 namespace strata::engine {
 namespace {
+
+constexpr Bytes kHostAlignment = 256_B;  // as memory of a device has
 
 std::span<float> as_floats(device::Memory& memory, Numel numel) {
   return {reinterpret_cast<float*>(memory.bytes().data()), numel.size()};
@@ -14,8 +17,11 @@ std::span<float> as_floats(device::Memory& memory, Numel numel) {
 
 }  // namespace
 
-GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype)
-    : units_(units), device_(device), dtype_(dtype), shards_(units.size()) {}
+GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
+                               memory::Tier tier)
+    : units_(units), device_(device), dtype_(dtype), tier_(tier), shards_(units.size()) {
+  STRATA_ASSERT(tier == memory::Tier::kDevice || tier == memory::Tier::kHost);
+}
 
 std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory, Numel numel) {
   const Bytes bytes = bytes_of(numel, DType::kFloat32);
@@ -26,47 +32,99 @@ std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory
   return as_floats(*memory, numel);
 }
 
+// On the host all at once: to pin memory takes the driver long, whatever its size.
+void GradientShards::take_memory(int unit) {
+  const auto bytes = [&](const Unit& u) { return bytes_of(u.layout.shard(), dtype_); };
+  if (!on_host()) {
+    Shard& shard = shards_[static_cast<std::size_t>(unit)];
+    shard.memory = device_.allocate(bytes(units_[static_cast<std::size_t>(unit)]),
+                                    memory::Kind::kGradientShards);
+    shard.values = shard.memory->bytes().data();
+    return;
+  }
+  Bytes all;
+  for (const Unit& u : units_) all += u.trainable() ? align_up(bytes(u), kHostAlignment) : Bytes();
+  host_ = offload::pinned_memory(device_, all, memory::Kind::kGradientShards);
+  leaving_ = device_.create_stream();
+  std::byte* next = host_->bytes().data();
+  for (const Unit& u : units_) {
+    if (!u.trainable()) continue;
+    shards_[static_cast<std::size_t>(u.id)].values = next;
+    next += align_up(bytes(u), kHostAlignment).size();
+  }
+}
+
+// One that is large enough and not twice as large; units repeat.
+std::unique_ptr<device::Memory> GradientShards::take_scratch(Bytes bytes) {
+  for (auto& each : spare_) {
+    const Bytes has(each->bytes().size());
+    if (has < bytes || has > bytes * 2) continue;
+    std::swap(each, spare_.back());
+    auto found = std::move(spare_.back());
+    spare_.pop_back();
+    return found;
+  }
+  if (spare_.size() > kArrived) spare_.erase(spare_.begin());
+  return device_.allocate(bytes, memory::Kind::kGradientShards);
+}
+
 GradientShards::Target GradientShards::begin(int unit) {
   Shard& shard = shards_[static_cast<std::size_t>(unit)];
   shard.measured = false;
   const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
-  if (shard.memory == nullptr) {
-    shard.memory = device_.allocate(bytes_of(numel, dtype_), memory::Kind::kGradientShards);
-  }
-  if (dtype_ != DType::kFloat32) return {scratch(shard.arriving, numel), false};
-  return {as_floats(*shard.memory, numel), shard.filled};
+  if (shard.values == nullptr) take_memory(unit);
+  if (!through_scratch())
+    return {{reinterpret_cast<float*>(shard.values), numel.size()}, shard.filled};
+  if (shard.arriving == nullptr)
+    shard.arriving = take_scratch(bytes_of(numel, DType::kFloat32));
+  return {as_floats(*shard.arriving, numel), false};
 }
 
 void GradientShards::settle(int unit) {
   Shard& shard = shards_[static_cast<std::size_t>(unit)];
-  if (dtype_ != DType::kFloat32) {
-    const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
-    std::byte* target = shard.memory->bytes().data();
-    const std::byte* source = shard.arriving->bytes().data();
-    device::Stream& stream = device_.compute_stream();
-    if (shard.filled) {
-      device_.accumulate(target, dtype_, source, DType::kFloat32, numel, stream);
-    } else {
-      device_.cast(target, dtype_, source, DType::kFloat32, numel, stream);
-    }
+  if (through_scratch()) {
+    device::Stream& stream = leaving_ != nullptr ? *leaving_ : device_.compute_stream();
+    fold_in(unit, stream);
     arrived_.push_back({std::move(shard.arriving), stream.record()});
     while (!arrived_.empty() &&
            (arrived_.size() > kArrived || arrived_.front().folded_in->done())) {
       arrived_.front().folded_in->wait();
+      spare_.push_back(std::move(arrived_.front().memory));
       arrived_.pop_front();
     }
   }
   shard.filled = true;
 }
 
+void GradientShards::fold_in(int unit, device::Stream& stream) {
+  const Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  const std::byte* source = shard.arriving->bytes().data();
+  if (shard.filled) {
+    device_.accumulate(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+  } else if (dtype_ == DType::kFloat32) {
+    const std::size_t bytes = bytes_of(numel, dtype_).size();
+    device_.copy({shard.values, bytes}, {source, bytes}, stream);
+  } else {
+    device_.cast(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+  }
+}
+
+// What the compute stream gets from here on finds all that was settled.
+void GradientShards::wait_for_arrived() {
+  if (leaving_ != nullptr && !arrived_.empty())
+    device_.compute_stream().wait_for(*arrived_.back().folded_in);
+}
+
 std::span<float> GradientShards::values(int unit) {
   Shard& shard = shards_[static_cast<std::size_t>(unit)];
   STRATA_ASSERT(shard.filled);
+  wait_for_arrived();
   const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
-  if (dtype_ == DType::kFloat32) return as_floats(*shard.memory, numel);
+  if (dtype_ == DType::kFloat32) return {reinterpret_cast<float*>(shard.values), numel.size()};
   const std::span<float> wide = scratch(widened_, numel);
-  device_.cast(widened_->bytes().data(), DType::kFloat32, shard.memory->bytes().data(), dtype_,
-               numel, device_.compute_stream());
+  device_.cast(widened_->bytes().data(), DType::kFloat32, shard.values, dtype_, numel,
+               device_.compute_stream());
   return wide;
 }
 
@@ -97,6 +155,7 @@ std::span<double> GradientShards::squares_memory() {
 
 void GradientShards::measure(int unit, device::Stream& stream) {
   const auto first = static_cast<std::size_t>(unit);
+  if (through_scratch() && shards_[first].filled) return;  // what has arrived is a part
   measure_run(first, first + 1, stream);
 }
 
@@ -104,7 +163,10 @@ void GradientShards::measure_run(std::size_t first, std::size_t end, device::Str
   STRATA_ASSERT(dtype_ == DType::kFloat32);
   std::vector<std::span<const float>> all;
   for (std::size_t i = first; i < end; ++i) {
-    all.push_back(as_floats(*shards_[i].memory, units_[i].layout.shard()));
+    const auto* const values = shards_[i].arriving != nullptr
+                                   ? reinterpret_cast<const float*>(shards_[i].arriving->bytes().data())
+                                   : reinterpret_cast<const float*>(shards_[i].values);
+    all.emplace_back(values, units_[i].layout.shard().size());
     shards_[i].measured = true;
     shards_[i].stale = true;
   }
@@ -112,6 +174,7 @@ void GradientShards::measure_run(std::size_t first, std::size_t end, device::Str
 }
 
 std::span<const double> GradientShards::squares() {
+  wait_for_arrived();
   const std::span<double> all = squares_memory();
   device::Stream& stream = device_.compute_stream();
   const auto wanting = [this](std::size_t i) {
@@ -131,6 +194,7 @@ void GradientShards::clear() {
   for (Shard& shard : shards_) {
     shard.filled = false;
     shard.measured = false;
+    if (shard.arriving != nullptr) spare_.push_back(std::move(shard.arriving));  // abandoned
   }
   left_out_.clear();
 }

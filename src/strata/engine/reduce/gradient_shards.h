@@ -1,7 +1,10 @@
 // This rank's reduced gradients: one shard a trainable unit, accumulated over the micro-steps of a
 // step. Kept in the accumulation dtype; reductions arrive in fp32 and are rounded once each when
-// that is narrower. Threads: one thread at a time. Memory: allocated at the first reduction of each
-// unit, kept since.
+// that is narrower. On the device, or in pinned host memory: then reductions arrive in memory of
+// the device and leave it unit by unit, beside what goes on there, and whoever uses the values
+// reaches them over the link. The bits are the same. Threads: one thread at a time. Memory: on the
+// device allocated at the first reduction of each unit, on the host at the first of all; kept
+// since. Errors: OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +21,11 @@ namespace strata::engine {
 
 class GradientShards {
  public:
-  GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype);
+  GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
+                 memory::Tier tier = memory::Tier::kDevice);
 
   // Where the next reduction of `unit` shall go, and whether it adds to what is there. With a
-  // narrow dtype that is scratch memory which settle() folds in.
+  // narrow dtype, and on the host, that is scratch memory which settle() folds in.
   struct Target {
     std::span<float> result;
     bool accumulate = false;
@@ -41,7 +45,7 @@ class GradientShards {
   // Of each of these filled shards.
   std::vector<kernels::GradStats> statistics(std::span<const int> units);
   // Of an fp32 shard: queues the sum of its squares, for squares(), behind the reduction that fills
-  // it, in that one's stream.
+  // it, in that one's stream. Where what has arrived is not all of it, squares() sums later.
   void measure(int unit, device::Stream& stream);
   // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
   std::span<const double> squares();
@@ -54,9 +58,9 @@ class GradientShards {
 
  private:
   struct Shard {
-    std::unique_ptr<device::Memory> memory;
-    std::unique_ptr<device::Memory>
-        arriving;  // fp32, only between begin() and settle() of a narrow dtype
+    std::unique_ptr<device::Memory> memory;  // null on the host
+    std::byte* values = nullptr;             // null: no memory yet
+    std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0
@@ -68,6 +72,12 @@ class GradientShards {
   // The host waits rather than hold more of what a device that runs ahead has yet to fold in.
   static constexpr std::size_t kArrived = 2;
 
+  bool on_host() const { return tier_ == memory::Tier::kHost; }
+  bool through_scratch() const { return on_host() || dtype_ != DType::kFloat32; }
+  void take_memory(int unit);
+  std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
+  void fold_in(int unit, device::Stream& stream);
+  void wait_for_arrived();
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
   std::span<float> scratch(std::unique_ptr<device::Memory>& memory, Numel numel);
@@ -75,9 +85,13 @@ class GradientShards {
   std::vector<Unit>& units_;
   device::Device& device_;
   DType dtype_;
+  memory::Tier tier_;
+  std::unique_ptr<device::Memory> host_;     // all shards, where they lie there
+  std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
-  std::deque<Arrived> arrived_;              // settled, and not freed; the oldest first
+  std::deque<Arrived> arrived_;  // settled, and perhaps not folded in; the oldest first
+  std::vector<std::unique_ptr<device::Memory>> spare_;  // scratch that nobody uses
   std::unique_ptr<device::Memory> squares_;  // a double by unit; null: nobody asked yet
   std::unique_ptr<device::Memory>
       widened_;  // fp32 copy that values() hands out where the dtype is narrow

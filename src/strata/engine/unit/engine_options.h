@@ -8,6 +8,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::engine {
 
@@ -24,6 +25,8 @@ struct EngineOptions {
   bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
+  // Where reduced gradients rest between their reduction and the update: the device, or the host.
+  memory::Tier gradient_tier = memory::Tier::kDevice;
   // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
   // moments may be bf16 then, too.
   bool rounds_masters = false;

@@ -1,6 +1,7 @@
-// An IoEngine that reads every file past the page cache, by another engine: into memory that lies
-// to blocks as the range does to the file's, from where the bytes are copied when the transfer is
-// over. Whatever an engine promises must hold of direct reads, too. Threads: as IoEngine.
+// An IoEngine whose transfers go past the page cache, by another engine: through memory that lies
+// to blocks as the range does to the file's. Bytes to write are copied there first, those that were
+// read are copied from there. Whatever an engine promises must hold of direct transfers, too.
+// Threads: as IoEngine.
 #pragma once
 
 #include <algorithm>
@@ -29,27 +30,48 @@ class BlockMemory {
   std::span<std::byte> bytes_;
 };
 
-class DirectReads final : public io::IoEngine {
+class DirectTransfers final : public io::IoEngine {
  public:
-  explicit DirectReads(std::unique_ptr<io::IoEngine> engine) : engine_(std::move(engine)) {}
+  explicit DirectTransfers(std::unique_ptr<io::IoEngine> engine) : engine_(std::move(engine)) {}
 
-  std::string_view name() const override { return "direct reads"; }
+  std::string_view name() const override { return "direct transfers"; }
   std::unique_ptr<io::Transfer> read(const io::File& file, Bytes offset,
                                      std::span<std::byte> target) override {
     return std::make_unique<Read>(*engine_, file, offset, target);
   }
   std::unique_ptr<io::Transfer> write(const io::File& file, Bytes offset,
                                       std::span<const std::byte> source) override {
-    return engine_->write(file, offset, source);
+    return std::make_unique<Write>(*engine_, file, offset, source);
   }
 
  private:
+  static std::size_t past_block(Bytes offset) {
+    return static_cast<std::size_t>(
+        std::max<std::int64_t>(0, offset.value % io::File::kDirectBlock.value));
+  }
+
+  class Write final : public io::Transfer {
+   public:
+    Write(io::IoEngine& engine, const io::File& file, Bytes offset,
+          std::span<const std::byte> source)
+        : file_(file.direct()), memory_(source.size(), past_block(offset)) {
+      std::ranges::copy(source, memory_.bytes().begin());
+      transfer_ = engine.write(file_, offset, memory_.bytes());
+    }
+    bool done() override { return transfer_->done(); }
+    void wait() override { transfer_->wait(); }
+
+   private:
+    io::File file_;
+    BlockMemory memory_;
+    std::unique_ptr<io::Transfer> transfer_;
+  };
+
   class Read final : public io::Transfer {
    public:
     Read(io::IoEngine& engine, const io::File& file, Bytes offset, std::span<std::byte> target)
         : file_(file.direct()),
-          memory_(target.size(), static_cast<std::size_t>(std::max<std::int64_t>(
-                                     0, offset.value % io::File::kDirectBlock.value))),
+          memory_(target.size(), past_block(offset)),
           target_(target),
           transfer_(engine.read(file_, offset, memory_.bytes())) {}
     ~Read() override {

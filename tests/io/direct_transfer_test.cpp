@@ -1,7 +1,7 @@
-// Reads past the page cache: which bytes go that way, and what happens where they cannot.
+// Transfers past the page cache: which bytes go that way, and what happens where they cannot.
 #include <filesystem>
 
-#include "io/direct_reads.h"
+#include "io/direct_transfers.h"
 #include "io/faulty_calls.h"
 #include "io/io_engine_conformance.h"
 #include "strata/io/thread_engine.h"
@@ -17,16 +17,16 @@ constexpr Bytes kBlock = io::File::kDirectBlock;
 struct DirectThreadEngine {
   static constexpr Bytes kPiece = kBlock * 2;
   static std::unique_ptr<io::IoEngine> make() {
-    return std::make_unique<DirectReads>(std::make_unique<io::ThreadEngine>(
+    return std::make_unique<DirectTransfers>(std::make_unique<io::ThreadEngine>(
         io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4}));
   }
 };
 
-// Pieces that are no blocks, reads that are short by sectors, and EINTR.
+// Pieces that are no blocks, transfers that are short by sectors, and EINTR.
 struct FaultyDirectEngine {
   static constexpr Bytes kPiece = 5000_B;
   static std::unique_ptr<io::IoEngine> make() {
-    return std::make_unique<DirectReads>(std::make_unique<io::ThreadEngine>(
+    return std::make_unique<DirectTransfers>(std::make_unique<io::ThreadEngine>(
         io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4},
         std::make_shared<FaultyCalls>(20261121U)));
   }
@@ -37,18 +37,18 @@ struct RefusedDirectEngine {
   static std::unique_ptr<io::IoEngine> make() {
     auto calls = std::make_shared<FaultyCalls>(5U);
     calls->fail_direct(-EINVAL);
-    return std::make_unique<DirectReads>(std::make_unique<io::ThreadEngine>(
+    return std::make_unique<DirectTransfers>(std::make_unique<io::ThreadEngine>(
         io::ThreadEngineOptions{.threads = 2, .piece = kPiece, .queue_max = 4}, calls));
   }
 };
 
 using Engines = ::testing::Types<DirectThreadEngine, FaultyDirectEngine, RefusedDirectEngine>;
-INSTANTIATE_TYPED_TEST_SUITE_P(DirectReads, IoEngineConformance, Engines);
+INSTANTIATE_TYPED_TEST_SUITE_P(DirectTransfers, IoEngineConformance, Engines);
 
 // A file of ten blocks and 100 bytes, read by one thread whose calls are counted.
-class DirectRead : public ::testing::Test {
+class DirectTransfer : public ::testing::Test {
  protected:
-  DirectRead() : content_(patterned_bytes(kBlock.size() * 10 + 100, 8)) {
+  DirectTransfer() : content_(patterned_bytes(kBlock.size() * 10 + 100, 8)) {
     calls_->set_benign(false);
     io::File file(folder_ / "data", Mode::kCreate);
     engine_.write(file, 0_B, content_)->wait();
@@ -61,6 +61,12 @@ class DirectRead : public ::testing::Test {
     EXPECT_TRUE(std::ranges::equal(memory.bytes(), std::span(content_).subspan(offset, bytes)))
         << "offset " << offset << " bytes " << bytes;
   }
+  // Writes the file's bytes there from such memory.
+  void write(const io::File& file, std::size_t offset, std::size_t bytes, std::size_t past) {
+    BlockMemory memory(bytes, past);
+    std::ranges::copy(std::span(content_).subspan(offset, bytes), memory.bytes().begin());
+    engine_.write(file, Bytes(offset), memory.bytes())->wait();
+  }
   // Where the folder's file system has no direct reads, no byte comes that way.
   Bytes if_offered(const io::File& file, Bytes bytes) const {
     return file.direct_fd() >= 0 ? bytes : Bytes();
@@ -72,13 +78,13 @@ class DirectRead : public ::testing::Test {
   std::vector<std::byte> content_;
 };
 
-TEST_F(DirectRead, WholeBlocksGoPastTheCacheAndTheFilesTailThroughIt) {
+TEST_F(DirectTransfer, WholeBlocksGoPastTheCacheAndTheFilesTailThroughIt) {
   const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
   read(file, 0, content_.size(), 0);
   EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 10));
 }
 
-TEST_F(DirectRead, OnlyTheBlocksInsideOfARangeGoPastTheCache) {
+TEST_F(DirectTransfer, OnlyTheBlocksInsideOfARangeGoPastTheCache) {
   const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
   read(file, 100, kBlock.size() * 3, 100);
   EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 2));
@@ -86,13 +92,13 @@ TEST_F(DirectRead, OnlyTheBlocksInsideOfARangeGoPastTheCache) {
   EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 2));
 }
 
-TEST_F(DirectRead, MemoryThatDoesNotLieAsTheFileDoesIsReadThroughTheCache) {
+TEST_F(DirectTransfer, MemoryThatDoesNotLieAsTheFileDoesIsReadThroughTheCache) {
   const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
   read(file, 0, kBlock.size() * 4, 8);
   EXPECT_EQ(calls_->direct_calls(), 0);
 }
 
-TEST_F(DirectRead, WhatTheSystemRefusesIsReadThroughTheCache) {
+TEST_F(DirectTransfer, WhatTheSystemRefusesIsReadThroughTheCache) {
   const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
   for (const int code : {EINVAL, EOPNOTSUPP}) {
     calls_->fail_direct(-code);
@@ -102,7 +108,7 @@ TEST_F(DirectRead, WhatTheSystemRefusesIsReadThroughTheCache) {
   EXPECT_EQ(calls_->direct_bytes(), 0_B);
 }
 
-TEST_F(DirectRead, AFailingDriveIsAnErrorThisWayToo) {
+TEST_F(DirectTransfer, AFailingDriveIsAnErrorThisWayToo) {
   const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
   calls_->fail_at(kBlock * 2, -EIO);
   BlockMemory memory(kBlock.size() * 4, 0);
@@ -111,7 +117,37 @@ TEST_F(DirectRead, AFailingDriveIsAnErrorThisWayToo) {
               HasSubstr("offset=0 wanted=16384 got=8192 errno=5"));
 }
 
-TEST_F(DirectRead, ReadsTheFileThatWasOpenedWhateverHasItsNameNow) {
+TEST_F(DirectTransfer, WholeBlocksAreWrittenPastTheCacheAndTheRestThroughIt) {
+  const io::File other(folder_ / "other", Mode::kCreate);
+  const io::File file = other.direct();
+  const std::size_t first = kBlock.size() * 3 + 100;
+  write(file, 0, first, 0);
+  write(file, first, content_.size() - first, 100);
+  EXPECT_EQ(calls_->direct_bytes(), if_offered(file, kBlock * 9));
+  read(other, 0, content_.size(), 0);
+}
+
+TEST_F(DirectTransfer, WhatTheSystemRefusesIsWrittenThroughTheCache) {
+  const io::File file = io::File(folder_ / "other", Mode::kCreate).direct();
+  calls_->fail_direct(-EINVAL);
+  write(file, 0, content_.size(), 0);
+  EXPECT_EQ(calls_->direct_bytes(), 0_B);
+  read(file, 0, content_.size(), 8);
+}
+
+TEST_F(DirectTransfer, AFullDriveIsAnErrorThisWayToo) {
+  const io::File file = io::File(folder_ / "other", Mode::kCreate).direct();
+  calls_->fail_at(kBlock * 2, -ENOSPC);
+  EXPECT_THAT(message_of<IoError>([&] { write(file, 0, kBlock.size() * 4, 0); }),
+              HasSubstr("offset=0 wanted=16384 got=8192 errno=28"));
+}
+
+TEST_F(DirectTransfer, AFileOpenedForReadingIsNotWrittenThisWay) {
+  const io::File file = io::File(folder_ / "data", Mode::kRead).direct();
+  EXPECT_THROW(write(file, 0, kBlock.size(), 0), IoError);
+}
+
+TEST_F(DirectTransfer, ReadsTheFileThatWasOpenedWhateverHasItsNameNow) {
   const io::File opened(folder_ / "data", Mode::kRead);
   folder_.write("other", "something else");
   std::filesystem::rename(folder_ / "other", folder_ / "data");
@@ -120,7 +156,7 @@ TEST_F(DirectRead, ReadsTheFileThatWasOpenedWhateverHasItsNameNow) {
   EXPECT_EQ(file.path(), opened.path());
 }
 
-TEST_F(DirectRead, AFileSystemWithoutDirectReadsIsReadThroughTheCacheSilently) {
+TEST_F(DirectTransfer, AFileSystemWithoutDirectTransfersIsReadThroughTheCacheSilently) {
   const io::File file = io::File("/proc/self/maps", Mode::kRead).direct();
   EXPECT_EQ(file.direct_fd(), -1);
   BlockMemory memory(64, 0);
