@@ -23,6 +23,7 @@ ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPl
           options.accumulation_dtype,
           std::max(options.max_reducing, scope),
           options.sum_gradients,
+          options.gradient_tier,
           options.wants_late_norm(device.runs_ahead()) && collectives.traits().gathers_on_device &&
               options.accumulation_dtype == DType::kFloat32,
           scope};

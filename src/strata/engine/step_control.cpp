@@ -29,6 +29,9 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;
+  options.states = {config.offload.optimizer, config.offload.optimizer_folder,
+                    config.offload.staging};
+  if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;
   options.max_live =

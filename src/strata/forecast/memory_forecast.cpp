@@ -6,7 +6,7 @@
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
-#include "strata/offload/memory_store.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::forecast {
 namespace {
@@ -36,7 +36,7 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   NoViews views;
   engine::Engine engine(params, plan, options, training.rule, "",
                         make_dry_collectives(traits, device), device,
-                        offload::MemoryStore::on_device(*device), views);
+                        offload::make_dry_store(options.states, *device), views);
   engine.weights_changed(/*complete=*/true);
   engine.prepare();
   if (auto* external = dynamic_cast<engine::ExternalOptimizer*>(engine.optimizer()))
@@ -51,10 +51,12 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   MemoryForecast forecast;
   const memory::Ledger& ledger = *device->ledger();
   for (int k = 0; k < memory::kKindCount; ++k) {
-    forecast.by_kind[static_cast<std::size_t>(k)] =
-        ledger.peak(memory::Tier::kDevice, static_cast<memory::Kind>(k));
+    const auto kind = static_cast<memory::Kind>(k);
+    forecast.by_kind[static_cast<std::size_t>(k)] = ledger.peak(memory::Tier::kDevice, kind);
+    forecast.host_by_kind[static_cast<std::size_t>(k)] = ledger.peak(memory::Tier::kHost, kind);
   }
   forecast.total = ledger.peak(memory::Tier::kDevice);
+  forecast.host = ledger.peak(memory::Tier::kHost);
   return forecast;
 }
 
@@ -67,9 +69,12 @@ MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const pl
   for (const Arrival arrival :
        {Arrival{true, false}, Arrival{true, true}, Arrival{false, false}, Arrival{false, true}}) {
     const MemoryForecast one = peaks_of(params, plan, tree, training, traits, arrival);
-    for (std::size_t k = 0; k < one.by_kind.size(); ++k)
+    for (std::size_t k = 0; k < one.by_kind.size(); ++k) {
       most.by_kind[k] = std::max(most.by_kind[k], one.by_kind[k]);
+      most.host_by_kind[k] = std::max(most.host_by_kind[k], one.host_by_kind[k]);
+    }
     most.total = std::max(most.total, one.total);
+    most.host = std::max(most.host, one.host);
   }
   return most;
 }

@@ -1,9 +1,9 @@
-// What a rank's device will hold of the engine: the engine itself, run for some steps on a device
-// without memory (dry_device.h). Whatever it decides, about gathering, keeping, reducing, is what
-// it will decide; nothing is estimated. Only the order in which gradients come within a block is
-// not known: of several the one that holds most counts. What the model computes with, its
-// activations and gradients before they reach the engine, is not in it, nor what collectives keep
-// for themselves.
+// What a rank's device, and the host for it, will hold of the engine: the engine itself, run for
+// some steps on a device without memory (dry_device.h). Whatever it decides, about gathering,
+// keeping, reducing, is what it will decide; nothing is estimated. Only the order in which
+// gradients come within a block is not known: of several the one that holds most counts. What the
+// model computes with, its activations and gradients before they reach the engine, is not in it,
+// nor what collectives keep for themselves.
 //
 // Takes no memory to speak of, and milliseconds for thousands of parameters. Pure function.
 // Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses.
@@ -23,6 +23,9 @@ namespace strata::forecast {
 struct MemoryForecast {
   std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
   Bytes total;                                      // the peak of their sum
+  // Of pinned host memory: what is offloaded, and what a drive is staged through.
+  std::array<Bytes, memory::kKindCount> host_by_kind{};
+  Bytes host;
   Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
 };
 

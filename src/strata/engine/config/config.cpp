@@ -184,6 +184,7 @@ Config Config::parse(std::string_view text_or_path) {
   Remarks remarks;
   read_settings(config_keys(), document, "", &s, &remarks);
   config.zero = read_zero(s);
+  config.offload = read_offload(s, config.zero.stage);
   config.precision = read_precision(s);
   config.strata = read_strata(s);
   config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),

@@ -17,6 +17,7 @@
 #include "strata/base/units.h"
 #include "strata/comm/carriers.h"
 #include "strata/engine/config/batch_sizes.h"
+#include "strata/engine/config/offload_config.h"
 #include "strata/engine/config/optimizer_config.h"
 #include "strata/engine/config/precision_config.h"
 #include "strata/engine/config/remarks.h"
@@ -99,6 +100,7 @@ struct Config {
   std::string digest() const;
 
   ZeroConfig zero;
+  OffloadConfig offload;
   PrecisionConfig precision;
   BatchSizes batch;
   bool managed_accumulation = true;  // false: every step() is a boundary

@@ -25,13 +25,14 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       recorder_(recorder),
       options_(std::move(options)),
       buffers_(options_.name, collectives, device.ledger()),
-      shards_(units, device, options_.accumulation_dtype),
+      shards_(units, device, options_.accumulation_dtype, options_.gradient_tier),
       writes_(units, collectives, device, buffers_,
               {options_.name, options_.reduce_dtype, options_.max_reducing, options_.max_held}),
       arrivals_(units, collectives, most_waiting(units, writes_, options_.max_reducing)),
       in_flight_(buffers_, shards_, recorder),
       adds_up_later_(collectives.shard_place().groups > 1 &&
-                     options_.accumulation_dtype == DType::kFloat32),
+                     options_.accumulation_dtype == DType::kFloat32 &&
+                     options_.gradient_tier == memory::Tier::kDevice),
       of_group_(units.size()) {
   for (const Unit& unit : units) {
     for (const int param : unit.spec.params) {

@@ -9,6 +9,7 @@
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::engine {
 
@@ -27,6 +28,7 @@ struct EngineOptions {
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
   // Where reduced gradients rest between their reduction and the update: the device, or the host.
   memory::Tier gradient_tier = memory::Tier::kDevice;
+  offload::StatePlace states;  // what the optimizer keeps, and masters
   // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
   // moments may be bf16 then, too.
   bool rounds_masters = false;

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "strata/offload/memory_store.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::torch {
@@ -10,8 +9,7 @@ namespace strata::torch {
 ModelRuntime make_runtime(c10::Device place, int threads,
                           std::shared_ptr<comm::Collectives> collectives) {
   std::shared_ptr<device::Device> device = make_device(place, threads);
-  std::shared_ptr<offload::StateStore> states = offload::MemoryStore::on_device(*device);
-  return {place, std::move(collectives), std::move(device), std::move(states), {}, threads};
+  return {place, std::move(collectives), std::move(device), {}, threads};
 }
 
 }  // namespace strata::torch

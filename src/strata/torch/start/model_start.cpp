@@ -73,9 +73,14 @@ class ModelStart {
 void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
+  comm::Collectives& collectives = *runtime_.collectives;
+  offload::MadeStore states;
+  engine::together(collectives, "making room for the optimizer's states", [&] {
+    states = offload::make_state_store(engine_options.states, *runtime_.device, collectives.rank());
+  });
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
-      runtime_.collectives, runtime_.device, runtime_.states, parameters_);
+      runtime_.collectives, runtime_.device, std::move(states.store), parameters_);
   engine::InitReport& report = started_.engine->init_report();
   report.set_progress(std::move(options.progress));
   report.set_tier(std::string(name_of(choice.tier)), choice.reason);

@@ -1,0 +1,26 @@
+// Where a configuration places what training keeps: zero_optimization.offload_optimizer. Plain
+// values. Errors: ConfigError where settings contradict each other.
+#pragma once
+
+#include <string>
+
+#include "strata/base/units.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::engine {
+
+class Settings;
+
+struct OffloadConfig {
+  // Of the optimizer's states and fp32 masters. Reduced gradients rest on the host where this is
+  // not the device.
+  memory::Tier optimizer = memory::Tier::kDevice;
+  std::string optimizer_folder;  // on a drive
+  // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
+  Bytes staging;
+};
+
+// `stage`: of zero_optimization.
+OffloadConfig read_offload(const Settings& settings, int stage);
+
+}  // namespace strata::engine

@@ -1,0 +1,35 @@
+// Makes the StateStore for a place. Threads: one. Ownership: the device outlives what is made.
+// Errors: IoError for a folder that will not do; OutOfMemoryError.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "strata/device/device.h"
+#include "strata/offload/state_store.h"
+
+namespace strata::offload {
+
+// Where optimizer states rest between steps.
+struct StatePlace {
+  memory::Tier tier = memory::Tier::kDevice;
+  // On a drive: a folder that exists, and the bytes of host memory to stage through.
+  std::string folder;
+  Bytes budget;
+  bool verify = false;  // checksums of what is written and read
+};
+
+// Less does not let states be read, updated and written at the same time at any speed to speak of.
+inline constexpr Bytes kLeastBudget = 1_MiB;
+
+struct MadeStore {
+  std::shared_ptr<StateStore> store;
+  std::string remark;  // what users should be told once; empty: nothing
+};
+
+MadeStore make_state_store(const StatePlace& place, device::Device& device, int rank);
+
+// For a device that computes nothing: the same memory, and no drive is touched.
+std::shared_ptr<StateStore> make_dry_store(const StatePlace& place, device::Device& device);
+
+}  // namespace strata::offload
