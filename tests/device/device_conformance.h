@@ -63,6 +63,7 @@ TYPED_TEST_P(DeviceConformance, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKe
   const auto host = this->device_->allocate_host(Bytes(20000), memory::Kind::kStaging);
   EXPECT_EQ(this->device_->ledger()->held(memory::Tier::kHost, memory::Kind::kStaging), 20000_B);
   EXPECT_TRUE(this->device_->host_accessible(host->bytes().data()));
+  EXPECT_TRUE(std::ranges::all_of(host->bytes(), [](std::byte b) { return b == std::byte{0}; }));
   std::memcpy(host->bytes().data(), values.data(), 20000);
   const auto copied = this->allocate(20000_B);
   this->device_->copy(copied->bytes(), host->bytes(), *this->stream_);

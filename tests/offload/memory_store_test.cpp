@@ -1,48 +1,13 @@
 #include "strata/offload/memory_store.h"
 
-#include <algorithm>
-
 #include "offload/state_store_conformance.h"
-#include "strata/base/thread_pool.h"
-#include "strata/device/cpu_device.h"
+#include "offload/store_harness.h"
 
 namespace strata::offload {
 namespace {
 
-// Leases that the host reads and writes by itself.
-struct PlainAccess {
-  static void write(std::span<std::byte> target, std::span<const std::byte> source) {
-    std::copy(source.begin(), source.end(), target.begin());
-  }
-  static void read(std::span<std::byte> target, std::span<const std::byte> source) {
-    write(target, source);
-  }
-};
-
-struct HostHarness : PlainAccess {
-  static constexpr memory::Tier kTier = memory::Tier::kHost;
-  static constexpr Bytes kRoom = 1_MiB;
-
-  std::unique_ptr<StateStore> make() {
-    return MemoryStore::on_host({.ledger = ledger, .memory_limit = kRoom, .touch = &pool});
-  }
-  Bytes charged(memory::Kind kind) const { return ledger->held(kTier, kind); }
-
-  std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
-  ThreadPool pool{2};
-};
-
-struct CpuDeviceHarness : PlainAccess {
-  static constexpr memory::Tier kTier = memory::Tier::kDevice;
-  static constexpr Bytes kRoom = 1_MiB;
-
-  std::unique_ptr<StateStore> make() { return MemoryStore::on_device(device); }
-  Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
-
-  device::CpuDevice device{{.memory_limit = kRoom}};
-};
-
 INSTANTIATE_TYPED_TEST_SUITE_P(OnHost, StateStoreConformance, HostHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(OnPinnedHost, StateStoreConformance, PinnedHostHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(OnCpuDevice, StateStoreConformance, CpuDeviceHarness);
 
 TEST(MemoryStore, ALeaseKeepsItsBlockWhenTheStoreGoes) {
@@ -51,6 +16,33 @@ TEST(MemoryStore, ALeaseKeepsItsBlockWhenTheStoreGoes) {
       store->fetch(store->add("block", 10_B, memory::Kind::kMasterWeights), Access::kRead);
   store.reset();
   EXPECT_EQ(lease->bytes()[9], std::byte{0});
+}
+
+// A device whose system locks no memory.
+class UnpinningDevice final : public device::CpuDevice {
+ public:
+  std::unique_ptr<device::HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override {
+    class Unpinned final : public device::HostMemory {
+     public:
+      explicit Unpinned(std::unique_ptr<device::HostMemory> memory) : memory_(std::move(memory)) {}
+      std::span<std::byte> bytes() override { return memory_->bytes(); }
+      bool pinned() const override { return false; }
+
+     private:
+      std::unique_ptr<device::HostMemory> memory_;
+    };
+    return std::make_unique<Unpinned>(CpuDevice::allocate_host(bytes, kind));
+  }
+};
+
+TEST(MemoryStore, HostMemoryThatKernelsWouldNotReachIsRefused) {
+  UnpinningDevice device;
+  const auto store = MemoryStore::on_host({.device = &device});
+  const auto message = testing::message_of<OutOfMemoryError>(
+      [&] { store->add("layers.0.exp_avg", 5000_B, memory::Kind::kOptimizerState); });
+  EXPECT_THAT(message, ::testing::HasSubstr("ulimit -l"));
+  EXPECT_THAT(message, ::testing::HasSubstr("4.88 KiB wanted"));
+  EXPECT_EQ(device.ledger()->held(memory::Tier::kHost), 0_B);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 //   Bytes charged(memory::Kind) const;            what the store charges to its tier
 //   void write(std::span<std::byte> target, std::span<const std::byte> source);   into a lease
 //   void read(std::span<std::byte> target, std::span<const std::byte> source);    out of a lease
+//   void finish();                                waits for what these have queued
 #pragma once
 
 #include <gmock/gmock.h>
@@ -17,6 +18,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
@@ -29,6 +31,8 @@ class StateStoreConformance : public ::testing::Test {
  protected:
   using Content = std::vector<std::byte>;
 
+  void TearDown() override { harness_.finish(); }
+
   static Content random_content(Bytes size, std::uint32_t seed) {
     std::mt19937 random(seed);
     Content content(size.size());
@@ -36,18 +40,28 @@ class StateStoreConformance : public ::testing::Test {
     return content;
   }
 
-  void write(BlockId block, const Content& content) {
-    const auto lease = store_->fetch(block, Access::kReadWrite);
-    ASSERT_EQ(lease->bytes().size(), content.size());
-    harness_.write(lease->bytes(), content);
+  // What the whole block's content has there.
+  static Content cut(const Content& content, const Part& part) {
+    const auto begin = content.begin() + static_cast<std::ptrdiff_t>(part.begin.value);
+    return Content(begin, begin + static_cast<std::ptrdiff_t>(part.bytes().value));
   }
 
-  Content read(BlockId block) {
-    const auto lease = store_->fetch(block, Access::kRead);
+  void write(const Part& part, const Content& content) {
+    const auto lease = store_->fetch(part, Access::kReadWrite);
+    ASSERT_EQ(Bytes(lease->bytes().size()), part.bytes());
+    harness_.write(lease->bytes(), cut(content, part));
+  }
+  void write(BlockId block, const Content& content) {
+    write(Part{block, 0_B, store_->size_of(block)}, content);
+  }
+
+  Content read(const Part& part) {
+    const auto lease = store_->fetch(part, Access::kRead);
     Content content(lease->bytes().size());
     harness_.read(content, lease->bytes());
     return content;
   }
+  Content read(BlockId block) { return read(Part{block, 0_B, store_->size_of(block)}); }
 
   BlockId add(const std::string& name, Bytes bytes) {
     return store_->add(name, bytes, memory::Kind::kOptimizerState);
@@ -199,6 +213,119 @@ TYPED_TEST_P(StateStoreConformance, ChargesItsTierByKindUntilItGoes) {
   EXPECT_EQ(this->harness_.charged(memory::Kind::kOptimizerState), 0_B);
 }
 
+TYPED_TEST_P(StateStoreConformance, PartsAreThoseOfTheWholeBlock) {
+  const Bytes size = 20580_B;
+  const BlockId block = this->add("block", size);
+  const auto content = this->random_content(size, 4);
+  const std::vector<Part> parts{
+      {block, 0_B, 4096_B}, {block, 4096_B, 16384_B}, {block, 16384_B, size}};
+  for (const Part& part : parts) this->write(part, content);
+  EXPECT_EQ(this->read(block), content);
+  const auto other = this->random_content(size, 5);
+  this->write(block, other);
+  for (const Part& part : parts) EXPECT_EQ(this->read(part), this->cut(other, part));
+}
+
+TYPED_TEST_P(StateStoreConformance, APartThatWasNotWrittenIsZeroes) {
+  const BlockId block = this->add("block", 12300_B);
+  std::vector<std::byte> expected(12300);
+  const Part middle{block, 4096_B, 8192_B};
+  const auto content = this->random_content(12300_B, 6);
+  this->write(middle, content);
+  std::copy_n(content.begin() + 4096, 4096, expected.begin() + 4096);
+  EXPECT_EQ(this->read(Part{block, 8192_B, 12300_B}), std::vector<std::byte>(4108));
+  EXPECT_EQ(this->read(block), expected);
+}
+
+TYPED_TEST_P(StateStoreConformance, PartsOfOneBlockAreLeasedTogether) {
+  const BlockId block = this->add("block", 16384_B);
+  const std::vector<Part> parts{{block, 8192_B, 16384_B}, {block, 0_B, 4096_B}};
+  const auto content = this->random_content(16384_B, 7);
+  auto leases = this->store_->fetch_together(parts, Access::kReadWrite);
+  ASSERT_EQ(leases.size(), 2U);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    ASSERT_EQ(leases[i]->bytes().size(), parts[i].bytes().size());
+    this->harness_.write(leases[i]->bytes(), this->cut(content, parts[i]));
+  }
+  leases.clear();
+  for (const Part& part : parts) EXPECT_EQ(this->read(part), this->cut(content, part));
+  EXPECT_TRUE(this->store_->fetch_together({}, Access::kRead).empty());
+}
+
+TYPED_TEST_P(StateStoreConformance, PartsThatOverlapAreRefused) {
+  const BlockId block = this->add("layers.3.exp_avg", 16384_B);
+  const std::vector<Part> both{{block, 0_B, 8192_B}, {block, 4096_B, 16384_B}};
+  EXPECT_THROW(this->store_->fetch_together(both, Access::kRead), UsageError);
+  auto lease = this->store_->fetch(both[0], Access::kRead);
+  try {
+    this->store_->fetch(both[1], Access::kRead);
+    FAIL() << "leased twice";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("layers.3.exp_avg"));
+  }
+  EXPECT_NO_THROW(this->store_->fetch(Part{block, 8192_B, 16384_B}, Access::kRead));
+  lease.reset();
+  EXPECT_NO_THROW(this->store_->fetch(both[1], Access::kRead));
+}
+
+TYPED_TEST_P(StateStoreConformance, WhatIsNoPartOfItsBlockIsRefused) {
+  const BlockId block = this->add("block", 10000_B);
+  for (const auto& [begin, end] : std::vector<std::pair<int, int>>{{-4096, 4096},
+                                                                   {0, 10001},
+                                                                   {0, 12288},
+                                                                   {64, 4096},
+                                                                   {0, 100},
+                                                                   {8192, 4096},
+                                                                   {4096, 9999}}) {
+    EXPECT_THROW(this->store_->fetch(Part{block, Bytes(begin), Bytes(end)}, Access::kRead),
+                 UsageError)
+        << begin << " to " << end;
+  }
+  EXPECT_EQ(this->read(Part{block, 8192_B, 10000_B}), std::vector<std::byte>(1808));
+  EXPECT_TRUE(this->read(Part{block, 4096_B, 4096_B}).empty());
+}
+
+// As an optimizer works: three blocks, element by element, in runs of elements.
+TYPED_TEST_P(StateStoreConformance, BlocksOfAnySizeAreWorkedOnInParts) {
+  const std::int64_t numel = 30000;
+  std::vector<BlockId> blocks;
+  const std::vector<int> bits{16, 32, 32};
+  for (const int of_one : bits) blocks.push_back(this->add("block", Bytes(numel * of_one / 8)));
+  const Bytes budget = std::min(this->store_->lease_budget(), 64_KiB);
+  const std::int64_t step = elements_at_once(bits, budget).value;
+  for (int round = 1; round < 4; ++round) {
+    for (std::int64_t begin = 0; begin < numel; begin += step) {
+      const std::int64_t end = std::min(begin + step, numel);
+      std::vector<Part> parts;
+      for (std::size_t i = 0; i < bits.size(); ++i)
+        parts.push_back({blocks[i], Bytes(begin * bits[i] / 8), Bytes(end * bits[i] / 8)});
+      auto leases = this->store_->fetch_together(parts, Access::kReadWrite);
+      for (std::size_t i = 0; i < bits.size(); ++i) {
+        std::vector<std::byte> content(leases[i]->bytes().size());
+        this->harness_.read(content, leases[i]->bytes());
+        const auto before = static_cast<std::byte>((round - 1) * static_cast<int>(i + 1));
+        ASSERT_EQ(content, std::vector<std::byte>(content.size(), before)) << begin;
+        const auto after = static_cast<std::byte>(round * static_cast<int>(i + 1));
+        std::ranges::fill(content, after);
+        this->harness_.write(leases[i]->bytes(), content);
+      }
+    }
+    this->store_->advance();
+  }
+  this->store_->flush();
+}
+
+TYPED_TEST_P(StateStoreConformance, CountsWhatItLends) {
+  const BlockId block = this->add("block", 8192_B);
+  const StoreCounts before = this->store_->counts();
+  this->write(block, this->random_content(8192_B, 1));
+  this->read(Part{block, 0_B, 4096_B});
+  this->store_->flush();
+  const StoreCounts moved = this->store_->counts() - before;
+  EXPECT_EQ(moved.parts, 2);
+  EXPECT_EQ(moved.written, this->store_->tier() == memory::Tier::kNvme ? 8192_B : 0_B);
+}
+
 REGISTER_TYPED_TEST_SUITE_P(StateStoreConformance, SaysItsTier, ABlockBeginsAsZeroesOfItsSize,
                             BlocksThatComeTogetherAreBlocksLikeOthers,
                             OfBlocksThatDoNotFitTogetherNoneIsThere, ALeaseIsAlignedTo64Bytes,
@@ -206,6 +333,9 @@ REGISTER_TYPED_TEST_SUITE_P(StateStoreConformance, SaysItsTier, ABlockBeginsAsZe
                             SeveralBlocksAreLeasedTogether, ASecondLeaseOfABlockIsRefusedByName,
                             AnUnknownBlockIsAnError,
                             RunningOutAtAddLeavesTheEarlierBlocksAsTheyWere,
-                            ChargesItsTierByKindUntilItGoes);
+                            ChargesItsTierByKindUntilItGoes, PartsAreThoseOfTheWholeBlock,
+                            APartThatWasNotWrittenIsZeroes, PartsOfOneBlockAreLeasedTogether,
+                            PartsThatOverlapAreRefused, WhatIsNoPartOfItsBlockIsRefused,
+                            BlocksOfAnySizeAreWorkedOnInParts, CountsWhatItLends);
 
 }  // namespace strata::offload

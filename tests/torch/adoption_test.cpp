@@ -133,8 +133,9 @@ class SmallStore final : public offload::StateStore {
     return store_->add_all(std::move(blocks));
   }
   Bytes size_of(offload::BlockId block) const override { return store_->size_of(block); }
-  std::unique_ptr<offload::Lease> fetch(offload::BlockId block, offload::Access access) override {
-    return store_->fetch(block, access);
+  std::vector<std::unique_ptr<offload::Lease>> fetch_together(std::span<const offload::Part> parts,
+                                                              offload::Access access) override {
+    return store_->fetch_together(parts, access);
   }
 
  private:

@@ -95,8 +95,9 @@ class Device {
   virtual std::unique_ptr<PeerMapping> reserve_mapping(Bytes bytes) = 0;
   // Device memory that the caller charges: buffers of collectives.
   virtual std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) = 0;
-  // Host memory for transfers, charged to the host tier: pinned, so that they run at the link's
-  // speed and beside the host, unless the system refuses to lock more (pinned() is false then).
+  // Host memory of zeroes for transfers, charged to the host tier: pinned, so that they run at the
+  // link's speed and beside the host, unless the system refuses to lock more (pinned() is false
+  // then).
   virtual std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) = 0;
   // Begins to make what the next allocate_host() of so many bytes will give, beside the caller,
   // where that takes long: to pin is to wait for the driver. Charged from now on; goes with the

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <map>
+#include <set>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -14,9 +15,9 @@ namespace {
 
 constexpr Bytes kAlignment = 64_B;  // of a block in its buffer
 
-class HostMemory final : public device::Memory {
+class PlainMemory final : public device::Memory {
  public:
-  HostMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold)
+  PlainMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold)
       : buffer_(std::move(buffer)), hold_(std::move(hold)) {}
   std::span<std::byte> bytes() override { return buffer_.bytes(); }
 
@@ -24,6 +25,29 @@ class HostMemory final : public device::Memory {
   memory::HostBuffer buffer_;
   memory::ByteBudget::Hold hold_;
 };
+
+class PinnedMemory final : public device::Memory {
+ public:
+  PinnedMemory(std::unique_ptr<device::HostMemory> memory, memory::ByteBudget::Hold hold)
+      : memory_(std::move(memory)), hold_(std::move(hold)) {}
+  std::span<std::byte> bytes() override { return memory_->bytes(); }
+
+ private:
+  std::unique_ptr<device::HostMemory> memory_;
+  memory::ByteBudget::Hold hold_;
+};
+
+std::unique_ptr<device::Memory> pinned_memory(device::Device& device, Bytes bytes,
+                                              memory::Kind kind, memory::ByteBudget::Hold hold) {
+  auto memory = device.allocate_host(bytes, kind);
+  if (bytes.value > 0 && !memory->pinned()) {
+    throw OutOfMemoryError(fmt::format(
+        "the system does not let this process pin the host memory that kernels of {} are to work "
+        "on ({}): {} wanted; raise the limit on locked memory (ulimit -l); held: {}",
+        device.name(), memory::name_of(kind), to_string(bytes), device.ledger()->report()));
+  }
+  return std::make_unique<PinnedMemory>(std::move(memory), std::move(hold));
+}
 
 // A limit given to the store, its part taken for one block; an empty hold where there is no limit.
 memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& budget, Bytes bytes,
@@ -48,23 +72,24 @@ struct MemoryStore::Block {
   Bytes size;
   std::shared_ptr<device::Memory> memory;
   Bytes offset;
-  bool leased = false;
+  std::multiset<Part> leased;  // empty ones any number of times
 };
 
-class MemoryStore::BlockLease final : public Lease {
+class MemoryStore::PartLease final : public Lease {
  public:
-  explicit BlockLease(std::shared_ptr<Block> block) : block_(std::move(block)) {
-    block_->leased = true;
-  }
-  ~BlockLease() override { block_->leased = false; }
-  BlockLease(const BlockLease&) = delete;
-  BlockLease& operator=(const BlockLease&) = delete;
+  PartLease(std::shared_ptr<Block> block, const Part& part)
+      : block_(std::move(block)), leased_(block_->leased.insert(part)) {}
+  ~PartLease() override { block_->leased.erase(leased_); }
+  PartLease(const PartLease&) = delete;
+  PartLease& operator=(const PartLease&) = delete;
   std::span<std::byte> bytes() override {
-    return block_->memory->bytes().subspan(block_->offset.size(), block_->size.size());
+    const Bytes begin = block_->offset + leased_->begin;
+    return block_->memory->bytes().subspan(begin.size(), leased_->bytes().size());
   }
 
  private:
   const std::shared_ptr<Block> block_;
+  const std::multiset<Part>::const_iterator leased_;
 };
 
 std::unique_ptr<MemoryStore> MemoryStore::on_device(device::Device& device) {
@@ -80,12 +105,15 @@ std::unique_ptr<MemoryStore> MemoryStore::on_host(HostStoreOptions options) {
   auto budget = options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr;
   auto allocate = [options = std::move(options), budget = std::move(budget)](
                       Bytes bytes, memory::Kind kind) -> std::unique_ptr<device::Memory> {
-    auto hold = take_part(budget, bytes, kind, options.ledger.get());
+    const bool of_device = options.device != nullptr;
+    const auto& ledger = of_device ? options.device->ledger() : options.ledger;
+    auto hold = take_part(budget, bytes, kind, ledger.get());
+    if (of_device) return pinned_memory(*options.device, bytes, kind, std::move(hold));
     memory::HostBuffer buffer(bytes, {.ledger = options.ledger,
                                       .tier = memory::Tier::kHost,
                                       .kind = kind,
                                       .touch = options.touch});
-    return std::make_unique<HostMemory>(std::move(buffer), std::move(hold));
+    return std::make_unique<PlainMemory>(std::move(buffer), std::move(hold));
   };
   return std::unique_ptr<MemoryStore>(new MemoryStore(memory::Tier::kHost, std::move(allocate)));
 }
@@ -102,7 +130,7 @@ std::vector<BlockId> MemoryStore::add_all(std::vector<BlockSpec> blocks) {
     const Bytes offset = align_up(end, kAlignment);
     end = offset + spec.bytes;
     added.push_back(std::make_shared<Block>(
-        Block{std::move(spec.name), spec.bytes, nullptr, offset, /*leased=*/false}));
+        Block{std::move(spec.name), spec.bytes, nullptr, offset, /*leased=*/{}}));
   }
   std::map<memory::Kind, std::shared_ptr<device::Memory>> memory;
   for (const auto& [kind, bytes] : used) memory[kind] = allocate_(bytes, kind);
@@ -119,14 +147,23 @@ Bytes MemoryStore::size_of(BlockId block) const {
   return block_of(block)->size;
 }
 
-std::unique_ptr<Lease> MemoryStore::fetch(BlockId block, Access /*access*/) {
-  const std::shared_ptr<Block>& found = block_of(block);
-  if (found->leased) {
-    throw UsageError(fmt::format(
-        "block '{}' is leased already: give its lease back before it is fetched again; block {}",
-        found->name, block));
+std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_together(std::span<const Part> parts,
+                                                                Access /*access*/) {
+  require_apart(parts);
+  for (const Part& part : parts) {
+    const Block& block = *block_of(part.block);
+    require_part(part, block.name, block.size);
+    for (const Part& leased : block.leased) {
+      if (leased.overlaps(part)) throw_leased(leased, block.name);
+    }
   }
-  return std::make_unique<BlockLease>(found);
+  std::vector<std::unique_ptr<Lease>> leases;
+  for (const Part& part : parts)
+    leases.push_back(std::make_unique<PartLease>(block_of(part.block), part));
+  const auto count = static_cast<std::int64_t>(parts.size());
+  counts_.parts += count;
+  counts_.parts_ready += count;
+  return leases;
 }
 
 const std::shared_ptr<MemoryStore::Block>& MemoryStore::block_of(BlockId block) const {

@@ -1,10 +1,10 @@
-// StateStore in memory: a lease is the block itself. Blocks that were added together lie in one
-// buffer, each at a multiple of 64 bytes; the buffer is charged. One class for the device and the
-// host tier, which differ only in who allocates.
-// Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own alive.
-// On a device, work on a lease is complete before the lease is given back.
-// Errors: OutOfMemoryError from add_all(); UsageError for a block that does not exist or is leased
-// already.
+// StateStore in memory: a lease is the part of the block itself. Blocks that were added together
+// lie in one buffer, each at a multiple of 64 bytes; the buffer is charged. One class for the
+// device and the host tier, which differ only in who allocates. Host memory of a device is pinned,
+// so that its kernels read and write a lease where it lies, over the link, in the order of their
+// stream. Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own
+// alive. Errors: OutOfMemoryError from add_all(), also where the system does not let host memory be
+// pinned; UsageError for a part that does not exist or is leased already.
 #pragma once
 
 #include <functional>
@@ -23,11 +23,14 @@ class ThreadPool;
 namespace strata::offload {
 
 struct HostStoreOptions {
-  std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: charged nowhere
+  // Whose kernels work on leases, and whose ledger is charged; outlives the store and its leases.
+  // Null: the host alone works on them.
+  device::Device* device = nullptr;
+  std::shared_ptr<memory::Ledger> ledger = nullptr;  // without a device; null: charged nowhere
   std::optional<Bytes> memory_limit =
       std::nullopt;  // the most that the store takes; nullopt: what there is
   ThreadPool* touch =
-      nullptr;  // backs the pages of each block when it is added, with these threads
+      nullptr;  // without a device: backs the pages of a block when it is added, with these threads
 };
 
 class MemoryStore final : public StateStore {
@@ -39,11 +42,13 @@ class MemoryStore final : public StateStore {
   memory::Tier tier() const override { return tier_; }
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
   Bytes size_of(BlockId block) const override;
-  std::unique_ptr<Lease> fetch(BlockId block, Access access) override;
+  std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
+                                                     Access access) override;
+  StoreCounts counts() const override { return counts_; }
 
  private:
   struct Block;
-  class BlockLease;
+  class PartLease;
   // Makes memory of zeroes, charged to the kind.
   using Allocate = std::function<std::unique_ptr<device::Memory>(Bytes, memory::Kind)>;
 
@@ -53,6 +58,7 @@ class MemoryStore final : public StateStore {
   const memory::Tier tier_;
   const Allocate allocate_;
   std::vector<std::shared_ptr<Block>> blocks_;  // by id
+  StoreCounts counts_;
 };
 
 }  // namespace strata::offload

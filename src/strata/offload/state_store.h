@@ -1,14 +1,23 @@
 // Seam: where optimizer state (master weights, exp_avg, exp_avg_sq) rests between steps, whatever
-// its tier. The optimizer asks for a block, works on it through a lease and gives it back.
-// Implementations: memory_store (device or host memory).
+// its tier. The optimizer asks for a block, or for parts of some, works on them through leases and
+// gives them back. Implementations: memory_store (device or host memory), nvme_store (a drive).
 //
+// Work. Kernels of the store's device reach a lease, and the host does where its memory is host
+// memory. A lease may be given back while work on it is queued on the device's compute stream; what
+// the host itself does with it is done by then. A part that is fetched again is as that work leaves
+// it: for what goes to the same stream and, in a store on a drive, for the host.
+// Room. Everything that is held at once is fetched in one call: leases of lease_budget() bytes in
+// all, each rounded up to kPartAlignment, are always given where none is held. Where some are held
+// already a call may fail, and never waits for ever.
 // Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is
-// destroyed; a block is leased at most once at a time.
-// Errors: OutOfMemoryError, IoError from fetch(); what was added stays as it was.
+// destroyed; parts that are leased at the same time do not overlap.
+// Errors: OutOfMemoryError from add_all(), and what was added stays as it was. IoError from
+// fetch() and flush(): what could not be read or written is not lent any more. An error of
+// something that goes on beside the caller is thrown by the next of these calls. UsageError.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -17,10 +26,10 @@
 
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
+#include "strata/offload/part.h"
+#include "strata/offload/store_counts.h"
 
 namespace strata::offload {
-
-using BlockId = std::int32_t;
 
 enum class Access { kRead, kReadWrite };
 
@@ -30,7 +39,7 @@ struct BlockSpec {
   memory::Kind kind;
 };
 
-// Borrowed memory of one block. Giving it back (destroying it) after kReadWrite keeps what was
+// Borrowed memory of one part. Giving it back (destroying it) after kReadWrite keeps what was
 // written.
 class Lease {
  public:
@@ -49,7 +58,26 @@ class StateStore {
     return add_all({{std::move(name), bytes, kind}}).front();
   }
   virtual Bytes size_of(BlockId block) const = 0;
-  virtual std::unique_ptr<Lease> fetch(BlockId block, Access access) = 0;
+
+  // All of them or none, in their order.
+  virtual std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
+                                                             Access access) = 0;
+  std::unique_ptr<Lease> fetch(const Part& part, Access access) {
+    return std::move(fetch_together({&part, 1}, access).front());
+  }
+  std::unique_ptr<Lease> fetch(BlockId block, Access access) {
+    return fetch({block, Bytes(), size_of(block)}, access);
+  }
+  // What leases that are fetched together should hold at most. In a store on a drive it leaves room
+  // for what is read ahead and what is still being written.
+  virtual Bytes lease_budget() const { return Bytes(std::numeric_limits<std::int64_t>::max()); }
+
+  // Goes on with what happens beside the caller as far as that can be done without waiting: writes
+  // of what was given back, reading ahead. fetch() does it too; for times in which nobody fetches.
+  virtual void advance() {}
+  // Returns when all that was given back lies where it rests.
+  virtual void flush() {}
+  virtual StoreCounts counts() const { return {}; }
 };
 
 }  // namespace strata::offload

@@ -1,0 +1,47 @@
+// Which part is fetched next: learned from what came after the same two parts in a row, or at least
+// after the last one, when they were fetched before. A loop that goes through all parts in one
+// order is known from its second round on, its wrapping round included; where the order changes,
+// the part in question comes late once. Threads: one. Memory: some tens of bytes for each place of
+// a round; of rounds of more than a million parts nothing is learned. Pure bookkeeping.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "strata/offload/part.h"
+
+namespace strata::offload {
+
+class FetchSequence {
+ public:
+  // `part` is fetched. Returns what was expected before it and is not any more.
+  std::vector<Part> note(const Part& part);
+
+  // What comes after all that is expected; nothing where that is not known.
+  std::optional<Part> following() const;
+  // That part is expected from now on.
+  void expect_following();
+
+ private:
+  struct Pair {
+    int before = -1;
+    int last = -1;
+  };
+  int index_of(const Part& part);
+  int next_of(Pair at) const;
+  Pair end() const;  // what following() comes after
+  void learn(int index);
+
+  std::map<Part, int> indices_;
+  std::vector<Part> parts_;                        // by index
+  std::unordered_map<std::uint64_t, int> by_two_;  // by two in a row
+  std::vector<int> by_one_;                        // by index; -1: not known
+  Pair current_;
+  std::deque<int> expected_;
+};
+
+}  // namespace strata::offload

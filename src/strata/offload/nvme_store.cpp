@@ -1,0 +1,107 @@
+#include "strata/offload/nvme_store.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/offload/drive_blocks.h"
+#include "strata/offload/part_cache.h"
+
+namespace strata::offload {
+
+class NvmeStore::PartLease final : public Lease {
+ public:
+  PartLease(std::shared_ptr<PartCache> cache, PartCache::Place place, Access access)
+      : cache_(std::move(cache)), place_(place), access_(access) {}
+  ~PartLease() override { cache_->give_back(place_, access_); }
+  PartLease(const PartLease&) = delete;
+  PartLease& operator=(const PartLease&) = delete;
+  std::span<std::byte> bytes() override { return PartCache::bytes_of(place_); }
+
+ private:
+  const std::shared_ptr<PartCache> cache_;
+  const PartCache::Place place_;
+  const Access access_;
+};
+
+class NvmeStore::EmptyLease final : public Lease {
+ public:
+  std::span<std::byte> bytes() override { return {}; }
+};
+
+NvmeStore::NvmeStore(device::Device& device, NvmeStoreOptions options)
+    : arena_(std::move(options.arena)),
+      file_(std::move(options.file)),
+      blocks_(std::make_shared<DriveBlocks>(device.ledger(), options.verify)),
+      cache_(std::make_shared<PartCache>(device, arena_, blocks_, file_)),
+      read_ahead_(options.read_ahead) {}
+
+NvmeStore::~NvmeStore() = default;
+
+std::vector<BlockId> NvmeStore::add_all(std::vector<BlockSpec> blocks) {
+  Bytes more;
+  for (const BlockSpec& spec : blocks) {
+    STRATA_ASSERT(spec.bytes.value >= 0);
+    more += align_up(spec.bytes, kPartAlignment);
+  }
+  file_->grow(blocks_->end() + more);
+  std::vector<BlockId> ids;
+  for (BlockSpec& spec : blocks) ids.push_back(blocks_->add(std::move(spec)));
+  return ids;
+}
+
+Bytes NvmeStore::size_of(BlockId block) const {
+  return blocks_->size_of(block);
+}
+
+std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Part> parts,
+                                                              Access access) {
+  require_apart(parts);
+  std::vector<Part> staged;
+  for (const Part& part : parts) {
+    require_part(part, blocks_->name_of(part.block), blocks_->size_of(part.block));
+    if (part.bytes().value > 0) staged.push_back(part);
+  }
+  const std::vector<PartCache::Place> places = cache_->lease(staged);
+  std::vector<std::unique_ptr<Lease>> leases;
+  auto place = places.begin();
+  for (const Part& part : parts) {
+    if (part.bytes().value > 0) {
+      leases.push_back(std::make_unique<PartLease>(cache_, *place++, access));
+    } else {
+      leases.push_back(std::make_unique<EmptyLease>());
+    }
+  }
+  for (const Part& part : staged) {
+    for (const Part& dropped : sequence_.note(part)) cache_->forget(dropped);
+  }
+  look_ahead();
+  return leases;
+}
+
+Bytes NvmeStore::lease_budget() const {
+  const Bytes third = arena_->budget() / 3;
+  return std::max(third - third % kPartAlignment, kPartAlignment);
+}
+
+void NvmeStore::advance() {
+  cache_->advance();
+  look_ahead();
+}
+
+void NvmeStore::flush() {
+  cache_->flush();
+}
+
+StoreCounts NvmeStore::counts() const {
+  return cache_->counts();
+}
+
+void NvmeStore::look_ahead() {
+  if (!read_ahead_) return;
+  for (auto next = sequence_.following(); next && cache_->expect(*next);
+       next = sequence_.following())
+    sequence_.expect_following();
+}
+
+}  // namespace strata::offload

@@ -1,0 +1,67 @@
+// StateStore on a drive. Blocks lie in one range of bytes, space for which is taken when they are
+// added, at multiples of 4 KiB. What is lent is staged through an arena of host memory, in which
+// kernels of the device work on it: parts of blocks, so that no block is too large for the arena
+// and no number of blocks too many. What was lent to be written goes back to the drive beside the
+// caller. What comes next is read ahead, as soon as one round of fetches has shown the order.
+//
+// Threads: one at a time, that of the arena. Ownership: keeps arena and file; the device outlives
+// the store and its leases. Memory: the arena's, which is charged, and some bytes a page. Errors:
+// as StateStore says. An IoError names the block, the path, offset, wanted and got bytes.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/offload/block_file.h"
+#include "strata/offload/fetch_sequence.h"
+#include "strata/offload/staging_arena.h"
+#include "strata/offload/state_store.h"
+
+namespace strata::offload {
+
+class DriveBlocks;
+class PartCache;
+
+struct NvmeStoreOptions {
+  std::shared_ptr<StagingArena> arena;
+  std::unique_ptr<BlockFile> file;
+  // Keeps a checksum of each page that is written, and compares it when the page is read: 8 bytes
+  // for 4 KiB in memory, and the time of one pass over the bytes.
+  bool verify = false;
+  bool read_ahead = true;
+};
+
+class NvmeStore final : public StateStore {
+ public:
+  NvmeStore(device::Device& device, NvmeStoreOptions options);
+  ~NvmeStore() override;  // waits for what goes on
+  NvmeStore(const NvmeStore&) = delete;
+  NvmeStore& operator=(const NvmeStore&) = delete;
+
+  memory::Tier tier() const override { return memory::Tier::kNvme; }
+  std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
+  Bytes size_of(BlockId block) const override;
+  std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
+                                                     Access access) override;
+  // A third of the arena, in whole pages: the second third holds what is read ahead meanwhile, the
+  // last what is still being written. More is lent, too, where nothing else is.
+  Bytes lease_budget() const override;
+  void advance() override;
+  void flush() override;
+  StoreCounts counts() const override;
+
+ private:
+  class PartLease;
+  class EmptyLease;
+  void look_ahead();
+
+  const std::shared_ptr<StagingArena> arena_;
+  const std::shared_ptr<BlockFile> file_;
+  const std::shared_ptr<DriveBlocks> blocks_;
+  const std::shared_ptr<PartCache> cache_;
+  const bool read_ahead_;
+  FetchSequence sequence_;
+};
+
+}  // namespace strata::offload

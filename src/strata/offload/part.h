@@ -1,0 +1,49 @@
+// A part of a block: the bytes that one lease lends. Where blocks are larger than the memory that
+// they are staged through, whoever works on them takes one part after the other, of several blocks
+// the parts that hold the same elements. Pure arithmetic. Errors: UsageError.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "strata/base/units.h"
+
+namespace strata::offload {
+
+using BlockId = std::int32_t;
+
+// What a drive reads and writes as one: parts begin at multiples of it, and end at one or where
+// their block ends.
+inline constexpr Bytes kPartAlignment = 4_KiB;
+
+// Bytes [begin, end) of a block.
+struct Part {
+  BlockId block = -1;
+  Bytes begin;
+  Bytes end;
+
+  constexpr Bytes bytes() const { return end - begin; }
+  // Whether both have a byte in common.
+  constexpr bool overlaps(const Part& other) const {
+    return block == other.block && begin < other.end && other.begin < end;
+  }
+  constexpr auto operator<=>(const Part&) const = default;
+};
+
+// Throws where `part` is none of the block of this name and size.
+void require_part(const Part& part, std::string_view name, Bytes size);
+// Throws where two of them overlap.
+void require_apart(std::span<const Part> parts);
+
+// Throws: it was wanted while this part, of the block of this name, is leased.
+[[noreturn]] void throw_leased(const Part& leased, std::string_view name);
+
+// How many elements to work on at once, where several blocks hold something of each: `bits` is what
+// an element takes in each of them (32 for fp32, 1 for a flag), powers of two. As many as `budget`
+// (StateStore::lease_budget()) has room for, and such that a part that begins with a multiple of
+// them begins at a multiple of kPartAlignment in every block; so at least as many as one page of
+// the block of the fewest bits holds, however small the budget is.
+Numel elements_at_once(std::span<const int> bits, Bytes budget);
+
+}  // namespace strata::offload

@@ -1,0 +1,244 @@
+#include "strata/offload/part_cache.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::offload {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using enum ResidentParts::State;
+
+// Adds the time of its life.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds), begin_(Clock::now()) {}
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  const Clock::time_point begin_;
+};
+
+std::vector<Bytes> sizes_of(std::span<const Part> parts) {
+  std::vector<Bytes> sizes;
+  for (const Part& part : parts) sizes.push_back(align_up(part.bytes(), kPartAlignment));
+  return sizes;
+}
+
+}  // namespace
+
+// Keeps what is there of some parts from making room for the others.
+class PartCache::Claim {
+ public:
+  Claim(PartCache& cache, std::span<const Part> parts) : cache_(cache), parts_(parts) { set(true); }
+  ~Claim() { set(false); }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  void set(bool claimed) const {
+    for (const Part& part : parts_) {
+      const auto place = cache_.resident_.find(part);
+      if (!place || (*place)->claimed == claimed) continue;
+      (*place)->claimed = claimed;
+      const auto state = (*place)->state;
+      if (state == kKept || state == kSpare || state == kClaimed) cache_.resident_.rest(*place);
+    }
+  }
+
+ private:
+  PartCache& cache_;
+  const std::span<const Part> parts_;
+};
+
+PartCache::PartCache(device::Device& device, std::shared_ptr<StagingArena> arena,
+                     std::shared_ptr<DriveBlocks> blocks, std::shared_ptr<BlockFile> file)
+    : device_(device),
+      arena_(std::move(arena)),
+      blocks_(std::move(blocks)),
+      resident_(blocks_, std::move(file)) {
+  arena_->join(*this);
+}
+
+PartCache::~PartCache() {
+  arena_->leave(*this);
+}
+
+std::span<std::byte> PartCache::bytes_of(Place place) {
+  return place->extent.bytes().first(place->part.bytes().size());
+}
+
+void PartCache::flush() {
+  while (!resident_.in(kSettling).empty()) resident_.finish(resident_.in(kSettling).begin());
+  while (!resident_.in(kWriting).empty()) resident_.finish(resident_.in(kWriting).begin());
+  if (blocks_->first_failure().empty()) return;
+  resident_.take_write_failure();  // this tells it
+  throw IoError(blocks_->first_failure());
+}
+
+bool PartCache::give_way() {
+  advance();
+  if (!resident_.in(kSpare).empty()) {
+    resident_.drop(resident_.in(kSpare).begin());
+    return true;
+  }
+  for (const auto state : {kWriting, kSettling}) {
+    if (resident_.in(state).empty()) continue;
+    resident_.finish(resident_.in(state).begin());
+    return true;
+  }
+  return expel_farthest();
+}
+
+bool PartCache::expel_farthest() {
+  std::optional<Place> farthest;
+  for (const auto state : {kKept, kReading}) {
+    ResidentParts::List& list = resident_.in(state);
+    for (Place place = list.begin(); place != list.end(); ++place) {
+      if (!place->claimed && (!farthest || place->turn > (*farthest)->turn)) farthest = place;
+    }
+  }
+  if (!farthest) return false;
+  resident_.expel(*farthest);
+  return true;
+}
+
+bool PartCache::expect(const Part& part) {
+  if (!blocks_->good(part.block)) return false;
+  if (const auto there = resident_.find(part)) {
+    const Place place = *there;
+    if (place->expected || place->claimed || place->state == kLent) return false;
+    place->expected = true;
+    place->turn = ++turn_;
+    if (place->state == kSpare) resident_.move(place, kKept);
+    return true;
+  }
+  if (!resident_.overlapping(part).empty()) return false;
+  const Bytes pages = align_up(part.bytes(), kPartAlignment);
+  auto extent = arena_->try_take(pages);
+  while (!extent && !resident_.in(kSpare).empty()) {
+    resident_.drop(resident_.in(kSpare).begin());
+    extent = arena_->try_take(pages);
+  }
+  if (!extent) return false;
+  const Place place = resident_.insert(part, std::move(*extent));
+  place->expected = true;
+  place->turn = ++turn_;
+  resident_.fill(place);
+  return true;
+}
+
+void PartCache::forget(const Part& part) {
+  const auto there = resident_.find(part);
+  if (!there) return;
+  (*there)->expected = false;
+  if ((*there)->state == kKept) resident_.move(*there, kSpare);
+}
+
+std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
+  advance();
+  require_lendable(parts);
+  const Stopwatch stopwatch(resident_.counts().seconds_waited);
+  for (const Part& part : parts) {
+    for (const Place place : resident_.overlapping(part)) {
+      if (place->part != part) resident_.expel(place);
+    }
+  }
+  const Claim claim(*this, parts);
+  const auto ready =
+      std::ranges::count_if(parts, [this](const Part& part) { return at_hand(part); });
+  take_room(parts, claim);
+  std::vector<Place> places;
+  for (const Part& part : parts) places.push_back(await(part));
+  for (const Place place : places) {
+    place->claimed = false;
+    place->expected = false;
+    resident_.move(place, kLent);
+  }
+  resident_.counts().parts += static_cast<std::int64_t>(parts.size());
+  resident_.counts().parts_ready += ready;
+  return places;
+}
+
+void PartCache::require_lendable(std::span<const Part> parts) {
+  if (const std::string failure = resident_.take_write_failure(); !failure.empty())
+    throw IoError(failure);
+  for (const Part& part : parts) {
+    blocks_->require_good(part.block);
+    for (const Place place : resident_.overlapping(part)) {
+      if (place->state == kLent) throw_leased(place->part, blocks_->name_of(part.block));
+    }
+  }
+}
+
+bool PartCache::at_hand(const Part& part) const {
+  const auto place = resident_.find(part);
+  if (!place) return !blocks_->written(part);
+  return (*place)->state == kClaimed || ((*place)->state == kReading && (*place)->transfer->done());
+}
+
+// Brings what is not there on its way.
+void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
+  std::vector<Part> missing;
+  std::ranges::copy_if(parts, std::back_inserter(missing),
+                       [this](const Part& part) { return !resident_.find(part); });
+  if (missing.empty()) return;
+  auto extents = arena_->take_together(sizes_of(missing));
+  if (!extents && missing.size() < parts.size()) {
+    // What is there of them divides the room that there is: all together find some.
+    claim.set(false);
+    for (const Part& part : parts) {
+      if (const auto place = resident_.find(part)) resident_.expel(*place);
+    }
+    missing.assign(parts.begin(), parts.end());
+    extents = arena_->take_together(sizes_of(missing));
+  }
+  if (!extents) throw_no_room(parts);
+  for (std::size_t i = 0; i < missing.size(); ++i) {
+    const Place place = resident_.insert(missing[i], std::move((*extents)[i]));
+    place->claimed = true;
+    resident_.fill(place);
+  }
+}
+
+PartCache::Place PartCache::await(const Part& part) {
+  while (true) {
+    blocks_->require_good(part.block);
+    const auto place = resident_.find(part);
+    STRATA_ASSERT(place);
+    if ((*place)->state == kClaimed) return *place;
+    resident_.finish(*place);
+  }
+}
+
+void PartCache::throw_no_room(std::span<const Part> parts) {
+  Bytes wanted;
+  for (const Bytes size : sizes_of(parts)) wanted += size;
+  Bytes lent;
+  for (const auto& resident : resident_.in(kLent)) lent += Bytes(resident.extent.bytes().size());
+  throw UsageError(fmt::format(
+      "the memory that states on a drive are staged through has no room for what is fetched: {} "
+      "wanted beside {} that are leased, of {}; fetch what is needed at once in one call, in parts "
+      "of lease_budget() in all, or raise the budget",
+      to_string(wanted), to_string(lent), to_string(arena_->budget())));
+}
+
+void PartCache::give_back(Place place, Access access) noexcept {
+  if (access == Access::kReadWrite) place->changed = true;
+  try {
+    resident_.settle(place, device_.runs_ahead() ? device_.compute_stream().record() : nullptr);
+  } catch (const std::exception& error) {
+    resident_.lose_written(place, error.what());
+  }
+  advance();
+}
+
+}  // namespace strata::offload

@@ -1,0 +1,63 @@
+// Lends parts of a drive's blocks in the staging arena: what is read ahead, lent, written, or left
+// from its last use shares it. Where room is wanted, first goes what nobody expects; then it waits
+// for writes; then goes what is expected last.
+//
+// Writes begin by themselves where the host gives a part back, or at the first call after the
+// device has finished; no thread is behind this. Threads: one at a time. Ownership: whoever holds
+// what was lent keeps the cache alive; the device outlives both. Errors: an error is kept with its
+// block, which is not lent again; that of a write is thrown by the next lease() or flush(), too.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/offload/resident_parts.h"
+#include "strata/offload/staging_arena.h"
+
+namespace strata::offload {
+
+class PartCache final : public StagingArena::Holder {
+ public:
+  using Place = ResidentParts::Place;
+
+  // The blocks' bookkeeping and their file are shared with who adds blocks.
+  PartCache(device::Device& device, std::shared_ptr<StagingArena> arena,
+            std::shared_ptr<DriveBlocks> blocks, std::shared_ptr<BlockFile> file);
+  ~PartCache() override;  // waits for what goes on
+  PartCache(const PartCache&) = delete;
+  PartCache& operator=(const PartCache&) = delete;
+
+  // All or none, in their order, when they are there. The parts are not empty and lie apart.
+  std::vector<Place> lease(std::span<const Part> parts);
+  static std::span<std::byte> bytes_of(Place place);
+  void give_back(Place place, Access access) noexcept;
+
+  // The part is wanted soon, after all that are expected already. Begins to read it where there is
+  // room beside what is expected. False: not now, and nothing after it either.
+  bool expect(const Part& part);
+  void forget(const Part& part);  // is not expected any more
+
+  void advance() { resident_.advance(); }
+  void flush();
+  bool give_way() override;
+  StoreCounts counts() { return resident_.counts(); }
+
+ private:
+  class Claim;
+  void require_lendable(std::span<const Part> parts);
+  bool at_hand(const Part& part) const;
+  void take_room(std::span<const Part> parts, const Claim& claim);
+  Place await(const Part& part);
+  bool expel_farthest();
+  [[noreturn]] void throw_no_room(std::span<const Part> parts);
+
+  device::Device& device_;
+  const std::shared_ptr<StagingArena> arena_;
+  const std::shared_ptr<DriveBlocks> blocks_;
+  ResidentParts resident_;
+  std::int64_t turn_ = 0;  // of the last that was expected
+};
+
+}  // namespace strata::offload

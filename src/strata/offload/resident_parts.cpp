@@ -1,0 +1,208 @@
+#include "strata/offload/resident_parts.h"
+
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::offload {
+namespace {
+
+// What an event throws it throws again when it is waited for.
+bool is_done(device::Event& event) {
+  try {
+    return event.done();
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
+}  // namespace
+
+ResidentParts::ResidentParts(std::shared_ptr<DriveBlocks> blocks, std::shared_ptr<BlockFile> file)
+    : blocks_(std::move(blocks)), file_(std::move(file)) {}
+
+ResidentParts::~ResidentParts() {
+  for (Resident& resident : in(kSettling)) {
+    try {
+      resident.event->wait();
+    } catch (const std::exception&) {
+      // The device has failed, and does not work on the memory any more.
+    }
+  }
+}
+
+void ResidentParts::move(Place place, State state) {
+  List& from = in(place->state);
+  place->state = state;
+  in(state).splice(in(state).end(), from, place);
+}
+
+ResidentParts::Place ResidentParts::insert(const Part& part, memory::Extent extent) {
+  List& claimed = in(kClaimed);
+  claimed.emplace_back();
+  const Place place = std::prev(claimed.end());
+  place->part = part;
+  place->extent = std::move(extent);
+  try {
+    places_.emplace(part, place);
+  } catch (...) {
+    claimed.erase(place);
+    throw;
+  }
+  return place;
+}
+
+void ResidentParts::drop(Place place) {
+  places_.erase(place->part);
+  in(place->state).erase(place);
+}
+
+std::optional<ResidentParts::Place> ResidentParts::find(const Part& part) const {
+  const auto found = places_.find(part);
+  if (found == places_.end()) return std::nullopt;
+  return found->second;
+}
+
+std::vector<ResidentParts::Place> ResidentParts::overlapping(const Part& part) const {
+  std::vector<Place> found;
+  auto it = places_.lower_bound(part);
+  // They lie apart, so that only one that begins before can reach into it.
+  if (it != places_.begin() && std::prev(it)->first.overlaps(part)) --it;
+  for (; it != places_.end() && (it->first.overlaps(part) || it->first == part); ++it)
+    found.push_back(it->second);
+  return found;
+}
+
+void ResidentParts::rest(Place place) {
+  if (place->claimed) {
+    move(place, kClaimed);
+  } else if (place->changed) {
+    begin_write(place);
+  } else {
+    move(place, place->expected ? kKept : kSpare);
+  }
+}
+
+void ResidentParts::fill(Place place) {
+  const std::span<std::byte> pages = place->extent.bytes();
+  if (!blocks_->written(place->part)) {
+    std::memset(pages.data(), 0, pages.size());
+    rest(place);
+    return;
+  }
+  try {
+    place->transfer = file_->read(blocks_->offset_of(place->part), pages);
+  } catch (const std::exception& error) {
+    lose_read(place, error.what());
+    return;
+  }
+  ++counts_.reads;
+  counts_.read += Bytes(pages.size());
+  move(place, kReading);
+}
+
+void ResidentParts::finish_read(Place place) {
+  try {
+    const std::unique_ptr<io::Transfer> transfer = std::move(place->transfer);
+    transfer->wait();
+    blocks_->accept_read(place->part, place->extent.bytes(), file_->path());
+  } catch (const std::exception& error) {
+    lose_read(place, error.what());
+    return;
+  }
+  rest(place);
+}
+
+void ResidentParts::begin_write(Place place) {
+  const std::span<std::byte> pages = place->extent.bytes();
+  try {
+    blocks_->note_written(place->part, pages);
+    place->transfer = file_->write(blocks_->offset_of(place->part), pages);
+  } catch (const std::exception& error) {
+    lose_written(place, error.what());
+    return;
+  }
+  ++counts_.writes;
+  counts_.written += Bytes(pages.size());
+  place->changed = false;
+  move(place, kWriting);
+}
+
+void ResidentParts::finish_write(Place place) {
+  try {
+    const std::unique_ptr<io::Transfer> transfer = std::move(place->transfer);
+    transfer->wait();
+  } catch (const std::exception& error) {
+    lose_written(place, error.what());
+    return;
+  }
+  rest(place);
+}
+
+void ResidentParts::finish_work(Place place) {
+  try {
+    const std::unique_ptr<device::Event> event = std::move(place->event);
+    event->wait();
+  } catch (const std::exception& error) {
+    lose_written(place, error.what());
+    return;
+  }
+  rest(place);
+}
+
+void ResidentParts::settle(Place place, std::unique_ptr<device::Event> event) {
+  if (event == nullptr) {
+    rest(place);
+  } else {
+    place->event = std::move(event);
+    move(place, kSettling);
+  }
+}
+
+void ResidentParts::finish(Place place) {
+  if (place->state == kReading) {
+    finish_read(place);
+  } else if (place->state == kSettling) {
+    finish_work(place);
+  } else {
+    STRATA_ASSERT(place->state == kWriting);
+    finish_write(place);
+  }
+}
+
+void ResidentParts::expel(Place place) {
+  const Part part = place->part;
+  STRATA_ASSERT(place->state != kLent && !place->claimed);
+  place->expected = false;
+  for (auto there = find(part); there; there = find(part)) {
+    if ((*there)->state == kKept || (*there)->state == kSpare) {
+      drop(*there);
+    } else {
+      finish(*there);
+    }
+  }
+}
+
+void ResidentParts::advance() {
+  while (!in(kSettling).empty() && is_done(*in(kSettling).front().event))
+    finish_work(in(kSettling).begin());
+  while (!in(kWriting).empty() && in(kWriting).front().transfer->done())
+    finish_write(in(kWriting).begin());
+}
+
+// Who reads is told when it asks for the block.
+void ResidentParts::lose_read(Place place, const std::string& why) {
+  blocks_->fail(place->part, "read", why);
+  drop(place);
+}
+
+// Nobody need ask again for what was written.
+void ResidentParts::lose_written(Place place, const std::string& why) {
+  const std::string failure = blocks_->fail(place->part, "written", why);
+  if (write_failure_.empty()) write_failure_ = failure;
+  drop(place);
+}
+
+}  // namespace strata::offload

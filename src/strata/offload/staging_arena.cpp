@@ -1,0 +1,62 @@
+#include "strata/offload/staging_arena.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::offload {
+namespace {
+
+std::unique_ptr<device::HostMemory> staging_memory(device::Device& device, Bytes budget) {
+  const Bytes bytes = budget - budget % kPartAlignment;
+  if (bytes < kPartAlignment) {
+    throw UsageError(fmt::format("a staging arena needs a budget of {} at least: {} given",
+                                 to_string(kPartAlignment), to_string(budget)));
+  }
+  auto memory = device.allocate_host(bytes, memory::Kind::kStaging);
+  if (!memory->pinned()) {
+    throw OutOfMemoryError(fmt::format(
+        "the system does not let this process pin the memory that states on a drive are staged "
+        "through: {} wanted; raise the limit on locked memory (ulimit -l) or lower the budget; "
+        "held: {}",
+        to_string(bytes), device.ledger()->report()));
+  }
+  return memory;
+}
+
+}  // namespace
+
+StagingArena::StagingArena(device::Device& device, Bytes budget)
+    : memory_(staging_memory(device, budget)), arena_(memory_->bytes(), kPartAlignment) {}
+
+std::optional<memory::Extent> StagingArena::try_take(Bytes bytes) {
+  return arena_.try_allocate(bytes);
+}
+
+std::optional<std::vector<memory::Extent>> StagingArena::take_together(
+    std::span<const Bytes> sizes) {
+  while (true) {
+    if (auto extents = try_together(sizes)) return extents;
+    if (!make_way()) return std::nullopt;
+  }
+}
+
+std::optional<std::vector<memory::Extent>> StagingArena::try_together(
+    std::span<const Bytes> sizes) {
+  std::vector<memory::Extent> extents;
+  for (const Bytes size : sizes) {
+    auto extent = arena_.try_allocate(size);
+    if (!extent) return std::nullopt;
+    extents.push_back(std::move(*extent));
+  }
+  return extents;
+}
+
+bool StagingArena::make_way() {
+  return std::ranges::any_of(holders_, [](Holder* holder) { return holder->give_way(); });
+}
+
+}  // namespace strata::offload

@@ -1,0 +1,63 @@
+// The memory that a rank stages blocks through: one allocation of host memory, pinned where the
+// device is a GPU, so that drives write into it and kernels work in it. It has a budget in bytes
+// and gives out extents of any size and number within it. Who asks for more than is free waits:
+// the holders are asked to give way, which they do by dropping what they hold to be quick, or by
+// waiting for a transfer of their own.
+//
+// No deadlock. All is done by one thread, nobody waits for what another user of the arena has still
+// to do, and a transfer always ends. What must be held at once is taken in one call: extents that
+// fit into an empty arena are given whenever nothing is leased; where leases lie in between, the
+// call may end without, and its caller says so.
+//
+// Threads: one at a time, which is that of the holders. Ownership: extents keep bookkeeping alive,
+// not the memory: holders keep the arena. Units: extents are whole pages of 4 KiB, and begin at
+// one. Errors: OutOfMemoryError; UsageError for a budget below one page.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/memory/arena.h"
+#include "strata/offload/part.h"
+
+namespace strata::offload {
+
+class StagingArena {
+ public:
+  // Who has extents that it can do without.
+  class Holder {
+   public:
+    virtual ~Holder() = default;
+    // Gives an extent back, or brings that one step nearer, and may wait for that. False: there is
+    // nothing but what is leased.
+    virtual bool give_way() = 0;
+  };
+
+  // `budget` is rounded down to whole pages and is what it charges, as staging on the host.
+  StagingArena(device::Device& device, Bytes budget);
+
+  // What is free now, if that suffices.
+  std::optional<memory::Extent> try_take(Bytes bytes);
+  // One for each size, or nothing where nobody can give way any more.
+  std::optional<std::vector<memory::Extent>> take_together(std::span<const Bytes> sizes);
+
+  Bytes budget() const { return arena_.capacity(); }
+  Bytes in_use() const { return arena_.in_use(); }
+
+  // A holder is asked from now on, until it leaves.
+  void join(Holder& holder) { holders_.push_back(&holder); }
+  void leave(Holder& holder) { std::erase(holders_, &holder); }
+
+ private:
+  std::optional<std::vector<memory::Extent>> try_together(std::span<const Bytes> sizes);
+  bool make_way();
+
+  std::unique_ptr<device::HostMemory> memory_;
+  memory::Arena arena_;
+  std::vector<Holder*> holders_;
+};
+
+}  // namespace strata::offload

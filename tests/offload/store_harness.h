@@ -1,0 +1,143 @@
+// Stores as the conformance tests make them, and what several tests of stores need.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "device/late_device.h"
+#include "io/temporary_folder.h"
+#include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
+#include "strata/device/cpu_device.h"
+#include "strata/io/thread_engine.h"
+#include "strata/offload/block_file.h"
+#include "strata/offload/memory_store.h"
+#include "strata/offload/nvme_store.h"
+
+namespace strata::offload {
+
+// Leases that the host reads and writes by itself.
+struct PlainAccess {
+  static void write(std::span<std::byte> target, std::span<const std::byte> source) {
+    std::copy(source.begin(), source.end(), target.begin());
+  }
+  static void read(std::span<std::byte> target, std::span<const std::byte> source) {
+    write(target, source);
+  }
+  static void finish() {}
+};
+
+// Leases that a device's stream reads and writes, some time later.
+struct LateAccess {
+  void write(std::span<std::byte> target, std::span<const std::byte> source) {
+    device.copy(target, source, device.compute_stream());
+  }
+  void read(std::span<std::byte> target, std::span<const std::byte> source) {
+    device.copy(target, source, device.compute_stream());
+  }
+  void finish() { device.compute_stream().synchronize(); }
+
+  device::LateDevice device;
+};
+
+// A drive with no more space than this.
+class LimitedFile final : public BlockFile {
+ public:
+  LimitedFile(std::unique_ptr<BlockFile> file, Bytes limit)
+      : file_(std::move(file)), limit_(limit) {}
+  const std::string& path() const override { return file_->path(); }
+  void grow(Bytes size) override {
+    if (size > limit_) throw OutOfMemoryError(fmt::format("{} wanted", to_string(size - size_)));
+    file_->grow(size);
+    size_ = size;
+  }
+  std::unique_ptr<io::Transfer> read(Bytes offset, std::span<std::byte> target) override {
+    return file_->read(offset, target);
+  }
+  std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
+    return file_->write(offset, source);
+  }
+
+ private:
+  const std::unique_ptr<BlockFile> file_;
+  const Bytes limit_;
+  Bytes size_;
+};
+
+struct HostHarness : PlainAccess {
+  static constexpr memory::Tier kTier = memory::Tier::kHost;
+  static constexpr Bytes kRoom = 1_MiB;
+
+  std::unique_ptr<StateStore> make() {
+    return MemoryStore::on_host({.ledger = ledger, .memory_limit = kRoom, .touch = &pool});
+  }
+  Bytes charged(memory::Kind kind) const { return ledger->held(kTier, kind); }
+
+  std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
+  ThreadPool pool{2};
+};
+
+struct PinnedHostHarness : LateAccess {
+  static constexpr memory::Tier kTier = memory::Tier::kHost;
+  static constexpr Bytes kRoom = 1_MiB;
+
+  std::unique_ptr<StateStore> make() {
+    return MemoryStore::on_host({.device = &device, .memory_limit = kRoom});
+  }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
+};
+
+struct CpuDeviceHarness : PlainAccess {
+  static constexpr memory::Tier kTier = memory::Tier::kDevice;
+  static constexpr Bytes kRoom = 1_MiB;
+
+  std::unique_ptr<StateStore> make() { return MemoryStore::on_device(device); }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
+
+  device::CpuDevice device{{.memory_limit = kRoom}};
+};
+
+// On a file, staged through so many pages.
+template <int kPages, bool kVerify>
+class NvmeMaker {
+ public:
+  static constexpr memory::Tier kTier = memory::Tier::kNvme;
+  static constexpr Bytes kRoom = 1_MiB;
+
+ protected:
+  std::unique_ptr<StateStore> make_on(device::Device& device) {
+    const auto path = folder_ / fmt::format("states {}", ++made_);
+    auto file = std::make_unique<LimitedFile>(make_block_file(io_, path), kRoom);
+    auto arena = std::make_shared<StagingArena>(device, kPartAlignment * kPages);
+    return std::make_unique<NvmeStore>(
+        device,
+        NvmeStoreOptions{.arena = std::move(arena), .file = std::move(file), .verify = kVerify});
+  }
+
+ private:
+  testing::TemporaryFolder folder_;
+  int made_ = 0;
+  std::shared_ptr<io::IoEngine> io_ =
+      std::make_shared<io::ThreadEngine>(io::ThreadEngineOptions{.threads = 2});
+};
+
+template <int kPages, bool kVerify = false>
+struct NvmeHarness : PlainAccess, NvmeMaker<kPages, kVerify> {
+  std::unique_ptr<StateStore> make() { return this->make_on(device); }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(this->kTier, kind); }
+
+  device::CpuDevice device;
+};
+
+template <int kPages, bool kVerify = false>
+struct LateNvmeHarness : LateAccess, NvmeMaker<kPages, kVerify> {
+  std::unique_ptr<StateStore> make() { return this->make_on(device); }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(this->kTier, kind); }
+};
+
+}  // namespace strata::offload
