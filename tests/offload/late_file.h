@@ -2,7 +2,7 @@
 // is done, the others when it is waited for, as the seed says. Until then memory to read into holds
 // anything, and what is written is what memory holds when it happens, so that whoever uses memory
 // or ranges of the file too early finds wrong bytes. Overlapping transfers in flight end the test.
-// Some transfers fail, of which the file says how many. Threads: one.
+// Some transfers fail, of which the file says how many. A prompt one is not late. Threads: one.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -23,7 +23,8 @@ namespace strata::testing {
 class LateFile final : public offload::BlockFile {
  public:
   // `failing`: of a thousand transfers.
-  LateFile(unsigned seed, unsigned failing) : random_(seed), failing_(failing) {}
+  LateFile(unsigned seed, unsigned failing, bool prompt = false)
+      : random_(seed), failing_(failing), prompt_(prompt) {}
   ~LateFile() override { EXPECT_TRUE(flights_.empty()) << "the file went before its transfers"; }
   LateFile(const LateFile&) = delete;
   LateFile& operator=(const LateFile&) = delete;
@@ -93,6 +94,7 @@ class LateFile final : public offload::BlockFile {
       EXPECT_FALSE(same_file || same_memory) << "two transfers at once at " << flight.offset.value;
     }
     flights_.push_back(flight);
+    if (prompt_) happen(flights_.back());
     return std::make_unique<LateTransfer>(*this, std::prev(flights_.end()));
   }
 
@@ -115,6 +117,7 @@ class LateFile final : public offload::BlockFile {
   const std::string path_ = "/drive/late";
   std::mt19937 random_;
   const unsigned failing_;
+  const bool prompt_;
   std::vector<std::byte> bytes_;
   Flights flights_;
   int failed_reads_ = 0;
