@@ -6,6 +6,7 @@ namespace strata::offload {
 namespace {
 
 constexpr std::size_t kPartsMost = 1 << 20;
+constexpr std::int64_t kForgets = 8;  // the part of a round's length that each shorter one takes
 
 std::uint64_t key_of(int before, int last) {
   return (std::uint64_t{static_cast<std::uint32_t>(before)} << 32U) |
@@ -39,6 +40,7 @@ int FetchSequence::index_of(const Part& part) {
   indices_.emplace(part, index);
   parts_.push_back(part);
   by_one_.push_back(-1);
+  noted_.push_back(0);
   return index;
 }
 
@@ -50,6 +52,10 @@ void FetchSequence::learn(int index) {
     if (current_.before >= 0) by_two_[key_of(current_.before, current_.last)] = index;
   }
   current_ = {current_.last, index};
+  std::int64_t& noted = noted_[static_cast<std::size_t>(index)];
+  ++now_;
+  if (noted > 0) round_ = std::max(now_ - noted, round_ - round_ / kForgets);
+  noted = now_;
 }
 
 FetchSequence::Pair FetchSequence::end() const {

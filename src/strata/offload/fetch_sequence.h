@@ -23,6 +23,8 @@ class FetchSequence {
 
   // What comes after all that is expected; nothing where that is not known.
   std::optional<Part> following() const;
+  // How many fetches lie between two of the same part, the longest of late; 0: not known.
+  std::int64_t round() const { return round_; }
   // That part is expected from now on.
   void expect_following();
 
@@ -40,6 +42,9 @@ class FetchSequence {
   std::vector<Part> parts_;                        // by index
   std::unordered_map<std::uint64_t, int> by_two_;  // by two in a row
   std::vector<int> by_one_;                        // by index; -1: not known
+  std::vector<std::int64_t> noted_;                // by index: when it was fetched last
+  std::int64_t now_ = 0;
+  std::int64_t round_ = 0;
   Pair current_;
   std::deque<int> expected_;
 };

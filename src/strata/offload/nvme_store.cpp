@@ -75,13 +75,14 @@ std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Pa
   for (const Part& part : staged) {
     for (const Part& dropped : sequence_.note(part)) cache_->forget(dropped);
   }
+  cache_->set_round(sequence_.round());
   look_ahead();
   return leases;
 }
 
 Bytes NvmeStore::lease_budget() const {
-  const Bytes third = arena_->budget() / 3;
-  return std::max(third - third % kPartAlignment, kPartAlignment);
+  const Bytes share = arena_->budget() / PartCache::kShares;
+  return std::max(share - share % kPartAlignment, kPartAlignment);
 }
 
 void NvmeStore::advance() {

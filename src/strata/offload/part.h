@@ -3,6 +3,7 @@
 // the parts that hold the same elements. Pure arithmetic. Errors: UsageError.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -26,7 +27,7 @@ struct Part {
   constexpr Bytes bytes() const { return end - begin; }
   // Whether both have a byte in common.
   constexpr bool overlaps(const Part& other) const {
-    return block == other.block && begin < other.end && other.begin < end;
+    return block == other.block && std::max(begin, other.begin) < std::min(end, other.end);
   }
   constexpr auto operator<=>(const Part&) const = default;
 };

@@ -86,16 +86,27 @@ void PartCache::flush() {
 
 bool PartCache::give_way() {
   advance();
-  if (!resident_.in(kSpare).empty()) {
-    resident_.drop(resident_.in(kSpare).begin());
-    return true;
-  }
+  if (drop_spare()) return true;
   for (const auto state : {kWriting, kSettling}) {
     if (resident_.in(state).empty()) continue;
     resident_.finish(resident_.in(state).begin());
     return true;
   }
   return expel_farthest();
+}
+
+bool PartCache::drop_spare() {
+  ResidentParts::List& spare = resident_.in(kSpare);
+  if (spare.empty()) return false;
+  const bool stale = round_ == 0 || now_ - spare.front().used > 2 * round_;
+  resident_.drop(stale ? spare.begin() : std::prev(spare.end()));
+  return true;
+}
+
+PartCache::Place PartCache::insert(const Part& part, memory::Extent extent) {
+  const Place place = resident_.insert(part, std::move(extent));
+  place->used = now_;
+  return place;
 }
 
 bool PartCache::expel_farthest() {
@@ -123,13 +134,13 @@ bool PartCache::expect(const Part& part) {
   }
   if (!resident_.overlapping(part).empty()) return false;
   const Bytes pages = align_up(part.bytes(), kPartAlignment);
+  const Bytes ahead = resident_.ahead_bytes();
+  if (ahead.value > 0 && ahead + pages > arena_->budget() / kShares) return false;
   auto extent = arena_->try_take(pages);
-  while (!extent && !resident_.in(kSpare).empty()) {
-    resident_.drop(resident_.in(kSpare).begin());
-    extent = arena_->try_take(pages);
-  }
+  while (!extent && drop_spare()) extent = arena_->try_take(pages);
   if (!extent) return false;
-  const Place place = resident_.insert(part, std::move(*extent));
+  const Place place = insert(part, std::move(*extent));
+  resident_.set_ahead(place, true);
   place->expected = true;
   place->turn = ++turn_;
   resident_.fill(place);
@@ -140,11 +151,12 @@ void PartCache::forget(const Part& part) {
   const auto there = resident_.find(part);
   if (!there) return;
   (*there)->expected = false;
+  resident_.set_ahead(*there, false);
   if ((*there)->state == kKept) resident_.move(*there, kSpare);
 }
 
 std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
-  advance();
+  resident_.collect();
   require_lendable(parts);
   const Stopwatch stopwatch(resident_.counts().seconds_waited);
   for (const Part& part : parts) {
@@ -153,6 +165,7 @@ std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
     }
   }
   const Claim claim(*this, parts);
+  advance();
   const auto ready =
       std::ranges::count_if(parts, [this](const Part& part) { return at_hand(part); });
   take_room(parts, claim);
@@ -161,6 +174,8 @@ std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
   for (const Place place : places) {
     place->claimed = false;
     place->expected = false;
+    place->used = ++now_;
+    resident_.set_ahead(place, false);
     resident_.move(place, kLent);
   }
   resident_.counts().parts += static_cast<std::int64_t>(parts.size());
@@ -203,7 +218,7 @@ void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
   }
   if (!extents) throw_no_room(parts);
   for (std::size_t i = 0; i < missing.size(); ++i) {
-    const Place place = resident_.insert(missing[i], std::move((*extents)[i]));
+    const Place place = insert(missing[i], std::move((*extents)[i]));
     place->claimed = true;
     resident_.fill(place);
   }
@@ -238,7 +253,6 @@ void PartCache::give_back(Place place, Access access) noexcept {
   } catch (const std::exception& error) {
     resident_.lose_written(place, error.what());
   }
-  advance();
 }
 
 }  // namespace strata::offload

@@ -9,10 +9,10 @@
 namespace strata::offload {
 namespace {
 
-// What an event throws it throws again when it is waited for.
-bool is_done(device::Event& event) {
+// Null: there is nothing to wait for. What an event throws it throws again when it is waited for.
+bool is_done(device::Event* event) {
   try {
-    return event.done();
+    return event == nullptr || event->done();
   } catch (const std::exception&) {
     return true;
   }
@@ -26,7 +26,7 @@ ResidentParts::ResidentParts(std::shared_ptr<DriveBlocks> blocks, std::shared_pt
 ResidentParts::~ResidentParts() {
   for (Resident& resident : in(kSettling)) {
     try {
-      resident.event->wait();
+      if (resident.event) resident.event->wait();
     } catch (const std::exception&) {
       // The device has failed, and does not work on the memory any more.
     }
@@ -54,7 +54,15 @@ ResidentParts::Place ResidentParts::insert(const Part& part, memory::Extent exte
   return place;
 }
 
+void ResidentParts::set_ahead(Place place, bool ahead) {
+  if (place->ahead == ahead) return;
+  place->ahead = ahead;
+  const Bytes bytes(place->extent.bytes().size());
+  ahead_bytes_ = ahead ? ahead_bytes_ + bytes : ahead_bytes_ - bytes;
+}
+
 void ResidentParts::drop(Place place) {
+  set_ahead(place, false);
   places_.erase(place->part);
   in(place->state).erase(place);
 }
@@ -144,7 +152,7 @@ void ResidentParts::finish_write(Place place) {
 void ResidentParts::finish_work(Place place) {
   try {
     const std::unique_ptr<device::Event> event = std::move(place->event);
-    event->wait();
+    if (event) event->wait();
   } catch (const std::exception& error) {
     lose_written(place, error.what());
     return;
@@ -153,12 +161,8 @@ void ResidentParts::finish_work(Place place) {
 }
 
 void ResidentParts::settle(Place place, std::unique_ptr<device::Event> event) {
-  if (event == nullptr) {
-    rest(place);
-  } else {
-    place->event = std::move(event);
-    move(place, kSettling);
-  }
+  place->event = std::move(event);
+  move(place, kSettling);
 }
 
 void ResidentParts::finish(Place place) {
@@ -186,8 +190,12 @@ void ResidentParts::expel(Place place) {
 }
 
 void ResidentParts::advance() {
-  while (!in(kSettling).empty() && is_done(*in(kSettling).front().event))
+  while (!in(kSettling).empty() && is_done(in(kSettling).front().event.get()))
     finish_work(in(kSettling).begin());
+  collect();
+}
+
+void ResidentParts::collect() {
   while (!in(kWriting).empty() && in(kWriting).front().transfer->done())
     finish_write(in(kWriting).begin());
 }

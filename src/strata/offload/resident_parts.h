@@ -3,7 +3,8 @@
 //
 //   drive -> reading -> kept or spare -> claimed -> lent -> settling -> writing -> kept or spare
 //
-// Settling is the wait for the device's work on what was given back. Kept is what somebody expects
+// Settling is the wait for the device's work on what was given back, and for the next call: what is
+// lent again at once is not written in between. Kept is what somebody expects
 // to need, spare what nobody does. A part that was only read skips the write. Threads: one.
 // Ownership: keeps blocks and file; a Place is valid until the part goes. Errors: a part that could
 // not be read or written goes, and its error is kept with its block; none is thrown.
@@ -38,6 +39,8 @@ class ResidentParts {
     bool changed = false;   // since it was read or written
     bool expected = false;  // comes to rest as kept
     std::int64_t turn = 0;  // in which it is expected
+    std::int64_t used = 0;  // when it was lent last, or came
+    bool ahead = false;     // was read because it is expected, and was not lent yet
     std::unique_ptr<io::Transfer> transfer;
     std::unique_ptr<device::Event> event;
   };
@@ -57,6 +60,9 @@ class ResidentParts {
   Place insert(const Part& part, memory::Extent extent);
   void move(Place place, State state);
   void drop(Place place);
+  void set_ahead(Place place, bool ahead);
+  // What was read ahead and waits to be lent.
+  Bytes ahead_bytes() const { return ahead_bytes_; }
   // Nothing goes on with it any more: claimed, or on its way to the drive, or kept or spare.
   void rest(Place place);
   // Reads it, or makes it zeroes where it was never written.
@@ -68,8 +74,10 @@ class ResidentParts {
   void finish(Place place);
   // Waits for all that goes on with it, and lets it go. It is neither lent nor claimed.
   void expel(Place place);
-  // Finishes what can be without waiting.
+  // Begins and finishes what can be without waiting.
   void advance();
+  // Of that, finishes writes.
+  void collect();
 
   // What a write met and nobody was told yet; empty: nothing.
   std::string take_write_failure() { return std::exchange(write_failure_, {}); }
@@ -86,6 +94,7 @@ class ResidentParts {
   const std::shared_ptr<BlockFile> file_;
   std::array<List, kStates> lists_;  // by state
   std::map<Part, Place> places_;
+  Bytes ahead_bytes_;
   std::string write_failure_;
   StoreCounts counts_;
 };

@@ -44,6 +44,8 @@ class StagingArena {
   // One for each size, or nothing where nobody can give way any more.
   std::optional<std::vector<memory::Extent>> take_together(std::span<const Bytes> sizes);
 
+  // All of it, in place as long as the arena: for an I/O engine that takes memory beforehand.
+  std::span<std::byte> memory() { return memory_->bytes(); }
   Bytes budget() const { return arena_.capacity(); }
   Bytes in_use() const { return arena_.in_use(); }
 

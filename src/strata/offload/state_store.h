@@ -73,7 +73,8 @@ class StateStore {
   virtual Bytes lease_budget() const { return Bytes(std::numeric_limits<std::int64_t>::max()); }
 
   // Goes on with what happens beside the caller as far as that can be done without waiting: writes
-  // of what was given back, reading ahead. fetch() does it too; for times in which nobody fetches.
+  // what was given back, reads ahead. fetch() does it, too; who fetches nothing for a while, as
+  // after the last unit of a step, calls it then and now and again.
   virtual void advance() {}
   // Returns when all that was given back lies where it rests.
   virtual void flush() {}

@@ -1,0 +1,125 @@
+// Random users of a store on a drive, on drives that are late and fail.
+#include <gmock/gmock.h>
+
+#include "io/faulty_calls.h"
+#include "offload/late_file.h"
+#include "offload/random_workload.h"
+#include "offload/store_harness.h"
+
+namespace strata::offload {
+namespace {
+
+using testing::LateFile;
+using testing::RandomWorkload;
+
+struct Outcome {
+  int errors = 0;
+  int failed_writes = 0;
+  std::string flush;  // what the last flush threw
+  StoreCounts counts;
+};
+
+Outcome run_on_late_file(unsigned seed, int pages, unsigned failing, bool verify) {
+  device::CpuDevice device;
+  auto arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
+  auto file = std::make_unique<LateFile>(seed, failing);
+  const LateFile& seen = *file;
+  Outcome outcome;
+  {
+    NvmeStore store(device, {.arena = arena, .file = std::move(file), .verify = verify});
+    RandomWorkload workload(store, seed, {.room = arena->budget(), .may_fail = failing > 0});
+    workload.run();
+    try {
+      store.flush();
+    } catch (const IoError& error) {
+      outcome.flush = error.what();
+    }
+    outcome.errors = workload.errors();
+    outcome.failed_writes = seen.failed_writes();
+    outcome.counts = store.counts();
+  }
+  EXPECT_EQ(arena->in_use(), 0_B);
+  EXPECT_EQ(device.ledger()->held(memory::Tier::kNvme), 0_B);
+  EXPECT_EQ(device.ledger()->peak(memory::Tier::kHost, memory::Kind::kStaging), arena->budget());
+  return outcome;
+}
+
+TEST(NvmeWorkload, LateTransfersGiveTheBytesThatWereWritten) {
+  for (unsigned seed = 1; seed <= 200 && !HasFailure(); ++seed) {
+    SCOPED_TRACE(seed);
+    const int pages = 10 + static_cast<int>(seed % 40);
+    const Outcome outcome = run_on_late_file(seed, pages, 0, seed % 2 == 0);
+    EXPECT_EQ(outcome.flush, "");
+    EXPECT_GT(outcome.counts.writes, 0);
+  }
+}
+
+TEST(NvmeWorkload, TransfersThatFailAreToldAndNeverLendWrongBytes) {
+  int failures = 0;
+  for (unsigned seed = 1; seed <= 200 && !HasFailure(); ++seed) {
+    SCOPED_TRACE(seed);
+    const int pages = 10 + static_cast<int>(seed % 40);
+    const Outcome outcome = run_on_late_file(seed, pages, 3 + seed % 30, seed % 2 == 0);
+    if (outcome.failed_writes > 0) {
+      EXPECT_THAT(outcome.flush, ::testing::HasSubstr("path=/drive/late"));
+    }
+    failures += outcome.errors;
+  }
+  EXPECT_GT(failures, 50);
+}
+
+// Through an engine, whose system calls are short, are interrupted and meet a bad place.
+TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
+  const testing::TemporaryFolder folder;
+  device::CpuDevice device;
+  int failures = 0;
+  for (unsigned seed = 1; seed <= 24 && !HasFailure(); ++seed) {
+    SCOPED_TRACE(seed);
+    const auto calls = std::make_shared<testing::FaultyCalls>(seed);
+    const auto io = std::make_shared<io::ThreadEngine>(
+        io::ThreadEngineOptions{.threads = 2, .piece = 16_KiB}, calls);
+    const bool fails = seed % 2 == 0;
+    if (fails)
+      calls->fail_at(4096_B * (1 + seed % 16) + Bytes(std::size_t{seed}),
+                     seed % 4 == 0 ? -EIO : -ENOSPC);
+    auto arena = std::make_shared<StagingArena>(device, 80_KiB);
+    NvmeStore store(device, {.arena = arena,
+                             .file = make_block_file(io, folder / fmt::format("states {}", seed))});
+    RandomWorkload workload(store, seed,
+                            {.room = arena->budget(), .operations = 40, .may_fail = fails});
+    workload.run();
+    failures += workload.errors();
+  }
+  EXPECT_GT(failures, 5);
+}
+
+// Kernels work on what was given back already.
+TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
+  for (unsigned seed = 1; seed <= 20 && !HasFailure(); ++seed) {
+    SCOPED_TRACE(seed);
+    device::LateDevice device({}, seed);
+    device::Stream& stream = device.compute_stream();
+    auto arena = std::make_shared<StagingArena>(device, kPartAlignment * 5);
+    NvmeStore store(device, {.arena = arena, .file = std::make_unique<LateFile>(seed, 0)});
+    std::vector<BlockId> blocks;
+    for (int i = 0; i < 6; ++i)
+      blocks.push_back(store.add("block", 8192_B, memory::Kind::kOptimizerState));
+    for (int round = 0; round < 4; ++round) {
+      for (const BlockId block : blocks) {
+        const auto lease = store.fetch(block, Access::kReadWrite);
+        auto* const values = reinterpret_cast<float*>(lease->bytes().data());
+        device.enqueue(stream, [values] {
+          for (int i = 0; i < 2048; ++i) values[i] += static_cast<float>(i);
+        });
+      }
+    }
+    for (const BlockId block : blocks) {
+      const auto lease = store.fetch(block, Access::kRead);
+      const auto* const values = reinterpret_cast<const float*>(lease->bytes().data());
+      for (int i = 0; i < 2048; ++i) ASSERT_EQ(values[i], static_cast<float>(4 * i));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strata::offload
