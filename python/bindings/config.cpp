@@ -60,6 +60,9 @@ void bind_config(py::module_& module) {
                                if (!dtype) return std::nullopt;
                                return torch::to_scalar_type(*dtype);
                              })
+      .def_property_readonly(
+          "optimizer_tier",
+          [](const Config& c) { return std::string(memory::name_of(c.offload.optimizer)); })
       .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
       .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",

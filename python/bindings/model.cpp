@@ -95,33 +95,41 @@ std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   return result;
 }
 
-// {kind: peak bytes} of the device, and "total". What kernels keep for themselves nobody plans.
-py::dict as_dict(const forecast::MemoryForecast& forecast) {
+// {kind: peak bytes} of a tier, "device" or "host", and "total". What kernels keep for themselves
+// nobody plans.
+py::dict as_dict(const forecast::MemoryForecast& forecast, const std::string& tier) {
+  const bool host = tier == name_of(memory::Tier::kHost);
+  if (!host && tier != name_of(memory::Tier::kDevice)) {
+    throw UsageError(
+        fmt::format("a memory forecast is of the tier 'device' or 'host'; found '{}'", tier));
+  }
   py::dict result;
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
     if (kind == memory::Kind::kWorkspace) continue;
-    result[py::str(std::string(name_of(kind)))] = forecast.of(kind).value;
+    const Bytes bytes = host ? forecast.host_by_kind[static_cast<std::size_t>(k)] : forecast.of(kind);
+    result[py::str(std::string(name_of(kind)))] = bytes.value;
   }
-  result["total"] = forecast.total.value;
+  result["total"] = (host ? forecast.host : forecast.total).value;
   return result;
 }
 
-py::dict memory_forecast(ShardedModel& model) {
+py::dict memory_forecast(ShardedModel& model, const std::string& tier) {
   forecast::MemoryForecast forecast;
   {
     const py::gil_scoped_release release;
     forecast = model.memory_forecast();
   }
-  return as_dict(forecast);
+  return as_dict(forecast, tier);
 }
 
 py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
-                      const std::string& rule, int world_size, bool on_gpus, int ranks_per_host) {
+                      const std::string& rule, int world_size, bool on_gpus, int ranks_per_host,
+                      const std::string& tier) {
   const torch::ModelInput input = input_from(parameters, modules);
-  return as_dict(
-      torch::forecast_job(input, config, rule_from(rule), {world_size, on_gpus, ranks_per_host}));
+  const forecast::Job job{world_size, on_gpus, ranks_per_host};
+  return as_dict(torch::forecast_job(input, config, rule_from(rule), job), tier);
 }
 
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
@@ -250,7 +258,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("memory_report", &memory_report)
-      .def("memory_forecast", &memory_forecast)
+      .def("memory_forecast", &memory_forecast, py::arg("tier"))
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)
       .def("measure_link", &measure_link, unlocked)
@@ -271,7 +279,7 @@ void bind_model(py::module_& module) {
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
-             py::arg("ranks_per_host"));
+             py::arg("ranks_per_host"), py::arg("tier"));
   bind_training(model);
   bind_values(model);
   bind_steps(model);

@@ -234,16 +234,17 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
         return self.core.memory_report()
 
-    def memory_forecast(self):
+    def memory_forecast(self, tier="device"):
         """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
-        ``memory_report()``'s kinds of the tier "device", once it has trained for some steps.
+        ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
+        will hold of host memory for what is offloaded; loading and saving take theirs beside that.
 
         Found by running the engine for three steps on a device without memory, in milliseconds; every rank may ask
         for itself. The model's activations, its gradients before they reach the engine, and what torch and the
         collectives keep for themselves come on top. "gradients" are an upper bound: reductions that end early hold
         less, and so does an order within a block that completes units one after the other.
         """
-        return self.core.memory_forecast()
+        return self.core.memory_forecast(tier)
 
     def record_steps(self, on=True):
         """Times the steps that begin after this call, by the device's clock, for ``step_report()``. The device does

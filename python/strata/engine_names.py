@@ -204,12 +204,20 @@ class EngineNames:
     dataloader_drop_last = _setting("dataloader_drop_last", "bool")
 
     def zero_offload_optimizer(self):
-        """None: optimizer state is on the device."""
+        """{"device": "cpu" or "nvme"}: where optimizer state is; None: on the device."""
+        place = self._config.optimizer_tier
+        return None if place == "device" else {"device": {"host": "cpu"}.get(place, place)}
+
+    def zero_cpu_offload(self):
+        """bool: optimizer state is in host memory, or staged there."""
+        return self._config.optimizer_tier != "device"
+
+    zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_offload_param(self):
         """None: parameters are on the device."""
 
-    zero_cpu_offload = zero_use_cpu_optimizer = zero_partial_offload = _off("nothing is offloaded")
+    zero_partial_offload = _off("what is offloaded is so as a whole")
     zero_quantized_weights = zero_quantized_gradients = _off("nothing travels quantised")
     wall_clock_breakdown = memory_breakdown = flops_profiler_enabled = _off(
         "nothing is printed of each step; ``step_report()`` tells")

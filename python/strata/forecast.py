@@ -7,7 +7,7 @@ from .optimizer import groups_of
 
 
 def memory_forecast(
-    model, config, world_size, device="cuda", optimizer=None, model_parameters=None, ranks_per_host=None
+    model, config, world_size, device="cuda", optimizer=None, model_parameters=None, ranks_per_host=None, tier="device"
 ):
     """{kind: bytes, "total": bytes} that the engine will hold at most on each rank's device.
 
@@ -26,6 +26,7 @@ def memory_forecast(
         optimizer, model_parameters: as for ``initialize``.
         ranks_per_host: int; None: all ranks are on one host. It says, with the configuration's ``strata.collectives``,
             what carries weights and gradients, which holds more or less memory: copies between peers, or NCCL.
+        tier: "device", or "host": memory of the host for what is offloaded, pinned where GPUs work on it.
 
     Raises:
         ConfigError: the configuration, also where it does not suit so many ranks, or peers on several hosts.
@@ -40,4 +41,5 @@ def memory_forecast(
     sharded_optimizer, rule = make_optimizer(parsed, tree, optimizer, model_parameters)
     parameters = describe_parameters(tree, groups_of(sharded_optimizer))
     modules = describe_modules(tree)
-    return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0)
+    return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0,
+                           tier)

@@ -26,10 +26,9 @@ struct NvmeStoreTest : ::testing::Test {
   void make(int pages, bool verify = false) {
     calls->set_benign(false);
     arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
-    store = std::make_unique<NvmeStore>(device, NvmeStoreOptions{.arena = arena,
-                                                                 .file = make_block_file(io, path),
-                                                                 .verify = verify});
-                                                                 .read_ahead = read_ahead});
+    store = std::make_unique<NvmeStore>(
+        device,
+        NvmeStoreOptions{.arena = arena, .file = make_block_file(io, path), .verify = verify});
   }
   // On a drive that takes no time.
   void make_prompt(int pages, bool read_ahead) {

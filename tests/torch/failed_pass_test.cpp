@@ -7,7 +7,6 @@
 
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
-#include "strata/offload/memory_store.h"
 #include "strata/torch/scoped_call.h"
 #include "torch/live_engines.h"
 
@@ -54,7 +53,6 @@ struct Rank {
   Rank(const Net& net, const std::shared_ptr<comm::Collectives>& collectives)
       : description(describe_module(*net)), device(std::make_shared<LosableDevice>()) {
     ModelRuntime runtime = make_runtime(kHere, 1, collectives);
-    runtime.states = offload::MemoryStore::on_device(*device);
     runtime.device = device;
     model =
         std::make_shared<ShardedModel>(description.input, config_of(3, collectives->world_size()),

@@ -10,7 +10,6 @@
 
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
-#include "strata/offload/memory_store.h"
 #include "torch/live_engines.h"
 
 namespace strata::torch {
@@ -46,7 +45,6 @@ Crowded runtime_with(Bytes free, const std::shared_ptr<comm::Collectives>& colle
   auto device = std::make_shared<device::CpuDevice>(
       device::CpuDeviceOptions{.threads = 1, .memory_limit = kDevice});
   crowded.taken = device->allocate_uncharged(kDevice - free);
-  crowded.runtime.states = offload::MemoryStore::on_device(*device);
   crowded.runtime.device = std::move(device);
   return crowded;
 }

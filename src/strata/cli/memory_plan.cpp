@@ -115,14 +115,14 @@ TextTable table_of(const MemoryPlan& plan) {
     std::vector<std::string> row{std::string(name_of(kind))};
     for (const StagePlan& stage : plan.stages)
       row.push_back(cell(stage, stage.forecast ? stage.forecast->of(kind) : Bytes()));
-    row.push_back(kind == memory::Kind::kStaging ? to_string(plan.host_staging) : "0 B");
+    row.push_back(to_string(plan.host(kind)));
     table.add(std::move(row));
   }
   table.add_line();
   std::vector<std::string> total{"at most, together"};
   for (const StagePlan& stage : plan.stages)
     total.push_back(cell(stage, stage.forecast ? stage.forecast->total : Bytes()));
-  total.push_back(to_string(plan.host_staging));
+  total.push_back(to_string(plan.host_total()));
   table.add(std::move(total));
   if (!plan.request.device_memory) return table;
   std::vector<std::string> fits{fmt::format("fits {}", to_string(*plan.request.device_memory))};
@@ -158,6 +158,15 @@ std::optional<bool> MemoryPlan::fits(int at_stage) const {
   const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
   if (!request.device_memory || !entry.forecast) return std::nullopt;
   return entry.forecast->total <= *request.device_memory;
+}
+
+Bytes MemoryPlan::host(memory::Kind kind) const {
+  const Bytes offloaded = stages[static_cast<std::size_t>(stage)].forecast->on_host(kind);
+  return kind == memory::Kind::kStaging ? offloaded + host_staging : offloaded;
+}
+
+Bytes MemoryPlan::host_total() const {
+  return stages[static_cast<std::size_t>(stage)].forecast->host + host_staging;
 }
 
 MemoryPlan make_plan(const PlanRequest& request) {
@@ -219,7 +228,7 @@ std::string text_of(const MemoryPlan& plan) {
       "Not counted: activations, gradients before they reach the engine, and what torch, the "
       "driver "
       "and\nthe collectives keep for themselves. Kinds are peaks of their own, and do not add up.\n"
-      "The host's are of each rank, while it loads or saves.\n";
+      "The host's are of each rank at the configuration's stage, while it loads or saves.\n";
   for (const std::string& remark : plan.remarks) text += "- " + remark + "\n";
   return text;
 }
@@ -232,8 +241,12 @@ Json json_of(const MemoryPlan& plan) {
                {"weight_bytes", plan.weights.value},
                {"stage", plan.stage},
                {"stages", Json::array()},
-               {"host", {{"staging", plan.host_staging.value}, {"total", plan.host_staging.value}}},
+               {"host", {{"total", plan.host_total().value}}},
                {"remarks", plan.remarks}};
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<memory::Kind>(k);
+    if (plan.host(kind).value > 0) json["host"][std::string(name_of(kind))] = plan.host(kind).value;
+  }
   json["device_memory"] =
       plan.request.device_memory ? Json(plan.request.device_memory->value) : Json();
   json["fits_from"] = plan.fits_from ? Json(*plan.fits_from) : Json();

@@ -27,6 +27,7 @@ struct MemoryForecast {
   std::array<Bytes, memory::kKindCount> host_by_kind{};
   Bytes host;
   Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
+  Bytes on_host(memory::Kind kind) const { return host_by_kind[static_cast<std::size_t>(kind)]; }
 };
 
 // How a model is trained.

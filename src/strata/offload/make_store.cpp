@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -45,7 +44,7 @@ class DryFile final : public BlockFile {
 std::unique_ptr<NvmeStore> drive_store(const StatePlace& place, device::Device& device,
                                        std::unique_ptr<BlockFile> file) {
   NvmeStoreOptions options;
-  options.arena = std::make_shared<StagingArena>(device, std::max(place.budget, kLeastBudget));
+  options.arena = std::make_shared<StagingArena>(device, place.budget);
   options.file = std::move(file);
   options.verify = place.verify;
   return std::make_unique<NvmeStore>(device, std::move(options));

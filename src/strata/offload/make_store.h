@@ -19,9 +19,6 @@ struct StatePlace {
   bool verify = false;  // checksums of what is written and read
 };
 
-// Less does not let states be read, updated and written at the same time at any speed to speak of.
-inline constexpr Bytes kLeastBudget = 1_MiB;
-
 struct MadeStore {
   std::shared_ptr<StateStore> store;
   std::string remark;  // what users should be told once; empty: nothing

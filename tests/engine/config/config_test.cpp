@@ -15,6 +15,28 @@ namespace {
 using testing::HasSubstr;
 using testing::StartsWith;
 
+// The old keys are a budget: what tensors have to do with it is the store's business.
+TEST(Config, PlacesOptimizerStates) {
+  const Config host =
+      parsed(R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu",
+                 "nvme_path": "/local_nvme", "pin_memory": true}}})");
+  EXPECT_EQ(host.offload.optimizer, memory::Tier::kHost);
+  EXPECT_EQ(host.offload.optimizer_folder, "");
+  const Config drive =
+      parsed(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
+                 "nvme_path": "/drive", "buffer_count": 5, "buffer_size": 1e6}}})");
+  EXPECT_EQ(drive.offload.optimizer, memory::Tier::kNvme);
+  EXPECT_EQ(drive.offload.optimizer_folder, "/drive");
+  EXPECT_EQ(drive.offload.staging, Bytes(20'000'000));
+  const Config tight =
+      parsed(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
+                 "nvme_path": "/drive", "buffer_count": 1, "buffer_size": 100}}})");
+  EXPECT_EQ(tight.offload.staging, 1_MiB);
+  EXPECT_EQ(parsed(R"({"zero_optimization": {"stage": 1, "cpu_offload": true}})").offload.optimizer,
+            memory::Tier::kHost);
+  EXPECT_EQ(parsed("{}").offload.optimizer, memory::Tier::kDevice);
+}
+
 TEST(Config, HasDeepSpeedsDefaults) {
   const Config c = parsed("{}");
   EXPECT_EQ(c.zero.stage, 0);

@@ -138,18 +138,21 @@ TEST(Refusals, OfTopLevelKeysSpareOnesThatResembleNone) {
 
 TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
   expect_refusals({
-      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})",
-       "zero_optimization.offload_optimizer.device: not supported (optimizer state that lives on "
-       "the "
-       "host or a drive); write \"none\" or remove offload_optimizer; stages 1 to 3 shard that "
-       "state "
-       "over the ranks; found \"cpu\""},
+      {R"({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}})",
+       "zero_optimization.offload_optimizer.device: states that are offloaded are sharded ones: "
+       "wanted zero_optimization.stage 1, 2 or 3, or device \"none\"; found stage 0"},
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})",
+       "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder"},
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu",
+          "ratio": 0.3}}})",
+       "zero_optimization.offload_optimizer.ratio: not supported (share of the state that is "
+       "offloaded); write 1.0"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
        "zero_optimization.offload_param.device: not supported"},
       {R"({"zero_optimization": {"offload_param": {"device": "gpu"}}})",
        "zero_optimization.offload_param.device: wanted one of none, cpu, nvme"},
       {R"({"zero_optimization": {"cpu_offload": true}})",
-       "zero_optimization.offload_optimizer.device: not supported"},
+       "zero_optimization.offload_optimizer.device: states that are offloaded are sharded ones"},
       {R"({"zero_optimization": {"legacy_stage1": true}})",
        "zero_optimization.legacy_stage1: not supported (the first implementation of stage 1); "
        "write "

@@ -24,7 +24,7 @@
 #include "strata/device/cpu_device.h"
 #include "strata/engine/engine.h"
 #include "strata/kernels/elementwise.h"
-#include "strata/offload/memory_store.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::engine::fake {
 
@@ -166,7 +166,9 @@ class FakeRank {
         views_(model.plan.units.size(), options.can_await),
         engine_(std::make_unique<Engine>(
             model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
-            device_, std::shared_ptr(offload::MemoryStore::on_device(*device_)), views_)) {
+            device_,
+            offload::make_state_store(options.engine.states, *device_, collectives_->rank()).store,
+            views_)) {
     for (int p = 0; p < model.count(); ++p) {
       const Values values = model.initial(p);
       const DType dtype = model.params[static_cast<std::size_t>(p)].dtype;

@@ -2,6 +2,7 @@
 // wait for another what is read is wrong, now and then, and a race detector sees it always.
 #include <gtest/gtest.h>
 
+#include "engine/core/offloaded_cases.h"
 #include "engine/core/shard_group_cases.h"
 #include "engine/core/short_passes.h"
 #include "engine/core/training_step_cases.h"
@@ -26,6 +27,12 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoop) {
       expect_bits_of_reference(model, c, plain_script(model));
     }
   }
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereStatesRestElsewhere) {
+  if (GetParam() == 0) return;  // nothing is sharded, nor offloaded
+  for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme})
+    expect_bits_where_states_rest(tier, GetParam(), Over::kLatePeers);
 }
 
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "strata/base/dtype.h"
@@ -11,10 +12,13 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kDevice = "zero_optimization.offload_optimizer.device";
-constexpr std::string_view kFolder = "zero_optimization.offload_optimizer.nvme_path";
-constexpr std::string_view kCount = "zero_optimization.offload_optimizer.buffer_count";
-constexpr std::string_view kSize = "zero_optimization.offload_optimizer.buffer_size";
+// With less a part of a unit's states does not always fit.
+constexpr Bytes kLeastStaging = 1_MiB;
+
+constexpr std::string_view kOptimizerDevice = "zero_optimization.offload_optimizer.device";
+constexpr std::string_view kOptimizerFolder = "zero_optimization.offload_optimizer.nvme_path";
+constexpr std::string_view kBufferCount = "zero_optimization.offload_optimizer.buffer_count";
+constexpr std::string_view kBufferSize = "zero_optimization.offload_optimizer.buffer_size";
 
 memory::Tier tier_of(std::string_view device) {
   if (device == "cpu") return memory::Tier::kHost;
@@ -33,21 +37,23 @@ Bytes budget_of(std::int64_t count, std::int64_t elements) {
 
 OffloadConfig read_offload(const Settings& settings, int stage) {
   OffloadConfig config;
-  const std::string device = settings.text(kDevice);
-  const auto folder = settings.maybe<std::string>(kFolder);
+  const std::string device = settings.text(kOptimizerDevice);
+  const auto folder = settings.maybe<std::string>(kOptimizerFolder);
   config.optimizer = tier_of(device);
-  config.staging = budget_of(settings.integer(kCount), settings.integer(kSize));
+  config.staging = std::max(
+      kLeastStaging, budget_of(settings.integer(kBufferCount), settings.integer(kBufferSize)));
   if (config.optimizer == memory::Tier::kDevice) return config;
   if (stage < 1) {
     throw ConfigError(fmt::format(
         "{}: states that are offloaded are sharded ones: wanted zero_optimization.stage 1, 2 or 3, "
         "or device \"none\"; found stage {}",
-        kDevice, stage));
+        kOptimizerDevice, stage));
   }
   if (config.optimizer != memory::Tier::kNvme) return config;
   if (!folder || folder->empty()) {
     throw ConfigError(fmt::format(
-        "{}: wanted the path of a folder on the drive that the states go to; found none", kFolder));
+        "{}: wanted the path of a folder on the drive that the states go to; found none",
+        kOptimizerFolder));
   }
   config.optimizer_folder = *folder;
   return config;

@@ -1,0 +1,41 @@
+// Steps whose states and gradients rest elsewhere than on the device: the bits of the plain loop.
+#pragma once
+
+#include "engine/core/training_step_cases.h"
+#include "io/temporary_folder.h"
+
+namespace strata::engine::fake {
+
+// Room for parts of a few thousand elements at a time: several parts of the large parameter below.
+inline constexpr Bytes kTightStaging = 1_MiB;
+inline constexpr std::int64_t kManyElements = 100'000;
+
+// small_builder()'s with a parameter of which a tight store lends parts.
+inline plan::ModelBuilder uneven_builder(DType dtype) {
+  plan::ModelBuilder builder = small_builder(dtype);
+  builder.linear(0, "large", kManyElements, dtype);
+  return builder;
+}
+
+inline void place_states(EngineOptions& options, memory::Tier tier, const std::string& folder) {
+  options.states = {tier, folder, kTightStaging, /*verify=*/true};
+  options.gradient_tier = memory::Tier::kHost;
+}
+
+// By stages 1 to 3, world sizes and dtypes, with accumulation, clipping and a loss scale.
+inline void expect_bits_where_states_rest(memory::Tier tier, int stage, Over over) {
+  const testing::TemporaryFolder folder;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const FakeModel model(uneven_builder(dtype));
+    for (int world = 1; world <= 3; ++world) {
+      Case c{dtype, world, world == 2 ? 3 : 1, {}, dtype == DType::kFloat16 ? 1024.0 : 1.0, over};
+      c.options.engine.stage = stage;
+      c.options.engine.gradient_clipping = world == 3 ? 0.0 : 0.25;
+      c.options.engine.late_norm = over == Over::kLatePeers && dtype == DType::kBFloat16;
+      place_states(c.options.engine, tier, folder.path());
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
+}
+
+}  // namespace strata::engine::fake

@@ -1,0 +1,152 @@
+"""Optimizer states on the host and on a drive: the bits of training do not depend on it, and memory is as foreseen."""
+
+import json
+import os
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import strata
+
+PLACES = ["none", "cpu", "nvme"]
+
+
+def _config(place, folder, stage, dtype="bf16", **more):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {
+                "device": place,
+                "nvme_path": str(folder),
+                "buffer_count": 2,
+                "buffer_size": 200_000,
+                "pin_memory": True,
+            },
+        },
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    return config | more
+
+
+def _model():
+    torch.manual_seed(11)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(3000, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)
+    )
+
+
+def _train(engine, steps, first=0):
+    losses = []
+    for micro in range(2 * first, 2 * (first + steps)):
+        torch.manual_seed(100 + micro)
+        ids, target = torch.randint(0, 3000, (2, 12)), torch.randint(0, 40, (2, 12))
+        target = target.to(engine.device)
+        loss = torch.nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), target.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _whole(engine):
+    with strata.zero.GatheredParameters(list(engine.module.parameters())):
+        return [p.detach().float().cpu().clone() for p in engine.module.parameters()]
+
+
+def _states(engine):
+    get = strata.utils.safe_get_full_optimizer_state
+    return [get(p, kind).cpu() for p in engine.module.parameters() for kind in ("exp_avg", "exp_avg_sq")]
+
+
+def _same_bits(folder, stages, dtype):
+    for stage in stages:
+        found = {}
+        for place in PLACES:
+            engine, *_ = strata.initialize(model=_model(), config=_config(place, folder, stage, dtype))
+            assert engine.zero_cpu_offload() == (place != "none")
+            losses = _train(engine, 3)
+            foreseen = {tier: engine.memory_forecast(tier) for tier in ("device", "host")}
+            report = engine.memory_report()
+            for kind in ("optimizer state", "master weights", "gradient shards"):
+                held = {tier: report.get((tier, kind), (0, 0))[1] for tier in foreseen}
+                assert held == {tier: foreseen[tier][kind] for tier in foreseen}, (place, stage, kind)
+                assert place == "none" or held["device"] == 0 or kind == "gradient shards"
+            if place == "nvme":
+                assert report["host", "staging"][1] >= 2 * 200_000 * 4 == foreseen["host"]["staging"]
+            found[place] = losses, _whole(engine), _states(engine)
+            engine.destroy()
+        losses, weights, states = found["none"]
+        for place in PLACES[1:]:
+            assert found[place][0] == losses, (stage, place)
+            assert all(torch.equal(a, b) for a, b in zip(found[place][1], weights)), (stage, place)
+            assert all(torch.equal(a, b) for a, b in zip(found[place][2], states)), (stage, place)
+        torch.distributed.barrier()
+        assert os.listdir(folder) == [], "folders are removed at destroy"
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
+def test_the_place_changes_no_bit(world, dtype, tmp_path):
+    run_ranks(_same_bits, world, str(tmp_path), [1, 2, 3] if world == 2 else [3], dtype)
+
+
+def _moves(drive, folder):
+    """Saved with states at one place, loaded at another: training goes on as it would have."""
+    for before, after in [("none", "nvme"), ("nvme", "cpu"), ("cpu", "none")]:
+        engine, *_ = strata.initialize(model=_model(), config=_config(before, drive, 3))
+        _train(engine, 2)
+        engine.save_checkpoint(folder, tag=before)
+        expected = _train(engine, 2, first=2), _whole(engine), _states(engine)
+        engine.destroy()
+        engine, *_ = strata.initialize(model=_model(), config=_config(after, drive, 2))
+        engine.load_checkpoint(folder, tag=before)
+        assert _train(engine, 2, first=2) == expected[0], (before, after)
+        for mine, theirs in zip(_whole(engine) + _states(engine), expected[1] + expected[2]):
+            assert torch.equal(mine, theirs), (before, after)
+        engine.destroy()
+
+
+def test_checkpoints_move_between_places(tmp_path):
+    (tmp_path / "drive").mkdir()
+    run_ranks(_moves, 2, str(tmp_path / "drive"), str(tmp_path / "saved"))
+
+
+def _bad_paths(folder):
+    for path, told in [
+        (folder + "/missing", "missing"),
+        (folder + "/file", "file"),
+    ]:
+        config = _config("nvme", path, 2)
+        with pytest.raises(strata.Error, match=told):
+            strata.initialize(model=_model(), config=config)
+    with pytest.raises(strata.ConfigError, match="offload_optimizer.device: is for Adam"):
+        config = _config("cpu", folder, 2)
+        del config["optimizer"]
+        model = _model()
+        strata.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_what_cannot_be_is_told_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+    run_ranks(_bad_paths, 2, str(tmp_path))
+
+
+def test_what_is_offloaded_is_foreseen(tmp_path):
+    """By ``strata.memory_forecast``, for a job that does not run."""
+    with torch.device("meta"):
+        model = _model()
+    told = {
+        place: [strata.memory_forecast(model, json.dumps(_config(place, tmp_path, 3)), 2, tier=tier)
+                for tier in ("device", "host")]
+        for place in PLACES
+    }
+    assert told["none"][1]["total"] == 0
+    assert told["cpu"][0]["optimizer state"] == 0 < told["cpu"][1]["optimizer state"]
+    assert told["cpu"][1]["optimizer state"] == told["none"][0]["optimizer state"]
+    assert told["nvme"][1]["staging"] == 2 * 200_000 * 4 // 4096 * 4096
