@@ -23,13 +23,20 @@ INSTANTIATE_TYPED_TEST_SUITE_P(LateDeviceAmple, StateStoreConformance, LateNvmeH
 
 // A store on a file of its own, with calls that fail where a test says so.
 struct NvmeStoreTest : ::testing::Test {
-  void make(int pages, bool verify = false, bool read_ahead = true) {
+  void make(int pages, bool verify = false) {
     calls->set_benign(false);
     arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
-    store = std::make_unique<NvmeStore>(device, NvmeStoreOptions{.arena = arena,
-                                                                 .file = make_block_file(io, path),
-                                                                 .verify = verify,
-                                                                 .read_ahead = read_ahead});
+    store = std::make_unique<NvmeStore>(
+        device,
+        NvmeStoreOptions{.arena = arena, .file = make_block_file(io, path), .verify = verify});
+  }
+  // On a drive that takes no time.
+  void make_prompt(int pages, bool read_ahead) {
+    arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
+    store = std::make_unique<NvmeStore>(
+        device, NvmeStoreOptions{.arena = arena,
+                                 .file = std::make_unique<testing::LateFile>(1, 0, /*prompt=*/true),
+                                 .read_ahead = read_ahead});
   }
   std::vector<BlockId> add(int count, Bytes bytes) {
     std::vector<BlockId> blocks;
@@ -90,11 +97,7 @@ TEST_F(NvmeStoreTest, WhatFitsIsReadNeverAgain) {
 
 TEST_F(NvmeStoreTest, ARoundIsReadAheadAndKeepsAShareOfThePartsInMemory) {
   for (const bool read_ahead : {false, true}) {
-    arena = std::make_shared<StagingArena>(device, kPartAlignment * 16);
-    store = std::make_unique<NvmeStore>(
-        device, NvmeStoreOptions{.arena = arena,
-                                 .file = std::make_unique<testing::LateFile>(1, 0, /*prompt=*/true),
-                                 .read_ahead = read_ahead});
+    make_prompt(16, read_ahead);
     const auto blocks = add(12, 8192_B);  // of which eight fit
     const auto round = [&](int value) {
       for (const BlockId block : blocks) {
@@ -114,6 +117,20 @@ TEST_F(NvmeStoreTest, ARoundIsReadAheadAndKeepsAShareOfThePartsInMemory) {
     EXPECT_GE(moved.reads, 3 * 4);
     EXPECT_EQ(moved.parts_ready, read_ahead ? moved.parts : moved.parts - moved.reads);
   }
+}
+
+TEST_F(NvmeStoreTest, WhatIsNotUsedAnyMoreMakesRoomForWhatIs) {
+  make_prompt(16, true);
+  const auto before = add(8, 8192_B);
+  const auto now = add(7, 8192_B);
+  const auto round = [&](const std::vector<BlockId>& blocks, int value) {
+    for (const BlockId block : blocks) write(block, value);
+  };
+  for (int value = 1; value < 4; ++value) round(before, value);
+  for (int value = 1; value < 7; ++value) round(now, value);
+  const StoreCounts learned = store->counts();
+  for (int value = 7; value < 9; ++value) round(now, value);
+  EXPECT_EQ((store->counts() - learned).reads, 0);
 }
 
 TEST_F(NvmeStoreTest, MemoryThatLeasesHoldIsAnErrorAndNoHang) {
