@@ -107,7 +107,8 @@ py::dict as_dict(const forecast::MemoryForecast& forecast, const std::string& ti
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
     if (kind == memory::Kind::kWorkspace) continue;
-    const Bytes bytes = host ? forecast.host_by_kind[static_cast<std::size_t>(k)] : forecast.of(kind);
+    const Bytes bytes =
+        host ? forecast.host_by_kind[static_cast<std::size_t>(k)] : forecast.of(kind);
     result[py::str(std::string(name_of(kind)))] = bytes.value;
   }
   result["total"] = (host ? forecast.host : forecast.total).value;

@@ -103,7 +103,8 @@ TEST_F(Plan, SaysWhatEachStageHolds) {
   EXPECT_GE(held(2, "weights"), elements * 2);
   EXPECT_LT(held(3, "weights"), elements * 2 * 3 / 4);
   EXPECT_GT(held(3, "gathered weights"), 0);
-  EXPECT_EQ(json["host"]["staging"], (48_MiB).value);
+  EXPECT_GE(json["host"]["staging"], (48_MiB).value);
+  EXPECT_LT(json["host"]["total"], (49_MiB).value);
   EXPECT_THAT(plan().out, AllOf(HasSubstr("optimizer state"), HasSubstr("stage 3"),
                                 HasSubstr("Not counted: activations"),
                                 HasSubstr("all floating parameters are taken to be trained")));

@@ -10,6 +10,7 @@ from ranks import run_ranks
 import strata
 
 PLACES = ["none", "cpu", "nvme"]
+STAGING = 2 * 200_000 * 4 // 4096 * 4096  # bytes: of the configuration below, in whole pages
 
 
 def _config(place, folder, stage, dtype="bf16", **more):
@@ -78,7 +79,7 @@ def _same_bits(folder, stages, dtype):
                 assert held == {tier: foreseen[tier][kind] for tier in foreseen}, (place, stage, kind)
                 assert place == "none" or held["device"] == 0 or kind == "gradient shards"
             if place == "nvme":
-                assert report["host", "staging"][1] >= 2 * 200_000 * 4 == foreseen["host"]["staging"]
+                assert report["host", "staging"][1] >= foreseen["host"]["staging"] >= STAGING
             found[place] = losses, _whole(engine), _states(engine)
             engine.destroy()
         losses, weights, states = found["none"]
@@ -93,7 +94,7 @@ def _same_bits(folder, stages, dtype):
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
 def test_the_place_changes_no_bit(world, dtype, tmp_path):
-    run_ranks(_same_bits, world, str(tmp_path), [1, 2, 3] if world == 2 else [3], dtype)
+    run_ranks(world, _same_bits, str(tmp_path), [1, 2, 3] if world == 2 else [3], dtype)
 
 
 def _moves(drive, folder):
@@ -114,7 +115,7 @@ def _moves(drive, folder):
 
 def test_checkpoints_move_between_places(tmp_path):
     (tmp_path / "drive").mkdir()
-    run_ranks(_moves, 2, str(tmp_path / "drive"), str(tmp_path / "saved"))
+    run_ranks(2, _moves, str(tmp_path / "drive"), str(tmp_path / "saved"))
 
 
 def _bad_paths(folder):
@@ -134,7 +135,7 @@ def _bad_paths(folder):
 
 def test_what_cannot_be_is_told_on_every_rank(tmp_path):
     (tmp_path / "file").write_text("")
-    run_ranks(_bad_paths, 2, str(tmp_path))
+    run_ranks(2, _bad_paths, str(tmp_path))
 
 
 def test_what_is_offloaded_is_foreseen(tmp_path):
@@ -146,7 +147,7 @@ def test_what_is_offloaded_is_foreseen(tmp_path):
                 for tier in ("device", "host")]
         for place in PLACES
     }
-    assert told["none"][1]["total"] == 0
+    assert told["none"][1]["optimizer state"] == told["none"][1]["gradient shards"] == 0
     assert told["cpu"][0]["optimizer state"] == 0 < told["cpu"][1]["optimizer state"]
     assert told["cpu"][1]["optimizer state"] == told["none"][0]["optimizer state"]
-    assert told["nvme"][1]["staging"] == 2 * 200_000 * 4 // 4096 * 4096
+    assert STAGING <= told["nvme"][1]["staging"] < STAGING + 4096

@@ -65,6 +65,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
     }
     updated(unit);
   }
+  store_.advance();  // writes what was updated last
 }
 
 void AdamOptimizer::forget_step() {

@@ -83,7 +83,9 @@ GradientShards::Target GradientShards::begin(int unit) {
 void GradientShards::settle(int unit) {
   Shard& shard = shards_[static_cast<std::size_t>(unit)];
   if (through_scratch()) {
-    device::Stream& stream = leaving_ != nullptr ? *leaving_ : device_.compute_stream();
+    device::Stream& compute = device_.compute_stream();
+    if (leaving_ != nullptr) leaving_->wait_for(*compute.record());  // which the reduction ended in
+    device::Stream& stream = leaving_ != nullptr ? *leaving_ : compute;
     fold_in(unit, stream);
     arrived_.push_back({std::move(shard.arriving), stream.record()});
     while (!arrived_.empty() &&

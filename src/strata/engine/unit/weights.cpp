@@ -73,7 +73,8 @@ void Weights::back(int unit) {
   const auto added = std::span(units_).subspan(begin, end - begin);
   std::vector<offload::BlockSpec> blocks;
   const auto add = [&](const Unit& u, const char* what, std::int64_t bits) {
-    const Bytes bytes((u.layout.shard().value * bits + 7) / 8);
+    // Whole lines, so that they take as much one by one as together.
+    const Bytes bytes = align_up(Bytes((u.layout.shard().value * bits + 7) / 8), 64_B);
     blocks.push_back({u.name() + what, bytes, memory::Kind::kMasterWeights});
   };
   for (const Unit& u : added) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/consistency.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
@@ -57,6 +58,7 @@ class ModelStart {
   StartedModel run(StartOptions options);
 
  private:
+  std::shared_ptr<offload::StateStore> make_states(const offload::StatePlace& place);
   void make_engine(StartOptions options, const plan::InitChoice& choice);
   void bring_values(const plan::InitChoice& choice);
   void undo() noexcept;
@@ -70,17 +72,28 @@ class ModelStart {
   StartedModel started_;
 };
 
+// What only a path can spoil is told to all ranks.
+std::shared_ptr<offload::StateStore> ModelStart::make_states(const offload::StatePlace& place) {
+  comm::Collectives& collectives = *runtime_.collectives;
+  offload::MadeStore made;
+  const auto make = [&] {
+    made = offload::make_state_store(place, *runtime_.device, collectives.rank());
+  };
+  if (place.tier == memory::Tier::kNvme) {
+    engine::together(collectives, "making room for the optimizer's states", make);
+  } else {
+    make();
+  }
+  return made.store;
+}
+
 void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
-  comm::Collectives& collectives = *runtime_.collectives;
-  offload::MadeStore states;
-  engine::together(collectives, "making room for the optimizer's states", [&] {
-    states = offload::make_state_store(engine_options.states, *runtime_.device, collectives.rank());
-  });
+  std::shared_ptr<offload::StateStore> states = make_states(engine_options.states);
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
-      runtime_.collectives, runtime_.device, std::move(states.store), parameters_);
+      runtime_.collectives, runtime_.device, std::move(states), parameters_);
   engine::InitReport& report = started_.engine->init_report();
   report.set_progress(std::move(options.progress));
   report.set_tier(std::string(name_of(choice.tier)), choice.reason);
