@@ -29,18 +29,18 @@ unsigned permissions_of(const std::string& path) {
   return status.st_mode & 0777U;
 }
 
-TEST(SwapFolder, IsPrivateAndGoesWithItsOwner) {
+TEST(SwapFolder, IsPrivateAndGoesWithItsFile) {
   const testing::TemporaryFolder root;
-  {
-    const SwapFolder folder(root.path(), 3);
-    const auto io = std::make_shared<io::ThreadEngine>();
-    const auto file = make_block_file(io, folder.path() + "/states");
-    file->grow(100000_B);
-    EXPECT_THAT(folder.path(), ::testing::StartsWith(root.path() + "/strata-swap.rank3."));
-    EXPECT_EQ(permissions_of(folder.path()), 0700U);
-    for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
-      EXPECT_EQ(permissions_of(entry.path()), 0600U) << entry.path();
-  }
+  auto folder = std::make_unique<SwapFolder>(root.path(), 3);
+  const std::string path = folder->path();
+  EXPECT_THAT(path, ::testing::StartsWith(root.path() + "/strata-swap.rank3."));
+  EXPECT_EQ(permissions_of(path), 0700U);
+  auto file = make_block_file(std::make_shared<io::ThreadEngine>(), std::move(folder));
+  file->grow(100000_B);
+  EXPECT_EQ(file->path(), path + "/states");
+  for (const auto& entry : std::filesystem::directory_iterator(path))
+    EXPECT_EQ(permissions_of(entry.path()), 0600U) << entry.path();
+  file.reset();
   EXPECT_THAT(root.names(), IsEmpty());
 }
 

@@ -16,8 +16,12 @@ namespace {
 
 class SingleBlockFile final : public BlockFile {
  public:
-  SingleBlockFile(std::shared_ptr<io::IoEngine> io, const std::string& path)
-      : io_(std::move(io)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
+  // `folder`: null where somebody else keeps it.
+  SingleBlockFile(std::shared_ptr<io::IoEngine> io, const std::string& path,
+                  std::unique_ptr<SwapFolder> folder)
+      : folder_(std::move(folder)),
+        io_(std::move(io)),
+        file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
 
   const std::string& path() const override { return file_.path(); }
 
@@ -62,6 +66,7 @@ class SingleBlockFile final : public BlockFile {
         errno_text(code)));
   }
 
+  const std::unique_ptr<SwapFolder> folder_;  // removed when the file is closed
   const std::shared_ptr<io::IoEngine> io_;
   const io::File file_;
   Bytes size_;
@@ -71,7 +76,13 @@ class SingleBlockFile final : public BlockFile {
 
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            const std::string& path) {
-  return std::make_unique<SingleBlockFile>(std::move(io), path);
+  return std::make_unique<SingleBlockFile>(std::move(io), path, nullptr);
+}
+
+std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
+                                           std::unique_ptr<SwapFolder> folder) {
+  const std::string path = fmt::format("{}/states", folder->path());
+  return std::make_unique<SingleBlockFile>(std::move(io), path, std::move(folder));
 }
 
 }  // namespace strata::offload

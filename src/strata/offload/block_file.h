@@ -10,6 +10,7 @@
 
 #include "strata/base/units.h"
 #include "strata/io/io_engine.h"
+#include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
 
@@ -28,5 +29,8 @@ class BlockFile {
 // system offers that.
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            const std::string& path);
+// In a folder that goes with it.
+std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
+                                           std::unique_ptr<SwapFolder> folder);
 
 }  // namespace strata::offload

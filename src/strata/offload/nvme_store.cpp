@@ -46,6 +46,7 @@ std::vector<BlockId> NvmeStore::add_all(std::vector<BlockSpec> blocks) {
   }
   file_->grow(blocks_->end() + more);
   std::vector<BlockId> ids;
+  ids.reserve(blocks.size());
   for (BlockSpec& spec : blocks) ids.push_back(blocks_->add(std::move(spec)));
   return ids;
 }

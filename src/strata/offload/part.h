@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <tuple>
 
 #include "strata/base/units.h"
 
@@ -29,7 +30,10 @@ struct Part {
   constexpr bool overlaps(const Part& other) const {
     return block == other.block && std::max(begin, other.begin) < std::min(end, other.end);
   }
-  constexpr auto operator<=>(const Part&) const = default;
+  constexpr bool operator==(const Part&) const = default;
+  constexpr bool operator<(const Part& other) const {
+    return std::tie(block, begin, end) < std::tie(other.block, other.begin, other.end);
+  }
 };
 
 // Throws where `part` is none of the block of this name and size.

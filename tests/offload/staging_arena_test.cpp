@@ -1,0 +1,79 @@
+#include "strata/offload/staging_arena.h"
+
+#include <gmock/gmock.h>
+
+#include <array>
+#include <vector>
+
+#include "io/temporary_folder.h"
+#include "strata/base/error.h"
+#include "strata/device/cpu_device.h"
+
+namespace strata::offload {
+namespace {
+
+// Has extents, and gives one back whenever it is asked.
+class Hoard final : public StagingArena::Holder {
+ public:
+  explicit Hoard(StagingArena& arena) : arena_(arena) {
+    while (auto extent = arena_.try_take(4_KiB)) extents_.push_back(std::move(*extent));
+    arena_.join(*this);
+  }
+  ~Hoard() override { arena_.leave(*this); }
+  Hoard(const Hoard&) = delete;
+  Hoard& operator=(const Hoard&) = delete;
+  bool give_way() override {
+    if (extents_.empty()) return false;
+    extents_.pop_back();
+    return true;
+  }
+  std::size_t count() const { return extents_.size(); }
+
+ private:
+  StagingArena& arena_;
+  std::vector<memory::Extent> extents_;
+};
+
+TEST(StagingArena, HoldsItsBudgetInWholePagesAndNoMore) {
+  device::CpuDevice device;
+  {
+    StagingArena arena(device, 20000_B);
+    EXPECT_EQ(arena.budget(), 16384_B);
+    EXPECT_EQ(device.ledger()->held(memory::Tier::kHost, memory::Kind::kStaging), 16384_B);
+    const auto most = arena.try_take(16384_B);
+    ASSERT_TRUE(most);
+    EXPECT_EQ(most->bytes().data(), arena.memory().data());
+    EXPECT_FALSE(arena.try_take(1_B));
+  }
+  EXPECT_EQ(device.ledger()->held(memory::Tier::kHost), 0_B);
+  const auto message = testing::message_of<UsageError>([&] { StagingArena(device, 4095_B); });
+  EXPECT_THAT(message, ::testing::HasSubstr("4.00 KiB"));
+}
+
+TEST(StagingArena, HoldersGiveWayUntilAllFitsAndNoFurther) {
+  device::CpuDevice device;
+  StagingArena arena(device, 64_KiB);
+  Hoard hoard(arena);
+  ASSERT_EQ(hoard.count(), 16U);
+  const std::array sizes{4_KiB, 12_KiB, 8_KiB};
+  const auto extents = arena.take_together(sizes);
+  ASSERT_TRUE(extents);
+  ASSERT_EQ(extents->size(), 3U);
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    EXPECT_EQ(Bytes((*extents)[i].bytes().size()), sizes[i]);
+  EXPECT_EQ(hoard.count(), 10U);
+}
+
+TEST(StagingArena, WhatCannotFitEndsWithoutAndTakesNothing) {
+  device::CpuDevice device;
+  StagingArena arena(device, 64_KiB);
+  const auto leased = arena.try_take(32_KiB);
+  Hoard hoard(arena);
+  EXPECT_FALSE(arena.take_together(std::array{16_KiB, 20_KiB}));
+  EXPECT_EQ(hoard.count(), 0U);
+  EXPECT_EQ(arena.in_use(), 32_KiB);
+  EXPECT_TRUE(arena.take_together(std::array{16_KiB, 16_KiB}));
+}
+
+}  // namespace
+}  // namespace strata::offload
