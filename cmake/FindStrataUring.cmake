@@ -14,4 +14,7 @@ if(StrataUring_FOUND AND NOT TARGET strata_liburing)
   add_library(strata_liburing UNKNOWN IMPORTED)
   set_target_properties(strata_liburing PROPERTIES IMPORTED_LOCATION ${StrataUring_LIBRARY})
   target_include_directories(strata_liburing SYSTEM INTERFACE ${StrataUring_INCLUDE_DIR})
+  if(StrataUring_LIBRARY MATCHES "\\.a$")  # a module that others load shows none of its functions
+    target_link_options(strata_liburing INTERFACE LINKER:--exclude-libs,liburing.a)
+  endif()
 endif()
