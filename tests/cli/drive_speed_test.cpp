@@ -10,6 +10,7 @@
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
 #include "strata/cli/drive_folder.h"
+#include "strata/engine/config/config.h"
 
 namespace strata::cli {
 namespace {
@@ -46,6 +47,7 @@ TEST_F(BenchIo, MeasuresEveryBlockAtEveryDepthAndLeavesNothingBehind) {
     }
     EXPECT_GE(json["aio"]["block_size"], (16_KiB).value);
     EXPECT_GE(json["aio"]["queue_depth"], 1);
+    EXPECT_NO_THROW(engine::Config::parse(nlohmann::json{{"aio", json["aio"]}}.dump()));
     EXPECT_TRUE(folder_.names().empty());
   }
 }
