@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "release"
 PROGRAMS = {
     "strata_bench_comm": BUILD / "bench" / "comm" / "strata_bench_comm",
+    "strata_program": BUILD / "bin" / "strata",
     "bench_kernels": BUILD / "bench" / "kernels" / "bench_kernels",
 }
 
@@ -31,6 +32,13 @@ def run_comm(program, backend, ranks, mebibytes, repetitions):
         arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
         subprocess.run([program, *arguments], check=True, stdout=subprocess.DEVNULL)
         return json.load(file)["sizes"][0]
+
+
+def run_bench_io(program, folder, engine, block, depth, size):
+    """{read_gb_per_s, write_gb_per_s, both_gb_per_s} of one block and depth."""
+    options = ["--engine", engine, "--block", block, "--depth", str(depth), "--size", size, "--json"]
+    done = subprocess.run([program, "bench-io", folder, *options], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)["drives"][0]["figures"][0]
 
 
 def run_kernels(program, pattern, numel, min_time_s):

@@ -40,4 +40,5 @@ install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/StrataConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/StrataConfigVersion.cmake
   ${CMAKE_CURRENT_LIST_DIR}/FindStrataTorch.cmake
+  ${CMAKE_CURRENT_LIST_DIR}/FindStrataUring.cmake
   DESTINATION ${_package_dir} COMPONENT cpp)

@@ -35,6 +35,7 @@ else
 fi
 need libxxhash-dev pkg-config --exists libxxhash
 need libhwy-dev pkg-config --exists libhwy
+need liburing-dev pkg-config --exists 'liburing >= 2.3'
 for part in "$@"; do
   case $part in
     bench) need libbenchmark-dev compiles '#include <benchmark/benchmark.h>' ;;

@@ -20,8 +20,9 @@ TEST(CommandLine, HelpTeaches) {
   const CommandRun all = run({"--help"});
   EXPECT_EQ(all.code, kDone);
   EXPECT_THAT(all.out, AllOf(HasSubstr("inspect"), HasSubstr("consolidate"), HasSubstr("diff"),
-                             HasSubstr("plan"), HasSubstr("Exit codes: 0 done, 1 found wrong")));
-  for (const char* command : {"inspect", "consolidate", "diff", "plan"}) {
+                             HasSubstr("plan"), HasSubstr("bench-io"),
+                             HasSubstr("Exit codes: 0 done, 1 found wrong")));
+  for (const char* command : {"inspect", "consolidate", "diff", "plan", "bench-io"}) {
     const CommandRun help = run({command, "--help"});
     EXPECT_EQ(help.code, kDone);
     EXPECT_THAT(help.out, AllOf(HasSubstr("Examples:\n  strata " + std::string(command)),

@@ -12,6 +12,7 @@
 #include "strata/cli/byte_size.h"
 #include "strata/cli/comparison.h"
 #include "strata/cli/consolidation.h"
+#include "strata/cli/drive_speed.h"
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/python_module.h"
@@ -50,6 +51,7 @@ class CommandLine {
     add_consolidate();
     add_diff();
     add_plan();
+    add_bench_io();
     add_import(
         "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
         "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
@@ -169,6 +171,49 @@ class CommandLine {
     command.callback([this] { command_ = [this] { return plan_command(); }; });
   }
 
+  void add_bench_io() {
+    CLI::App& command = add(
+        "bench-io", "Measure how fast drives are read and written, for offloading",
+        "Makes a file in each folder, which is gone at the end, reads and writes it past the page\n"
+        "cache with blocks of several sizes and queues of several depths, and says what to write\n"
+        "into the configuration.\n\n"
+        "Examples:\n"
+        "  strata bench-io /mnt/nvme\n"
+        "  strata bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n"
+        "  strata bench-io /mnt/nvme --block 1MiB,8MiB --depth 32,128\n"
+        "  strata bench-io /mnt/nvme --quick --json | jq .aio");
+    command.add_option("PATH", paths_, "Folders, each on a drive")->required();
+    command.add_option("--size", size_, "Of the file, as 16GiB; 1GiB, if not given");
+    command.add_option("--block", blocks_, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
+        ->delimiter(',');
+    command.add_option("--depth", depths_, "Blocks under way; 8,32, if not given")
+        ->delimiter(',')
+        ->check(CLI::Range(1, kDepthMax));
+    command.add_option("--engine", engine_, "auto, io_uring or threads")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
+    command.add_flag("--quick", quick_, "A file of 256MiB and blocks of 1MiB, if not given");
+    command.callback([this] { command_ = [this] { return bench_io_command(); }; });
+  }
+
+  ExitCode bench_io_command() {
+    DriveRequest request;
+    request.paths = paths_;
+    request.engine = io::engine_kind_from(engine_).value();
+    if (quick_) {
+      request.size = 256_MiB;
+      request.blocks = {1_MiB};
+    }
+    if (!size_.empty()) request.size = parse_byte_size(size_, "--size");
+    if (!depths_.empty()) request.depths = depths_;
+    if (!blocks_.empty()) request.blocks.clear();
+    for (const std::string& block : blocks_)
+      request.blocks.push_back(parse_byte_size(block, "--block"));
+    const DriveSpeeds speeds = measure_drives(request, session_.ledger, session_.console);
+    session_.show(text_of(speeds), json_of(speeds));
+    return kDone;
+  }
+
   ExitCode inspect_command() {
     io::ThreadEngine io;
     const Inspection result = inspect(path_, verify_, io, session_.ledger, session_.console);
@@ -219,6 +264,7 @@ class CommandLine {
   }
 
   static constexpr int kWorldMax = 1'000'000;
+  static constexpr int kDepthMax = 1024;
 
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Session session_;
@@ -230,6 +276,12 @@ class CommandLine {
   std::string config_;
   std::string device_memory_;
   std::string device_ = "cuda";
+  std::vector<std::string> paths_;
+  std::string size_;
+  std::vector<std::string> blocks_;
+  std::vector<int> depths_;
+  std::string engine_ = "auto";
+  bool quick_ = false;
   bool verify_ = false;
   bool no_verify_ = false;
   bool kinds_ = false;

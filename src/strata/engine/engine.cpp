@@ -151,6 +151,7 @@ void Engine::begin_forward() {
   require_usable();
   trace_.begin_step(recorder_);
   recorder_.begin_phase(Activity::kForwardPass);
+  states_->advance();
   if (pass_.begin_forward()) gatherer_.start_pass();
 }
 
@@ -179,6 +180,7 @@ void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
 void Engine::end_backward() {
   STRATA_ASSERT(in_backward());
   reducer_.end_backward();
+  states_->advance();
   recorder_.end_phase();
   pass_.end_backward();
 }

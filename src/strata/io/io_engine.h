@@ -1,5 +1,5 @@
-// Seam: positional reads and writes. Implementations: thread_engine (pread/pwrite on a pool);
-// io_uring later.
+// Seam: positional reads and writes. Implementations: uring_engine (io_uring), thread_engine
+// (pread/pwrite on a pool); engine_choice.h makes the better one that the system allows.
 //
 // A transfer is complete or it failed: short transfers are continued, EINTR is retried, and
 // whatever remains surfaces as IoError (path, offset, wanted, got, errno) from wait(). Reading past
@@ -13,12 +13,18 @@
 // must outlive the Transfer's wait(). ~Transfer waits and drops errors. An engine finishes what it
 // was given before it is destroyed; a Transfer may outlive it. Errors: UsageError at once for a
 // range that no file can have (negative offset, end beyond 2^63).
+//
+// Memory of many transfers, as a pinned arena, may be registered: it stays in place for good, and
+// each transfer costs less. Nothing else changes. While its registration lives it is neither
+// unmapped nor are its pages given back. A registration may outlive the engine.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
+#include <utility>
 
 #include "strata/base/units.h"
 #include "strata/io/file.h"
@@ -33,6 +39,19 @@ class Transfer {
   virtual void wait() = 0;
 };
 
+class MemoryRegistration {
+ public:
+  explicit MemoryRegistration(std::string refused) : refused_(std::move(refused)) {}
+  virtual ~MemoryRegistration() = default;
+  MemoryRegistration(const MemoryRegistration&) = delete;
+  MemoryRegistration& operator=(const MemoryRegistration&) = delete;
+  // Why the memory is used as any other is; empty: it is registered.
+  const std::string& refused() const { return refused_; }
+
+ private:
+  std::string refused_;
+};
+
 class IoEngine {
  public:
   virtual ~IoEngine() = default;
@@ -41,6 +60,10 @@ class IoEngine {
                                          std::span<std::byte> target) = 0;
   virtual std::unique_ptr<Transfer> write(const File& file, Bytes offset,
                                           std::span<const std::byte> source) = 0;
+  [[nodiscard]] virtual std::unique_ptr<MemoryRegistration> register_memory(
+      std::span<std::byte> /*memory*/) {
+    return std::make_unique<MemoryRegistration>("this engine has no use for it");
+  }
 };
 
 }  // namespace strata::io

@@ -9,6 +9,11 @@
 #include "strata/base/error.h"
 
 namespace strata::io {
+namespace {
+
+constexpr int kWaitsMax = 100;
+
+}  // namespace
 
 PendingRange::PendingRange(const File& file, Bytes offset, std::byte* target,
                            const std::byte* source, Bytes bytes)
@@ -44,15 +49,19 @@ PendingRange PendingRange::piece(Bytes begin, Bytes bytes) const {
   return part;
 }
 
+Bytes PendingRange::to_direct_block() const {
+  const Bytes past_block = (offset_ + next_) % File::kDirectBlock;
+  return direct_ && past_block > Bytes() ? File::kDirectBlock - past_block : Bytes();
+}
+
 PendingRange::Call PendingRange::next_call() const {
   const Bytes at = offset_ + next_;
   const Bytes rest = end_ - next_;
   const Call buffered{file_->fd(), at, rest.size(), false};
   if (!direct_) return buffered;
   const Bytes past_block = at % File::kDirectBlock;
-  const std::byte* const memory = source_ != nullptr ? source_ : target_;
-  const Bytes address(
-      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory + next_.value)));
+  const std::byte* const memory = reading() ? target() : source();
+  const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory)));
   if (address % File::kDirectBlock != past_block) return buffered;  // they never meet
   if (past_block > Bytes()) {
     return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};
@@ -64,32 +73,33 @@ PendingRange::Call PendingRange::next_call() const {
 
 void PendingRange::accept(const Call& call, std::int64_t result) {
   if (result == -EINTR) return;
+  if (result == -EAGAIN && ++waits_ <= kWaitsMax) return;
   // Not this file, not these sizes, or perhaps an end of the file that lies within a block: what
   // the page cache says of the same bytes counts.
   if (call.direct && (result == -EINVAL || result == -EOPNOTSUPP || result == 0)) {
     direct_ = false;
     return;
   }
-  const bool reading = source_ == nullptr;
   if (result < 0) {
-    fail(reading ? "read failed" : "write failed", static_cast<int>(-result));
+    fail(reading() ? "read failed" : "write failed", static_cast<int>(-result));
   }
-  if (result == 0 && reading) {
+  if (result == 0 && reading()) {
     fail("the file ends before the range to read does; it is truncated, or is not the file meant",
          0);
   }
   if (result == 0) fail("write failed: the system takes no more bytes and gives no reason", 0);
   STRATA_ASSERT(Bytes(result).size() <= call.bytes);
   next_ += Bytes(result);
+  waits_ = 0;
 }
 
 void PendingRange::run(SystemCalls& calls) {
   while (!complete()) {
     const Call call = next_call();
-    if (source_ == nullptr) {
-      accept(call, calls.read_at(call.fd, {target_ + next_.value, call.bytes}, call.offset));
+    if (reading()) {
+      accept(call, calls.read_at(call.fd, {target(), call.bytes}, call.offset));
     } else {
-      accept(call, calls.write_at(call.fd, {source_ + next_.value, call.bytes}, call.offset));
+      accept(call, calls.write_at(call.fd, {source(), call.bytes}, call.offset));
     }
   }
 }

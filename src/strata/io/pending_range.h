@@ -1,9 +1,10 @@
 // What is left of a positional transfer, or of one piece of it, and the one place that reads the
-// result of a system call: accept() continues after a short transfer, retries EINTR, and turns
-// everything else into an IoError with path, offset, wanted and got. Every engine drives its
-// transfers through it. Of a file with a descriptor for direct transfers, whole blocks that lie at
-// blocks in memory, too, go through that, and the rest, or all where the system refuses, through
-// the page cache. Threads: one thread. Ownership: borrows the File and the memory.
+// result of a system call: accept() continues after a short transfer, retries EINTR, and EAGAIN a
+// number of times, and turns everything else into an IoError with path, offset, wanted and got.
+// Every engine drives its transfers through it. Of a file with a descriptor for direct transfers,
+// whole blocks that lie at blocks in memory, too, go through that, and the rest, or all where the
+// system refuses, through the page cache. Threads: one thread. Ownership: borrows the File and the
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +29,8 @@ class PendingRange {
 
   Bytes wanted() const { return end_ - begin_; }
   bool complete() const { return next_ == end_; }
+  // Bytes up to the first block of the file, where there is a descriptor for direct transfers.
+  Bytes to_direct_block() const;
   // The call that comes next, of one that is not complete.
   struct Call {
     int fd;
@@ -36,6 +39,12 @@ class PendingRange {
     bool direct;
   };
   Call next_call() const;
+  bool reading() const { return source_ == nullptr; }
+  // Where the next call's bytes go, of a read, and where they come from, of a write; else null.
+  std::byte* target() const { return reading() ? target_ + next_.value : nullptr; }
+  const std::byte* source() const { return reading() ? nullptr : source_ + next_.value; }
+  // Whether the last call was told to come again (EAGAIN): the next one should be let wait.
+  bool told_to_wait() const { return waits_ > 0; }
   // Takes what that call returned (bytes moved, or -errno). Throws IoError.
   void accept(const Call& call, std::int64_t result);
   // Calls until complete.
@@ -52,6 +61,7 @@ class PendingRange {
   Bytes offset_;              // of the transfer in the file
   Bytes bytes_;               // of the transfer
   Bytes begin_, next_, end_;  // of this range, relative to the transfer
+  int waits_ = 0;             // EAGAIN in a row
   bool direct_ = false;       // whether direct transfers have not been refused
 };
 

@@ -11,89 +11,9 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/io/pending_range.h"
+#include "strata/io/transfer_job.h"
 
 namespace strata::io {
-namespace {
-
-// One transfer, shared by its Transfer, the queue and the threads that serve its pieces.
-class Job {
- public:
-  struct Piece {
-    std::int64_t index;
-    PendingRange range;
-  };
-
-  Job(PendingRange range, Bytes piece)
-      : range_(range),
-        piece_(piece),
-        pieces_((range.wanted().value + piece.value - 1) / piece.value) {}
-
-  // The next piece to serve; none when all are handed out, or when one has failed.
-  std::optional<Piece> claim() {
-    const std::lock_guard lock(mutex_);
-    if (error_ != nullptr || claimed_ == pieces_) return std::nullopt;
-    const std::int64_t index = claimed_++;
-    const Bytes begin = piece_ * index;
-    return Piece{index, range_.piece(begin, std::min(piece_, range_.wanted() - begin))};
-  }
-
-  // Pieces are claimed in order, so all those below a failed one have been claimed and will be
-  // settled: the error at the lowest offset always wins.
-  void settle(std::int64_t index, std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
-    ++settled_;
-    if (error != nullptr && (error_ == nullptr || index < error_index_)) {
-      error_ = std::move(error);
-      error_index_ = index;
-    }
-    if (finished()) finished_.notify_all();
-  }
-
-  bool done() {
-    const std::lock_guard lock(mutex_);
-    return finished();
-  }
-
-  void wait() {
-    std::unique_lock lock(mutex_);
-    finished_.wait(lock, [this] { return finished(); });
-    if (error_ != nullptr) std::rethrow_exception(error_);
-  }
-
-  void wait_quietly() {
-    std::unique_lock lock(mutex_);
-    finished_.wait(lock, [this] { return finished(); });
-  }
-
- private:
-  bool finished() const {
-    return settled_ == claimed_ && (error_ != nullptr || claimed_ == pieces_);
-  }
-
-  const PendingRange range_;
-  const Bytes piece_;
-  const std::int64_t pieces_;
-  std::mutex mutex_;
-  std::condition_variable finished_;
-  std::int64_t claimed_ = 0;
-  std::int64_t settled_ = 0;
-  std::int64_t error_index_ = 0;
-  std::exception_ptr error_;
-};
-
-class JobTransfer final : public Transfer {
- public:
-  explicit JobTransfer(std::shared_ptr<Job> job) : job_(std::move(job)) {}
-  ~JobTransfer() override { job_->wait_quietly(); }
-  bool done() override { return job_->done(); }
-  void wait() override { job_->wait(); }
-
- private:
-  std::shared_ptr<Job> job_;
-};
-
-}  // namespace
 
 class ThreadEngine::Pool {
  public:
@@ -110,7 +30,7 @@ class ThreadEngine::Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  void enqueue(std::shared_ptr<Job> job) {
+  void enqueue(std::shared_ptr<TransferJob> job) {
     std::unique_lock lock(mutex_);
     room_.wait(lock, [this] { return queue_.size() < queue_max_; });
     queue_.push_back(std::move(job));
@@ -132,8 +52,8 @@ class ThreadEngine::Pool {
     while (true) {
       work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      const std::shared_ptr<Job> job = queue_.front();
-      std::optional<Job::Piece> piece = job->claim();
+      const std::shared_ptr<TransferJob> job = queue_.front();
+      std::optional<TransferJob::Piece> piece = job->claim();
       if (!piece) {
         queue_.pop_front();
         room_.notify_one();
@@ -156,7 +76,7 @@ class ThreadEngine::Pool {
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable room_;
-  std::deque<std::shared_ptr<Job>> queue_;
+  std::deque<std::shared_ptr<TransferJob>> queue_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };
@@ -177,16 +97,18 @@ ThreadEngine::~ThreadEngine() = default;
 
 std::unique_ptr<Transfer> ThreadEngine::read(const File& file, Bytes offset,
                                              std::span<std::byte> target) {
-  auto job = std::make_shared<Job>(PendingRange::reading(file, offset, target), options_.piece);
+  auto job =
+      std::make_shared<TransferJob>(PendingRange::reading(file, offset, target), options_.piece);
   if (!target.empty()) pool_->enqueue(job);
-  return std::make_unique<JobTransfer>(std::move(job));
+  return transfer_of(std::move(job));
 }
 
 std::unique_ptr<Transfer> ThreadEngine::write(const File& file, Bytes offset,
                                               std::span<const std::byte> source) {
-  auto job = std::make_shared<Job>(PendingRange::writing(file, offset, source), options_.piece);
+  auto job =
+      std::make_shared<TransferJob>(PendingRange::writing(file, offset, source), options_.piece);
   if (!source.empty()) pool_->enqueue(job);
-  return std::make_unique<JobTransfer>(std::move(job));
+  return transfer_of(std::move(job));
 }
 
 }  // namespace strata::io

@@ -5,20 +5,13 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/io/thread_engine.h"
+#include "strata/io/engine_choice.h"
 #include "strata/offload/memory_store.h"
 #include "strata/offload/nvme_store.h"
 #include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
 namespace {
-
-// The folder goes when its file is closed.
-struct DriveStore {
-  DriveStore(const std::string& path, int rank) : folder(path, rank) {}
-  SwapFolder folder;
-  std::unique_ptr<NvmeStore> store;
-};
 
 class DryTransfer final : public io::Transfer {
  public:
@@ -61,11 +54,12 @@ std::shared_ptr<StateStore> memory_store(const StatePlace& place, device::Device
 
 MadeStore make_state_store(const StatePlace& place, device::Device& device, int rank) {
   if (place.tier != memory::Tier::kNvme) return {memory_store(place, device), ""};
-  auto made = std::make_shared<DriveStore>(place.folder, rank);
-  made->store = drive_store(place, device,
-                            make_block_file(std::make_shared<io::ThreadEngine>(),
-                                            fmt::format("{}/states", made->folder.path())));
-  return {std::shared_ptr<StateStore>(made, made->store.get()), made->folder.remark()};
+  auto folder = std::make_unique<SwapFolder>(place.folder, rank);
+  io::ChosenEngine io = io::make_io_engine();
+  std::string remark = folder->remark();
+  if (!io.refused.empty()) remark += fmt::format("{}{}", remark.empty() ? "" : "; ", io.refused);
+  return {drive_store(place, device, make_block_file(std::move(io.engine), std::move(folder))),
+          std::move(remark)};
 }
 
 std::shared_ptr<StateStore> make_dry_store(const StatePlace& place, device::Device& device) {

@@ -1,5 +1,7 @@
 #include "strata/torch/start/model_start.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -84,6 +86,7 @@ std::shared_ptr<offload::StateStore> ModelStart::make_states(const offload::Stat
   } else {
     make();
   }
+  if (!made.remark.empty() && collectives.rank() == 0) TORCH_WARN(made.remark);
   return made.store;
 }
 

@@ -1,0 +1,218 @@
+#include "strata/cli/drive_speed.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "strata/base/error.h"
+#include "strata/cli/drive_folder.h"
+#include "strata/cli/text_table.h"
+#include "strata/io/io_engine.h"
+#include "strata/memory/host_buffer.h"
+
+namespace strata::cli {
+namespace {
+
+using Json = nlohmann::json;
+
+// Beyond what is under way, so many blocks wait for their turn.
+constexpr int kBlocksAhead = 2;
+constexpr double kAsGood = 1.03;
+
+enum class Pass { kRead, kWrite, kBoth };
+
+Bytes memory_for(const DriveRequest& request) {
+  return *std::ranges::max_element(request.blocks) *
+         (std::int64_t{kBlocksAhead} * *std::ranges::max_element(request.depths));
+}
+
+void check(const DriveRequest& request) {
+  const Bytes largest = *std::ranges::max_element(request.blocks);
+  for (const Bytes block : request.blocks) {
+    if (block % io::File::kDirectBlock != 0_B) {
+      throw UsageError(fmt::format("--block: wanted a multiple of {}, as drives want it; found {}",
+                                   to_string(io::File::kDirectBlock), block.value));
+    }
+  }
+  if (request.size < largest * 2) {
+    throw UsageError(fmt::format("--size: wanted two blocks of {} at least; found {}",
+                                 to_string(largest), request.size.value));
+  }
+}
+
+// Bytes that no drive compresses. Whole words: `bytes` are blocks.
+void fill(std::span<std::byte> bytes) {
+  std::uint64_t state = 88172645463325252U;
+  for (std::size_t at = 0; at < bytes.size(); at += sizeof state) {
+    state ^= state << 13U;
+    state ^= state >> 7U;
+    state ^= state << 17U;
+    std::memcpy(bytes.data() + at, &state, sizeof state);
+  }
+}
+
+// One drive under measurement.
+class DriveBench {
+ public:
+  DriveBench(const DriveRequest& request, const std::string& path, std::span<std::byte> memory,
+             Console& console)
+      : request_(request), folder_(path, request.size), memory_(memory), console_(console) {}
+
+  DriveSpeed run() {
+    DriveSpeed speed{folder_.path(), folder_.file_system(), folder_.direct(), "", {}, {}};
+    if (const std::string remark = folder_.remark(); !remark.empty())
+      speed.remarks.push_back(remark);
+    const std::size_t cells = request_.blocks.size() * request_.depths.size();
+    Progress progress(fmt::format("measuring {}", folder_.path()),
+                      request_.size * static_cast<std::int64_t>(cells * 3 + 1), console_);
+    progress_ = &progress;
+    for (const Bytes block : request_.blocks) {
+      for (const int depth : request_.depths) speed.figures.push_back(cell(block, depth, speed));
+    }
+    return speed;
+  }
+
+ private:
+  DriveFigures cell(Bytes block, int depth, DriveSpeed& speed) {
+    const io::ChosenEngine chosen = io::make_io_engine(
+        {.kind = request_.engine, .piece = block, .depth = depth, .threads = depth});
+    io::IoEngine& io = *chosen.engine;
+    const auto registration = io.register_memory(memory_);
+    const bool first = speed.figures.empty();
+    if (first) {
+      speed.engine = io.name();
+      if (!chosen.refused.empty()) speed.remarks.push_back(chosen.refused);
+      if (chosen.refused.empty() && request_.engine != io::EngineKind::kThreads &&
+          !registration->refused().empty())
+        speed.remarks.push_back("memory is not registered: " + registration->refused());
+      pass(io, Pass::kWrite, block, depth);  // the file system gives each block its place
+    }
+    DriveFigures figures{block, depth};
+    figures.write = pass(io, Pass::kWrite, block, depth);
+    figures.read = pass(io, Pass::kRead, block, depth);
+    figures.both = pass(io, Pass::kBoth, block, depth);
+    return figures;
+  }
+
+  // GB/s.
+  double pass(io::IoEngine& io, Pass what, Bytes block, int depth) {
+    const auto buffers = static_cast<std::size_t>(kBlocksAhead * depth);
+    const std::int64_t blocks = request_.size / block;
+    std::vector<std::unique_ptr<io::Transfer>> transfers(buffers);
+    const Clock::time_point start = console_.now();
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      const std::size_t turn = static_cast<std::size_t>(i) % buffers;
+      if (transfers[turn]) transfers[turn]->wait();
+      const auto memory = memory_.subspan(turn * block.size(), block.size());
+      // Both: reads go over the first half, writes over the second.
+      const bool reads = what == Pass::kRead || (what == Pass::kBoth && i % 2 == 0);
+      const std::int64_t place = what == Pass::kBoth ? i / 2 + (reads ? 0 : (blocks + 1) / 2) : i;
+      transfers[turn] = reads ? io.read(folder_.file(), block * place, memory)
+                              : io.write(folder_.file(), block * place, memory);
+      progress_->add(block);
+    }
+    for (const auto& transfer : transfers) {
+      if (transfer) transfer->wait();
+    }
+    const std::chrono::duration<double> seconds = console_.now() - start;
+    return static_cast<double>((block * blocks).value) * 1e-9 / seconds.count();
+  }
+
+  const DriveRequest& request_;
+  const DriveFolder folder_;
+  const std::span<std::byte> memory_;
+  Console& console_;
+  Progress* progress_ = nullptr;
+};
+
+// Nanoseconds in which a byte is read and written.
+double cost_of(const DriveFigures& figures) {
+  return 1 / figures.read + 1 / figures.write;
+}
+
+Json section_of(const DriveSpeeds& speeds) {
+  const DriveFigures& best = speeds.drives.front().figures[speeds.best];
+  return {{"block_size", best.block.value}, {"queue_depth", best.depth}};
+}
+
+}  // namespace
+
+std::size_t best_of(const std::vector<DriveSpeed>& drives) {
+  const std::size_t count = drives.front().figures.size();
+  std::vector<double> losses(count, 0);
+  for (const DriveSpeed& drive : drives) {
+    double least = std::numeric_limits<double>::infinity();
+    for (const DriveFigures& figures : drive.figures) least = std::min(least, cost_of(figures));
+    for (std::size_t i = 0; i < count; ++i)
+      losses[i] = std::max(losses[i], cost_of(drive.figures[i]) / least);
+  }
+  const double good = *std::ranges::min_element(losses) * kAsGood;
+  std::size_t best = count;
+  const auto held = [&](std::size_t i) {
+    const DriveFigures& figures = drives.front().figures[i];
+    return figures.block * figures.depth;
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    if (losses[i] <= good && (best == count || held(i) < held(best))) best = i;
+  }
+  return best;
+}
+
+DriveSpeeds measure_drives(const DriveRequest& request,
+                           const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
+  check(request);
+  // Refuses what cannot be meant before there is anything to wait for.
+  for (const std::string& path : request.paths) const DriveFolder tried(path, request.size);
+  memory::HostBuffer memory(memory_for(request), {.ledger = ledger});
+  fill(memory.bytes());
+  DriveSpeeds speeds{request.size, {}, 0};
+  for (const std::string& path : request.paths)
+    speeds.drives.push_back(DriveBench(request, path, memory.bytes(), console).run());
+  speeds.best = best_of(speeds.drives);
+  return speeds;
+}
+
+std::string text_of(const DriveSpeeds& speeds) {
+  std::string text;
+  for (const DriveSpeed& drive : speeds.drives) {
+    text += fmt::format("{}: {}, {} the page cache, by {}, a file of {}\n", drive.path,
+                        drive.file_system, drive.direct ? "past" : "through", drive.engine,
+                        to_string(speeds.size));
+    TextTable table({"block", "depth", "read GB/s", "write GB/s", "both GB/s"});
+    for (const DriveFigures& figures : drive.figures) {
+      table.add({to_string(figures.block), fmt::format("{}", figures.depth),
+                 fmt::format("{:.2f}", figures.read), fmt::format("{:.2f}", figures.write),
+                 fmt::format("{:.2f}", figures.both)});
+    }
+    text += table.text();
+    for (const std::string& remark : drive.remarks) text += "- " + remark + "\n";
+    text += "\n";
+  }
+  return text + fmt::format("in the configuration: \"aio\": {}\n", section_of(speeds).dump());
+}
+
+Json json_of(const DriveSpeeds& speeds) {
+  Json drives = Json::array();
+  for (const DriveSpeed& drive : speeds.drives) {
+    Json figures = Json::array();
+    for (const DriveFigures& cell : drive.figures) {
+      figures.push_back({{"block_size", cell.block.value},
+                         {"queue_depth", cell.depth},
+                         {"read_gb_per_s", cell.read},
+                         {"write_gb_per_s", cell.write},
+                         {"both_gb_per_s", cell.both}});
+    }
+    drives.push_back({{"path", drive.path},
+                      {"file_system", drive.file_system},
+                      {"direct", drive.direct},
+                      {"engine", drive.engine},
+                      {"remarks", drive.remarks},
+                      {"figures", figures}});
+  }
+  return {{"size", speeds.size.value}, {"drives", drives}, {"aio", section_of(speeds)}};
+}
+
+}  // namespace strata::cli

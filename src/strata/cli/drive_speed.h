@@ -1,0 +1,62 @@
+// How fast drives are read and written past the page cache, as `strata bench-io` shows it: a file
+// in each folder, read, written, and both at once, with blocks of several sizes and queues of
+// several depths, from front to back, into and out of registered memory; and what to write into the
+// configuration. Threads: one, beside those of the IoEngine. Memory: two blocks for each place of
+// the deepest queue. Errors: of DriveFolder; UsageError for sizes that do not go together; IoError.
+#pragma once
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "strata/cli/progress.h"
+#include "strata/io/engine_choice.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::cli {
+
+struct DriveRequest {
+  std::vector<std::string> paths;
+  Bytes size = 1_GiB;  // of the file; each pass moves as much
+  std::vector<Bytes> blocks{256_KiB, 1_MiB, 4_MiB};
+  std::vector<int> depths{8, 32};
+  io::EngineKind engine = io::EngineKind::kAuto;
+};
+
+// GB/s with one size of blocks and one depth.
+struct DriveFigures {
+  Bytes block;
+  int depth = 0;
+  double read = 0;
+  double write = 0;
+  double both = 0;  // together, half of the bytes each
+};
+
+struct DriveSpeed {
+  std::string path;
+  std::string file_system;
+  bool direct = false;
+  std::string engine;
+  std::vector<std::string> remarks;
+  std::vector<DriveFigures> figures;
+};
+
+struct DriveSpeeds {
+  Bytes size;
+  std::vector<DriveSpeed> drives;
+  std::size_t best = 0;  // which figures of each drive the configuration should name
+};
+
+// Which figures to take, of drives that have all been measured alike: those by which a byte is read
+// and written soonest on the drive that loses most; and of those that are about as good, the ones
+// that hold least memory.
+std::size_t best_of(const std::vector<DriveSpeed>& drives);
+
+DriveSpeeds measure_drives(const DriveRequest& request,
+                           const std::shared_ptr<memory::Ledger>& ledger, Console& console);
+
+std::string text_of(const DriveSpeeds& speeds);
+nlohmann::json json_of(const DriveSpeeds& speeds);
+
+}  // namespace strata::cli

@@ -1,0 +1,53 @@
+// Seam: a queue of requests to read and write, and what came of them, as io_uring has it: requests
+// are pushed, handed to the system together, and end in any order. It judges no result; the engine
+// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads: all
+// of one, the engine's, but wake(), which any may call. Ownership: borrows the memory and the
+// descriptors of requests until they have ended, and what is registered. Errors: results of
+// requests; begin() and wait() throw IoError where the system does not serve the queue (any more),
+// after which only the destructor may be called.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "strata/base/units.h"
+
+namespace strata::io {
+
+class RequestRing {
+ public:
+  struct Request {
+    std::uint32_t id = 0;  // of those under way, this one's alone
+    int fd = -1;
+    Bytes offset;  // in the file
+    std::size_t bytes = 0;
+    std::byte* target = nullptr;        // of a read, else null
+    const std::byte* source = nullptr;  // of a write, else null
+    int region = -1;                    // the registered memory that it lies in; -1: none
+    bool may_block = false;  // the system need not try on the engine's thread whether it would
+  };
+  struct Result {
+    std::uint32_t id = 0;
+    std::int64_t value = 0;  // bytes moved, or -errno
+  };
+
+  // What one region can have.
+  static constexpr Bytes kRegionMax = 1_GiB;
+
+  virtual ~RequestRing() = default;
+  // Called once, by the thread that makes all later calls.
+  virtual void begin() = 0;
+  virtual void push(const Request& request) = 0;
+  // Hands over what was pushed. Blocks until a request has ended or somebody called wake() since
+  // the last wait(); appends the results of those that have ended.
+  virtual void wait(std::vector<Result>& results) = 0;
+  virtual void wake() = 0;
+  // Makes memory known under a number, from 0 on. Returns 0, or an errno.
+  virtual int register_region(int region, std::span<std::byte> memory) = 0;
+  virtual void unregister_region(int region) = 0;
+  virtual int regions_max() const = 0;
+};
+
+}  // namespace strata::io

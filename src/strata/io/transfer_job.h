@@ -1,0 +1,60 @@
+// One transfer of an engine, cut into pieces that are served in any order: which pieces are handed
+// out, which are over, and what the first failure was. Of several failed pieces the one at the
+// lowest offset counts; once one has failed no more are handed out. Pieces of a file with a
+// descriptor for direct transfers end at blocks of the file, so that only the two ends of the
+// transfer can lie across one. Threads: internally synchronised. Ownership: shared by the Transfer,
+// the engine's queue and whoever serves a piece; borrows the File and the memory.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "strata/io/io_engine.h"
+#include "strata/io/pending_range.h"
+
+namespace strata::io {
+
+class TransferJob {
+ public:
+  struct Piece {
+    std::int64_t index;
+    PendingRange range;
+    bool is_last;  // no other is handed out after it
+  };
+
+  // `piece`: bytes of a piece; the first one may have a block more.
+  TransferJob(const PendingRange& range, Bytes piece);
+
+  // The next piece to serve; none when all are handed out, or when one has failed.
+  std::optional<Piece> claim();
+  // A claimed piece is over; `error` is null where it is complete.
+  void settle(std::int64_t index, std::exception_ptr error);
+
+  bool done();
+  // Blocks until no piece is being served. Rethrows the failure.
+  void wait();
+  void wait_quietly();
+
+ private:
+  bool finished() const;
+
+  const PendingRange range_;
+  const Bytes piece_;
+  const Bytes first_extra_;  // what the first piece has beyond piece_
+  const std::int64_t pieces_;
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  std::int64_t claimed_ = 0;
+  std::int64_t settled_ = 0;
+  std::int64_t error_index_ = 0;
+  std::exception_ptr error_;
+};
+
+// The Transfer of a job.
+std::unique_ptr<Transfer> transfer_of(std::shared_ptr<TransferJob> job);
+
+}  // namespace strata::io
