@@ -102,7 +102,7 @@ def initialize(
             else:
                 init_distributed()
             parsed, runtime, tree = prepare(_find_config(args, config, config_params), model)
-            collectives = make_collectives(parsed, runtime.device)
+            collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
         assembled = assemble(
             tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up,
