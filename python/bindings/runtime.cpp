@@ -6,6 +6,7 @@
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/rank_environment.h"
 #include "strata/torch/ranks/rank_joining.h"
+#include "strata/torch/start/warm_up.h"
 
 namespace strata::python {
 namespace {
@@ -142,6 +143,9 @@ void bind_runtime(py::module_& module) {
              py::call_guard<py::gil_scoped_release>());
   // GPUs that torch and this build can both use. The first call starts the driver.
   module.def("usable_gpus", &torch::usable_gpus, py::call_guard<py::gil_scoped_release>());
+  // Loads what the first step of a model in this dtype would load.
+  module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"),
+             py::call_guard<py::gil_scoped_release>());
   // Whole or not at all, by a temporary file that follows no link; IoError.
   module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
              py::call_guard<py::gil_scoped_release>());

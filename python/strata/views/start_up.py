@@ -156,9 +156,15 @@ def _merged_reading(readings):
     return merged_reading
 
 
-def require_writable(path, key="strata.init.report"):
-    """Raises ConfigError unless a file can be written to ``path``, the value of ``key``; before start-up, not
-    after it."""
+def require_writable_files(config, rank):
+    """Raises ConfigError on rank 0, which writes them, unless the files of a _C.Config can be written; before start-up,
+    not after it."""
+    if rank == 0:
+        _require_writable(config.init_report, "strata.init.report")
+        _require_writable(config.trace, "strata.trace")
+
+
+def _require_writable(path, key):
     if path is None:
         return
     folder = os.path.dirname(os.path.abspath(path))

@@ -1,5 +1,6 @@
 #include "strata/torch/base/placement.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -103,7 +104,10 @@ std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
   options.waits = std::move(waits);
   options.compute_stream = [place] { return current_stream(place).native_handle(); };
   options.release_unused = [place] { release_cached_memory(place); };
-  return device::make_cuda_device(options);
+  std::shared_ptr<device::Device> device = device::make_cuda_device(options);
+  // What torch's Python would do later, with the interpreter's lock.
+  at::globalContext().lazyInitDevice(place.type());
+  return device;
 }
 
 c10::Stream current_stream(c10::Device place) {
