@@ -1,21 +1,21 @@
-"""What a cold start of ``strata.load_pretrained`` is made of, on one GPU: its parts one after the other, and a timeline.
+"""What a cold start of ``strata.load_pretrained`` is made of, on one GPU: its parts one by one, and a timeline.
 
-    python bench/cold_parts.py MODEL_DIR [--rounds 2]
+    python bench/cold_parts.py MODEL_DIR [--rounds 2] [--as-installed]
 
 Each line is of fresh processes, medians over rounds. *Parts*: what a start has to do once a process, each part after
 those above it and waited for. *Timeline*: seconds since exec at which phases of one start began, of its first steps,
-and of the imports that take longest. *Warmed*: the same where kernels of torch ran before, which tells what of the
-first step is such loading.
+of what runs beside it, and of the imports that take longest. *Warmed before*: the same where kernels of torch ran
+before; *not warmed*: where a start loads nothing for the first step. The two tell what of the first step is loading.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 
+from compiled_modules import environment, installed_state
 from tables import show
 
 COMMON = """
@@ -112,7 +112,21 @@ def hook(event, arguments):
     if event == "import" and arguments[0] in watched and not arguments[0] + " imported" in marks:
         mark(arguments[0] + " imported")
 sys.addaudithook(hook)
-if os.environ["WARMED"]:
+def note_ends(name):
+    call = getattr(strata.pretrained, name)
+    def noted(*arguments):
+        mark(name + " begins")
+        try:
+            return call(*arguments)
+        finally:
+            mark(name + " ends")
+    setattr(strata.pretrained, name, noted)
+for name in ("open_runtime", "warm_up", "_open", "_import_class", "_build_flat", "_plan"):
+    if hasattr(strata.pretrained, name):
+        note_ends(name)
+if os.environ["WARMED"] == "never":
+    strata._C.warm_up = lambda *arguments: None
+if os.environ["WARMED"] == "before":
     torch.cuda.set_device(0)
     warm(torch.device("cuda", 0))
     mark("warmed")
@@ -139,15 +153,15 @@ marks["init_report"] = engine.init_report
 """
 
 
-def run(script, model, warmed=False):
+def run(script, model, base, warmed=""):
     """What the script's ``marks`` hold.
 
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    environment = {**os.environ, "MODEL": model, "WARMED": "1" if warmed else "", "OMP_NUM_THREADS": "1",
-                   "STARTED": repr(time.time())}
-    result = subprocess.run([sys.executable, "-c", COMMON + script + FINISH], env=environment, text=True,
+    own = {**base, "MODEL": model, "WARMED": warmed, "OMP_NUM_THREADS": "1",
+           "STARTED": repr(time.time())}
+    result = subprocess.run([sys.executable, "-c", COMMON + script + FINISH], env=own, text=True,
                             capture_output=True, check=False)
     if result.returncode:
         raise RuntimeError(f"a start failed: {result.stderr[-3000:]}")
@@ -162,31 +176,38 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder with config.json and safetensors of Qwen3")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--as-installed", action="store_true", help="compile no modules beforehand")
     parser.add_argument("--json", help="where all figures go")
     arguments = parser.parse_args()
-    run(PARTS, arguments.model)  # brings files into the page cache
-    parts, plain, warmed = [], [], []
-    for _ in range(arguments.rounds):
-        parts.append(run(PARTS, arguments.model))
-        plain.append(run(TIMELINE, arguments.model))
-        warmed.append(run(TIMELINE, arguments.model, warmed=True))
-    reports = [turn.pop("init_report") for turn in plain + warmed]
+    parts, plain, warmed, unwarmed = [], [], [], []
+    print(installed_state(), flush=True)
+    with environment(arguments.as_installed) as base:
+        for script in (PARTS, TIMELINE):  # brings files into the page cache, and compiles modules
+            run(script, arguments.model, base)
+        for _ in range(arguments.rounds):
+            parts.append(run(PARTS, arguments.model, base))
+            plain.append(run(TIMELINE, arguments.model, base))
+            warmed.append(run(TIMELINE, arguments.model, base, "before"))
+            unwarmed.append(run(TIMELINE, arguments.model, base, "never"))
+    reports = [turn.pop("init_report") for turn in plain + warmed + unwarmed]
     middle, before, lines = medians(parts), 0.0, []
     for name, at in middle.items():
         lines.append([name, f"{at - before:.3f}"])
         before = at
     show([["part", "seconds"], *lines])
-    one, other, before, lines = medians(plain), medians(warmed), 0.0, []
+    one, others, before, lines = medians(plain), [medians(warmed), medians(unwarmed)], 0.0, []
     for name, at in sorted(one.items(), key=lambda item: item[1]):
-        lines.append([name, f"{at:.3f}", f"{at - before:.3f}", f"{other[name]:.3f}" if name in other else ""])
+        compared = [f"{other[name]:.3f}" if name in other else "" for other in others]
+        lines.append([name, f"{at:.3f}", f"{at - before:.3f}", *compared])
         before = at
-    show([["timeline", "s since exec", "after the last", "warmed before"], *lines])
+    show([["timeline", "s since exec", "after the last", "warmed before", "not warmed"], *lines])
     phases = reports[0]["phases"]
     show([["phase of init_report", "seconds", "GB"],
           *([p["name"], f"{p['seconds']:.3f}", f"{p['bytes'] * 1e-9:.2f}"] for p in phases)])
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"parts": parts, "timeline": plain, "warmed": warmed, "reports": reports}, file, indent=1)
+            json.dump({"parts": parts, "timeline": plain, "warmed": warmed, "unwarmed": unwarmed,
+                       "reports": reports}, file, indent=1)
 
 
 if __name__ == "__main__":
