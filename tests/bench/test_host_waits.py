@@ -14,4 +14,4 @@ def test_every_stage_is_counted(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert json.loads(figures.read_text())["host_waits"] == {str(stage): [0, 0] for stage in range(4)}
-    assert [line.split()[0] for line in result.stdout.splitlines() if line[:1].isdigit()] == list("0123")
+    assert [line.split()[0] for line in result.stdout.splitlines() if line.strip()[:1].isdigit()] == list("0123")
