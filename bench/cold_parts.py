@@ -5,11 +5,13 @@
 Each line is of fresh processes, medians over rounds. *Parts*: what a start has to do once a process, each part after
 those above it and waited for. *Timeline*: seconds since exec at which phases of one start began, of its first steps,
 of what runs beside it, and of the imports that take longest. *Warmed before*: the same where kernels of torch ran
-before; *not warmed*: where a start loads nothing for the first step. The two tell what of the first step is loading.
+before, *not warmed*: where a start loads nothing for the first step. The two tell what of the first step is loading.
+*Imports*: what the import of the model's class after torch's takes, by the package whose modules are run.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -168,6 +170,20 @@ def run(script, model, base, warmed=""):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def imports_by_package(base):
+    """[(package, seconds, modules)] of importing the model's class after torch, the longest first."""
+    script = "import gc, torch; gc.disable()\nfrom transformers.models.qwen3 import modeling_qwen3"
+    told = subprocess.run([sys.executable, "-X", "importtime", "-c", script], env=base, text=True,
+                          capture_output=True, check=True).stderr
+    taken = {}
+    for line in told[told.rindex(" torch\n"):].splitlines():
+        entry = re.match(r"import time: +([0-9]+) \| +[0-9]+ \| +([^ .]+)", line)
+        if entry:
+            seconds, modules = taken.get(entry[2], (0.0, 0))
+            taken[entry[2]] = seconds + int(entry[1]) * 1e-6, modules + 1
+    return sorted(((name, *both) for name, both in taken.items()), key=lambda entry: -entry[1])
+
+
 def medians(turns):
     return {name: statistics.median(turn[name] for turn in turns if name in turn) for name in turns[0]}
 
@@ -189,6 +205,7 @@ def main():
             plain.append(run(TIMELINE, arguments.model, base))
             warmed.append(run(TIMELINE, arguments.model, base, "before"))
             unwarmed.append(run(TIMELINE, arguments.model, base, "never"))
+        imports = imports_by_package(base)
     reports = [turn.pop("init_report") for turn in plain + warmed + unwarmed]
     middle, before, lines = medians(parts), 0.0, []
     for name, at in middle.items():
@@ -201,13 +218,16 @@ def main():
         lines.append([name, f"{at:.3f}", f"{at - before:.3f}", *compared])
         before = at
     show([["timeline", "s since exec", "after the last", "warmed before", "not warmed"], *lines])
+    show([["package", "seconds", "modules"],
+          *([name, f"{seconds:.3f}", str(modules)] for name, seconds, modules in imports[:12]),
+          ["all", f"{sum(entry[1] for entry in imports):.3f}", str(sum(entry[2] for entry in imports))]])
     phases = reports[0]["phases"]
     show([["phase of init_report", "seconds", "GB"],
           *([p["name"], f"{p['seconds']:.3f}", f"{p['bytes'] * 1e-9:.2f}"] for p in phases)])
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({"parts": parts, "timeline": plain, "warmed": warmed, "unwarmed": unwarmed,
-                       "reports": reports}, file, indent=1)
+                       "imports": imports, "reports": reports}, file, indent=1)
 
 
 if __name__ == "__main__":
