@@ -1,23 +1,25 @@
 """From exec to the end of the first step, in fresh processes: what a person waits who starts a script.
 
     python bench/cold.py [--world 2] [--device cuda] [--model DIR] [--engines strata fsdp2 ...] [--rounds 3] \
-        [--json FILE]
+        [--as-installed] [--json FILE]
 
 Without --model a small model that the script builds; with it a causal language model of transformers from a folder.
 Engines take turns. Each rank is a new process that tells when it has imported torch, imported the engine (and
 transformers), is ready, and has made its first step; times are seconds since the parent called exec, of the rank that
-came last, medians over rounds. Plain torch trains on one rank and exchanges nothing.
+came last, medians over rounds. A turn of each engine that is not counted comes before: it leaves files in the page
+cache, and modules compiled, as pip installs them. With --as-installed modules stay as they are. Plain torch trains on
+one rank and exchanges nothing.
 """
 
 import argparse
 import json
-import os
 import socket
 import statistics
 import subprocess
 import sys
 import time
 
+from compiled_modules import environment, installed_state
 from tables import show
 
 MARKS = ["torch", "packages", "ready", "first step"]
@@ -115,8 +117,8 @@ optimizer.step()
 ENGINES = {"plain": PLAIN, "strata": STRATA, "fsdp2": FSDP2, "deepspeed": DEEPSPEED}
 
 
-def run(engine, world, device, model):
-    """{mark: seconds since exec} of the last rank.
+def run(engine, world, device, model, base):
+    """{mark: seconds since exec} of the last rank; ``base``: environment of its process, to which more is added.
 
     Raises:
         RuntimeError: a rank failed; with the end of what it said.
@@ -124,14 +126,14 @@ def run(engine, world, device, model):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     world = 1 if engine == "plain" else world
-    environment = {
-        **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    of_job = {
+        **base, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "DEVICE": device, "MODEL": model or "", "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
     }
     script, ranks = COMMON + ENGINES[engine] + FINISH, []
     for rank in range(world):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "STARTED": repr(time.time())}
-        ranks.append(subprocess.Popen([sys.executable, "-c", script], env={**environment, **own}, text=True,
+        ranks.append(subprocess.Popen([sys.executable, "-c", script], env={**of_job, **own}, text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     told = [(rank.communicate(), rank.returncode) for rank in ranks]
     for (_, errors), status in told:
@@ -148,12 +150,16 @@ def main():
     parser.add_argument("--model", help="a folder with config.json and safetensors; default: a small model")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--as-installed", action="store_true", help="compile no modules beforehand")
     parser.add_argument("--json", help="where the figures go, besides the table")
     arguments = parser.parse_args()
     taken = {engine: [] for engine in arguments.engines}
-    for _ in range(arguments.rounds):
-        for engine in arguments.engines:
-            taken[engine].append(run(engine, arguments.world, arguments.device, arguments.model))
+    print(installed_state(), flush=True)
+    with environment(arguments.as_installed) as base:
+        for _ in range(1 + arguments.rounds):
+            for engine, turns in taken.items():
+                turns.append(run(engine, arguments.world, arguments.device, arguments.model, base))
+    taken = {engine: turns[1:] for engine, turns in taken.items()}
     medians = {e: {m: statistics.median(turn[m] for turn in turns) for m in MARKS} for e, turns in taken.items()}
     show([["s since exec", *MARKS]] + [[e, *(f"{marks[m]:.2f}" for m in MARKS)] for e, marks in medians.items()])
     if arguments.json:

@@ -6,6 +6,7 @@
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/rank_environment.h"
 #include "strata/torch/ranks/rank_joining.h"
+#include "strata/torch/start/warm_up.h"
 
 namespace strata::python {
 namespace {
@@ -36,7 +37,8 @@ py::object as_dict(const std::optional<comm::ProbedCarriers>& probe) {
 
 py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10::Device device,
                      c10::intrusive_ptr<c10d::Store> store, const py::function& new_backend,
-                     const py::function& say, bool on_gpu, bool nccl_runs, std::string identity) {
+                     const py::function& say, bool on_gpu, bool nccl_runs, std::string identity,
+                     std::shared_ptr<device::HostWaits> waits) {
   torch::JoiningRank joining;
   joining.rank = rank;
   joining.world_size = world_size;
@@ -46,6 +48,7 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
   joining.host = torch::host_identity();
   joining.device = std::move(identity);
   joining.nccl_runs = nccl_runs;
+  joining.waits = std::move(waits);
   joining.new_backend = [&](const std::string& backend, const std::vector<int>& ranks) {
     const py::gil_scoped_acquire acquire;
     return new_backend(backend, ranks).cast<c10::intrusive_ptr<c10d::Backend>>();
@@ -78,7 +81,7 @@ void bind_joining(py::module_& module) {
   // text) tells of a choice, on rank 0. `identity`: what tells the device from others.
   module.def("join_ranks", &join_ranks, py::arg("config"), py::arg("rank"), py::arg("world_size"),
              py::arg("device"), py::arg("store"), py::arg("new_backend"), py::arg("say"),
-             py::arg("on_gpu"), py::arg("nccl_runs"), py::arg("identity"));
+             py::arg("on_gpu"), py::arg("nccl_runs"), py::arg("identity"), py::arg("waits"));
   module.def(
       "tell_failure",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
@@ -114,6 +117,8 @@ void bind_runtime(py::module_& module) {
       .def("all_gather_text", &comm::Collectives::all_gather_text,
            py::call_guard<py::gil_scoped_release>());
 
+  py::class_<device::HostWaits, std::shared_ptr<device::HostWaits>>(module, "HostWaits")
+      .def_property_readonly("count", &device::HostWaits::count);
   // What a rank's models run on; several may share one, and with it a device's streams and kernels.
   py::class_<torch::ModelRuntime>(module, "Runtime")
       .def(py::init([](c10::Device device, std::optional<int> threads, int world_size) {
@@ -122,6 +127,9 @@ void bind_runtime(py::module_& module) {
            }),
            py::arg("device"), py::arg("threads"), py::arg("world_size"))
       .def_property_readonly("device", [](const torch::ModelRuntime& r) { return r.place; })
+      // Calls that wait for the device; for what else this rank makes on it.
+      .def_property_readonly("host_waits",
+                             [](const torch::ModelRuntime& r) { return r.device->host_waits(); })
       // Values will come from files, or from the host: what they pass through is made meanwhile.
       .def("expect_values",
            [](torch::ModelRuntime& r) { engine::StagingRing::expect({}, *r.device); })
@@ -131,9 +139,13 @@ void bind_runtime(py::module_& module) {
         return r;
       });
 
-  module.def("single_rank", &torch::single_rank, py::arg("device"));
-  // GPUs that torch and this build can both use.
-  module.def("usable_gpus", &torch::usable_gpus);
+  module.def("single_rank", &torch::single_rank, py::arg("device"), py::arg("waits"),
+             py::call_guard<py::gil_scoped_release>());
+  // GPUs that torch and this build can both use. The first call starts the driver.
+  module.def("usable_gpus", &torch::usable_gpus, py::call_guard<py::gil_scoped_release>());
+  // Loads what the first step of a model in this dtype would load.
+  module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"),
+             py::call_guard<py::gil_scoped_release>());
   // Whole or not at all, by a temporary file that follows no link; IoError.
   module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
              py::call_guard<py::gil_scoped_release>());
@@ -144,7 +156,8 @@ void bind_runtime(py::module_& module) {
          const std::vector<std::pair<std::string, at::Tensor>>& parameters, int local_rank) {
         return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
       },
-      py::arg("config"), py::arg("parameters"), py::arg("local_rank"));
+      py::arg("config"), py::arg("parameters"), py::arg("local_rank"),
+      py::call_guard<py::gil_scoped_release>());
   bind_joining(module);
 }
 

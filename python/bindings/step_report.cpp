@@ -68,6 +68,7 @@ py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger)
   uses["late"] = report.counts.late_fetches;
   result["uses"] = uses;
   result["device_allocations"] = report.counts.device_allocations;
+  result["host_waits"] = report.counts.host_waits;
   result["device_memory"] = device_memory(ledger);
   return result;
 }

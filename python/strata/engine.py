@@ -259,9 +259,11 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         whole units; ``seconds`` in which one was under way; ``exposed_seconds``, in which the device had nothing
         to do but wait for one; ``gb_per_s`` of this rank's link. ``exposed_seconds``: of all. ``uses`` of sharded
         units: "kept" since the last use, "prefetched", or fetched "late". ``device_allocations`` by the engine in
-        the step. ``device_memory``: {kind: {``bytes`` now, ``peak_bytes``}}. Seconds other than ``seconds``, among
-        them ``forward_seconds``, ``backward_seconds``, ``update_seconds`` and its parts ``norm_seconds`` and
-        ``optimizer_seconds``, are None unless the step was timed (``record_steps``, ``strata.trace``).
+        the step. ``host_waits``: how often the engine had the host wait for the device in the step, and queue nothing
+        meanwhile; 0 on the CPU. ``device_memory``: {kind: {``bytes`` now, ``peak_bytes``}}. Seconds other than
+        ``seconds``, among them ``forward_seconds``, ``backward_seconds``, ``update_seconds`` and its parts
+        ``norm_seconds`` and ``optimizer_seconds``, are None unless the step was timed (``record_steps``,
+        ``strata.trace``).
 
         Args:
             wait: for the device to finish the last step; False: the report is of the last one that it has

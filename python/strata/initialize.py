@@ -21,7 +21,7 @@ from .ranks.runtime import (
     telling_the_others,
 )
 from .schedule import ScheduledLR
-from .views.start_up import StartUp, require_writable
+from .views.start_up import StartUp, require_writable_files
 
 logger = logging.getLogger("strata")
 
@@ -102,7 +102,7 @@ def initialize(
             else:
                 init_distributed()
             parsed, runtime, tree = prepare(_find_config(args, config, config_params), model)
-            collectives = make_collectives(parsed, runtime.device)
+            collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
         assembled = assemble(
             tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             start_up,
@@ -111,24 +111,21 @@ def initialize(
         return assembled
 
 
-def prepare(config, model=None):
-    """(_C.Config, _C.Runtime, ModelTree or None) of this rank, for ``make_collectives`` and ``assemble``.
+def prepare(config, model):
+    """(_C.Config, _C.Runtime, ModelTree) of this rank, for ``make_collectives`` and ``assemble``.
 
     Args:
         config: as for ``initialize``.
-        model: one that has its values; None: the model comes from files.
+        model: one that has its values.
     """
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)
-        if rank == 0:
-            require_writable(parsed.init_report)
-            require_writable(parsed.trace, "strata.trace")
-        tree = None if model is None else ModelTree(model)
-        if tree is not None:
-            require_values(tree.parameters)
+        require_writable_files(parsed, rank)
+        tree = ModelTree(model)
+        require_values(tree.parameters)
         runtime = _C.Runtime(choose_device(parsed, tree), parsed.threads, world_size)
-        if tree is None or _comes_from_the_host(tree, runtime.device):
+        if _comes_from_the_host(tree, runtime.device):
             runtime.expect_values()
         return parsed, runtime, tree
 

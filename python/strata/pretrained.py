@@ -15,7 +15,8 @@ from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans
 from .checkpoint.names import model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import require_supported
-from .initialize import assemble, prepare
+from .early_runtime import open_runtime, take_over, warm_up
+from .initialize import assemble
 from .model.model_input import ModelTree
 from .ranks.joint import together
 from .ranks.runtime import init_distributed, make_collectives
@@ -65,16 +66,16 @@ def load_pretrained(
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
     with StartUp() as start_up, _beside() as beside:
-        opening = beside.submit(_open, path)
+        begun, what = _begin(beside, path, config, model_class), f"opening the checkpoint '{path}'"
         with start_up.phase("connect"):
             init_distributed()
-            parsed, runtime, _ = prepare(config)
-            building = beside.submit(_build_flat, path, opening, model_class, parsed, model_arguments)
+            parsed, runtime = take_over(begun.runtime)
+            building = beside.submit(_build_flat, begun.model_class, begun.files, parsed, model_arguments)
             planning = beside.submit(_plan, building, strict)
-            collectives = make_collectives(parsed, runtime.device)
-        with start_up.phase("meet"), together(collectives, f"opening the checkpoint '{path}'"):
+            collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
+        with start_up.phase("meet"), together(collectives, what):
             with start_up.phase("open checkpoint"):
-                opening.result()
+                begun.files.result()
             with start_up.phase("build model"):
                 model, shapes, _ = building.result()
                 if callable(model_parameters):
@@ -85,10 +86,10 @@ def load_pretrained(
             start_up, shapes,
         )
         try:
-            with start_up.phase("meet"), together(collectives, f"opening the checkpoint '{path}'"):
-                with start_up.phase("plan"):
-                    plan = planning.result()
+            with start_up.phase("meet"), together(collectives, what), start_up.phase("plan"):
+                plan = planning.result()
             _load(assembled[0], plan, start_up)
+            _await(begun.warm, start_up)
             start_up.finish(assembled[0])
         except BaseException:
             assembled[0].destroy()
@@ -122,16 +123,39 @@ def load_weights(engine, path, strict=False):
 
 @contextmanager
 def _beside():
-    """An executor for work that needs neither the GPU nor other ranks, while the main thread waits for these. One
-    of its two threads reads headers without Python's lock, the other builds the model with it. The lock changes
-    hands more often meanwhile, since the main thread makes many calls that wait and return."""
+    """An executor for work that needs no other ranks, while the main thread waits for these; nothing of it runs on
+    afterwards, however the start ends. Only importing and building the model hold Python's lock: reading headers,
+    opening the device and loading kernels are calls without it. The lock changes hands more often meanwhile, since
+    the others make calls that wait and return. There is a thread for each piece of work, since some wait for others.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, 5e-4))
     try:
-        with ThreadPoolExecutor(2, "strata-checkpoint") as beside:
+        with ThreadPoolExecutor(6, "strata-start") as beside:
             yield beside
     finally:
         sys.setswitchinterval(interval)
+
+
+class _Begun(NamedTuple):
+    """Futures of what needs no other ranks."""
+
+    runtime: object  # of open_runtime()
+    files: object  # of _open()
+    model_class: object  # of _import_class()
+    warm: object  # of warm_up()
+
+
+def _begin(beside, path, config, model_class):
+    runtime, files = beside.submit(open_runtime, config), beside.submit(_open, path)
+    imported = beside.submit(_import_class, path, files, model_class)
+    return _Begun(runtime, files, imported, beside.submit(warm_up, runtime))
+
+
+def _await(warming, start_up):
+    if not warming.done():
+        with start_up.phase("warm up"):
+            warming.result()
 
 
 class _Files(NamedTuple):
@@ -172,11 +196,11 @@ class _Part(NamedTuple):
     constructed: dict
 
 
-def _build_flat(path, opening, model_class, config, model_arguments):
+def _build_flat(importing, opening, config, model_arguments):
     """(model, {id(parameter): full shape}, [_Part]): tied as the checkpoint is, without memory."""
-    folder = opening.result().base.path if holds_adapter(path) else path
-    base, constructed = _build(folder, model_class, opening, config.dtype, model_arguments)
+    model_class, model_config = importing.result()
     opened = opening.result()
+    base, constructed = _build(model_class, model_config, opened, config.dtype, model_arguments)
     _tie(base, opened.base)
     named, buffers = _names_of(base)
     model, of_adapter = base, {}
@@ -208,10 +232,14 @@ def _plan(building, strict):
     )
 
 
-def _build(path, model_class, opening, precision, model_arguments):
+def _import_class(path, opening, model_class):
+    """(class of the model, its configuration). Most of a start's time: to import transformers and the class."""
+    if holds_adapter(path):
+        opening.result()  # which imports peft, and so transformers: of one package a single thread imports at a time
     import transformers
 
     require_supported()
+    path = opening.result().base.path  # which is there: for another transformers would ask the network
     config = transformers.AutoConfig.from_pretrained(path)
     if model_class is None:
         name = (config.architectures or [None])[0]
@@ -221,24 +249,31 @@ def _build(path, model_class, opening, precision, model_arguments):
                 f"{path}: config.json names no architecture of transformers {transformers.__version__}; pass "
                 f"model_class=<class>. Found architectures {config.architectures}"
             )
+    return model_class, config
+
+
+def _build(model_class, config, opened, precision, model_arguments):
+    import transformers
+
     arguments = dict(model_arguments)
     given = arguments.pop("dtype", None)
-    dtype = precision or _dtype_as_loaded(given, config, opening)
+    dtype = precision or _dtype_as_loaded(given, config, opened)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model, constructed = build_model(model_class, config, dtype, arguments)
+    path = opened.base.path
     if model.can_generate() and os.path.exists(os.path.join(path, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model, constructed
 
 
-def _dtype_as_loaded(given, config, opening):
+def _dtype_as_loaded(given, config, opened):
     """The dtype that ``from_pretrained(dtype=given)`` builds a model in: what the model's configuration says where
     nothing is given, else that of the checkpoint's first floating tensor."""
     if given not in (None, "auto"):
         return given
     if config.dtype is not None:
         return config.dtype
-    dtypes = (tensor.dtype for _, tensor in opening.result().base.contents.tensors.items())
+    dtypes = (tensor.dtype for _, tensor in opened.base.contents.tensors.items())
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 

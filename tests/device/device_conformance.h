@@ -191,6 +191,18 @@ TYPED_TEST_P(DeviceConformance, WorkOfAStreamRunsInOrderAndAnEventOrdersAnother)
   EXPECT_EQ(this->download(target->bytes()), second);
 }
 
+TYPED_TEST_P(DeviceConformance, WhatTheHostWaitsForIsCountedWhereTheDeviceRunsAhead) {
+  const int each = this->device_->runs_ahead() ? 1 : 0;
+  const std::int64_t before = this->device_->host_waits()->count();
+  const auto event = this->stream_->record();
+  this->device_->compute_stream().wait_for(*event);
+  EXPECT_EQ(this->device_->host_waits()->count(), before);
+  event->wait();
+  this->stream_->record_timed()->wait();
+  this->stream_->synchronize();
+  EXPECT_EQ(this->device_->host_waits()->count(), before + 3 * each);
+}
+
 TYPED_TEST_P(DeviceConformance, AnEventMayOutliveItsStream) {
   auto stream = this->device_->create_stream();
   const auto event = stream->record();
@@ -322,8 +334,9 @@ TYPED_TEST_P(DeviceConformance, AStreamWaitsForAFlagThatTheHostOrAnotherStreamWr
 
 REGISTER_TYPED_TEST_SUITE_P(
     DeviceConformance, SharedMemoryIsReadThroughItsMappingWhileItGrows,
-    AMappingOutlivesTheSharedMemory, AStreamWaitsForAFlagThatTheHostOrAnotherStreamWrites,
-    SaysItsName, MemoryIsAlignedAndOfTheSizeAskedFor, MemoryIsChargedByKindUntilItGoes,
+    WhatTheHostWaitsForIsCountedWhereTheDeviceRunsAhead, AMappingOutlivesTheSharedMemory,
+    AStreamWaitsForAFlagThatTheHostOrAnotherStreamWrites, SaysItsName,
+    MemoryIsAlignedAndOfTheSizeAskedFor, MemoryIsChargedByKindUntilItGoes,
     UnchargedMemoryIsLeftToItsUserToCharge, HostMemoryIsTheHostsOwnAndIsReachedByCopiesAndKernels,
     HostMemoryThatIsExpectedIsGivenOnce, HostMemoryThatWasExpectedInVainGoesWithTheDevice,
     OrdinaryHostMemoryIsTheHostsOwn, TheComputeStreamIsOrderedWithOtherStreamsByEvents,

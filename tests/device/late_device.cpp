@@ -127,7 +127,7 @@ Stream& stream_of(CpuDevice& hands) {
 
 LateDevice::LateDevice(CpuDeviceOptions options, std::uint64_t seed)
     : CpuDevice(std::move(options)),
-      chip_(std::make_shared<LateChip>(seed)),
+      chip_(std::make_shared<LateChip>(seed, host_waits())),
       compute_stream_(std::make_unique<LateStream>(chip_)) {}
 
 void LateDevice::enqueue(Stream& stream, std::function<void()> work) {
@@ -184,7 +184,7 @@ void LateDevice::copy(std::span<std::byte> target, std::span<const std::byte> so
     late(stream).push([target, staged = std::vector(source.begin(), source.end())](
                           CpuDevice& hands) { hands.copy(target, staged, stream_of(hands)); });
   }
-  if (!device_accessible(target.data())) stream.synchronize();
+  if (!device_accessible(target.data())) late(stream).finish();
 }
 
 void LateDevice::fill_zero(std::span<std::byte> target, Stream& stream) {

@@ -36,7 +36,10 @@ class LateEvent final : public TimedEvent {
 
   LatePoint& point() const { return point_; }
   bool done() override { return point_.reached(); }
-  void wait() override { point_.wait(); }
+  void wait() override {
+    chip_->waits().note();
+    point_.wait();
+  }
   double seconds_since(TimedEvent& earlier) override {
     const auto* other = dynamic_cast<const LateEvent*>(&earlier);
     STRATA_ASSERT(other != nullptr && point_.reached() && other->point_.reached());
@@ -171,6 +174,12 @@ void LateStream::wait_for(Event& event) {
 
 void LateStream::synchronize() {
   record()->wait();
+}
+
+void LateStream::finish() {
+  LatePoint& point = chip_->make_point();
+  push([&point](CpuDevice&) { point.reach(); });
+  point.wait();
 }
 
 void await_flag(const Flag& flag, std::uint32_t value) {

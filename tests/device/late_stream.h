@@ -19,6 +19,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "strata/device/cpu_device.h"
@@ -91,14 +92,17 @@ class LateMemoryMap {
 
 class LateChip {
  public:
-  explicit LateChip(std::uint64_t seed) : seed_(seed) {}
+  LateChip(std::uint64_t seed, std::shared_ptr<HostWaits> waits)
+      : waits_(std::move(waits)), seed_(seed) {}
 
+  HostWaits& waits() { return *waits_; }
   LatePoint& make_point();
   std::unique_ptr<LateWorker> make_worker();
   // A stream that is gone leaves its work to be done, and nobody waits for it.
   void retire(std::unique_ptr<LateWorker> worker);
 
  private:
+  std::shared_ptr<HostWaits> waits_;
   std::mutex mutex_;
   std::uint64_t seed_;
   std::deque<LatePoint> points_;
@@ -113,6 +117,8 @@ class LateStream final : public Stream {
   LateStream& operator=(const LateStream&) = delete;
 
   void push(LateTask task) { worker_->push(std::move(task)); }
+  // As synchronize(), and is not counted.
+  void finish();
   std::unique_ptr<Event> record() override;
   std::unique_ptr<TimedEvent> record_timed() override;
   void wait_for(Event& event) override;

@@ -39,6 +39,12 @@ def test_two_steps_import_nothing_of_torchs_compiler():
     assert not _modules_after(TWO_STEPS) & compiler
 
 
+def test_an_import_begins_nothing():
+    script = "import sys, threading, strata; strata.load_pretrained; assert threading.active_count() == 1"
+    modules = _modules_after(script)
+    assert "strata.early_runtime" in modules and not modules & {"transformers", "torch._dynamo"}
+
+
 def test_what_reads_checkpoints_is_imported_when_it_is_asked_for():
     modules = _modules_after("import sys, strata")
     assert not modules & {"strata.pretrained", "strata.forecast", "strata.checkpoint.names", "transformers"}

@@ -198,6 +198,21 @@ def test_the_collector_rests_during_a_start_and_is_left_as_it_was(monkeypatch, e
     assert seen == [False]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_a_start_has_made_is_not_young_and_what_was_kept_from_the_collector_still_is(frozen):
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    kept = gc.get_freeze_count()
+    young = [[]]
+    try:
+        make_engine(make_model(), config_of(2)).destroy()
+        assert not frozen or gc.get_freeze_count() > kept // 2  # those that were freed are gone
+        assert any(entry is young for entry in gc.get_objects(generation=2)) != frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_of_each_phase_the_slowest_rank_counts():
     ranks = [_account(read=(1.0, 20 * 10**9), other=(0.5, 0)), _account(read=(2.0, 10**9), compute=(1.0, 0))]
     ranks[0]["link_gb_per_s"] = 40.0

@@ -4,6 +4,7 @@ transformers loads; and every way in which a checkpoint can fail to fit."""
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,7 @@ def _errors_of(cases, strict=False):
             errors.append(None)
         except Exception as error:
             errors.append((type(error).__name__, str(error)))
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("strata")]
     return errors
 
 

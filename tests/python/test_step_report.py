@@ -16,7 +16,8 @@ from tiny_models import config_of, loss_of, make_batches, make_engine, make_mode
 
 KEYS = {
     "step", "seconds", "forward_seconds", "backward_seconds", "update_seconds", "norm_seconds", "optimizer_seconds",
-    "exposed_seconds", "transfers", "uses", "device_allocations", "device_memory",
+    "exposed_seconds", "transfers", "uses", "device_allocations", "host_waits",
+    "device_memory",
 }
 TRANSFERS = {"gather", "reduce", "refresh"}
 
@@ -55,7 +56,7 @@ def test_bytes_are_those_of_the_units(stage):
         assert gather["bytes"] == sum(sharded.values())
         uses = report["uses"]
         assert uses["prefetched"] + uses["late"] == gather["count"]
-        assert report["device_allocations"] == 0
+        assert report["device_allocations"] == 0 and report["host_waits"] >= 0
         assert report["device_memory"]["total"]["bytes"] <= report["device_memory"]["total"]["peak_bytes"]
         assert report["device_memory"]["weights"]["bytes"] > 0
         assert report["exposed_seconds"] is None and gather["gb_per_s"] is None
@@ -225,7 +226,7 @@ def _account(timed=True):
     return {
         "step": 12, "seconds": 0.5, **{f"{part}_seconds": 0.05 if timed else None for part in parts},
         "transfers": {"gather": transfer, "reduce": transfer, "refresh": {**transfer, "count": 0}},
-        "uses": {"kept": 1, "prefetched": 47, "late": 0}, "device_allocations": 3,
+        "uses": {"kept": 1, "prefetched": 47, "late": 0}, "device_allocations": 3, "host_waits": 2,
         "device_memory": {"weights": {"bytes": 5 << 30, "peak_bytes": 6 << 30}},
     }
 
@@ -238,7 +239,7 @@ def test_the_table_fits_a_terminal(timed):
     for text in (out.getvalue(), table_text(report)):
         assert "Step 12: 500.0 ms" in text and "gathers" in text and "refreshes" not in text
         assert ("340.2" in text and "10.0%" in text) == timed
-        assert "5.00 GiB" in text and "47 prefetched" in text and "device allocations: 3" in text
+        assert "5.00 GiB" in text and "47 prefetched" in text and "host waits: 2; device allocations: 3" in text
         assert "forecast" not in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
 

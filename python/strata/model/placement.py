@@ -8,7 +8,20 @@ from .. import _C
 
 
 def choose_device(config, tree=None):
-    """The torch.device on which a model shall train, made torch's current one if it is a GPU.
+    """``find_device(config, tree)``, made the current one."""
+    device = find_device(config, tree)
+    make_current(device)
+    return device
+
+
+def make_current(device):
+    """Makes ``device`` torch's current one in this thread, if it is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def find_device(config, tree=None):
+    """The torch.device on which a model shall train.
 
     Args:
         config: a _C.Config.
@@ -21,10 +34,7 @@ def choose_device(config, tree=None):
     placed = [("", p) for p in by_device.values()]
     if len(placed) > 1 or any(device.type not in ("cpu", "cuda") for device in by_device):
         placed = tree.parameters  # an error, which names them
-    device = _C.choose_device(config, placed, int(os.environ.get("LOCAL_RANK", "0")))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    return _C.choose_device(config, placed, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def move_buffers(tree, device):

@@ -67,7 +67,12 @@ def rank_and_world_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def make_collectives(config, device):
+def expected_world_size():
+    """The world size of the default process group; before ``init_distributed()`` the one that it will have."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def make_collectives(config, device, waits=None):
     """How the ranks exchange bytes.
 
     Between GPUs of one host weights and gradients go from memory to memory by copy engines (peer) where all of them
@@ -85,6 +90,7 @@ def make_collectives(config, device):
             ranks inside, and across where these are on one host, too. Its ``timeout_s``: seconds a rank waits for
             another that lives but does not come.
         device: torch.device of this rank's model.
+        waits: ``host_waits`` of its _C.Runtime, in which those of the collectives count, too; None: nobody asks.
 
     Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that
     does not fit the ranks or the device, and for ranks that share a GPU.
@@ -94,13 +100,13 @@ def make_collectives(config, device):
         facts = _facts(device)
         _C.require_possible(config, world_size, device, facts["on_gpu"], facts.pop("has_nccl"))
     if world_size == 1:
-        return _C.single_rank(device)
+        return _C.single_rank(device, waits)
 
     def new_backend(kind, ranks):
         return _new_backend(kind, ranks, config.timeout_s, device)
 
     store = dist.distributed_c10d._get_default_store()
-    collectives, probe = _C.join_ranks(config, rank, world_size, device, store, new_backend, _say, **facts)
+    collectives, probe = _C.join_ranks(config, rank, world_size, device, store, new_backend, _say, waits=waits, **facts)
     collectives.probe = probe
     return collectives
 

@@ -13,6 +13,7 @@ from .start_up_view import ProgressBar, print_table, table_text
 
 logger = logging.getLogger("strata")
 
+_FROZEN_BY_PYTHON = 1000  # objects, and fewer: some versions freeze what they begin with; a program freezes far more
 SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
 _OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go between the host and a GPU
 
@@ -24,7 +25,8 @@ class StartUp:
     the phase "meet" this rank waits for the others.
 
     Python's cyclic garbage collector is off meanwhile: a start makes objects for every tensor, so the collector would
-    scan everything that a program with transformers has loaded, for longer than a small model takes to start.
+    scan everything that a program with transformers has loaded, for longer than a small model takes to start. What was
+    made meanwhile counts as old afterwards, so that it is not scanned in the first step, either.
 
     Attributes:
         core: the engine's _C.ShardedModel, as soon as there is one; its phases are counted in.
@@ -45,6 +47,7 @@ class StartUp:
 
     def __exit__(self, kind, value, traceback):
         if self._collects:
+            _grow_old()
             gc.enable()
         if self._bar is not None:
             self._bar.close()
@@ -110,6 +113,14 @@ class StartUp:
         return sum(self._own.values()) + sum(entry["seconds"] for entry in self._engine_phases())
 
 
+def _grow_old():
+    """Moves all objects to the collector's oldest generation without a look at any. Nothing is done where a program
+    keeps objects from the collector by ``gc.freeze()``, since they would no longer be."""
+    if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+        gc.freeze()
+        gc.unfreeze()
+
+
 def merged(accounts):
     """What ``engine.init_report`` is, from the accounts of all ranks in their order.
 
@@ -156,9 +167,15 @@ def _merged_reading(readings):
     return merged_reading
 
 
-def require_writable(path, key="strata.init.report"):
-    """Raises ConfigError unless a file can be written to ``path``, the value of ``key``; before start-up, not
-    after it."""
+def require_writable_files(config, rank):
+    """Raises ConfigError on rank 0, which writes them, unless the files of a _C.Config can be written; before start-up,
+    not after it."""
+    if rank == 0:
+        _require_writable(config.init_report, "strata.init.report")
+        _require_writable(config.trace, "strata.trace")
+
+
+def _require_writable(path, key):
     if path is None:
         return
     folder = os.path.dirname(os.path.abspath(path))

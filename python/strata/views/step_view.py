@@ -7,12 +7,12 @@ _TRANSFERS = (("gather", "gathers"), ("reduce", "reductions"), ("refresh", "refr
 
 def table_text(report):
     """``engine.step_report()`` as plain text."""
-    return report_text(_title(report), _tables(report), [_uses(report)])
+    return report_text(_title(report), _tables(report), _notes(report))
 
 
 def print_table(report, console=None):
     """The same on a terminal: ``console`` of rich, or standard error."""
-    print_report(_title(report), _tables(report), [_uses(report)], console)
+    print_report(_title(report), _tables(report), _notes(report), console)
 
 
 def _tables(report):
@@ -50,10 +50,10 @@ def _memory_lines(report):
     return lines
 
 
-def _uses(report):
+def _notes(report):
     uses = report["uses"]
     text = f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late"
-    return f"{text}; device allocations: {report['device_allocations']}"
+    return [text, f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}"]
 
 
 def _ms(seconds):

@@ -76,6 +76,7 @@ class CpuStream final : public Stream {
 
 CpuDevice::CpuDevice(CpuDeviceOptions options)
     : ledger_(options.ledger ? std::move(options.ledger) : std::make_shared<memory::Ledger>()),
+      waits_(options.waits ? std::move(options.waits) : std::make_shared<HostWaits>()),
       budget_(options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr),
       pool_(options.threads),
       compute_stream_(std::make_unique<CpuStream>()) {}

@@ -21,6 +21,7 @@ struct CpuDeviceOptions {
   // The most that the device gives out; nullopt: what the system has. Bounds the share of one rank
   // among many, and lets tests meet an exhausted device.
   std::optional<Bytes> memory_limit = std::nullopt;
+  std::shared_ptr<HostWaits> waits = nullptr;  // null: the device makes its own
 };
 
 class CpuDevice : public Device {
@@ -30,6 +31,7 @@ class CpuDevice : public Device {
   std::string_view name() const override { return "cpu"; }
   const std::shared_ptr<memory::Ledger>& ledger() const override { return ledger_; }
   bool runs_ahead() const override { return false; }
+  const std::shared_ptr<HostWaits>& host_waits() const override { return waits_; }
 
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;
@@ -78,6 +80,7 @@ class CpuDevice : public Device {
   memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what);
 
   const std::shared_ptr<memory::Ledger> ledger_;
+  const std::shared_ptr<HostWaits> waits_;
   const std::shared_ptr<memory::ByteBudget> budget_;  // null: none
   std::mutex pool_mutex_;                             // one loop at a time
   ThreadPool pool_;                                   // guarded by pool_mutex_

@@ -39,7 +39,8 @@ struct ExpectedHost {
 class CudaDevice final : public Device {
  public:
   CudaDevice(const CudaDriver& driver, const CudaDeviceOptions& options)
-      : context_(std::make_shared<CudaContext>(driver, options.index)),
+      : context_(std::make_shared<CudaContext>(
+            driver, options.index, options.waits ? options.waits : std::make_shared<HostWaits>())),
         pool_{context_, options.ledger ? options.ledger : std::make_shared<memory::Ledger>(),
               options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr,
               options.release_unused},
@@ -51,6 +52,7 @@ class CudaDevice final : public Device {
   std::string_view name() const override { return "cuda"; }
   const std::shared_ptr<memory::Ledger>& ledger() const override { return pool_.ledger; }
   bool runs_ahead() const override { return true; }
+  const std::shared_ptr<HostWaits>& host_waits() const override { return context_->waits(); }
 
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override {
     return std::make_unique<CudaMemory>(pool_, bytes, kind);

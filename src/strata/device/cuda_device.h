@@ -26,6 +26,7 @@ struct CudaDeviceOptions {
   // Called where the driver has too little, before giving up: gives back what somebody else in this
   // process keeps on the device for reuse. In the thread that asks for memory. Null: nobody does.
   std::function<void()> release_unused = nullptr;
+  std::shared_ptr<HostWaits> waits = nullptr;  // null: the device makes its own
 };
 
 // Whether this build has the CUDA device at all.

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "strata/base/error.h"
 
 namespace strata::device {
@@ -52,7 +54,8 @@ void CudaDriver::fail(CUresult result, std::string_view call) const {
       name != nullptr ? name : std::to_string(static_cast<int>(result)).c_str()));
 }
 
-CudaContext::CudaContext(const CudaDriver& driver, int index) : driver_(driver), index_(index) {
+CudaContext::CudaContext(const CudaDriver& driver, int index, std::shared_ptr<HostWaits> waits)
+    : driver_(driver), index_(index), waits_(std::move(waits)) {
   driver_.check(driver_.DeviceGet(&device_, index), "cuDeviceGet");
   driver_.check(driver_.DevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
 }

@@ -12,6 +12,8 @@
 #include <new>
 #include <string_view>
 
+#include "strata/device/host_waits.h"
+
 namespace strata::device {
 
 struct CudaDriver {
@@ -45,7 +47,7 @@ struct CudaDriver {
 // A device's primary context, which every framework in the process shares.
 class CudaContext {
  public:
-  CudaContext(const CudaDriver& driver, int index);
+  CudaContext(const CudaDriver& driver, int index, std::shared_ptr<HostWaits> waits);
   ~CudaContext();
   CudaContext(const CudaContext&) = delete;
   CudaContext& operator=(const CudaContext&) = delete;
@@ -54,6 +56,7 @@ class CudaContext {
   CUdevice device() const { return device_; }
   int index() const { return index_; }
   int attribute(CUdevice_attribute attribute) const;
+  const std::shared_ptr<HostWaits>& waits() const { return waits_; }
 
   // Makes the context the calling thread's own for as long as it lives.
   class Scope {
@@ -73,6 +76,7 @@ class CudaContext {
  private:
   const CudaDriver& driver_;
   int index_;
+  std::shared_ptr<HostWaits> waits_;
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
 };

@@ -84,6 +84,7 @@ CudaMemory::CudaMemory(const CudaPool& pool, Bytes bytes, std::optional<memory::
 CudaMemory::~CudaMemory() {
   if (bytes_.empty()) return;
   const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->waits()->note();
   context_->driver().MemFree(as_address(bytes_.data()));
 }
 
@@ -99,6 +100,7 @@ CudaHostMemory::CudaHostMemory(const CudaPool& pool, Bytes bytes, memory::Kind k
 CudaHostMemory::~CudaHostMemory() {
   if (!pinned_) return;
   const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->waits()->note();
   context_->driver().MemHostUnregister(buffer_.data());
 }
 
@@ -137,7 +139,10 @@ CudaGrowableMemory::~CudaGrowableMemory() {
   if (base_ == 0) return;
   const CudaContext::Scope scope(*pool_.context, std::nothrow);
   const CudaDriver& cuda = pool_.context->driver();
-  if (backed_.value > 0) cuda.MemUnmap(base_, backed_.size());
+  if (backed_.value > 0) {
+    pool_.context->waits()->note();
+    cuda.MemUnmap(base_, backed_.size());
+  }
   for (const Piece& piece : pieces_) cuda.MemRelease(piece.handle);
   cuda.MemAddressFree(base_, reserved_.size());
 }
@@ -179,6 +184,7 @@ void CudaGrowableMemory::grow_to(Bytes bytes) {
   }
   const CudaContext::Scope scope(*pool_.context);
   map_piece(target - backed_);
+  pool_.context->waits()->note();
   pool_.context->driver().check(pool_.context->driver().StreamSynchronize(CU_STREAM_LEGACY),
                                 "cuStreamSynchronize");
 }
@@ -224,7 +230,10 @@ CudaPeerMapping::CudaPeerMapping(std::shared_ptr<const CudaContext> context, Byt
 CudaPeerMapping::~CudaPeerMapping() {
   const CudaContext::Scope scope(*context_, std::nothrow);
   const CudaDriver& cuda = context_->driver();
-  if (mapped_.value > 0) cuda.MemUnmap(base_, mapped_.size());
+  if (mapped_.value > 0) {
+    context_->waits()->note();
+    cuda.MemUnmap(base_, mapped_.size());
+  }
   for (const CUmemGenericAllocationHandle handle : handles_) cuda.MemRelease(handle);
   cuda.MemAddressFree(base_, reserved_.size());
 }
@@ -275,6 +284,7 @@ CudaHostRegistration::CudaHostRegistration(std::shared_ptr<const CudaContext> co
 
 CudaHostRegistration::~CudaHostRegistration() {
   const CudaContext::Scope scope(*context_, std::nothrow);
+  context_->waits()->note();
   context_->driver().MemHostUnregister(host_);
 }
 

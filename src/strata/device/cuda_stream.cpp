@@ -33,6 +33,7 @@ class CudaEvent final : public TimedEvent {
   void wait() override {
     const CudaContext::Scope scope(*context_);
     const CudaDriver& cuda = context_->driver();
+    context_->waits()->note();
     cuda.check(cuda.EventSynchronize(event_), "cuEventSynchronize");
   }
 
@@ -115,6 +116,7 @@ void CudaStream::wait_for(Event& event) {
 void CudaStream::synchronize() {
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();
+  context_->waits()->note();
   cuda.check(cuda.StreamSynchronize(handle()), "cuStreamSynchronize");
 }
 

@@ -20,6 +20,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
+#include "strata/device/host_waits.h"
 #include "strata/device/shared_memory.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/fingerprint.h"
@@ -85,6 +86,8 @@ class Device {
   virtual const std::shared_ptr<memory::Ledger>& ledger() const = 0;
   // Whether the host goes on while the device works, so that streams can overlap.
   virtual bool runs_ahead() const = 0;
+  // Of this device and of those that share them. A device that does not run ahead counts none.
+  virtual const std::shared_ptr<HostWaits>& host_waits() const = 0;
 
   virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
   virtual std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) = 0;

@@ -71,6 +71,33 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereRanksUseOtherUnits) {
   }
 }
 
+// Of rank 0 in the last of some steps, in which the model waits so often, too, and once after each.
+std::int64_t host_waits(const FakeModel& model, int stage, int of_model) {
+  std::int64_t waits = -1;
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.engine.stage = stage;
+    options.device = comm::conformance::late_device(r);
+    FakeRank rank(model, options, joined(std::move(collectives), Over::kLatePeers, options.device));
+    for (int step = 0; step < kSteps; ++step) {
+      rank.forward();
+      for (int i = 0; i < of_model; ++i) options.device->compute_stream().synchronize();
+      add_all(rank, all_gradients(model, step, 0, r), {}, true);
+      rank.engine().step(groups_of(step), 1.0, false);
+      options.device->compute_stream().record()->wait();
+    }
+    if (r == 0) waits = rank.engine().step_report()->counts.host_waits;
+  }));
+  return waits;
+}
+
+TEST_P(LateStep, CountsWhatTheHostWaitsForWithinIt) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  const std::int64_t own = host_waits(model, GetParam(), 0);
+  EXPECT_GE(own, 0);
+  EXPECT_EQ(host_waits(model, GetParam(), 2), own + 2);
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, LateStep, ::testing::Values(0, 1, 2, 3),
                          [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
 

@@ -59,6 +59,7 @@ struct StepCounts {
   std::int64_t prefetch_hits = 0;
   std::int64_t late_fetches = 0;
   std::int64_t device_allocations = 0;  // by the engine
+  std::int64_t host_waits = 0;          // of the engine for the device (device/host_waits.h)
 };
 
 struct StepRecord {

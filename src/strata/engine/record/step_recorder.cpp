@@ -55,6 +55,7 @@ void StepRecorder::begin_step(bool timed) {
   timed_ = timed || wants_times_;
   counts_ = {};
   charges_ = device_.ledger()->charges(memory::Tier::kDevice);
+  waits_ = device_.host_waits()->count();
   step_ = {};
   step_.record.timed = timed_;
   step_.record.epoch = epoch_now();
@@ -69,6 +70,7 @@ void StepRecorder::end_step() {
   step_.record.counts = counts_;
   step_.record.counts.device_allocations =
       device_.ledger()->charges(memory::Tier::kDevice) - charges_;
+  step_.record.counts.host_waits = device_.host_waits()->count() - waits_;
   step_.end = device_.compute_stream().record_timed();
   ended_steps_.push_back(std::move(step_));
   step_ = {};

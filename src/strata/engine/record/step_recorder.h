@@ -117,6 +117,7 @@ class StepRecorder {
   bool timed_ = false;  // in a step that is
   std::int64_t ended_ = 0;
   std::int64_t charges_ = 0;  // when the step began
+  std::int64_t waits_ = 0;    // when the step began
   StepCounts counts_;
   Step step_;  // the one that runs
   Recording phase_;

@@ -1,10 +1,12 @@
 #include "strata/torch/base/placement.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
@@ -89,17 +91,23 @@ c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> 
   return on_gpu ? *present : gpu_of_rank(local_rank);
 }
 
-std::shared_ptr<device::Device> make_device(c10::Device place, int threads) {
+std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
+                                            std::shared_ptr<device::HostWaits> waits) {
   if (!place.is_cuda()) {
     device::CpuDeviceOptions options;
     options.threads = threads;
+    options.waits = std::move(waits);
     return std::make_shared<device::CpuDevice>(options);
   }
   device::CudaDeviceOptions options;
   options.index = place.index();
+  options.waits = std::move(waits);
   options.compute_stream = [place] { return current_stream(place).native_handle(); };
   options.release_unused = [place] { release_cached_memory(place); };
-  return device::make_cuda_device(options);
+  std::shared_ptr<device::Device> device = device::make_cuda_device(options);
+  // What torch's Python would do later, with the interpreter's lock.
+  at::globalContext().lazyInitDevice(place.type());
+  return device;
 }
 
 c10::Stream current_stream(c10::Device place) {

@@ -32,8 +32,10 @@ int usable_gpus();
 c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> present,
                           int local_rank);
 
-// `threads`: of kernels on the host.
-std::shared_ptr<device::Device> make_device(c10::Device place, int threads);
+// `threads`: of kernels on the host. `waits`: those of another device of this rank, to be counted
+// with; null: its own.
+std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
+                                            std::shared_ptr<device::HostWaits> waits = nullptr);
 
 // Torch's current stream of the place, in this thread.
 c10::Stream current_stream(c10::Device place);

@@ -79,12 +79,13 @@ void require_one_carrier(const engine::Config& config, c10::Device place) {
 
 }  // namespace
 
-std::shared_ptr<comm::Collectives> single_rank(c10::Device place) {
+std::shared_ptr<comm::Collectives> single_rank(c10::Device place,
+                                               std::shared_ptr<device::HostWaits> waits) {
   std::shared_ptr<comm::Collectives> host = comm::LocalGroup(1).rank(0);
   if (place.is_cpu()) return host;
   DeviceGroup group;
   group.place = place;
-  group.device = make_device(place, 1);
+  group.device = make_device(place, 1, std::move(waits));
   group.control = std::move(host);
   group.name = group.control->name();
   return make_device_collectives(std::move(group));

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "strata/comm/collectives.h"
+#include "strata/device/host_waits.h"
 #include "strata/engine/config/config.h"
 
 namespace strata::torch {
@@ -26,8 +27,9 @@ struct RankEnvironment {
   static RankEnvironment read();
 };
 
-// The collectives of a world of one rank.
-std::shared_ptr<comm::Collectives> single_rank(c10::Device place);
+// The collectives of a world of one rank. `waits`: make_device().
+std::shared_ptr<comm::Collectives> single_rank(c10::Device place,
+                                               std::shared_ptr<device::HostWaits> waits = nullptr);
 
 // Collective. Of ranks of one host: shared memory for models on the CPU, and peers for models on
 // GPUs. Others make a process group of their own and pass make_c10d_collectives() or

@@ -119,19 +119,19 @@ class Part {
   }
 
   comm::JoinedCarriers join(const comm::CarrierChoice& choice, bool nccl_runs) {
-    if (choice.control == Control::kNone) return {single_rank(me_.place), std::nullopt};
+    if (choice.control == Control::kNone) return {single_rank(me_.place, me_.waits), std::nullopt};
     const std::shared_ptr<comm::Collectives> control = make_control(choice.control);
     if (!choice.bulk) return {control, std::nullopt};
     comm::CarrierMakers makers;
     makers.peers = [&] {
       comm::PeerOptions options{options_.timeout, options_.names};
       return std::shared_ptr(
-          comm::make_peer_collectives(make_device(me_.place, 1), control, options));
+          comm::make_peer_collectives(make_device(me_.place, 1, me_.waits), control, options));
     };
     if (me_.new_backend) makers.nccl = [&] { return make_nccl(control); };
     makers.nccl_runs = nccl_runs;
     makers.probe = [&](comm::Collectives& collectives) {
-      return comm::probe(collectives, *make_device(me_.place, 1),
+      return comm::probe(collectives, *make_device(me_.place, 1, me_.waits),
                          {config_.precision.param_dtype.value_or(DType::kFloat32),
                           config_.precision.communication_dtype});
     };
@@ -160,7 +160,7 @@ class Part {
   std::shared_ptr<comm::Collectives> make_nccl(std::shared_ptr<comm::Collectives> control) {
     DeviceGroup group;
     group.place = me_.place;
-    group.device = make_device(me_.place, 1);
+    group.device = make_device(me_.place, 1, me_.waits);
     group.control = std::move(control);
     group.bulk = me_.new_backend("nccl", ranks_);
     group.store = store_;
@@ -229,7 +229,7 @@ comm::JoinedCarriers join_ranks(const engine::Config& config, const JoiningRank&
       across.join(choose_across(settings, across.set(world), me.on_gpu), false).collectives;
   joined.collectives =
       comm::make_grouped_collectives(std::move(joined.collectives), std::move(replicas),
-                                     make_device(me.place, 1), config.slices());
+                                     make_device(me.place, 1, me.waits), config.slices());
   return joined;
 }
 

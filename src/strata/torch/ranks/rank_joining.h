@@ -20,6 +20,7 @@
 
 #include "strata/comm/collectives.h"
 #include "strata/comm/combined/carrier_join.h"
+#include "strata/device/host_waits.h"
 #include "strata/engine/config/config.h"
 
 namespace strata::torch {
@@ -33,7 +34,8 @@ struct JoiningRank {
   // What tells hosts and devices apart; empty: nobody compares them.
   std::string host;
   std::string device;
-  bool nccl_runs = false;  // this process has communicators for the device
+  bool nccl_runs = false;                    // this process has communicators for the device
+  std::shared_ptr<device::HostWaits> waits;  // of make_device(); null: its own
   // "gloo" or "nccl" among these ranks of the world, as each of them calls it. Null: this program
   // makes no process groups.
   std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& backend,
