@@ -89,8 +89,8 @@ Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
   try {
     device_->compute_stream().synchronize();  // what was queued uses the memory that goes now
-  } catch (...) {                             // the device has failed; it runs nothing
-  }
+  } catch (...) {
+  }  // the device has failed; it runs nothing
 }
 
 void Engine::prepare() {

@@ -80,8 +80,7 @@ class Engine {
   // Takes what the unit's flat buffer holds now for `params` as their new values. Not a collective:
   // every rank's flat buffer must hold the same. Follow with weights_changed().
   void adopt_flat(std::span<const int> params);
-  // Values were being stored, and `cause` ended that: nothing trains or saves before
-  // weights_changed().
+  // `cause` ended the storing of values: nothing trains or saves before weights_changed().
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
   // Throws UsageError where an update, or loading, has failed half-way and nothing was loaded
   // since.

@@ -14,7 +14,9 @@
 
 #include "strata/comm/host/local_collectives.h"
 #include "strata/device/cpu_device.h"
+#include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/engine.h"
+#include "strata/format/manifest.h"
 #include "strata/format/safetensors_writer.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/thread_engine.h"
@@ -86,6 +88,17 @@ struct RankModel {
   plan::ModelPlan plan;
   std::unique_ptr<engine::Engine> model;
 };
+
+// fp32 masters of this rank's shard.
+inline std::vector<float> masters_of(engine::Engine& engine, int unit) {
+  const Numel numel = engine.weights().units()[static_cast<std::size_t>(unit)].layout.shard();
+  std::vector<float> masters(numel.size());
+  engine::ShardStates states(engine);
+  states.enqueue_read(unit, format::kValue, Numel(), numel,
+                      std::as_writable_bytes(std::span(masters)));
+  states.settle();
+  return masters;
+}
 
 // Of the engine, all of them.
 inline std::vector<int> all_params(const RankModel& rank) {

@@ -12,9 +12,7 @@
 #include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
-#include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/manifest.h"
 
 namespace strata::engine {
 namespace {
@@ -23,6 +21,7 @@ using testing::all_params;
 using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
+using testing::masters_of;
 using testing::RankModel;
 
 constexpr StagingOptions kSmallRing{2, 4_KiB};
@@ -175,17 +174,6 @@ TEST(WeightLoaderHalts, ALoadBeginsOnceAndBeforeItReachesAnyPlace) {
     EXPECT_THAT(begun_before_places(rank, path, {}), Each(1));  // nothing to read
   });
   EXPECT_THAT(outcomes, Each(""));
-}
-
-// fp32 masters of this rank's shard.
-std::vector<float> masters_of(Engine& engine, int unit) {
-  const Numel numel = engine.weights().units()[static_cast<std::size_t>(unit)].layout.shard();
-  std::vector<float> masters(numel.size());
-  ShardStates states(engine);
-  states.enqueue_read(unit, format::kValue, Numel(), numel,
-                      std::as_writable_bytes(std::span(masters)));
-  states.settle();
-  return masters;
 }
 
 TEST(WeightLoaderMasters, TakeTheFilesOwnValue) {

@@ -86,11 +86,11 @@ inline std::string shards_of(FakeRank& rank) {
   Weights& weights = rank.engine().weights();
   for (const Unit& unit : weights.units()) {
     add(unit.shard);
-    if (!unit.trainable() || weights.master_blocks(unit.id).empty()) continue;
-    weights.for_each_master(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
-                            [&](const StateRange& range) {
-                              for (const auto& lease : range.leases) add(lease->bytes());
-                            });
+    if (!unit.trainable() || weights.masters().blocks(unit.id).empty()) continue;
+    weights.masters().for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
+                               [&](const StateRange& range) {
+                                 for (const auto& lease : range.leases) add(lease->bytes());
+                               });
   }
   return result;
 }

@@ -83,7 +83,7 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
                 device.compute_stream());
   };
   if (kind == kValue) {
-    weights.for_each_master(unit, first, first + numel, offload::Access::kRead, copy);
+    weights.masters().for_each(unit, first, first + numel, offload::Access::kRead, copy);
     return;
   }
   const StateBlock block = moment(unit, kind);
@@ -101,9 +101,9 @@ void ShardStates::read_joined(const Unit& unit, Numel first, Numel numel,
   const auto join = [&](const StateRange& range, Numel at, std::span<std::byte> there) {
     device.join_masters({reinterpret_cast<float*>(there.data()), there.size() / sizeof(float)},
                         unit.shard.data() + bytes_of(range.first, unit.layout.dtype()).size(),
-                        Weights::remainder_in(range), at, stream);
+                        MasterStates::remainder_in(range), at, stream);
   };
-  weights.for_each_master(
+  weights.masters().for_each(
       unit.id, first, first + numel, offload::Access::kRead, [&](const StateRange& range) {
         const Numel begin = std::max(range.first, first);
         const Numel count = std::min(range.end, first + numel) - begin;

@@ -95,7 +95,7 @@ void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) 
   Weights& weights = shards_.weights();
   const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
   if (unit.layout.dtype() != DType::kFloat64) return;
-  for (const Run& run : runs_of(shard)) weights.round_masters(shard.unit, run.begin, run.end);
+  for (const Run& run : runs_of(shard)) weights.masters().round(shard.unit, run.begin, run.end);
 }
 
 void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
@@ -105,7 +105,7 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   Weights& weights = shards_.weights();
   const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
-  std::vector<StateBlock> blocks = weights.master_blocks(shard.unit);
+  std::vector<StateBlock> blocks = weights.masters().blocks(shard.unit);
   blocks.push_back(moment_block(shard.unit, Moment::kFirst));
   blocks.push_back(moment_block(shard.unit, Moment::kSecond));
   const auto update_range = [&](const StateRange& range) {
@@ -148,7 +148,8 @@ kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& r
   kernels::AdamSpans spans;
   if (form == plan::MasterForm::kRounded) spans.rounds_weight16 = true;
   // Runs begin where parameters do, at multiples of 256 bytes, and ranges at multiples of 8.
-  if (form == plan::MasterForm::kRemainder) spans.remainder = Weights::remainder_in(range).from(at);
+  if (form == plan::MasterForm::kRemainder)
+    spans.remainder = MasterStates::remainder_in(range).from(at);
   if (form == plan::MasterForm::kFloat32) spans.weight = floats(0);
   if (form == plan::MasterForm::kShard) spans.weight = {reinterpret_cast<float*>(weight), numel};
   const std::size_t first = range.leases.size() - 2;  // moments come last

@@ -11,7 +11,7 @@ void ExternalOptimizer::prepare() {
   if (prepared_) return;
   shards_.weights().back_all();  // at once: every growth costs a mapping, here and at every peer
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    auto* weight = reinterpret_cast<float*>(shards_.weights().hold_master(shard.unit).data());
+    auto* weight = reinterpret_cast<float*>(shards_.weights().masters().hold(shard.unit).data());
     for (const plan::ParamSegment& segment : shard.segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
       segments_.push_back({segment.param, segment.group, {weight + segment.begin.size(), numel}});
@@ -45,13 +45,13 @@ void ExternalOptimizer::round(const OptimizerShards::UnitShard& shard) {
   const bool wide =
       weights.units()[static_cast<std::size_t>(shard.unit)].layout.dtype() == DType::kFloat64;
   if (!wide) {
-    weights.round_masters(shard.unit);
+    weights.masters().round(shard.unit);
     return;
   }
   if (!gradients.filled(shard.unit)) return;
   for (const plan::ParamSegment& segment : shard.segments) {
     if (!gradients.left_out(segment.param))
-      weights.round_masters(shard.unit, segment.begin, segment.end);
+      weights.masters().round(shard.unit, segment.begin, segment.end);
   }
 }
 

@@ -8,6 +8,30 @@
 #include "strata/base/error.h"
 
 namespace strata::engine {
+namespace {
+
+// A reduction that is complete when its result's padding is zero, too.
+class PaddedWork final : public comm::Work {
+ public:
+  PaddedWork(std::unique_ptr<comm::Work> work, std::unique_ptr<device::Event> padded,
+             device::Device& device)
+      : work_(std::move(work)), padded_(std::move(padded)), device_(device) {}
+
+  bool done() override { return work_->done() && padded_->done(); }
+  void wait() override {
+    work_->wait();
+    device_.compute_stream().wait_for(*padded_);
+  }
+  void wait_for_readers() override { work_->wait_for_readers(); }
+  comm::WorkTimes times() const override { return work_->times(); }
+
+ private:
+  std::unique_ptr<comm::Work> work_;
+  std::unique_ptr<device::Event> padded_;
+  device::Device& device_;
+};
+
+}  // namespace
 
 GradientInbox::GradientInbox(std::string name, std::vector<Unit>& units,
                              comm::Collectives& collectives, device::Device& device, Bytes most)
@@ -77,23 +101,28 @@ std::unique_ptr<comm::Work> GradientInbox::reduce(int unit, const comm::Reductio
   const auto i = static_cast<std::size_t>(unit);
   STRATA_ASSERT(std::ranges::all_of(progress_[i].written, [](bool written) { return written; }));
   auto work = inbox_->reduce(progress_[i].index, reduction, units_[i].name());
-  zero_padding(units_[i].layout, reduction.result);
-  return work;
+  if (!zero_padding(units_[i].layout, reduction.result)) return work;
+  return std::make_unique<PaddedWork>(std::move(work), collectives_.contribution_stream()->record(),
+                                      device_);
 }
 
 // Nobody writes it into an inbox, so the sum has there whatever lay in the inbox before.
-void GradientInbox::zero_padding(const plan::FlatLayout& layout, std::span<float> shard) {
+// True: there is some.
+bool GradientInbox::zero_padding(const plan::FlatLayout& layout, std::span<float> shard) {
   Numel end;
+  bool any = false;
   const auto zero = [&](Numel to) {
-    if (end < to)
-      device_.fill_zero(std::as_writable_bytes(shard.subspan(end.size(), (to - end).size())),
-                        *collectives_.contribution_stream());
+    if (end >= to) return;
+    any = true;
+    device_.fill_zero(std::as_writable_bytes(shard.subspan(end.size(), (to - end).size())),
+                      *collectives_.contribution_stream());
   };
   for (const plan::ShardPiece& piece : layout.pieces(collectives_.shard_place().index)) {
     zero(piece.shard_offset);
     end = piece.shard_offset + (piece.param_end - piece.param_begin);
   }
   zero(layout.shard());
+  return any;
 }
 
 }  // namespace strata::engine

@@ -50,7 +50,7 @@ class GradientInbox {
     std::vector<bool> written;  // by slot
   };
   bool make(std::span<const Bytes> contributions);
-  void zero_padding(const plan::FlatLayout& layout, std::span<float> shard);
+  bool zero_padding(const plan::FlatLayout& layout, std::span<float> shard);
 
   std::string name_;
   std::vector<Unit>& units_;

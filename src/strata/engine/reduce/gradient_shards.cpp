@@ -75,8 +75,7 @@ GradientShards::Target GradientShards::begin(int unit) {
   if (shard.values == nullptr) take_memory(unit);
   if (!through_scratch())
     return {{reinterpret_cast<float*>(shard.values), numel.size()}, shard.filled};
-  if (shard.arriving == nullptr)
-    shard.arriving = take_scratch(bytes_of(numel, DType::kFloat32));
+  if (shard.arriving == nullptr) shard.arriving = take_scratch(bytes_of(numel, DType::kFloat32));
   return {as_floats(*shard.arriving, numel), false};
 }
 
@@ -165,9 +164,10 @@ void GradientShards::measure_run(std::size_t first, std::size_t end, device::Str
   STRATA_ASSERT(dtype_ == DType::kFloat32);
   std::vector<std::span<const float>> all;
   for (std::size_t i = first; i < end; ++i) {
-    const auto* const values = shards_[i].arriving != nullptr
-                                   ? reinterpret_cast<const float*>(shards_[i].arriving->bytes().data())
-                                   : reinterpret_cast<const float*>(shards_[i].values);
+    const auto* const values =
+        shards_[i].arriving != nullptr
+            ? reinterpret_cast<const float*>(shards_[i].arriving->bytes().data())
+            : reinterpret_cast<const float*>(shards_[i].values);
     all.emplace_back(values, units_[i].layout.shard().size());
     shards_[i].measured = true;
     shards_[i].stale = true;

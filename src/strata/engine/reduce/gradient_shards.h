@@ -58,8 +58,8 @@ class GradientShards {
 
  private:
   struct Shard {
-    std::unique_ptr<device::Memory> memory;  // null on the host
-    std::byte* values = nullptr;             // null: no memory yet
+    std::unique_ptr<device::Memory> memory;    // null on the host
+    std::byte* values = nullptr;               // null: no memory yet
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
@@ -92,7 +92,7 @@ class GradientShards {
   std::vector<int> left_out_;
   std::deque<Arrived> arrived_;  // settled, and perhaps not folded in; the oldest first
   std::vector<std::unique_ptr<device::Memory>> spare_;  // scratch that nobody uses
-  std::unique_ptr<device::Memory> squares_;  // a double by unit; null: nobody asked yet
+  std::unique_ptr<device::Memory> squares_;             // a double by unit; null: nobody asked yet
   std::unique_ptr<device::Memory>
       widened_;  // fp32 copy that values() hands out where the dtype is narrow
 };

@@ -35,8 +35,8 @@ struct ReducerOptions {
   std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;
   DType accumulation_dtype = DType::kFloat32;
-  Bytes max_reducing;     // of buffers under reduction; about as much of complete ones may wait
-  bool sum = false;       // over ranks; else the mean
+  Bytes max_reducing;  // of buffers under reduction; about as much of complete ones may wait
+  bool sum = false;    // over ranks; else the mean
   memory::Tier gradient_tier = memory::Tier::kDevice;
   bool measures = false;  // the squares of reduced gradients, in the last pass of a step
   Bytes max_held{};       // of gradients that wait to be written; the newest may exceed it

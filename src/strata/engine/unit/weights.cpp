@@ -10,11 +10,6 @@ namespace {
 constexpr Bytes kPage = 4_KiB;
 constexpr Bytes kScratch = 4_MiB;
 
-// Of an element: its fp32 master, and the arrays of its remainder.
-constexpr int kWideBits = 32;
-constexpr int kLowBits = 16;
-constexpr int kHalfUpBits = 1;
-
 // `parts`: shards that a rank holds of a unit that is not whole, its own among them.
 Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
   return whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
@@ -29,10 +24,10 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
-      masters_(masters),
       place_(collectives.shard_place()),
       device_(device),
-      states_(states) {
+      states_(states),
+      masters_(units_, masters, device, states) {
   Bytes total;
   std::vector<Bytes> offsets;
   for (const plan::UnitSpec& spec : plan.units) {
@@ -58,11 +53,10 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     unit.shard = local.subspan((own * before).size(), own.size());
     unit.slices = {memory_.get(), offset, unit.whole ? held : Bytes(), held};
   }
-  held_masters_.resize(units_.size());
 }
 
 void Weights::back(int unit) {
-  const auto begin = master_ids_.size();
+  const std::size_t begin = backed_;
   const auto end = static_cast<std::size_t>(unit) + 1;
   if (begin >= end) return;
   const auto bytes_of_unit = [&](const Unit& u) {
@@ -71,40 +65,9 @@ void Weights::back(int unit) {
   // At once: every growth costs a mapping, here and at every peer.
   memory_->back(units_[end - 1].slices.first_offset + bytes_of_unit(units_[end - 1]));
   const auto added = std::span(units_).subspan(begin, end - begin);
-  std::vector<offload::BlockSpec> blocks;
-  const auto add = [&](const Unit& u, const char* what, std::int64_t bits) {
-    // Whole lines, so that they take as much one by one as together.
-    const Bytes bytes = align_up(Bytes((u.layout.shard().value * bits + 7) / 8), 64_B);
-    blocks.push_back({u.name() + what, bytes, memory::Kind::kMasterWeights});
-  };
-  for (const Unit& u : added) {
-    const plan::MasterForm form = master_form(u.id);
-    if (form == plan::MasterForm::kFloat32) add(u, ".master", kWideBits);
-    if (form != plan::MasterForm::kRemainder) continue;
-    add(u, ".master.low", kLowBits);
-    add(u, ".master.halves_up", kHalfUpBits);
-  }
-  const std::vector<offload::BlockId> ids = states_.add_all(std::move(blocks));
-  auto next = ids.begin();
-  for (const Unit& u : added) {
-    charge_.grow(bytes_of_unit(u));
-    MasterIds of_unit;
-    const plan::MasterForm form = master_form(u.id);
-    if (form == plan::MasterForm::kFloat32) of_unit.wide = *next++;
-    if (form == plan::MasterForm::kRemainder) {
-      of_unit.low = *next++;
-      of_unit.halves_up = *next++;
-    }
-    master_ids_.push_back(of_unit);
-  }
-}
-
-std::vector<StateBlock> Weights::master_blocks(int unit) {
-  back(unit);
-  const MasterIds& ids = master_ids_[static_cast<std::size_t>(unit)];
-  if (ids.wide >= 0) return {{ids.wide, kWideBits}};
-  if (ids.low >= 0) return {{ids.low, kLowBits}, {ids.halves_up, kHalfUpBits}};
-  return {};
+  masters_.add(added);
+  for (const Unit& u : added) charge_.grow(bytes_of_unit(u));
+  backed_ = end;
 }
 
 void Weights::back_all() {
@@ -217,11 +180,11 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
     write(weights, dtype, numel, source, source_dtype);
     if (dtype == source_dtype) source = weights;  // which need not be read over a link again
   }
-  if (master_blocks(unit.id).empty()) return;
+  if (masters_.blocks(unit.id).empty()) return;
   if (owed != nullptr && dtype == source_dtype) {
     owed->add({unit.id, shard_offset, shard_offset + numel});
   } else {
-    make_master(unit, shard_offset, numel, source, source_dtype);
+    masters_.make(unit.id, shard_offset, numel, source, source_dtype);
   }
 }
 
@@ -229,66 +192,9 @@ void Weights::make_masters(OwedMasters& owed) {
   for (const auto& [index, begin, end] : owed.take()) {
     const Unit& unit = units_[static_cast<std::size_t>(index)];
     const DType dtype = unit.layout.dtype();
-    make_master(unit, begin, end - begin, unit.shard.data() + bytes_of(begin, dtype).size(), dtype);
+    masters_.make(index, begin, end - begin, unit.shard.data() + bytes_of(begin, dtype).size(),
+                  dtype);
   }
-}
-
-void Weights::make_master(const Unit& unit, Numel shard_offset, Numel numel,
-                          const std::byte* source, DType source_dtype) {
-  device::Stream& stream = device_.compute_stream();
-  const bool wide = master_form(unit.id) == plan::MasterForm::kFloat32;
-  const auto make = [&](const StateRange& range) {
-    const Numel begin = std::max(range.first, shard_offset);
-    const Numel count = std::min(range.end, shard_offset + numel) - begin;
-    const std::byte* from = source + bytes_of(begin - shard_offset, source_dtype).size();
-    if (wide) {
-      device_.cast(range.bytes(0).data() + bytes_of(begin - range.first, DType::kFloat32).size(),
-                   DType::kFloat32, from, source_dtype, count, stream);
-    } else {
-      device_.store_remainder(remainder_in(range), begin - range.first, from, source_dtype, count,
-                              stream);
-    }
-  };
-  for_each_master(unit.id, shard_offset, shard_offset + numel, offload::Access::kReadWrite, make);
-}
-
-void Weights::for_each_master(int unit, Numel begin, Numel end, offload::Access access,
-                              const std::function<void(const StateRange&)>& work) {
-  const auto index = static_cast<std::size_t>(unit);
-  const Numel shard = units_[index].layout.shard();
-  if (held_masters_[index] == nullptr) {
-    for_each_range(states_, master_blocks(unit), shard, begin, end, access, work);
-    return;
-  }
-  work({Numel(), shard, {&held_masters_[index], 1}});
-}
-
-std::span<std::byte> Weights::hold_master(int unit) {
-  const plan::MasterForm form = master_form(unit);
-  STRATA_ASSERT(form == plan::MasterForm::kShard || form == plan::MasterForm::kFloat32);
-  const auto index = static_cast<std::size_t>(unit);
-  if (form == plan::MasterForm::kShard) return units_[index].shard;
-  auto& held = held_masters_[index];
-  if (held == nullptr)
-    held = states_.fetch(master_blocks(unit).front().id, offload::Access::kReadWrite);
-  return held->bytes();
-}
-
-void Weights::round_masters(int unit) {
-  round_masters(unit, Numel(), units_[static_cast<std::size_t>(unit)].layout.shard());
-}
-
-void Weights::round_masters(int unit, Numel begin, Numel end) {
-  if (master_form(unit) != plan::MasterForm::kFloat32) return;
-  const Unit& u = units_[static_cast<std::size_t>(unit)];
-  const DType dtype = u.layout.dtype();
-  for_each_master(unit, begin, end, offload::Access::kRead, [&](const StateRange& range) {
-    const Numel low = std::max(range.first, begin);
-    const Numel high = std::min(range.end, end);
-    device_.cast(u.shard.data() + bytes_of(low, dtype).size(), dtype,
-                 range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
-                 DType::kFloat32, high - low, device_.compute_stream());
-  });
 }
 
 }  // namespace strata::engine

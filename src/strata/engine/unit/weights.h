@@ -8,15 +8,14 @@
 // unrounded value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/engine_options.h"
+#include "strata/engine/unit/master_states.h"
 #include "strata/engine/unit/owed_masters.h"
-#include "strata/engine/unit/state_ranges.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/state_store.h"
@@ -66,41 +65,16 @@ class Weights {
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
 
-  plan::MasterForm master_form(int unit) const {
-    return plan::master_form(units_[static_cast<std::size_t>(unit)].spec, masters_);
-  }
-  // What the store keeps of the unit's masters beside its weights: nothing, fp32 masters, or the
-  // two arrays of their remainder (remainder_in()).
-  std::vector<StateBlock> master_blocks(int unit);
-  // Of a range over blocks that begin with those.
-  static kernels::MasterRemainder remainder_in(const StateRange& range) {
-    return {reinterpret_cast<std::uint16_t*>(range.bytes(0).data()),
-            reinterpret_cast<std::uint8_t*>(range.bytes(1).data())};
-  }
-  // Goes through them, where there are some, as for_each_range() does; also where they are held.
-  void for_each_master(int unit, Numel begin, Numel end, offload::Access access,
-                       const std::function<void(const StateRange&)>& work);
+  plan::MasterForm master_form(int unit) const { return masters_.form(unit); }
+  // Of units that have their memory: all, after back_all().
+  MasterStates& masters() { return masters_; }
   offload::StateStore& states() { return states_; }
-  // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as these
-  // Weights live: the shard itself, or what the store has to keep leased.
-  std::span<std::byte> hold_master(int unit);
-  // Rounds the unit's masters to its weights (for optimizers that know only masters); of elements
-  // [begin, end) of its shard alone.
-  void round_masters(int unit);
-  void round_masters(int unit, Numel begin, Numel end);
 
  private:
   // Takes the memory of the units up to this one.
   void back(int unit);
-  struct MasterIds {
-    offload::BlockId wide = -1;  // fp32 masters
-    offload::BlockId low = -1;   // or their remainder
-    offload::BlockId halves_up = -1;
-  };
   void store_piece(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
                    DType source_dtype, OwedMasters* owed = nullptr);
-  void make_master(const Unit& unit, Numel shard_offset, Numel numel, const std::byte* source,
-                   DType source_dtype);
   void write(std::byte* target, DType dtype, Numel numel, const std::byte* source,
              DType source_dtype);
   void store_through_scratch(const Unit& unit, Numel shard_offset, Numel numel,
@@ -110,14 +84,13 @@ class Weights {
   std::vector<int> unit_of_param_;
   std::vector<int> slot_of_param_;
   std::vector<Unit> units_;
-  plan::Masters masters_;
   comm::ShardPlace place_;
   device::Device& device_;
   offload::StateStore& states_;
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
-  std::vector<MasterIds> master_ids_;                          // by backed unit
-  std::vector<std::unique_ptr<offload::Lease>> held_masters_;  // by unit; null: not held
+  std::size_t backed_ = 0;  // units that have their memory
+  MasterStates masters_;
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
 };
 

@@ -10,6 +10,7 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/record/init_report.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::torch {
 
@@ -19,6 +20,8 @@ struct ModelRuntime {
   c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<comm::Collectives> collectives;
   std::shared_ptr<device::Device> device;
+  // Null: where the configuration places them.
+  std::shared_ptr<offload::StateStore> states = nullptr;
   engine::InitReport::Progress progress{};  // of start-up; may be empty
   int threads = 1;                          // that work on host memory
 };

@@ -76,6 +76,7 @@ class ModelStart {
 
 // What only a path can spoil is told to all ranks.
 std::shared_ptr<offload::StateStore> ModelStart::make_states(const offload::StatePlace& place) {
+  if (runtime_.states != nullptr) return runtime_.states;
   comm::Collectives& collectives = *runtime_.collectives;
   offload::MadeStore made;
   const auto make = [&] {

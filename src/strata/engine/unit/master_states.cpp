@@ -1,0 +1,101 @@
+#include "strata/engine/unit/master_states.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+// Of an element: its fp32 master, and the arrays of its remainder.
+constexpr int kWideBits = 32;
+constexpr int kLowBits = 16;
+constexpr int kHalfUpBits = 1;
+
+}  // namespace
+
+void MasterStates::add(std::span<const Unit> units) {
+  std::vector<offload::BlockSpec> blocks;
+  const auto add = [&](const Unit& unit, const char* what, std::int64_t bits) {
+    // Whole lines, so that they take as much one by one as together.
+    const Bytes bytes = align_up(Bytes((unit.layout.shard().value * bits + 7) / 8), 64_B);
+    blocks.push_back({unit.name() + what, bytes, memory::Kind::kMasterWeights});
+  };
+  for (const Unit& unit : units) {
+    if (form(unit.id) == plan::MasterForm::kFloat32) add(unit, ".master", kWideBits);
+    if (form(unit.id) != plan::MasterForm::kRemainder) continue;
+    add(unit, ".master.low", kLowBits);
+    add(unit, ".master.halves_up", kHalfUpBits);
+  }
+  const std::vector<offload::BlockId> ids = store_.add_all(std::move(blocks));
+  auto next = ids.begin();
+  for (const Unit& unit : units) {
+    STRATA_ASSERT(static_cast<std::size_t>(unit.id) == ids_.size());
+    Ids of_unit;
+    if (form(unit.id) == plan::MasterForm::kFloat32) of_unit.wide = *next++;
+    if (form(unit.id) == plan::MasterForm::kRemainder) {
+      of_unit.low = *next++;
+      of_unit.halves_up = *next++;
+    }
+    ids_.push_back(of_unit);
+  }
+  held_.resize(ids_.size());
+}
+
+std::vector<StateBlock> MasterStates::blocks(int unit) const {
+  const Ids& ids = ids_[static_cast<std::size_t>(unit)];
+  if (ids.wide >= 0) return {{ids.wide, kWideBits}};
+  if (ids.low >= 0) return {{ids.low, kLowBits}, {ids.halves_up, kHalfUpBits}};
+  return {};
+}
+
+void MasterStates::for_each(int unit, Numel begin, Numel end, offload::Access access,
+                            const std::function<void(const StateRange&)>& work) {
+  const auto& held = held_[static_cast<std::size_t>(unit)];
+  const Numel shard = of(unit).layout.shard();
+  if (held == nullptr) {
+    for_each_range(store_, blocks(unit), shard, begin, end, access, work);
+  } else {
+    work({Numel(), shard, {&held, 1}});
+  }
+}
+
+void MasterStates::make(int unit, Numel begin, Numel numel, const std::byte* source,
+                        DType source_dtype) {
+  device::Stream& stream = device_.compute_stream();
+  const bool wide = form(unit) == plan::MasterForm::kFloat32;
+  for_each(unit, begin, begin + numel, offload::Access::kReadWrite, [&](const StateRange& range) {
+    const Numel low = std::max(range.first, begin);
+    const Numel count = std::min(range.end, begin + numel) - low;
+    const std::byte* from = source + bytes_of(low - begin, source_dtype).size();
+    if (wide) {
+      device_.cast(range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
+                   DType::kFloat32, from, source_dtype, count, stream);
+    } else {
+      device_.store_remainder(remainder_in(range), low - range.first, from, source_dtype, count,
+                              stream);
+    }
+  });
+}
+
+void MasterStates::round(int unit, Numel begin, Numel end) {
+  if (form(unit) != plan::MasterForm::kFloat32) return;
+  const DType dtype = of(unit).layout.dtype();
+  for_each(unit, begin, end, offload::Access::kRead, [&](const StateRange& range) {
+    const Numel low = std::max(range.first, begin);
+    const Numel high = std::min(range.end, end);
+    device_.cast(of(unit).shard.data() + bytes_of(low, dtype).size(), dtype,
+                 range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
+                 DType::kFloat32, high - low, device_.compute_stream());
+  });
+}
+
+std::span<std::byte> MasterStates::hold(int unit) {
+  if (form(unit) == plan::MasterForm::kShard) return of(unit).shard;
+  STRATA_ASSERT(form(unit) == plan::MasterForm::kFloat32);
+  auto& held = held_[static_cast<std::size_t>(unit)];
+  if (held == nullptr) held = store_.fetch(blocks(unit).front().id, offload::Access::kReadWrite);
+  return held->bytes();
+}
+
+}  // namespace strata::engine

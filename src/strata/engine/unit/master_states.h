@@ -1,0 +1,70 @@
+// The fp32 master weights of this rank's shards, in the form that suits weights and optimizer
+// (plan/master_form.h): what the StateStore keeps of them beside the weights. Threads: one thread
+// at a time. Ownership: borrows the units, the device and the store; keeps what is held leased.
+// Errors: those of the store.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/engine/unit/state_ranges.h"
+#include "strata/engine/unit/unit.h"
+#include "strata/kernels/master_remainder.h"
+#include "strata/plan/master_form.h"
+
+namespace strata::engine {
+
+class MasterStates {
+ public:
+  // `masters`: where the weights are bf16. `units` by their ids; they may grow no more.
+  MasterStates(const std::vector<Unit>& units, plan::Masters masters, device::Device& device,
+               offload::StateStore& store)
+      : units_(units), masters_(masters), device_(device), store_(store) {}
+
+  plan::MasterForm form(int unit) const { return plan::master_form(of(unit).spec, masters_); }
+  // Takes the room of the next units, in their order; zero.
+  void add(std::span<const Unit> units);
+
+  // Of a unit that was added: nothing, fp32 masters, or the two arrays of their remainder
+  // (remainder_in()).
+  std::vector<StateBlock> blocks(int unit) const;
+  // Of a range over blocks that begin with those.
+  static kernels::MasterRemainder remainder_in(const StateRange& range) {
+    return {reinterpret_cast<std::uint16_t*>(range.bytes(0).data()),
+            reinterpret_cast<std::uint8_t*>(range.bytes(1).data())};
+  }
+  // Goes through blocks() of elements [begin, end) as for_each_range() does; also where they are
+  // held.
+  void for_each(int unit, Numel begin, Numel end, offload::Access access,
+                const std::function<void(const StateRange&)>& work);
+
+  // Queues: masters of the elements from `begin` on are these values, which kernels can read.
+  void make(int unit, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
+  // Queues: the weights of elements [begin, end) are their fp32 masters, rounded (for optimizers
+  // that know only masters).
+  void round(int unit, Numel begin, Numel end);
+  void round(int unit) { round(unit, Numel(), of(unit).layout.shard()); }
+  // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as this lives:
+  // the shard itself, or what the store has to keep leased.
+  std::span<std::byte> hold(int unit);
+
+ private:
+  struct Ids {
+    offload::BlockId wide = -1;  // fp32 masters
+    offload::BlockId low = -1;   // or their remainder
+    offload::BlockId halves_up = -1;
+  };
+  const Unit& of(int unit) const { return units_[static_cast<std::size_t>(unit)]; }
+
+  const std::vector<Unit>& units_;
+  plan::Masters masters_;
+  device::Device& device_;
+  offload::StateStore& store_;
+  std::vector<Ids> ids_;                               // by unit, of those that were added
+  std::vector<std::unique_ptr<offload::Lease>> held_;  // by unit; null: not held
+};
+
+}  // namespace strata::engine
