@@ -143,7 +143,8 @@ class SmallStore final : public offload::StateStore {
   int most_;
 };
 
-// What initialize says when memory ends after `blocks` of state; the model has 4 units.
+// What initialize says when memory ends after `blocks` of state; the model has 4 units,
+// whose masters are two blocks each.
 std::string start_with_room_for(int blocks, const std::string& tier, const Net& net) {
   ModelRuntime runtime = make_runtime(kHere, 1, comm::LocalGroup(1).rank(0));
   runtime.states = std::make_shared<SmallStore>(
@@ -160,7 +161,7 @@ std::string start_with_room_for(int blocks, const std::string& tier, const Net& 
 
 TEST(FailedStart, LeavesTheModelAsItWas) {
   for (const std::string tier : {"device_copy", "host"}) {
-    for (const int blocks : {0, 2, 5}) {  // before, amid and after the values
+    for (const int blocks : {0, 4, 10}) {  // before, amid and after the values
       const Net net = make_net(4, 30);
       const std::vector<at::Tensor> before = values_of(net);
       EXPECT_EQ(start_with_room_for(blocks, tier, net), "the store is full");
@@ -174,7 +175,7 @@ TEST(FailedStart, LeavesTheModelAsItWas) {
 
 TEST(FailedStart, SaysSoWhereTheModelsMemoryHadBeenGivenUp) {
   const Net net = make_net(4, 30);
-  EXPECT_THAT(start_with_room_for(2, "device_grow", net),
+  EXPECT_THAT(start_with_room_for(4, "device_grow", net),
               ::testing::AllOf(HasSubstr("the store is full. The memory of 4 of 8 parameters"),
                                HasSubstr("build the model again")));
   int empty = 0;
@@ -185,7 +186,7 @@ TEST(FailedStart, SaysSoWhereTheModelsMemoryHadBeenGivenUp) {
 TEST(FailedStart, CanBeTriedAgain) {
   const Net net = make_net(4, 30);
   const std::vector<at::Tensor> before = values_of(net);
-  EXPECT_EQ(start_with_room_for(2, "device_copy", net), "the store is full");
+  EXPECT_EQ(start_with_room_for(4, "device_copy", net), "the store is full");
   ModelRuntime runtime = make_runtime(kHere, 1, comm::LocalGroup(1).rank(0));
   ShardedModel model(describe_module(*net).input, config_of(3, 1), engine::UpdateRule::kAdamW,
                      runtime, "engine");
