@@ -33,14 +33,14 @@ else:
     shapes = transformers.Qwen3Config(vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True)
 torch.manual_seed(0)
-model = transformers.AutoModelForCausalLM.from_config(shapes, dtype=torch.bfloat16)
+with device:
+    model = transformers.AutoModelForCausalLM.from_config(shapes, dtype=torch.bfloat16)
 model.gradient_checkpointing_enable()
 elements = sum(p.numel() for p in model.parameters())
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
           "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
           "zero_optimization": {"stage": stage, "offload_optimizer": {"device": place, "nvme_path": folder,
-              "buffer_count": 5, "buffer_size": 160_000_000, "pin_memory": True, "pipeline_read": True,
-              "pipeline_write": True}}}
+              "buffer_count": 5, "pin_memory": True, "pipeline_read": True, "pipeline_write": True}}}
 if place == "none":
     del CONFIG["zero_optimization"]["offload_optimizer"]
 ids = torch.randint(0, shapes.vocab_size, (1, tokens), device=device)
@@ -52,6 +52,7 @@ told = {"elements": elements}
 
 STRATA = """
 import strata
+CONFIG["zero_optimization"].get("offload_optimizer", {})["buffer_size"] = int(os.environ["BUFFER"])
 started = time.perf_counter()
 engine, *_ = strata.initialize(model=model, config=CONFIG)
 """
@@ -101,7 +102,7 @@ def run(engine, arguments, drive, port):
     script = COMMON + (STRATA if name == "strata" else DEEPSPEED) + STEPS
     environment = {
         **os.environ, "PLACE": place, "FOLDER": drive, "STAGE": str(arguments.stage), "MODEL": arguments.config or "",
-        "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps), "PORT": str(port),
+        "BUFFER": str(arguments.buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps), "PORT": str(port),
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True,
                           timeout=arguments.timeout, check=False)
@@ -120,6 +121,7 @@ def main():
     parser.add_argument("--engines", nargs="+",
                         default=["strata none", "strata cpu", "strata nvme", "deepspeed cpu", "deepspeed nvme"])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--buffer", type=int, default=80_000_000)  # elements of each of five; DeepSpeed sizes its own
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--json")
     arguments = parser.parse_args()

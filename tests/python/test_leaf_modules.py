@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparison import adamw, compare
+from devices import needs_a_gpu_each
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from strata import utils
@@ -72,7 +73,12 @@ def _trained(collectives):
             assert len(Experts.whole) > 0 and all(Experts.whole), (stage, how)
 
 
-@pytest.mark.parametrize("world, collectives", [(1, "auto"), (2, "shm"), (2, "c10d"), (3, "shm")])
+@pytest.mark.parametrize("world, collectives", [
+    (1, "auto"),
+    pytest.param(2, "shm", marks=needs_a_gpu_each),
+    pytest.param(2, "c10d", marks=needs_a_gpu_each),
+    pytest.param(3, "shm", marks=needs_a_gpu_each),
+])
 def test_ranks_that_ask_different_experts_train_as_plain_torch(world, collectives):
     run_ranks(world, _trained, collectives)
 

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import strata
 import torch
-from devices import test_device
 from comparison import adamw
+from devices import ON_GPU, test_device
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
@@ -84,10 +84,8 @@ def _sharded(model):
     return sum(sizes) == (0 if rank_and_world()[1] > 1 else sum(p.ds_numel for p in model.parameters()))
 
 
-def _where_init_builds(build, **options):
-    """A plain model with the random numbers of the device that ``Init`` builds on."""
-    with test_device():
-        return build(**options)
+# A constructor draws its own parameters on the host, and what it writes to its children's where these train.
+draws_on_the_host = pytest.mark.skipif(ON_GPU, reason="random numbers of GPUs are others than the plain model's")
 
 
 def _trained(stages, dtype):
@@ -100,7 +98,7 @@ def _trained(stages, dtype):
                 model = build(inside=True)
             assert model.layers[0].up.bias.numel() == 32  # read within: gathered on the spot
         assert _sharded(model)
-        start = {n: p.detach().to(DTYPES[dtype]) for n, p in _where_init_builds(build, inside=False).named_parameters()}
+        start = {n: p.detach().to(DTYPES[dtype]) for n, p in build(inside=False).named_parameters()}
         engine = make_engine(model, config)
         assert differences(full_parameters(model), start) == [], f"stage {stage}"
         born = build(inside=False)
@@ -117,6 +115,7 @@ def _trained(stages, dtype):
 CASES = [(1, range(4), "fp32"), (2, range(4), "fp32"), (2, [3], "bf16"), (3, [3], "fp32")]
 
 
+@draws_on_the_host
 @pytest.mark.parametrize("world, stages, dtype", CASES)
 def test_what_constructors_write_counts_on_rank_0(world, stages, dtype):
     run_ranks(world, _trained, stages, dtype)
@@ -253,10 +252,11 @@ def _released_transformers():
         model = MODELS["qwen3"].build()
     assert _sharded(model)
     torch.manual_seed(0)
-    plain = dict(_where_init_builds(MODELS["qwen3"].build).named_parameters())
+    plain = dict(MODELS["qwen3"].build().named_parameters())
     assert differences(full_parameters(model), {name: p.detach() for name, p in plain.items()}) == []
 
 
+@draws_on_the_host
 def test_a_model_of_transformers_is_initialised_as_rank_0_would():
     run_ranks(2, _released_transformers)
 

@@ -87,8 +87,8 @@ void GradientShards::settle(int unit) {
     device::Stream& stream = leaving_ != nullptr ? *leaving_ : compute;
     fold_in(unit, stream);
     arrived_.push_back({std::move(shard.arriving), stream.record()});
-    while (!arrived_.empty() &&
-           (arrived_.size() > kArrived || arrived_.front().folded_in->done())) {
+    // By number alone: how much is held must not depend on how fast it goes.
+    while (arrived_.size() > kArrived) {
       arrived_.front().folded_in->wait();
       spare_.push_back(std::move(arrived_.front().memory));
       arrived_.pop_front();
