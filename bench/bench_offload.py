@@ -102,7 +102,8 @@ def run(engine, arguments, drive, port):
     script = COMMON + (STRATA if name == "strata" else DEEPSPEED) + STEPS
     environment = {
         **os.environ, "PLACE": place, "FOLDER": drive, "STAGE": str(arguments.stage), "MODEL": arguments.config or "",
-        "BUFFER": str(arguments.buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps), "PORT": str(port),
+        "BUFFER": str(arguments.buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
+        "PORT": str(port),
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True,
                           timeout=arguments.timeout, check=False)
