@@ -1,7 +1,7 @@
 """How a rank leaves the others: quietly at the end of the program, with a word where an exception ends it."""
 
-import gc
 import atexit
+import gc
 import logging
 import sys
 
