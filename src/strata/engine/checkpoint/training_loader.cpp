@@ -186,7 +186,8 @@ void store(Engine& engine, CheckpointFiles& files, const StateSources& sources,
   }
   if (request.states) clear_moments(engine, stored);
   TrainingSink sink(engine, sources.entries);
-  load_values(engine, {files.pointers(), map, {}, io, staging, io::ReadWay::kAuto, "checkpoint", &check},
+  load_values(engine,
+              {files.pointers(), map, {}, io, staging, io::ReadWay::kAuto, "checkpoint", &check},
               sink);
 }
 
