@@ -32,6 +32,7 @@ MemoryForecast forecast_job(std::span<const plan::ParamSpec> params, const plan:
   training.rule = rule;
   training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
   training.runs_ahead = job.on_gpus;
+  training.saves_beside = config.async_checkpoints;
   return forecast_memory(params, plan, tree, training, traits_of_job(config, job));
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "strata/engine/checkpoint/async_saver.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
@@ -42,6 +43,9 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   if (auto* external = dynamic_cast<engine::ExternalOptimizer*>(engine.optimizer()))
     external->set_update([](std::span<const std::span<float>>) {});
   const DryModel model(params, plan, tree);
+  std::unique_ptr<device::HostMemory> copy;  // stays from one save to the next
+  if (const Bytes bytes = engine::copied_bytes(engine); training.saves_beside && bytes > Bytes())
+    copy = device->allocate_host(bytes, memory::Kind::kStaging);
   const std::vector<engine::GroupScalars> groups(groups_of(params));
   for (int step = 0; step < kSteps; ++step) {
     for (int micro = 0; micro < training.micro_steps; ++micro)

@@ -23,7 +23,8 @@ namespace strata::forecast {
 struct MemoryForecast {
   std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
   Bytes total;                                      // the peak of their sum
-  // Of pinned host memory: what is offloaded, and what a drive is staged through.
+  // Of pinned host memory: what is offloaded, what a drive is staged through, and the copy of a
+  // checkpoint that is written beside training.
   std::array<Bytes, memory::kKindCount> host_by_kind{};
   Bytes host;
   Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
@@ -34,8 +35,9 @@ struct MemoryForecast {
 struct Training {
   engine::EngineOptions options;
   engine::UpdateRule rule = engine::UpdateRule::kAdamW;
-  int micro_steps = 1;      // of a step
-  bool runs_ahead = false;  // the device: GPUs do
+  int micro_steps = 1;        // of a step
+  bool runs_ahead = false;    // the device: GPUs do
+  bool saves_beside = false;  // checkpoints are copied to the host, and written while steps run
 };
 
 // Of every rank; shards are equal. `traits`: of the job's collectives. `tree` is what the plan was

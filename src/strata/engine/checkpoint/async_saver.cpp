@@ -75,14 +75,19 @@ AsyncSaver::~AsyncSaver() {
   writer_.join();
 }
 
+Bytes copied_bytes(Engine& engine) {
+  const ShardStates states(engine);
+  const std::vector<std::string> kinds = kinds_of(engine, states, {});
+  Bytes bytes;
+  for (const ShardFile& file : plan_saved_shards(engine, states, {}, kinds).files)
+    bytes += room_of(file);
+  return align_up(bytes, kCopyPiece);  // buffers and the script's tensors come on top
+}
+
 void AsyncSaver::expect() {
   if (copy_ != nullptr || expected_.value > 0) return;
-  const ShardStates states(engine_);
-  const std::vector<std::string> kinds = kinds_of(engine_, states, {});
-  for (const ShardFile& file : plan_saved_shards(engine_, states, {}, kinds).files)
-    expected_ += room_of(file);
+  expected_ = copied_bytes(engine_);
   if (expected_.value == 0) return;
-  expected_ = align_up(expected_, kCopyPiece);  // buffers and the script's tensors come on top
   engine_.device().expect_host(expected_, memory::Kind::kStaging);
 }
 

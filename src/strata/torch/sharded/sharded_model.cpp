@@ -76,6 +76,7 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
   training.rule = rule_;
   training.micro_steps = static_cast<int>(control().accumulation_steps());
   training.runs_ahead = runtime_.device->runs_ahead();
+  training.saves_beside = config().async_checkpoints;
   return forecast::forecast_memory(model_.specs, model_.plan, model_.tree, training,
                                    runtime_.collectives->traits());
 }
