@@ -32,6 +32,7 @@ class CollectiveNetwork : public Collectives {
                                    std::string_view tag) override {
     const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
     come_for(gather.what);
+    if (slices.writer != nullptr) slices.writer->synchronize();
     auto sent = copied(gather.source);
     ranks_->barrier();
     auto work = ranks_->all_gather({sent.get(), Bytes(), Bytes(), slices.slice_bytes}, flat, tag);

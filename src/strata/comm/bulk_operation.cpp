@@ -30,6 +30,10 @@ BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat,
   BulkOperation operation;
   operation.what =
       fmt::format("all-gather of '{}' ({} bytes a rank)", tag, slices.slice_bytes.value);
+  if (slices.buffer == nullptr) {
+    operation.source = flat.subspan((slices.slice_bytes * rank).size(), slices.slice_bytes.size());
+    return operation;
+  }
   operation.source = part_of(slices.buffer, slices.first_offset + slices.stride * rank,
                              slices.slice_bytes, operation.what);
   return operation;

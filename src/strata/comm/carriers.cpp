@@ -32,6 +32,22 @@ void require_sensible(std::string_view key, CarrierKind found, const RankFacts& 
   }
 }
 
+void require_joint_gathers(const CarrierSettings& settings, const RankFacts& facts) {
+  if (!settings.joint_gathers || facts.world_size == 1) return;
+  if (settings.gather == CarrierKind::kPeer || settings.collectives == CollectivesKind::kPeer) {
+    throw ConfigError(
+        "strata.gather, strata.collectives: 'peer' reads weights in the memory of other GPUs, and "
+        "zero_optimization.offload_param keeps them elsewhere; write 'auto'");
+  }
+  if (facts.group_size != facts.world_size) {
+    throw ConfigError(
+        fmt::format("zero_optimization.offload_param: weights that are offloaded are sharded over "
+                    "all ranks; leave out zero_hpz_partition_size and mics_shard_size. Found "
+                    "groups of {} among {} ranks",
+                    facts.group_size, facts.world_size));
+  }
+}
+
 std::optional<BulkCarriers> choose_bulk(const CarrierSettings& settings, const RankSet& ranks,
                                         bool on_gpus) {
   CarrierKind both = CarrierKind::kNccl;
@@ -42,7 +58,8 @@ std::optional<BulkCarriers> choose_bulk(const CarrierSettings& settings, const R
     if (settings.collectives == CollectivesKind::kAuto && ranks.one_host) both = CarrierKind::kAuto;
   }
   const auto one = [both](CarrierKind own) { return own == CarrierKind::kAuto ? both : own; };
-  return BulkCarriers{one(settings.gather), one(settings.reduce)};
+  return BulkCarriers{settings.joint_gathers ? CarrierKind::kNccl : one(settings.gather),
+                      one(settings.reduce)};
 }
 
 CarrierChoice choose(const CarrierSettings& settings, const RankSet& ranks, bool on_gpus) {
@@ -91,6 +108,7 @@ void require_possible(const CarrierSettings& settings, const RankFacts& facts) {
                     "write 'cpu'",
                     facts.world_size));
   }
+  require_joint_gathers(settings, facts);
   require_sensible("gather", settings.gather, facts);
   require_sensible("reduce", settings.reduce, facts);
 }

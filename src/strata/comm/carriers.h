@@ -25,6 +25,9 @@ struct CarrierSettings {
   CollectivesKind collectives = CollectivesKind::kAuto;
   CarrierKind gather = CarrierKind::kAuto;
   CarrierKind reduce = CarrierKind::kAuto;
+  // Weights rest where no peer reads them, so that all ranks take part in a gather: NCCL on GPUs
+  // (joint_gathers.h on the host).
+  bool joint_gathers = false;
 };
 
 // What a rank knows of itself before it meets the others.

@@ -74,11 +74,15 @@ class SharedBuffer {
 // Where each rank keeps the slice of one thing that it holds: rank r's (r counts held slices) is at
 // first_offset + r * stride of r's own SharedBuffer with the name of `buffer`, and is slice_bytes
 // long. A sharded thing has stride 0; a thing that every rank holds whole has stride slice_bytes.
+// Without a buffer each rank has written its slice to its place in the target of the gather; only
+// where gathers are not one-sided.
 struct SliceMap {
   const SharedBuffer* buffer = nullptr;
   Bytes first_offset;
   Bytes stride;
   Bytes slice_bytes;
+  // Without a buffer: after what this stream holds the slice is complete; null: the compute stream.
+  device::Stream* writer = nullptr;
 };
 
 // What a reduction adds up where there are several shard groups. Over a single one all are equal.

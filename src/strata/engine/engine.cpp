@@ -61,18 +61,17 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule kind, const EngineOp
 Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                EngineOptions options, UpdateRule optimizer, const std::string& settings,
                std::shared_ptr<comm::Collectives> collectives,
-               std::shared_ptr<device::Device> device, std::shared_ptr<offload::StateStore> states,
-               ParameterViews& views)
+               std::shared_ptr<device::Device> device, Stores stores, ParameterViews& views)
     : options_(options),
       collectives_(checked(std::move(collectives), params, plan, settings)),
       device_(std::move(device)),
-      states_(std::move(states)),
+      stores_(std::move(stores)),
       init_report_(*device_),
       weights_(params, plan, options, masters_for(optimizer, options), *collectives_, *device_,
-               *states_),
+               stores_),
       recorder_(*device_, *collectives_, weights_.units()),
       trace_(options.trace, options.trace_steps),
-      gatherer_(weights_.units(), *collectives_, *device_, views, recorder_,
+      gatherer_(weights_.units(), weights_.shards(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
                  fetched_together(options, plan.scopes, weights_.units()),
                  options.refresh_late.value_or(device_->runs_ahead()), options.max_reuse}),
@@ -80,7 +79,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                reducer_options(options, plan, weights_, *collectives_, *device_)),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
-      optimizer_(make_optimizer(optimizer, options_, shards_, *device_, *states_)),
+      optimizer_(make_optimizer(optimizer, options_, shards_, *device_, *stores_.states)),
       update_(weights_, gatherer_, recorder_, *collectives_, *device_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }
@@ -151,7 +150,7 @@ void Engine::begin_forward() {
   require_usable();
   trace_.begin_step(recorder_);
   recorder_.begin_phase(Activity::kForwardPass);
-  states_->advance();
+  stores_.advance();
   if (pass_.begin_forward()) gatherer_.start_pass();
 }
 
@@ -180,7 +179,7 @@ void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
 void Engine::end_backward() {
   STRATA_ASSERT(in_backward());
   reducer_.end_backward();
-  states_->advance();
+  stores_.advance();
   recorder_.end_phase();
   pass_.end_backward();
 }

@@ -62,7 +62,7 @@ class Engine {
   Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
          EngineOptions options, UpdateRule optimizer, const std::string& settings,
          std::shared_ptr<comm::Collectives> collectives, std::shared_ptr<device::Device> device,
-         std::shared_ptr<offload::StateStore> states, ParameterViews& views);
+         Stores stores, ParameterViews& views);
   ~Engine();
 
   // --- values ---
@@ -144,7 +144,7 @@ class Engine {
   EngineOptions options_;
   std::shared_ptr<comm::Collectives> collectives_;
   std::shared_ptr<device::Device> device_;
-  std::shared_ptr<offload::StateStore> states_;
+  Stores stores_;
   InitReport init_report_;
   Weights weights_;
   StepRecorder recorder_;

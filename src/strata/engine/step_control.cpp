@@ -31,6 +31,8 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.accumulation_dtype = config.precision.grad_accum_dtype;
   options.states = {config.offload.optimizer, config.offload.optimizer_folder,
                     config.offload.staging};
+  options.weights = {config.offload.param, config.offload.param_folder,
+                     std::max(kLeastStaging, bytes_of(config.offload.param_staging, dtype))};
   if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;

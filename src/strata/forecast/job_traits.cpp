@@ -17,9 +17,10 @@ comm::Traits traits_of_job(const engine::Config& config, const Job& job) {
   const int size = config.shard_group_size(job.world_size);
   const int groups = job.world_size / size;
   const comm::CarrierSettings settings = config.strata.carriers;
-  const comm::Traits inside =
+  comm::Traits inside =
       traits_of(choose_inside(settings, {size, one_host || host % size == 0}, job.on_gpus), size,
                 job.on_gpus);
+  if (settings.joint_gathers && size > 1) inside.one_sided = false;
   if (groups == 1) return inside;
   const comm::Traits across =
       traits_of(choose_across(settings, {groups, one_host}, job.on_gpus), groups, job.on_gpus);

@@ -37,7 +37,9 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   NoViews views;
   engine::Engine engine(params, plan, options, training.rule, "",
                         make_dry_collectives(traits, device), device,
-                        offload::make_dry_store(options.states, *device), views);
+                        {offload::make_dry_store(options.states, *device),
+                         offload::make_dry_store(options.weights, *device)},
+                        views);
   engine.weights_changed(/*complete=*/true);
   engine.prepare();
   if (auto* external = dynamic_cast<engine::ExternalOptimizer*>(engine.optimizer()))

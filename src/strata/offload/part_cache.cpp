@@ -246,10 +246,12 @@ void PartCache::throw_no_room(std::span<const Part> parts) {
       to_string(wanted), to_string(lent), to_string(arena_->budget())));
 }
 
-void PartCache::give_back(Place place, Access access) noexcept {
+void PartCache::give_back(Place place, Access access,
+                          std::unique_ptr<device::Event> used) noexcept {
   if (access == Access::kReadWrite) place->changed = true;
   try {
-    resident_.settle(place, device_.runs_ahead() ? device_.compute_stream().record() : nullptr);
+    if (used == nullptr && device_.runs_ahead()) used = device_.compute_stream().record();
+    resident_.settle(place, std::move(used));
   } catch (const std::exception& error) {
     resident_.lose_written(place, error.what());
   }

@@ -38,7 +38,8 @@ class PartCache final : public StagingArena::Holder {
   // All or none, in their order, when they are there. The parts are not empty and lie apart.
   std::vector<Place> lease(std::span<const Part> parts);
   static std::span<std::byte> bytes_of(Place place);
-  void give_back(Place place, Access access) noexcept;
+  // `used`: an event after the last use; null: the compute stream holds it.
+  void give_back(Place place, Access access, std::unique_ptr<device::Event> used) noexcept;
 
   // The part is wanted soon, after all that are expected already. Begins to read it where there is
   // room beside what is expected. False: not now, and nothing after it either.

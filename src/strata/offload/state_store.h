@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/device/device.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/part.h"
 #include "strata/offload/store_counts.h"
@@ -45,6 +46,9 @@ class Lease {
  public:
   virtual ~Lease() = default;
   virtual std::span<std::byte> bytes() = 0;  // aligned to 64 bytes at least
+  // What this stream of the device holds now reads the lease; it may be given back meanwhile, and
+  // stays what it is until then. Instead of the compute stream, once.
+  virtual void read_in(device::Stream& /*stream*/) {}
 };
 
 class StateStore {

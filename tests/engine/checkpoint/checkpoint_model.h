@@ -64,7 +64,7 @@ struct RankModel {
     options.stage = stage;
     model = std::make_unique<engine::Engine>(
         params, plan, options, engine::UpdateRule::kNone, "settings", collectives, device,
-        std::shared_ptr<offload::StateStore>(offload::MemoryStore::on_device(*device)), views);
+        engine::Stores{offload::MemoryStore::on_device(*device), nullptr}, views);
   }
 
   // The whole bytes of a parameter, gathered. Collective where gathers are.

@@ -35,8 +35,7 @@ struct TrainedRank {
     options.stage = stage;
     engine = std::make_unique<engine::Engine>(
         params, two_units(dtype), options, engine::UpdateRule::kAdamW, "settings", collectives,
-        device, std::shared_ptr<offload::StateStore>(offload::MemoryStore::on_device(*device)),
-        views);
+        device, engine::Stores{offload::MemoryStore::on_device(*device), nullptr}, views);
   }
 
   // Collective.

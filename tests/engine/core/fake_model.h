@@ -167,7 +167,10 @@ class FakeRank {
         engine_(std::make_unique<Engine>(
             model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
             device_,
-            offload::make_state_store(options.engine.states, *device_, collectives_->rank()).store,
+            Stores{offload::make_state_store(options.engine.states, *device_, collectives_->rank())
+                       .store,
+                   offload::make_state_store(options.engine.weights, *device_, collectives_->rank())
+                       .store},
             views_)) {
     for (int p = 0; p < model.count(); ++p) {
       const Values values = model.initial(p);

@@ -15,6 +15,7 @@
 #include "comm/split_ranks.h"
 #include "engine/core/fake_model.h"
 #include "engine/core/reference_step.h"
+#include "strata/comm/combined/joint_gathers.h"
 #include "strata/comm/peer/peer_collectives.h"
 
 namespace strata::engine::fake {
@@ -41,8 +42,9 @@ struct Script {
   std::function<bool(const plan::ScopeSpec& scope, int rank)> runs;
 };
 
-// What the ranks' collectives are; late peers': on devices whose streams run late.
-enum class Over { kThreads, kPeers, kPeersGather, kPeersReduce, kLatePeers };
+// What the ranks' collectives are; late peers': on devices whose streams run late; joint: threads
+// that gather together.
+enum class Over { kThreads, kPeers, kPeersGather, kPeersReduce, kLatePeers, kJoint };
 
 // `device`: the rank's own where it matters.
 inline std::shared_ptr<comm::Collectives> joined(
@@ -52,6 +54,8 @@ inline std::shared_ptr<comm::Collectives> joined(
   using comm::conformance::split_rank;
   if (over == Over::kLatePeers) return comm::make_peer_collectives(device, std::move(threads), {});
   if (threads->world_size() == 1 || over == Over::kThreads) return threads;
+  if (over == Over::kJoint)
+    return comm::make_joint_gathers(std::move(threads), std::make_shared<device::CpuDevice>());
   if (over == Over::kPeers) {
     return comm::make_peer_collectives(std::make_shared<device::CpuDevice>(), std::move(threads),
                                        {});

@@ -119,6 +119,8 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
                                                   std::string_view tag) {
   link_->require_usable();
   const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
+  if (slices.buffer == nullptr)
+    throw UsageError(fmt::format("{} needs a buffer, since peers read it; got none", gather.what));
   if (!link_->buffers()->number_of(*slices.buffer)) {
     throw UsageError(
         fmt::format("the buffer of an all_gather must be allocated by the same "

@@ -66,8 +66,12 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
   STRATA_ASSERT(Bytes(target.size()) == bytes_of(numel, dtype));
   device::Device& device = engine_.device();
   if (kind == kValue && dtype == of.layout.dtype()) {
-    device.copy(target, of.shard.subspan(bytes_of(first, dtype).size(), target.size()),
-                device.compute_stream());
+    weights.shards().for_each(
+        unit, first, first + numel, offload::Access::kRead, [&](const WeightShards::Piece& piece) {
+          device.copy(
+              target.subspan(bytes_of(piece.begin - first, dtype).size(), piece.bytes.size()),
+              piece.bytes, device.compute_stream());
+        });
     return;
   }
   if (kind == kValue && weights.master_form(unit) == plan::MasterForm::kRemainder) {
@@ -98,10 +102,20 @@ void ShardStates::read_joined(const Unit& unit, Numel first, Numel numel,
   device::Device& device = engine_.device();
   device::Stream& stream = device.compute_stream();
   const bool reached = device.device_accessible(target.data());
+  // `at`: of the range's elements the first one. Remainders begin at multiples of 8 elements.
   const auto join = [&](const StateRange& range, Numel at, std::span<std::byte> there) {
-    device.join_masters({reinterpret_cast<float*>(there.data()), there.size() / sizeof(float)},
-                        unit.shard.data() + bytes_of(range.first, unit.layout.dtype()).size(),
-                        MasterStates::remainder_in(range), at, stream);
+    const Numel begin = range.first + at;
+    const Numel end = begin + Numel(static_cast<std::int64_t>(there.size() / sizeof(float)));
+    const auto join_piece = [&](const WeightShards::Piece& piece) {
+      const Numel low = std::max(begin, piece.begin);
+      auto* const values = reinterpret_cast<float*>(there.data()) + (low - begin).size();
+      const auto remainder =
+          MasterStates::remainder_in(range).from((piece.begin - range.first).size());
+      device.join_masters({values, (piece.end - low).size()}, piece.bytes.data(), remainder,
+                          low - piece.begin, stream);
+    };
+    weights.shards().for_each(unit.id, begin - Numel(at.value % 8), end, offload::Access::kRead,
+                              join_piece);
   };
   weights.masters().for_each(
       unit.id, first, first + numel, offload::Access::kRead, [&](const StateRange& range) {

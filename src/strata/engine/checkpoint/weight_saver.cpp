@@ -18,7 +18,8 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
     : engine_(engine),
       tensors_(std::move(tensors)),
       io_(io),
-      writes_(engine.collectives().rank() == 0) {
+      writes_(engine.collectives().rank() == 0),
+      shard_gather_(engine.weights().shards(), engine.collectives(), engine.device()) {
   engine_.settle_step();  // what it has left to say is better said before a checkpoint
   together(engine_.collectives(), kSaving, [&] {
     engine_.require_intact_weights();
@@ -89,7 +90,7 @@ void WeightSaver::plan_runs() {
 std::span<const std::byte> WeightSaver::gather(const Unit& unit) {
   if (unit.whole) return unit.resident;
   const auto flat = gathered_->bytes().first(unit.layout.flat_bytes().size());
-  engine_.collectives().all_gather(unit.slices, flat, unit.name())->wait();
+  shard_gather_.start(unit, flat)->wait();
   return flat;
 }
 

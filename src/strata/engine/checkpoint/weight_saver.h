@@ -81,6 +81,7 @@ class WeightSaver {
   io::IoEngine& io_;
   bool writes_;
   std::vector<Run> runs_;  // by unit and place in it
+  ShardGather shard_gather_;
   std::unique_ptr<device::Memory> gathered_;
   std::optional<format::ShardedWriter> writer_;
   std::optional<StagingRing> ring_;  // its transfers end before the writer does

@@ -14,18 +14,25 @@ using enum Treatment;
 #define NOT_OFFLOADED "nothing is offloaded by this version"
 
 constexpr std::array kOffloadKeys{
-    Key{"zero_optimization.offload_param", kSection, "{}", "", kHint,
-        "where sharded parameters live", NOT_OFFLOADED},
-    Key{PARAM "device", kChoice, "\"none\"", "none|cpu|nvme", kRefused,
-        "parameters that live on the host or a drive",
-        "write \"none\" or remove offload_param; stage 3 over more ranks needs less device memory"},
-    Key{PARAM "nvme_path", kText, "null", "", kHint, "folder on the drive", NOT_OFFLOADED},
-    Key{PARAM "buffer_count", kInteger, "5", ">= 0", kHint, "staging buffers", NOT_OFFLOADED},
-    Key{PARAM "buffer_size", kNumel, "100000000", ">= 0", kHint, "elements of a staging buffer",
-        NOT_OFFLOADED},
-    Key{PARAM "max_in_cpu", kNumel, "1000000000", ">= 0", kHint, "elements kept on the host",
-        NOT_OFFLOADED},
-    Key{PARAM "pin_memory", kFlag, "true", "", kHint, "page-locked staging", NOT_OFFLOADED},
+    Key{"zero_optimization.offload_param", kSection, "{}", "", kHonoured,
+        "where sharded parameters live", ""},
+    Key{PARAM "device", kChoice, "\"none\"", "none|cpu|nvme", kHonoured,
+        "where this rank's shards of parameters rest at stage 3, but for persistent ones: \"cpu\", "
+        "pinned memory of the host; \"nvme\", a drive",
+        ""},
+    Key{PARAM "nvme_path", kText, "null", "", kHonoured,
+        "folder on the drive; it must exist, and shards of a rank go to a folder of its own in it",
+        ""},
+    Key{PARAM "buffer_count", kInteger, "5", ">= 0", kHonoured,
+        "times buffer_size: elements of the parameters' dtype that memory has room for through "
+        "which a drive is read and written; parameters share it, whatever their sizes",
+        ""},
+    Key{PARAM "buffer_size", kNumel, "100000000", ">= 0", kHonoured, "see buffer_count", ""},
+    Key{PARAM "max_in_cpu", kNumel, "1000000000", ">= 0", kHint,
+        "elements of a drive's parameters kept on the host",
+        "what fits into buffer_count times buffer_size is not read from the drive again"},
+    Key{PARAM "pin_memory", kFlag, "true", "", kHint, "page-locked memory",
+        "memory of offloaded parameters is locked where a GPU reads it, and nowhere else"},
 
     Key{"zero_optimization.offload_optimizer", kSection, "{}", "", kHonoured,
         "where optimizer state lives", ""},

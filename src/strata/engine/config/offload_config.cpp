@@ -12,13 +12,14 @@
 namespace strata::engine {
 namespace {
 
-// With less a part of a unit's states does not always fit.
-constexpr Bytes kLeastStaging = 1_MiB;
-
 constexpr std::string_view kOptimizerDevice = "zero_optimization.offload_optimizer.device";
 constexpr std::string_view kOptimizerFolder = "zero_optimization.offload_optimizer.nvme_path";
 constexpr std::string_view kBufferCount = "zero_optimization.offload_optimizer.buffer_count";
 constexpr std::string_view kBufferSize = "zero_optimization.offload_optimizer.buffer_size";
+constexpr std::string_view kParamDevice = "zero_optimization.offload_param.device";
+constexpr std::string_view kParamFolder = "zero_optimization.offload_param.nvme_path";
+constexpr std::string_view kParamCount = "zero_optimization.offload_param.buffer_count";
+constexpr std::string_view kParamSize = "zero_optimization.offload_param.buffer_size";
 
 memory::Tier tier_of(std::string_view device) {
   if (device == "cpu") return memory::Tier::kHost;
@@ -26,11 +27,32 @@ memory::Tier tier_of(std::string_view device) {
 }
 
 // Numbers that nobody has memory for are a budget without a bound.
-Bytes budget_of(std::int64_t count, std::int64_t elements) {
+Numel elements_of(std::int64_t count, std::int64_t elements) {
   constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max() / 16;
   const double product = static_cast<double>(count) * static_cast<double>(elements);
-  if (product > static_cast<double>(kLargest)) return bytes_of(Numel(kLargest), DType::kFloat32);
-  return bytes_of(Numel(count * elements), DType::kFloat32);
+  if (product > static_cast<double>(kLargest)) return Numel(kLargest);
+  return Numel(count * elements);
+}
+
+std::string folder_of(const Settings& settings, std::string_view key, std::string_view what) {
+  const auto folder = settings.maybe<std::string>(key);
+  if (folder && !folder->empty()) return *folder;
+  throw ConfigError(fmt::format(
+      "{}: wanted the path of a folder on the drive that the {} go to; found none", key, what));
+}
+
+void read_param(const Settings& settings, int stage, OffloadConfig& config) {
+  config.param = tier_of(settings.text(kParamDevice));
+  config.param_staging = elements_of(settings.integer(kParamCount), settings.integer(kParamSize));
+  if (config.param == memory::Tier::kDevice) return;
+  if (stage != 3) {
+    throw ConfigError(fmt::format(
+        "{}: weights that are offloaded are sharded ones: wanted zero_optimization.stage 3, or "
+        "device \"none\"; found stage {}",
+        kParamDevice, stage));
+  }
+  if (config.param == memory::Tier::kNvme)
+    config.param_folder = folder_of(settings, kParamFolder, "weights");
 }
 
 }  // namespace
@@ -40,8 +62,9 @@ OffloadConfig read_offload(const Settings& settings, int stage) {
   const std::string device = settings.text(kOptimizerDevice);
   const auto folder = settings.maybe<std::string>(kOptimizerFolder);
   config.optimizer = tier_of(device);
-  config.staging = std::max(
-      kLeastStaging, budget_of(settings.integer(kBufferCount), settings.integer(kBufferSize)));
+  const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
+  config.staging = std::max(kLeastStaging, bytes_of(elements, DType::kFloat32));
+  read_param(settings, stage, config);
   if (config.optimizer == memory::Tier::kDevice) return config;
   if (stage < 1) {
     throw ConfigError(fmt::format(
@@ -49,13 +72,8 @@ OffloadConfig read_offload(const Settings& settings, int stage) {
         "or device \"none\"; found stage {}",
         kOptimizerDevice, stage));
   }
-  if (config.optimizer != memory::Tier::kNvme) return config;
-  if (!folder || folder->empty()) {
-    throw ConfigError(fmt::format(
-        "{}: wanted the path of a folder on the drive that the states go to; found none",
-        kOptimizerFolder));
-  }
-  config.optimizer_folder = *folder;
+  if (config.optimizer == memory::Tier::kNvme)
+    config.optimizer_folder = folder_of(settings, kOptimizerFolder, "states");
   return config;
 }
 

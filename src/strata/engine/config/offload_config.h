@@ -1,5 +1,5 @@
-// Where a configuration places what training keeps: zero_optimization.offload_optimizer. Plain
-// values. Errors: ConfigError where settings contradict each other.
+// Where a configuration places what training keeps: zero_optimization.offload_optimizer and
+// offload_param. Plain values. Errors: ConfigError where settings contradict each other.
 #pragma once
 
 #include <string>
@@ -11,6 +11,9 @@ namespace strata::engine {
 
 class Settings;
 
+// With less a part of a unit's states does not always fit.
+constexpr Bytes kLeastStaging = 1_MiB;
+
 struct OffloadConfig {
   // Of the optimizer's states and fp32 masters. Reduced gradients rest on the host where this is
   // not the device.
@@ -18,6 +21,12 @@ struct OffloadConfig {
   std::string optimizer_folder;  // on a drive
   // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
   Bytes staging;
+
+  // Of weights that are sharded and not persistent.
+  memory::Tier param = memory::Tier::kDevice;
+  std::string param_folder;  // on a drive
+  // To stage weights that lie on a drive: elements of their own dtype.
+  Numel param_staging;
 };
 
 // `stage`: of zero_optimization.

@@ -7,11 +7,12 @@
 
 namespace strata::engine {
 
-GatheredUnits::GatheredUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
-                             device::Device& device, ParameterViews& views, StepRecorder& recorder,
+GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards& shards,
+                             comm::Collectives& collectives, device::Device& device,
+                             ParameterViews& views, StepRecorder& recorder,
                              const plan::FetchOrder& order, const GatherBounds& bounds)
     : units_(units),
-      collectives_(collectives),
+      gathers_(shards, collectives, device),
       views_(views),
       recorder_(recorder),
       order_(order),
@@ -114,7 +115,7 @@ void GatheredUnits::start(int index) {
   s.state = State::kGathering;
   try {
     s.recording = recorder_.begin_transfer(Activity::kGather, index, bytes);
-    s.work = collectives_.all_gather(u.slices, s.memory.bytes().first(bytes.size()), u.name());
+    s.work = gathers_.start(u, s.memory.bytes().first(bytes.size()));
   } catch (...) {
     drop(index);
     throw;
@@ -136,6 +137,10 @@ void GatheredUnits::finish(int index) {
   s.work.reset();
   s.state = State::kGathered;
   views_.attach(index, flat(index));
+}
+
+void GatheredUnits::gather_again(int index) {
+  gathers_.start(unit(index), flat(index))->wait();
 }
 
 void GatheredUnits::drop(int index) {

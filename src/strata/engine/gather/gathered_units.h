@@ -20,6 +20,7 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gather_memory.h"
+#include "strata/engine/gather/shard_gather.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/plan/fetch_order.h"
@@ -40,9 +41,10 @@ struct GatherBounds {
 class GatheredUnits {
  public:
   // `order`: of uses. `units`, `bounds` and it are the Gatherer's.
-  GatheredUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
-                device::Device& device, ParameterViews& views, StepRecorder& recorder,
-                const plan::FetchOrder& order, const GatherBounds& bounds);
+  // `shards`: the weights of these units.
+  GatheredUnits(const std::vector<Unit>& units, const WeightShards& shards,
+                comm::Collectives& collectives, device::Device& device, ParameterViews& views,
+                StepRecorder& recorder, const plan::FetchOrder& order, const GatherBounds& bounds);
   ~GatheredUnits();
   GatheredUnits(const GatheredUnits&) = delete;
   GatheredUnits& operator=(const GatheredUnits&) = delete;
@@ -61,6 +63,8 @@ class GatheredUnits {
   // Starts to gather a released unit; false: there is no memory for it. Nothing is evicted.
   bool start_ahead(int unit);
   void drop(int unit);
+  // Brings the weights of a gathered unit anew, in place.
+  void gather_again(int unit);
 
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
@@ -103,7 +107,7 @@ class GatheredUnits {
   const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
 
   const std::vector<Unit>& units_;
-  comm::Collectives& collectives_;
+  ShardGather gathers_;
   ParameterViews& views_;
   StepRecorder& recorder_;
   const plan::FetchOrder& order_;

@@ -6,13 +6,14 @@
 
 namespace strata::engine {
 
-Gatherer::Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-                   ParameterViews& views, StepRecorder& recorder, GatherBounds bounds)
+Gatherer::Gatherer(std::vector<Unit>& units, const WeightShards& shards,
+                   comm::Collectives& collectives, device::Device& device, ParameterViews& views,
+                   StepRecorder& recorder, GatherBounds bounds)
     : units_(units),
       collectives_(collectives),
       bounds_(bounds),
       order_(static_cast<int>(units.size())),
-      gathered_(units, collectives, device, views, recorder, order_, bounds_),
+      gathered_(units, shards, collectives, device, views, recorder, order_, bounds_),
       whole_(units, collectives, views, recorder),
       prefetches_(bounds.prefetch.value > 0 &&
                   std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {
@@ -59,7 +60,7 @@ void Gatherer::discard(int index) {
   release(index);
   if (unit(index).whole) return;
   if (pinned(index)) {
-    collectives_.all_gather(unit(index).slices, flat(index), unit(index).name())->wait();
+    gathered_.gather_again(index);
   } else {
     gathered_.drop(index);
   }

@@ -36,8 +36,10 @@ enum class Changed { kAll, kTrainable };
 
 class Gatherer {
  public:
-  Gatherer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-           ParameterViews& views, StepRecorder& recorder, GatherBounds bounds);
+  // `shards`: the weights of these units.
+  Gatherer(std::vector<Unit>& units, const WeightShards& shards, comm::Collectives& collectives,
+           device::Device& device, ParameterViews& views, StepRecorder& recorder,
+           GatherBounds bounds);
 
   // A pass is what repeats: the forward and backward of one micro-step.
   void start_pass();

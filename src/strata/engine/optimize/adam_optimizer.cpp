@@ -108,14 +108,16 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   std::vector<StateBlock> blocks = weights.masters().blocks(shard.unit);
   blocks.push_back(moment_block(shard.unit, Moment::kFirst));
   blocks.push_back(moment_block(shard.unit, Moment::kSecond));
-  const auto update_range = [&](const StateRange& range) {
+  const auto update_piece = [&](const StateRange& range, const WeightShards::Piece& piece) {
     for (const Run& run : runs) {
-      const Numel begin = std::max(run.begin, range.first);
-      const Numel end = std::min(run.end, range.end);
+      const Numel begin = std::max(run.begin, piece.begin);
+      const Numel end = std::min(run.end, piece.end);
       if (begin >= end) continue;
       STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
       const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
-      kernels::AdamSpans spans = spans_of(unit, range, begin, end);
+      std::byte* const weight =
+          piece.bytes.data() + bytes_of(begin - piece.begin, unit.layout.dtype()).size();
+      kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
       spans.gradient = gradient.subspan(begin.size(), (end - begin).size());
       kernels::AdamScalars scalars;
       scalars.lr = group.lr;
@@ -130,13 +132,22 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
       device_.adam_step(spans, scalars, device_.compute_stream());
     }
   };
-  for_each_range(store_, blocks, unit.layout.shard(), runs.front().begin, runs.back().end,
-                 offload::Access::kReadWrite, update_range);
+  const Numel first = runs.front().begin;
+  const Numel last = runs.back().end;
+  const auto update_range = [&](const StateRange& range) {
+    weights.shards().for_each(unit.id, std::max(first, range.first), std::min(last, range.end),
+                              offload::Access::kReadWrite, [&](const WeightShards::Piece& piece) {
+                                update_piece(range, piece);
+                              });
+  };
+  for_each_range(store_, blocks, unit.layout.shard(), first, last, offload::Access::kReadWrite,
+                 update_range);
 }
 
-// Of elements [begin, end) of the shard, which lie in the range; without their gradient.
-kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& range, Numel begin,
-                                           Numel end) {
+// Of elements [begin, end) of the shard, which lie in the range, and whose weights begin at
+// `weight`; without their gradient.
+kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& range,
+                                           std::byte* weight, Numel begin, Numel end) {
   const std::size_t numel = (end - begin).size();
   const std::size_t at = (begin - range.first).size();
   const auto floats = [&](std::size_t block) {
@@ -144,7 +155,6 @@ kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& r
     return std::span(values + at, numel);
   };
   const plan::MasterForm form = shards_.weights().master_form(unit.id);
-  std::byte* const weight = unit.shard.data() + bytes_of(begin, unit.layout.dtype()).size();
   kernels::AdamSpans spans;
   if (form == plan::MasterForm::kRounded) spans.rounds_weight16 = true;
   // Runs begin where parameters do, at multiples of 256 bytes, and ranges at multiples of 8.

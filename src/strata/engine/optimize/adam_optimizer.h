@@ -59,7 +59,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<Run> runs_of(const OptimizerShards::UnitShard& shard) const;
   void update(const OptimizerShards::UnitShard& shard, std::span<const GroupScalars> groups,
               const GradientScale& scale);
-  kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, Numel begin, Numel end);
+  kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, std::byte* weight,
+                              Numel begin, Numel end);
   void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;

@@ -28,7 +28,9 @@ struct EngineOptions {
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
   // Where reduced gradients rest between their reduction and the update: the device, or the host.
   memory::Tier gradient_tier = memory::Tier::kDevice;
-  offload::StatePlace states;  // what the optimizer keeps, and masters
+  offload::StatePlace states;   // what the optimizer keeps, and masters
+  offload::StatePlace weights;  // of units that are sharded (stage 3) and not persistent
+  bool offloads_weights() const { return weights.tier != memory::Tier::kDevice; }
   // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
   // moments may be bf16 then, too.
   bool rounds_masters = false;

@@ -84,13 +84,17 @@ void MasterStates::round(int unit, Numel begin, Numel end) {
   for_each(unit, begin, end, offload::Access::kRead, [&](const StateRange& range) {
     const Numel low = std::max(range.first, begin);
     const Numel high = std::min(range.end, end);
-    device_.cast(of(unit).shard.data() + bytes_of(low, dtype).size(), dtype,
-                 range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
-                 DType::kFloat32, high - low, device_.compute_stream());
+    const auto round_piece = [&](const WeightShards::Piece& piece) {
+      const std::size_t at = bytes_of(piece.begin - range.first, DType::kFloat32).size();
+      device_.cast(piece.bytes.data(), dtype, range.bytes(0).data() + at, DType::kFloat32,
+                   piece.end - piece.begin, device_.compute_stream());
+    };
+    shards_.for_each(unit, low, high, offload::Access::kReadWrite, round_piece);
   });
 }
 
 std::span<std::byte> MasterStates::hold(int unit) {
+  STRATA_ASSERT(!of(unit).offloaded);
   if (form(unit) == plan::MasterForm::kShard) return of(unit).shard;
   STRATA_ASSERT(form(unit) == plan::MasterForm::kFloat32);
   auto& held = held_[static_cast<std::size_t>(unit)];

@@ -12,6 +12,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/state_ranges.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/engine/unit/weight_shards.h"
 #include "strata/kernels/master_remainder.h"
 #include "strata/plan/master_form.h"
 
@@ -19,10 +20,11 @@ namespace strata::engine {
 
 class MasterStates {
  public:
-  // `masters`: where the weights are bf16. `units` by their ids; they may grow no more.
-  MasterStates(const std::vector<Unit>& units, plan::Masters masters, device::Device& device,
-               offload::StateStore& store)
-      : units_(units), masters_(masters), device_(device), store_(store) {}
+  // `masters`: where the weights are bf16. `units` by their ids; they may grow no more. `shards`:
+  // their weights.
+  MasterStates(const std::vector<Unit>& units, const WeightShards& shards, plan::Masters masters,
+               device::Device& device, offload::StateStore& store)
+      : units_(units), shards_(shards), masters_(masters), device_(device), store_(store) {}
 
   plan::MasterForm form(int unit) const { return plan::master_form(of(unit).spec, masters_); }
   // Takes the room of the next units, in their order; zero.
@@ -60,6 +62,7 @@ class MasterStates {
   const Unit& of(int unit) const { return units_[static_cast<std::size_t>(unit)]; }
 
   const std::vector<Unit>& units_;
+  const WeightShards& shards_;
   plan::Masters masters_;
   device::Device& device_;
   offload::StateStore& store_;

@@ -3,6 +3,7 @@
 // Bytes of a unit, by state (S = one shard, F = the whole flat buffer = world_size * S):
 //   sharded, released   S of weights
 //   sharded, gathered   S + F (F counted as Kind::kGathered)
+//   offloaded           the same, S not in memory of the device
 //   whole               F of weights, of which this rank owns slice `rank`
 // and, when trainable, from the engine's other parts: one fp32 gradient shard, what is kept of the
 // fp32 masters beside the weights (plan/master_form.h), the optimizer's states.
@@ -23,6 +24,8 @@ struct Unit {
   plan::UnitSpec spec;
   plan::FlatLayout layout;
   bool whole = false;
+  bool offloaded =
+      false;  // this rank's weights rest in a StateStore: `shard` is empty (weight_shards.h)
   comm::SliceMap slices;          // of the weights, for gathering
   std::span<std::byte> shard;     // this rank's weights; lives as long as the engine
   std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty

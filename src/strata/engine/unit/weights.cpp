@@ -19,33 +19,41 @@ Bytes local_bytes(const plan::FlatLayout& layout, bool whole, int parts) {
 
 Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                  const EngineOptions& options, plan::Masters masters,
-                 comm::Collectives& collectives, device::Device& device,
-                 offload::StateStore& states)
+                 comm::Collectives& collectives, device::Device& device, const Stores& stores)
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
       place_(collectives.shard_place()),
       device_(device),
-      states_(states),
-      masters_(units_, masters, device, states) {
+      states_(*stores.states),
+      shards_(units_, stores.weights.get()),
+      masters_(units_, shards_, masters, device, states_) {
+  STRATA_ASSERT(!options.offloads_weights() || (stores.weights != nullptr && place_.parts == 1));
   Bytes total;
-  std::vector<Bytes> offsets;
   for (const plan::UnitSpec& spec : plan.units) {
     plan::FlatLayout layout(params_, spec.params, spec.dtype, place_.count);
-    const bool whole = options.stage < 3 || place_.held_count() == 1 || spec.persistent;
-    offsets.push_back(total);
-    total += align_up(local_bytes(layout, whole, place_.parts), kPage);
+    const bool sharded = options.stage == 3 && !spec.persistent;
+    const bool offloaded = sharded && options.offloads_weights();
+    const bool whole = !offloaded && (!sharded || place_.held_count() == 1);
+    offsets_.push_back(total);
+    if (!offloaded) total += align_up(local_bytes(layout, whole, place_.parts), kPage);
     for (std::size_t i = 0; i < spec.params.size(); ++i) {
       slot_of_param_[static_cast<std::size_t>(spec.params[i])] = static_cast<int>(i);
     }
-    units_.push_back({static_cast<int>(units_.size()), spec, std::move(layout), whole, {}, {}, {}});
+    units_.push_back(
+        {static_cast<int>(units_.size()), spec, std::move(layout), whole, offloaded, {}, {}, {}});
   }
+  offsets_.push_back(total);
   charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
-  memory_ = collectives.allocate_growing(options.name + ".weights", total);
+  memory_ = collectives.allocate_growing(options.name + ".weights", std::max(total, kPage));
   for (Unit& unit : units_) {
-    const Bytes offset = offsets[static_cast<std::size_t>(unit.id)];
+    const Bytes offset = offsets_[static_cast<std::size_t>(unit.id)];
     const Bytes own = unit.layout.shard_bytes();
     const Bytes held = own * place_.parts;
+    if (unit.offloaded) {
+      unit.slices = {nullptr, Bytes(), Bytes(), held};
+      continue;
+    }
     const auto local = memory_->local().subspan(
         offset.size(), local_bytes(unit.layout, unit.whole, place_.parts).size());
     if (unit.whole) unit.resident = local;
@@ -59,14 +67,12 @@ void Weights::back(int unit) {
   const std::size_t begin = backed_;
   const auto end = static_cast<std::size_t>(unit) + 1;
   if (begin >= end) return;
-  const auto bytes_of_unit = [&](const Unit& u) {
-    return align_up(local_bytes(u.layout, u.whole, place_.parts), kPage);
-  };
   // At once: every growth costs a mapping, here and at every peer.
-  memory_->back(units_[end - 1].slices.first_offset + bytes_of_unit(units_[end - 1]));
+  if (offsets_[end] > offsets_[begin]) memory_->back(offsets_[end]);
   const auto added = std::span(units_).subspan(begin, end - begin);
+  shards_.add(added);
   masters_.add(added);
-  for (const Unit& u : added) charge_.grow(bytes_of_unit(u));
+  charge_.grow(offsets_[end] - offsets_[begin]);
   backed_ = end;
 }
 
@@ -175,25 +181,31 @@ void Weights::store_through_scratch(const Unit& unit, Numel shard_offset, Numel 
 void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
                           const std::byte* source, DType source_dtype, OwedMasters* owed) {
   const DType dtype = unit.layout.dtype();
-  std::byte* weights = unit.shard.data() + bytes_of(shard_offset, dtype).size();
-  if (weights != source) {  // else a unit that is whole was written in place
-    write(weights, dtype, numel, source, source_dtype);
-    if (dtype == source_dtype) source = weights;  // which need not be read over a link again
-  }
-  if (masters_.blocks(unit.id).empty()) return;
-  if (owed != nullptr && dtype == source_dtype) {
-    owed->add({unit.id, shard_offset, shard_offset + numel});
-  } else {
-    masters_.make(unit.id, shard_offset, numel, source, source_dtype);
-  }
+  const bool has_masters = !masters_.blocks(unit.id).empty();
+  const bool owes = has_masters && owed != nullptr && dtype == source_dtype;
+  const auto store_range = [&](const WeightShards::Piece& piece) {
+    const std::byte* from = source + bytes_of(piece.begin - shard_offset, source_dtype).size();
+    std::byte* const weights = piece.bytes.data();
+    if (weights != from) {  // else a unit that is whole was written in place
+      write(weights, dtype, piece.end - piece.begin, from, source_dtype);
+      if (dtype == source_dtype) from = weights;  // which need not be read over a link again
+    }
+    if (has_masters && !owes)
+      masters_.make(unit.id, piece.begin, piece.end - piece.begin, from, source_dtype);
+  };
+  shards_.for_each(unit.id, shard_offset, shard_offset + numel, offload::Access::kReadWrite,
+                   store_range);
+  if (owes) owed->add({unit.id, shard_offset, shard_offset + numel});
 }
 
 void Weights::make_masters(OwedMasters& owed) {
   for (const auto& [index, begin, end] : owed.take()) {
     const Unit& unit = units_[static_cast<std::size_t>(index)];
     const DType dtype = unit.layout.dtype();
-    masters_.make(index, begin, end - begin, unit.shard.data() + bytes_of(begin, dtype).size(),
-                  dtype);
+    shards_.for_each(
+        index, begin, end, offload::Access::kRead, [&](const WeightShards::Piece& piece) {
+          masters_.make(index, piece.begin, piece.end - piece.begin, piece.bytes.data(), dtype);
+        });
   }
 }
 

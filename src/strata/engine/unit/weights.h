@@ -17,11 +17,24 @@
 #include "strata/engine/unit/master_states.h"
 #include "strata/engine/unit/owed_masters.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/master_form.h"
 
 namespace strata::engine {
+
+// Where a rank keeps what is not in the collectives' memory.
+struct Stores {
+  std::shared_ptr<offload::StateStore> states;   // masters, and what the optimizer keeps
+  std::shared_ptr<offload::StateStore> weights;  // of offloaded units; null: there are none
+
+  // StateStore::advance() of each.
+  void advance() const {
+    states->advance();
+    if (weights != nullptr) weights->advance();
+  }
+};
 
 class Weights {
  public:
@@ -30,7 +43,7 @@ class Weights {
   // bf16.
   Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
           const EngineOptions& options, plan::Masters masters, comm::Collectives& collectives,
-          device::Device& device, offload::StateStore& states);
+          device::Device& device, const Stores& stores);
   ~Weights();
 
   std::vector<Unit>& units() { return units_; }
@@ -69,6 +82,8 @@ class Weights {
   // Of units that have their memory: all, after back_all().
   MasterStates& masters() { return masters_; }
   offload::StateStore& states() { return states_; }
+  // The weights themselves, of sharded units.
+  const WeightShards& shards() const { return shards_; }
 
  private:
   // Takes the memory of the units up to this one.
@@ -87,9 +102,11 @@ class Weights {
   comm::ShardPlace place_;
   device::Device& device_;
   offload::StateStore& states_;
+  std::vector<Bytes> offsets_;  // of units in `memory_`, and its end
   std::unique_ptr<comm::SharedBuffer> memory_;
   memory::Charge charge_;
   std::size_t backed_ = 0;  // units that have their memory
+  WeightShards shards_;
   MasterStates masters_;
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
 };

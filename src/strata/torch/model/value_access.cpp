@@ -1,6 +1,6 @@
 #include "strata/torch/model/value_access.h"
 
-#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
 
 #include <set>
@@ -93,9 +93,18 @@ at::Tensor ValueAccess::local_part(int param) const {
   const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
   const Numel at =
       begin == end ? Numel() : engine_.weights().slot_of(param).offset + begin - shard_begin;
-  return tensor_over(unit.shard.data() + bytes_of(at, dtype).size(), (end - begin).value,
-                     to_scalar_type(dtype), parameters_.place())
-      .clone();
+  at::Tensor values =
+      at::empty({(end - begin).value},
+                at::TensorOptions().dtype(to_scalar_type(dtype)).device(parameters_.place()));
+  auto* const target = static_cast<std::byte*>(values.data_ptr());
+  device::Device& device = engine_.device();
+  engine_.weights().shards().for_each(
+      unit.id, at, at + (end - begin), offload::Access::kRead,
+      [&](const engine::WeightShards::Piece& piece) {
+        device.copy({target + bytes_of(piece.begin - at, dtype).size(), piece.bytes.size()},
+                    piece.bytes, device.compute_stream());
+      });
+  return values;
 }
 
 void ValueAccess::note_step() {

@@ -57,6 +57,7 @@ class C10dCollectives final : public comm::Collectives {
     const std::span<std::byte> mine = gather.source;
     require_same_operation(what);
     if (mine.empty()) return std::make_unique<GroupWork>();
+    if (slices.writer != nullptr) slices.writer->synchronize();
     at::Tensor target = byte_tensor(flat);
     at::Tensor source = byte_tensor(mine);
     return failure_->guarded(what, [&] {

@@ -1,5 +1,9 @@
 #include "strata/torch/ranks/device_collectives.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 
@@ -147,11 +151,18 @@ class DeviceCollectives final : public comm::Collectives {
     require_same_operation(what);
     if (mine.empty()) return std::make_unique<GroupWork>();
     if (planes_->bulk() == nullptr) {
+      if (slices.writer != nullptr) device_->compute_stream().wait_for(*slices.writer->record());
       if (mine.data() != flat.data()) device_->copy(flat, mine, device_->compute_stream());
       return std::make_unique<GroupWork>();
     }
     at::Tensor target = bytes_at(flat);
     at::Tensor source = bytes_at(mine);
+    // The backend begins after the current stream: one that holds nothing but the writer's work.
+    std::optional<c10::StreamGuard> after_writer;
+    if (slices.writer != nullptr) {
+      after_writer.emplace(bridge());
+      device_->compute_stream().wait_for(*slices.writer->record());
+    }
     return planes_->guarded(what, [&] {
       return started([&] { return planes_->bulk()->_allgather_base(target, source); }, nullptr,
                      what);
@@ -230,6 +241,12 @@ class DeviceCollectives final : public comm::Collectives {
     return tensor_over(bytes.data(), static_cast<std::int64_t>(bytes.size()), at::kByte, place_);
   }
 
+  c10::Stream bridge() {
+    if (!bridge_)
+      bridge_ = c10::impl::VirtualGuardImpl(place_.type()).getStreamFromGlobalPool(place_);
+    return *bridge_;
+  }
+
   // Before sizes and kinds must agree, and before anything is queued that only a peer can end.
   void require_same_operation(const std::string& what) {
     planes_->controlled(what, [&] { comm::meet(planes_->control(), what, names_of_ranks_); });
@@ -262,6 +279,7 @@ class DeviceCollectives final : public comm::Collectives {
   comm::RankNames names_of_ranks_;
   std::shared_ptr<BufferNames> names_ = std::make_shared<BufferNames>();
   GroupClock clock_{place_, *device_};
+  std::optional<c10::Stream> bridge_;
   bool records_times_ = false;
 };
 

@@ -15,6 +15,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/combined/grouped_collectives.h"
+#include "strata/comm/combined/joint_gathers.h"
 #include "strata/comm/host/shm_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
@@ -223,6 +224,10 @@ comm::JoinedCarriers join_ranks(const engine::Config& config, const JoiningRank&
                          });
   comm::JoinedCarriers joined =
       inside.join(choose_inside(settings, inside.set(world), me.on_gpu), nccl_runs);
+  if (settings.joint_gathers && me.world_size > 1 && joined.collectives->traits().one_sided) {
+    joined.collectives =
+        comm::make_joint_gathers(std::move(joined.collectives), make_device(me.place, 1, me.waits));
+  }
   if (groups.count == 1) return joined;
   Part across(config, me, groups.across_of(me.rank), groups.count);
   std::shared_ptr<comm::Collectives> replicas =

@@ -60,7 +60,8 @@ class ModelStart {
   StartedModel run(StartOptions options);
 
  private:
-  std::shared_ptr<offload::StateStore> make_states(const offload::StatePlace& place);
+  std::shared_ptr<offload::StateStore> make_store(const offload::StatePlace& place,
+                                                  const char* what);
   void make_engine(StartOptions options, const plan::InitChoice& choice);
   void bring_values(const plan::InitChoice& choice);
   void undo() noexcept;
@@ -75,7 +76,8 @@ class ModelStart {
 };
 
 // What only a path can spoil is told to all ranks.
-std::shared_ptr<offload::StateStore> ModelStart::make_states(const offload::StatePlace& place) {
+std::shared_ptr<offload::StateStore> ModelStart::make_store(const offload::StatePlace& place,
+                                                            const char* what) {
   if (runtime_.states != nullptr) return runtime_.states;
   comm::Collectives& collectives = *runtime_.collectives;
   offload::MadeStore made;
@@ -83,7 +85,7 @@ std::shared_ptr<offload::StateStore> ModelStart::make_states(const offload::Stat
     made = offload::make_state_store(place, *runtime_.device, collectives.rank());
   };
   if (place.tier == memory::Tier::kNvme) {
-    engine::together(collectives, "making room for the optimizer's states", make);
+    engine::together(collectives, fmt::format("making room for {}", what), make);
   } else {
     make();
   }
@@ -94,10 +96,11 @@ std::shared_ptr<offload::StateStore> ModelStart::make_states(const offload::Stat
 void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
-  std::shared_ptr<offload::StateStore> states = make_states(engine_options.states);
+  engine::Stores stores{make_store(engine_options.states, "the optimizer's states"),
+                        make_store(engine_options.weights, "the weights")};
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
-      runtime_.collectives, runtime_.device, std::move(states), parameters_);
+      runtime_.collectives, runtime_.device, std::move(stores), parameters_);
   engine::InitReport& report = started_.engine->init_report();
   report.set_progress(std::move(options.progress));
   report.set_tier(std::string(name_of(choice.tier)), choice.reason);

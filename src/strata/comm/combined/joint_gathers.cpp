@@ -1,0 +1,111 @@
+#include "strata/comm/combined/joint_gathers.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "strata/comm/agreement.h"
+#include "strata/comm/bulk_operation.h"
+
+namespace strata::comm {
+namespace {
+
+Traits joint(Traits traits) {
+  traits.one_sided = false;
+  return traits;
+}
+
+class CompleteWork final : public Work {
+ public:
+  bool done() override { return true; }
+  void wait() override {}
+};
+
+class JointGathers final : public Collectives {
+ public:
+  JointGathers(std::shared_ptr<Collectives> inner, std::shared_ptr<device::Device> device,
+               RankNames names)
+      : Collectives(inner->rank(), joint(inner->traits())),
+        inner_(std::move(inner)),
+        device_(std::move(device)),
+        names_(names) {}
+
+  std::string_view name() const override { return inner_->name(); }
+  std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    return inner_->allocate(std::move(name), bytes);
+  }
+  std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
+    return inner_->allocate_growing(std::move(name), bytes);
+  }
+
+  std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
+                                   std::string_view tag) override {
+    if (slices.buffer != nullptr) return inner_->all_gather(slices, flat, tag);
+    const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
+    if (gather.source.empty()) return std::make_unique<CompleteWork>();
+    make_room(slices.slice_bytes);
+    // The other half was read by all ranks when they met last; this one, when they met before.
+    turn_ = 1 - turn_;
+    const Bytes offset = slice_room_ * turn_;
+    device::Stream& stream = slices.writer != nullptr ? *slices.writer : device_->compute_stream();
+    device_->copy(staging_->local().subspan(offset.size(), gather.source.size()), gather.source,
+                  stream);
+    stream.synchronize();
+    meet(*inner_, gather.what, names_);
+    inner_->all_gather({staging_.get(), offset, Bytes(), slices.slice_bytes}, flat, tag)->wait();
+    device_->compute_stream().synchronize();
+    return std::make_unique<CompleteWork>();
+  }
+
+  std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
+    return inner_->reduce_scatter(reduction, tag);
+  }
+  device::Stream* contribution_stream() override { return inner_->contribution_stream(); }
+  std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
+    return inner_->make_inbox(std::move(name), bytes);
+  }
+  void record_times(bool on) override { inner_->record_times(on); }
+  void all_reduce(std::span<double> values, ReduceOp op) override {
+    inner_->all_reduce(values, op);
+  }
+  void all_gather_on_device(std::span<std::byte> all, std::span<const std::byte> mine) override {
+    inner_->all_gather_on_device(all, mine);
+  }
+  void broadcast(std::span<std::byte> bytes, int root) override { inner_->broadcast(bytes, root); }
+  std::vector<std::string> all_gather_text(const std::string& text) override {
+    return inner_->all_gather_text(text);
+  }
+  void barrier() override { inner_->barrier(); }
+  void end(Ending ending, std::string_view reason) noexcept override {
+    inner_->end(ending, reason);
+  }
+
+ private:
+  // All ranks come here with the same sizes, in the same order.
+  void make_room(Bytes slice) {
+    if (staging_ != nullptr && slice <= slice_room_) return;
+    inner_->barrier();  // nobody reads the memory that goes
+    staging_.reset();
+    slice_room_ = align_up(slice, 4_KiB);
+    staging_ = inner_->allocate(fmt::format("joint gathers {}", ++allocated_), slice_room_ * 2);
+  }
+
+  std::shared_ptr<Collectives> inner_;
+  std::shared_ptr<device::Device> device_;
+  RankNames names_;
+  std::unique_ptr<SharedBuffer> staging_;  // two slices
+  Bytes slice_room_;
+  int allocated_ = 0;
+  int turn_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Collectives> make_joint_gathers(std::shared_ptr<Collectives> inner,
+                                                std::shared_ptr<device::Device> device,
+                                                RankNames names) {
+  STRATA_ASSERT(inner->traits().one_sided && inner->shard_place().groups == 1);
+  return std::make_shared<JointGathers>(std::move(inner), std::move(device), names);
+}
+
+}  // namespace strata::comm

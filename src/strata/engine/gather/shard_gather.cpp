@@ -1,0 +1,54 @@
+#include "strata/engine/gather/shard_gather.h"
+
+#include <utility>
+
+namespace strata::engine {
+namespace {
+
+// Of one rank: what was copied is all.
+class UploadWork final : public comm::Work {
+ public:
+  UploadWork(std::unique_ptr<device::Event> uploaded, device::Device& device)
+      : uploaded_(std::move(uploaded)), device_(device) {}
+  ~UploadWork() override {
+    try {
+      UploadWork::wait();
+    } catch (...) {  // the device has failed; whoever waits for its work is told
+    }
+  }
+  UploadWork(const UploadWork&) = delete;
+  UploadWork& operator=(const UploadWork&) = delete;
+  bool done() override { return uploaded_ == nullptr || uploaded_->done(); }
+  void wait() override {
+    if (const auto uploaded = std::exchange(uploaded_, nullptr))
+      device_.compute_stream().wait_for(*uploaded);
+  }
+
+ private:
+  std::unique_ptr<device::Event> uploaded_;  // null: the compute stream waits for it already
+  device::Device& device_;
+};
+
+}  // namespace
+
+std::unique_ptr<comm::Work> ShardGather::start(const Unit& unit, std::span<std::byte> flat) {
+  if (!unit.offloaded) return collectives_.all_gather(unit.slices, flat, unit.name());
+  if (uploads_ == nullptr) uploads_ = device_.create_stream();
+  uploads_->wait_for(*device_.compute_stream().record());
+  const comm::ShardPlace place = collectives_.shard_place();
+  const std::span<std::byte> own = flat.subspan((unit.layout.shard_bytes() * place.index).size(),
+                                                unit.layout.shard_bytes().size());
+  shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
+                   [&](const WeightShards::Piece& piece) {
+                     device_.copy(own.subspan(bytes_of(piece.begin, unit.layout.dtype()).size(),
+                                              piece.bytes.size()),
+                                  piece.bytes, *uploads_);
+                     if (piece.lease != nullptr) piece.lease->read_in(*uploads_);
+                   });
+  if (place.count == 1) return std::make_unique<UploadWork>(uploads_->record(), device_);
+  comm::SliceMap slices = unit.slices;
+  slices.writer = uploads_.get();
+  return collectives_.all_gather(slices, flat, unit.name());
+}
+
+}  // namespace strata::engine

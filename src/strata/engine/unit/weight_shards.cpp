@@ -1,0 +1,47 @@
+#include "strata/engine/unit/weight_shards.h"
+
+#include <algorithm>
+
+#include "strata/base/error.h"
+#include "strata/engine/unit/state_ranges.h"
+
+namespace strata::engine {
+
+void WeightShards::add(std::span<const Unit> units) {
+  std::vector<offload::BlockSpec> blocks;
+  for (const Unit& unit : units) {
+    if (unit.offloaded)
+      blocks.push_back({unit.name(), unit.layout.shard_bytes(), memory::Kind::kWeights});
+  }
+  std::vector<offload::BlockId> ids;
+  if (!blocks.empty()) ids = store_->add_all(std::move(blocks));
+  auto next = ids.begin();
+  for (const Unit& unit : units) {
+    STRATA_ASSERT(static_cast<std::size_t>(unit.id) == blocks_.size());
+    blocks_.push_back(unit.offloaded ? *next++ : -1);
+  }
+}
+
+void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access access,
+                            const Work& work) const {
+  const Unit& unit = units_[static_cast<std::size_t>(index)];
+  const DType dtype = unit.layout.dtype();
+  const auto bytes_between = [&](std::span<std::byte> bytes, Numel first, Numel last) {
+    return bytes.subspan(bytes_of(first, dtype).size(), bytes_of(last - first, dtype).size());
+  };
+  if (!unit.offloaded) {
+    if (begin < end) work({begin, end, bytes_between(unit.shard, begin, end), nullptr});
+    return;
+  }
+  const StateBlock block{blocks_[static_cast<std::size_t>(index)],
+                         static_cast<int>(size_of(dtype).value) * 8};
+  for_each_range(
+      *store_, {&block, 1}, unit.layout.shard(), begin, end, access, [&](const StateRange& range) {
+        const Numel low = std::max(range.first, begin);
+        const Numel high = std::min(range.end, end);
+        work({low, high, bytes_between(range.bytes(0), low - range.first, high - range.first),
+              range.leases.front().get()});
+      });
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,46 @@
+// The weights of this rank's shards, wherever they rest: in memory of the device, or, of units that
+// are offloaded (Unit::offloaded), in a StateStore. Who reads or writes them goes through them
+// here, in pieces as large as the store lends at once.
+//
+// Threads: one thread at a time. Ownership: borrows the units and the store. Errors: those of the
+// store.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "strata/engine/unit/unit.h"
+#include "strata/offload/state_store.h"
+
+namespace strata::engine {
+
+class WeightShards {
+ public:
+  // `units` by their ids. `store` may be null where none is offloaded.
+  WeightShards(const std::vector<Unit>& units, offload::StateStore* store)
+      : units_(units), store_(store) {}
+
+  // Takes the room of the next units, in their order, as far as they are offloaded; zero.
+  void add(std::span<const Unit> units);
+
+  // Elements of a unit's shard, and where they are.
+  struct Piece {
+    Numel begin;
+    Numel end;
+    std::span<std::byte> bytes;
+    offload::Lease* lease;  // of these bytes; null: they stay where they are
+  };
+  // Calls `work` with pieces that cover elements [begin, end). Work that it queues on the compute
+  // stream may still run when it returns.
+  using Work = std::function<void(const Piece&)>;
+  void for_each(int unit, Numel begin, Numel end, offload::Access access, const Work& work) const;
+
+ private:
+  const std::vector<Unit>& units_;
+  offload::StateStore* store_;
+  std::vector<offload::BlockId> blocks_;  // by unit, of those that were added; -1: not offloaded
+};
+
+}  // namespace strata::engine
