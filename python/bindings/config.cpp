@@ -63,6 +63,9 @@ void bind_config(py::module_& module) {
       .def_property_readonly(
           "optimizer_tier",
           [](const Config& c) { return std::string(memory::name_of(c.offload.optimizer)); })
+      .def_property_readonly(
+          "param_tier",
+          [](const Config& c) { return std::string(memory::name_of(c.offload.param)); })
       .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
       .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",

@@ -22,6 +22,10 @@ def _setting(path, meaning):
     return value
 
 
+def _place(tier):
+    return None if tier == "device" else {"device": {"host": "cpu"}.get(tier, tier)}
+
+
 def _off(meaning):
     """A method that returns False, of what this engine does not do."""
 
@@ -205,8 +209,7 @@ class EngineNames:
 
     def zero_offload_optimizer(self):
         """{"device": "cpu" or "nvme"}: where optimizer state is; None: on the device."""
-        place = self._config.optimizer_tier
-        return None if place == "device" else {"device": {"host": "cpu"}.get(place, place)}
+        return _place(self._config.optimizer_tier)
 
     def zero_cpu_offload(self):
         """bool: optimizer state is in host memory, or staged there."""
@@ -215,7 +218,8 @@ class EngineNames:
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_offload_param(self):
-        """None: parameters are on the device."""
+        """{"device": "cpu" or "nvme"}: where shards of parameters rest; None: on the device."""
+        return _place(self._config.param_tier)
 
     zero_partial_offload = _off("what is offloaded is so as a whole")
     zero_quantized_weights = zero_quantized_gradients = _off("nothing travels quantised")

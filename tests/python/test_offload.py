@@ -35,6 +35,18 @@ def _config(place, folder, stage, dtype="bf16", **more):
     return config | more
 
 
+def _all_offloaded(param, states, folder, dtype="bf16", **zero):
+    """Stage 3 with weights and states offloaded; no parameter is small enough to stay whole."""
+    config = _config(states, folder, 3, dtype)
+    config["zero_optimization"] |= {
+        "offload_param": {
+            "device": param, "nvme_path": str(folder), "buffer_count": 2, "buffer_size": 300_000, "pin_memory": True,
+        },
+        "stage3_param_persistence_threshold": 0,
+    } | zero
+    return config
+
+
 def _model():
     torch.manual_seed(11)
     return torch.nn.Sequential(
@@ -99,6 +111,82 @@ def test_the_place_changes_no_bit(world, dtype, tmp_path):
     run_ranks(world, _same_bits, str(tmp_path), [1, 2, 3] if world == 2 else [3], dtype)
 
 
+def _same_bits_wherever_weights_rest(folder, dtype):
+    found = {}
+    for param, states in [("none", "none"), ("cpu", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]:
+        engine, *_ = strata.initialize(model=_model(), config=_all_offloaded(param, states, folder, dtype))
+        assert engine.zero_offload_param() == (None if param == "none" else {"device": param})
+        losses = _train(engine, 3)
+        report, forecast = engine.memory_report(), engine.memory_forecast("host")
+        weights = {tier: report.get((tier, "weights"), (0, 0))[1] for tier in ("device", "host")}
+        assert (weights["device"] == 0) == (param != "none"), (param, weights)
+        assert weights["host"] == forecast["weights"] and (weights["host"] > 0) == (param == "cpu"), (param, weights)
+        with torch.no_grad():
+            engine.eval()
+            torch.manual_seed(5)
+            losses.append(engine(torch.randint(0, 3000, (2, 12))).float().sum().item())
+            engine.train()
+        local = [strata.utils.safe_get_local_fp32_param(p).cpu() for p in engine.module.parameters()]
+        found[param, states] = losses, _whole(engine), _states(engine), local
+        engine.destroy()
+    expected = found.pop(("none", "none"))
+    for place, (losses, *values) in found.items():
+        assert losses == expected[0], place
+        for mine, theirs in zip(values, expected[1:]):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs)), place
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
+def test_where_weights_rest_changes_no_bit(world, dtype, tmp_path):
+    run_ranks(world, _same_bits_wherever_weights_rest, str(tmp_path), dtype)
+
+
+def _moves_weights(drive, folder):
+    for before, after in [("none", "nvme"), ("nvme", "cpu"), ("cpu", "none")]:
+        engine, *_ = strata.initialize(model=_model(), config=_all_offloaded(before, "cpu", drive))
+        _train(engine, 2)
+        engine.save_checkpoint(folder, tag=before)
+        engine.save_16bit_model(folder + "/whole_" + before)
+        expected = _train(engine, 2, first=2), _whole(engine), _states(engine)
+        engine.destroy()
+        engine, *_ = strata.initialize(model=_model(), config=_all_offloaded(after, "nvme", drive))
+        engine.load_checkpoint(folder, tag=before)
+        assert _train(engine, 2, first=2) == expected[0], (before, after)
+        for mine, theirs in zip(_whole(engine) + _states(engine), expected[1] + expected[2]):
+            assert torch.equal(mine, theirs), (before, after)
+        engine.destroy()
+
+
+def test_checkpoints_move_between_places_of_weights(tmp_path):
+    (tmp_path / "drive").mkdir()
+    run_ranks(2, _moves_weights, str(tmp_path / "drive"), str(tmp_path / "saved"))
+
+
+def _few_buffers(folder):
+    """Hundreds of tensors, one of them far larger than a buffer: what nobody has to know beforehand."""
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(32, 32) for _ in range(60)]
+    model = torch.nn.Sequential(torch.nn.Embedding(20_000, 32), *layers)
+    config = _all_offloaded("nvme", "nvme", folder, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section] |= {"buffer_count": 5, "buffer_size": 4096}
+    engine, *_ = strata.initialize(model=model, config=config)
+    for _ in range(2):
+        loss = engine(torch.arange(64).reshape(2, 32)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    with strata.zero.GatheredParameters(list(engine.module.parameters())):
+        assert all(p.isfinite().all() for p in engine.module.parameters())
+    staged = engine.memory_report()["host", "staging"][0]
+    assert staged == 2 * 2**20, "a megabyte each, the least"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_buffers_follow_the_tensors(world, tmp_path):
+    run_ranks(world, _few_buffers, str(tmp_path))
+
+
 def _moves(drive, folder):
     """Saved with states at one place, loaded at another: training goes on as it would have."""
     for before, after in [("none", "nvme"), ("nvme", "cpu"), ("cpu", "none")]:
@@ -128,6 +216,14 @@ def _bad_paths(folder):
         config = _config("nvme", path, 2)
         with pytest.raises(strata.Error, match=told):
             strata.initialize(model=_model(), config=config)
+    with pytest.raises(strata.ConfigError, match="offload_param.device: is for Adam"):
+        model = _model()
+        config = _all_offloaded("cpu", "none", folder)
+        del config["optimizer"]
+        strata.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    if torch.distributed.get_world_size() > 1:
+        with pytest.raises(strata.ConfigError, match="offload_param: weights that are offloaded are sharded over all"):
+            strata.initialize(model=_model(), config=_all_offloaded("cpu", "none", folder, mics_shard_size=1))
     with pytest.raises(strata.ConfigError, match="offload_optimizer.device: is for Adam"):
         config = _config("cpu", folder, 2)
         del config["optimizer"]

@@ -34,8 +34,11 @@ Numel elements_of(std::int64_t count, std::int64_t elements) {
   return Numel(count * elements);
 }
 
-std::string folder_of(const Settings& settings, std::string_view key, std::string_view what) {
+// Empty where nothing goes to a drive.
+std::string folder_for(memory::Tier tier, const Settings& settings, std::string_view key,
+                       std::string_view what) {
   const auto folder = settings.maybe<std::string>(key);
+  if (tier != memory::Tier::kNvme) return "";
   if (folder && !folder->empty()) return *folder;
   throw ConfigError(fmt::format(
       "{}: wanted the path of a folder on the drive that the {} go to; found none", key, what));
@@ -44,15 +47,13 @@ std::string folder_of(const Settings& settings, std::string_view key, std::strin
 void read_param(const Settings& settings, int stage, OffloadConfig& config) {
   config.param = tier_of(settings.text(kParamDevice));
   config.param_staging = elements_of(settings.integer(kParamCount), settings.integer(kParamSize));
-  if (config.param == memory::Tier::kDevice) return;
-  if (stage != 3) {
+  config.param_folder = folder_for(config.param, settings, kParamFolder, "weights");
+  if (config.param != memory::Tier::kDevice && stage != 3) {
     throw ConfigError(fmt::format(
         "{}: weights that are offloaded are sharded ones: wanted zero_optimization.stage 3, or "
         "device \"none\"; found stage {}",
         kParamDevice, stage));
   }
-  if (config.param == memory::Tier::kNvme)
-    config.param_folder = folder_of(settings, kParamFolder, "weights");
 }
 
 }  // namespace
@@ -60,20 +61,17 @@ void read_param(const Settings& settings, int stage, OffloadConfig& config) {
 OffloadConfig read_offload(const Settings& settings, int stage) {
   OffloadConfig config;
   const std::string device = settings.text(kOptimizerDevice);
-  const auto folder = settings.maybe<std::string>(kOptimizerFolder);
   config.optimizer = tier_of(device);
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
   config.staging = std::max(kLeastStaging, bytes_of(elements, DType::kFloat32));
   read_param(settings, stage, config);
-  if (config.optimizer == memory::Tier::kDevice) return config;
-  if (stage < 1) {
+  config.optimizer_folder = folder_for(config.optimizer, settings, kOptimizerFolder, "states");
+  if (config.optimizer != memory::Tier::kDevice && stage < 1) {
     throw ConfigError(fmt::format(
         "{}: states that are offloaded are sharded ones: wanted zero_optimization.stage 1, 2 or 3, "
         "or device \"none\"; found stage {}",
         kOptimizerDevice, stage));
   }
-  if (config.optimizer == memory::Tier::kNvme)
-    config.optimizer_folder = folder_of(settings, kOptimizerFolder, "states");
   return config;
 }
 

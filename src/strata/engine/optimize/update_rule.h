@@ -22,6 +22,11 @@ inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) 
         "zero_optimization.offload_optimizer.device: is for Adam and AdamW, whose states the "
         "engine keeps; write \"none\", or take one of these; found another optimizer");
   }
+  if (rule == UpdateRule::kExternal && options.offloads_weights()) {
+    throw ConfigError(
+        "zero_optimization.offload_param.device: is for Adam and AdamW, which update weights where "
+        "they rest; write \"none\", or take one of these; found another optimizer");
+  }
   if (rule == UpdateRule::kExternal) return plan::Masters::kFloat32;
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }
