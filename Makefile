@@ -105,6 +105,7 @@ test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themsel
 
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='FailingDisk.*'
+	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
 
@@ -136,6 +137,8 @@ bench-cpu: module $(VENV)/.strata-tests  ## Strata, FSDP2, DDP and DeepSpeed sid
 # for that, it has to do without.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
+# Seeds of drives that fail: fewer where each takes ten times as long.
+sanitize: export STRATA_DRIVE_SEEDS ?= 40
 sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan (clang) and under TSan (g++)
 	ninja -C build/asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)

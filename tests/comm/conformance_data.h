@@ -47,6 +47,25 @@ TEST_P(CollectivesMoveData, GathersInPlaceWhereEveryRankHoldsTheWhole) {
   });
 }
 
+TEST_P(CollectivesMoveData, GathersWhatEveryRankHasPutInPlace) {
+  on_worlds([](Collectives& c) {
+    if (c.traits().one_sided || c.shard_place().groups > 1) return;
+    const auto world = static_cast<std::size_t>(c.world_size());
+    int round = 0;
+    for (const std::size_t bytes : {17UL, 4096UL, 0UL, 100'003UL, 1UL, 5000UL, 5000UL}) {
+      std::vector<std::byte> flat(bytes * world);
+      const auto mine = static_cast<std::size_t>(c.rank()) * bytes;
+      fill(std::span(flat).subspan(mine, bytes), c.rank(), ++round);
+      c.all_gather({nullptr, 0_B, 0_B, Bytes(bytes)}, flat, "in place")->wait();
+      for (std::size_t r = 0; r < world; ++r) {
+        require_pattern(std::span(flat).subspan(r * bytes, bytes), static_cast<int>(r), "in place",
+                        round);
+      }
+    }
+    c.barrier();  // a rank that is done may hold what others read
+  });
+}
+
 TEST_P(CollectivesMoveData, SharedBuffersStartZeroedAndAlignedToPages) {
   on_ranks(2, [](Collectives& c) {
     for (const std::size_t bytes : {0UL, 3UL, 70'000UL}) {

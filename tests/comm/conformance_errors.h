@@ -160,9 +160,9 @@ TEST_P(CollectivesReportErrors, RefusesWrongArgumentsAndStaysUsable) {
               c.all_gather({buffer.get(), 0_B, 0_B, 11_B}, flat, "x")->wait();
             }),
             "target of another size");
-    require(refused([&] {
-              c.all_gather({nullptr, 0_B, 0_B, 10_B}, flat, "x")->wait();
-            }),
+    require(!c.traits().one_sided || refused([&] {
+      c.all_gather({nullptr, 0_B, 0_B, 10_B}, flat, "x")->wait();
+    }),
             "no buffer");
     require(refused([&] {
               c.all_gather({buffer.get(), 95_B, 0_B, 10_B}, flat, "x")->wait();

@@ -1,5 +1,6 @@
 """Optimizer states on the host and on a drive: the bits of training do not depend on it, and memory is as foreseen."""
 
+import gc
 import json
 import os
 
@@ -185,6 +186,33 @@ def _few_buffers(folder):
 @pytest.mark.parametrize("world", [1, 2])
 def test_buffers_follow_the_tensors(world, tmp_path):
     run_ranks(world, _few_buffers, str(tmp_path))
+
+
+def _starts(folder):
+    """Nothing is left behind by engines that come and go: no file, descriptor or memory."""
+
+    def resident():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+    config = _all_offloaded("nvme", "nvme", folder)
+    seen = []
+    for start in range(100):
+        engine, *_ = strata.initialize(model=_model(), config=config)
+        if start % 10 == 0:
+            _train(engine, 1)
+        engine.destroy()
+        del engine
+        if start % 20 == 19:
+            gc.collect()
+            seen.append((len(os.listdir("/proc/self/fd")), os.listdir(folder), resident()))
+    assert {fds for fds, _, _ in seen} == {seen[0][0]}, seen
+    assert all(files == [] for _, files, _ in seen), seen
+    assert seen[-1][2] - seen[1][2] < 24 * 1024, "kB, of 60 starts with 4 MB of weights and states each"
+
+
+def test_a_hundred_starts_leave_nothing_behind(tmp_path):
+    run_ranks(1, _starts, str(tmp_path))
 
 
 def _moves(drive, folder):

@@ -151,7 +151,8 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
        "zero_optimization.offload_param.nvme_path: wanted the path of a folder on the drive that "
        "the weights go to; found none"},
       {R"({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})",
-       "zero_optimization.offload_param.device: weights that are offloaded are sharded ones: wanted "
+       "zero_optimization.offload_param.device: weights that are offloaded are sharded ones: "
+       "wanted "
        "zero_optimization.stage 3, or device \"none\"; found stage 2"},
       {R"({"zero_optimization": {"offload_param": {"device": "gpu"}}})",
        "zero_optimization.offload_param.device: wanted one of none, cpu, nvme"},

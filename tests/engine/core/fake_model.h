@@ -148,6 +148,8 @@ struct RankOptions {
   bool keeps_gradients = true;
   std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
   std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // what its passes run; null: all
+  // Where it keeps what is offloaded; null: as the engine's options say.
+  std::function<Stores(device::Device&)> stores = nullptr;
 };
 
 // One rank: model, engine and what they stand on.
@@ -166,11 +168,7 @@ class FakeRank {
         views_(model.plan.units.size(), options.can_await),
         engine_(std::make_unique<Engine>(
             model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
-            device_,
-            Stores{offload::make_state_store(options.engine.states, *device_, collectives_->rank())
-                       .store,
-                   offload::make_state_store(options.engine.weights, *device_, collectives_->rank())
-                       .store},
+            device_, options.stores ? options.stores(*device_) : stores_of(options.engine),
             views_)) {
     for (int p = 0; p < model.count(); ++p) {
       const Values values = model.initial(p);
@@ -274,6 +272,12 @@ class FakeRank {
   void settle() { compute_.settle(); }
 
  private:
+  Stores stores_of(const EngineOptions& options) {
+    const int rank = collectives_->rank();
+    return {offload::make_state_store(options.states, *device_, rank).store,
+            offload::make_state_store(options.weights, *device_, rank).store};
+  }
+
   void look_at(int unit) {
     if (expected_.empty()) return;
     const plan::FlatLayout& layout =

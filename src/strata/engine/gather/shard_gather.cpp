@@ -1,6 +1,10 @@
 #include "strata/engine/gather/shard_gather.h"
 
+#include <fmt/format.h>
+
 #include <utility>
+
+#include "strata/base/error.h"
 
 namespace strata::engine {
 namespace {
@@ -31,13 +35,7 @@ class UploadWork final : public comm::Work {
 
 }  // namespace
 
-std::unique_ptr<comm::Work> ShardGather::start(const Unit& unit, std::span<std::byte> flat) {
-  if (!unit.offloaded) return collectives_.all_gather(unit.slices, flat, unit.name());
-  if (uploads_ == nullptr) uploads_ = device_.create_stream();
-  uploads_->wait_for(*device_.compute_stream().record());
-  const comm::ShardPlace place = collectives_.shard_place();
-  const std::span<std::byte> own = flat.subspan((unit.layout.shard_bytes() * place.index).size(),
-                                                unit.layout.shard_bytes().size());
+void ShardGather::upload(const Unit& unit, std::span<std::byte> own) {
   shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
                    [&](const WeightShards::Piece& piece) {
                      device_.copy(own.subspan(bytes_of(piece.begin, unit.layout.dtype()).size(),
@@ -45,6 +43,23 @@ std::unique_ptr<comm::Work> ShardGather::start(const Unit& unit, std::span<std::
                                   piece.bytes, *uploads_);
                      if (piece.lease != nullptr) piece.lease->read_in(*uploads_);
                    });
+}
+
+std::unique_ptr<comm::Work> ShardGather::start(const Unit& unit, std::span<std::byte> flat) {
+  if (!unit.offloaded) return collectives_.all_gather(unit.slices, flat, unit.name());
+  if (uploads_ == nullptr) uploads_ = device_.create_stream();
+  uploads_->wait_for(*device_.compute_stream().record());
+  const comm::ShardPlace place = collectives_.shard_place();
+  const std::span<std::byte> own = flat.subspan((unit.layout.shard_bytes() * place.index).size(),
+                                                unit.layout.shard_bytes().size());
+  try {
+    upload(unit, own);
+  } catch (const Error& error) {
+    // The others are in this gather, or will be.
+    collectives_.abort(
+        fmt::format("its shard of '{}' cannot be read: {}", unit.name(), error.what()));
+    throw;
+  }
   if (place.count == 1) return std::make_unique<UploadWork>(uploads_->record(), device_);
   comm::SliceMap slices = unit.slices;
   slices.writer = uploads_.get();

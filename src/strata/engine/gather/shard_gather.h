@@ -4,8 +4,8 @@
 // model's work; the gather among ranks follows in place.
 //
 // Threads: one thread at a time; where anything is offloaded all ranks gather the same, in the same
-// order. Ownership: borrows all; a Work may outlive the call, not this. Errors: CommError; those of
-// the store.
+// order. Ownership: borrows all; a Work may outlive the call, not this. Errors: CommError; IoError
+// of a drive, which the other ranks learn of as a CommError that names this one.
 #pragma once
 
 #include <memory>
@@ -27,6 +27,9 @@ class ShardGather {
   std::unique_ptr<comm::Work> start(const Unit& unit, std::span<std::byte> flat);
 
  private:
+  // To its place in the flat buffer.
+  void upload(const Unit& unit, std::span<std::byte> own);
+
   const WeightShards& shards_;
   comm::Collectives& collectives_;
   device::Device& device_;
