@@ -6,7 +6,8 @@
 One rank, in fresh processes, in turns: a causal language model of transformers with random weights in bf16, of the
 shapes that MODEL_DIR/config.json names (without it a small one). *ready*: seconds of initialize alone. *step*: the
 median after two warm ones. *device*: the most that torch and the engine held. *locked*: pinned host memory. Medians
-over rounds. DeepSpeed compiles its host optimizer at first use, before the clock starts.
+over rounds. With "params" behind an engine's name ("strata nvme params") its weights are offloaded, too. DeepSpeed
+compiles its host optimizer at first use, before the clock starts.
 """
 
 import argparse
@@ -43,6 +44,9 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradi
               "buffer_count": 5, "pin_memory": True, "pipeline_read": True, "pipeline_write": True}}}
 if place == "none":
     del CONFIG["zero_optimization"]["offload_optimizer"]
+if os.environ["PARAMS"]:
+    CONFIG["zero_optimization"]["offload_param"] = {"device": place, "nvme_path": folder, "buffer_count": 5,
+        "buffer_size": int(os.environ["PARAM_BUFFER"]), "pin_memory": True}
 ids = torch.randint(0, shapes.vocab_size, (1, tokens), device=device)
 def locked():
     status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
@@ -98,11 +102,11 @@ os._exit(0)
 
 def run(engine, arguments, drive, port):
     """What the process of an engine told."""
-    name, place = engine.split()
+    name, place, *params = engine.split()
     script = COMMON + (STRATA if name == "strata" else DEEPSPEED) + STEPS
     environment = {
         **os.environ, "PLACE": place, "FOLDER": drive, "STAGE": str(arguments.stage), "MODEL": arguments.config or "",
-        "BUFFER": str(arguments.buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
+        "BUFFER": str(arguments.buffer), "PARAMS": " ".join(params), "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
         "PORT": str(port),
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True,
@@ -123,6 +127,7 @@ def main():
                         default=["strata none", "strata cpu", "strata nvme", "deepspeed cpu", "deepspeed nvme"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--buffer", type=int, default=80_000_000)  # elements of each of five; DeepSpeed sizes its own
+    parser.add_argument("--param-buffer", type=int, default=160_000_000)  # DeepSpeed's must hold the largest tensor
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--json")
     arguments = parser.parse_args()

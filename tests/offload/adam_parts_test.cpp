@@ -35,7 +35,7 @@ class Unit {
   }
 
   void step(device::Device& device, Model& model, std::int64_t step) {
-    const std::int64_t most = elements_at_once(kBits, store_.lease_budget()).value;
+    const std::int64_t most = elements_at_once(kBits, store_.lease_budget(0)).value;
     for (std::int64_t begin = 0; begin < kNumel; begin += most)
       step_on(device, model, step, begin, std::min(begin + most, kNumel));
     store_.advance();

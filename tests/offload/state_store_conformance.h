@@ -291,7 +291,7 @@ TYPED_TEST_P(StateStoreConformance, BlocksOfAnySizeAreWorkedOnInParts) {
   std::vector<BlockId> blocks;
   const std::vector<int> bits{16, 32, 32};
   for (const int of_one : bits) blocks.push_back(this->add("block", Bytes(numel * of_one / 8)));
-  const Bytes budget = std::min(this->store_->lease_budget(), 64_KiB);
+  const Bytes budget = std::min(this->store_->lease_budget(0), 64_KiB);
   const std::int64_t step = elements_at_once(bits, budget).value;
   for (int round = 1; round < 4; ++round) {
     for (std::int64_t begin = 0; begin < numel; begin += step) {

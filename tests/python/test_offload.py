@@ -163,6 +163,41 @@ def test_checkpoints_move_between_places_of_weights(tmp_path):
     run_ranks(2, _moves_weights, str(tmp_path / "drive"), str(tmp_path / "saved"))
 
 
+def _placed(folder):
+    """Rules for single parameters, and a share of the states: the same training, held where the rules say."""
+    rules = {"placement": [
+        {"match": "0.*", "param": "host", "optimizer": "nvme"}, {"larger_than": "8KB", "optimizer": "host"},
+    ]}
+    found = []
+    for strata_section, states, ratio in [({}, "none", 1.0), (rules, "none", 1.0), ({}, "cpu", 0.3), (rules, "cpu", 0.5)]:
+        config = _all_offloaded("none", states, folder)
+        config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+        engine, *_ = strata.initialize(model=_model(), config=config | {"strata": strata_section})
+        losses = _train(engine, 3)
+        report = engine.memory_report()
+        for tier in ("device", "host"):
+            foreseen = engine.memory_forecast(tier)
+            for kind in ("weights", "optimizer state", "master weights"):
+                assert report.get((tier, kind), (0, 0))[1] == foreseen[kind], (strata_section, ratio, tier, kind)
+        if strata_section:
+            assert report["host", "weights"][1] > 0 and report["nvme", "optimizer state"][0] > 0
+        if strata_section or ratio < 1:
+            assert report["host", "optimizer state"][1] > 0
+        if ratio == 0.3:
+            assert report["device", "optimizer state"][1] > report["host", "optimizer state"][1]
+        found.append((losses, _whole(engine), _states(engine)))
+        engine.destroy()
+    for losses, *values in found[1:]:
+        assert losses == found[0][0]
+        for mine, theirs in zip(values, found[0][1:]):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rules_place_single_parameters(world, tmp_path):
+    run_ranks(world, _placed, str(tmp_path))
+
+
 def _few_buffers(folder):
     """Hundreds of tensors, one of them far larger than a buffer: what nobody has to know beforehand."""
     torch.manual_seed(3)

@@ -73,6 +73,7 @@ std::vector<plan::ParamSpec> specs_of(const NamedModel& model, const engine::Con
     spec.dtype = config.precision.weight_dtype(spec.dtype);
     spec.trainable = spec.trainable && is_floating(spec.dtype);
   }
+  engine::place_params(specs, config.offload);
   return specs;
 }
 

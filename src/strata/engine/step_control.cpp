@@ -29,9 +29,10 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;
-  options.states = {config.offload.optimizer, config.offload.optimizer_folder,
-                    config.offload.staging};
-  options.weights = {config.offload.param, config.offload.param_folder,
+  options.states = {config.offload.optimizer, config.offload.optimizer_tiers(),
+                    config.offload.optimizer_folder, config.offload.staging};
+  options.weights = {config.offload.param, config.offload.param_tiers(),
+                     config.offload.param_folder,
                      std::max(kLeastStaging, bytes_of(config.offload.param_staging, dtype))};
   if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.rounds_masters = config.precision.rounds_masters;

@@ -2,13 +2,16 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/io/engine_choice.h"
 #include "strata/offload/memory_store.h"
 #include "strata/offload/nvme_store.h"
 #include "strata/offload/swap_folder.h"
+#include "strata/offload/tiered_store.h"
 
 namespace strata::offload {
 namespace {
@@ -43,28 +46,48 @@ std::unique_ptr<NvmeStore> drive_store(const StatePlace& place, device::Device& 
   return std::make_unique<NvmeStore>(device, std::move(options));
 }
 
-std::shared_ptr<StateStore> memory_store(const StatePlace& place, device::Device& device) {
-  if (place.tier == memory::Tier::kDevice) return MemoryStore::on_device(device);
+std::shared_ptr<StateStore> memory_store(memory::Tier tier, device::Device& device) {
+  if (tier == memory::Tier::kDevice) return MemoryStore::on_device(device);
   HostStoreOptions options;
   options.device = &device;
   return MemoryStore::on_host(std::move(options));
 }
 
+// One store, or one of several tiers. `on_drive` makes that one.
+template <typename OnDrive>
+std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& device,
+                                     const OnDrive& on_drive) {
+  std::vector<std::shared_ptr<StateStore>> stores;
+  const auto add = [&](memory::Tier tier) {
+    const auto is_there = [&](const auto& store) { return store->tier() == tier; };
+    if (std::ranges::any_of(stores, is_there)) return;
+    stores.push_back(tier == memory::Tier::kNvme ? on_drive() : memory_store(tier, device));
+  };
+  add(place.tier);
+  std::ranges::for_each(place.others, add);
+  if (stores.size() == 1) return std::move(stores.front());
+  return std::make_shared<TieredStore>(std::move(stores));
+}
+
 }  // namespace
 
 MadeStore make_state_store(const StatePlace& place, device::Device& device, int rank) {
-  if (place.tier != memory::Tier::kNvme) return {memory_store(place, device), ""};
-  auto folder = std::make_unique<SwapFolder>(place.folder, rank);
-  io::ChosenEngine io = io::make_io_engine();
-  std::string remark = folder->remark();
-  if (!io.refused.empty()) remark += fmt::format("{}{}", remark.empty() ? "" : "; ", io.refused);
-  return {drive_store(place, device, make_block_file(std::move(io.engine), std::move(folder))),
-          std::move(remark)};
+  std::string remark;
+  const auto on_drive = [&]() -> std::shared_ptr<StateStore> {
+    auto folder = std::make_unique<SwapFolder>(place.folder, rank);
+    io::ChosenEngine io = io::make_io_engine();
+    remark = folder->remark();
+    if (!io.refused.empty()) remark += fmt::format("{}{}", remark.empty() ? "" : "; ", io.refused);
+    return drive_store(place, device, make_block_file(std::move(io.engine), std::move(folder)));
+  };
+  std::shared_ptr<StateStore> store = store_of(place, device, on_drive);
+  return {std::move(store), std::move(remark)};
 }
 
 std::shared_ptr<StateStore> make_dry_store(const StatePlace& place, device::Device& device) {
-  if (place.tier != memory::Tier::kNvme) return memory_store(place, device);
-  return drive_store(place, device, std::make_unique<DryFile>());
+  return store_of(place, device, [&]() -> std::shared_ptr<StateStore> {
+    return drive_store(place, device, std::make_unique<DryFile>());
+  });
 }
 
 }  // namespace strata::offload

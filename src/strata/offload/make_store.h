@@ -2,8 +2,10 @@
 // Errors: IoError for a folder that will not do; OutOfMemoryError.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "strata/device/device.h"
 #include "strata/offload/state_store.h"
@@ -12,11 +14,17 @@ namespace strata::offload {
 
 // Where optimizer states rest between steps.
 struct StatePlace {
-  memory::Tier tier = memory::Tier::kDevice;
+  memory::Tier tier = memory::Tier::kDevice;  // of blocks that name none
+  std::vector<memory::Tier> others;           // that blocks name
   // On a drive: a folder that exists, and the bytes of host memory to stage through.
   std::string folder;
   Bytes budget;
   bool verify = false;  // checksums of what is written and read
+
+  bool uses(memory::Tier wanted) const {
+    return tier == wanted || std::ranges::find(others, wanted) != others.end();
+  }
+  bool offloads() const { return uses(memory::Tier::kHost) || uses(memory::Tier::kNvme); }
 };
 
 struct MadeStore {

@@ -83,7 +83,7 @@ std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Pa
   return leases;
 }
 
-Bytes NvmeStore::lease_budget() const {
+Bytes NvmeStore::lease_budget(BlockId /*block*/) const {
   const Bytes share = arena_->budget() / PartCache::kShares;
   return std::max(share - share % kPartAlignment, kPartAlignment);
 }

@@ -46,7 +46,7 @@ class NvmeStore final : public StateStore {
                                                      Access access) override;
   // A third of the arena, in whole pages: the second third holds what is read ahead meanwhile, the
   // last what is still being written. More is lent, too, where nothing else is.
-  Bytes lease_budget() const override;
+  Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;
   StoreCounts counts() const override;

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -38,6 +39,7 @@ struct BlockSpec {
   std::string name;
   Bytes bytes;
   memory::Kind kind;
+  std::optional<memory::Tier> tier = std::nullopt;  // in a store of several (tiered_store.h)
 };
 
 // Borrowed memory of one part. Giving it back (destroying it) after kReadWrite keeps what was
@@ -59,7 +61,7 @@ class StateStore {
   // and has none of them then. Blocks that come together cost one allocation a kind.
   virtual std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) = 0;
   BlockId add(std::string name, Bytes bytes, memory::Kind kind) {
-    return add_all({{std::move(name), bytes, kind}}).front();
+    return add_all({{std::move(name), bytes, kind, std::nullopt}}).front();
   }
   virtual Bytes size_of(BlockId block) const = 0;
 
@@ -72,9 +74,12 @@ class StateStore {
   std::unique_ptr<Lease> fetch(BlockId block, Access access) {
     return fetch({block, Bytes(), size_of(block)}, access);
   }
-  // What leases that are fetched together should hold at most. In a store on a drive it leaves room
-  // for what is read ahead and what is still being written.
-  virtual Bytes lease_budget() const { return Bytes(std::numeric_limits<std::int64_t>::max()); }
+  // What leases of such a block that are fetched together, with others of its tier, should hold at
+  // most. In a store on a drive it leaves room for what is read ahead and what is still being
+  // written.
+  virtual Bytes lease_budget(BlockId /*block*/) const {
+    return Bytes(std::numeric_limits<std::int64_t>::max());
+  }
 
   // Goes on with what happens beside the caller as far as that can be done without waiting: writes
   // what was given back, reads ahead. fetch() does it, too; who fetches nothing for a while, as

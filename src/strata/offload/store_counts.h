@@ -18,6 +18,15 @@ struct StoreCounts {
   Bytes written;                 // whole pages
   double seconds_waited = 0.0;   // in fetch(): for reads, and for room in memory
 
+  StoreCounts operator+(const StoreCounts& other) const {
+    return {parts + other.parts,
+            parts_ready + other.parts_ready,
+            reads + other.reads,
+            writes + other.writes,
+            read + other.read,
+            written + other.written,
+            seconds_waited + other.seconds_waited};
+  }
   StoreCounts operator-(const StoreCounts& before) const {
     return {parts - before.parts,
             parts_ready - before.parts_ready,

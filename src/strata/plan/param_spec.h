@@ -1,14 +1,24 @@
 // What planning knows of one parameter: everything but its values. Immutable value.
 #pragma once
 
+#include <compare>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::plan {
+
+// Where bytes of a parameter rest between their uses; absent: where the job keeps them.
+struct Placement {
+  std::optional<memory::Tier> weights;  // of its shards, where it is sharded
+  std::optional<memory::Tier> states;   // of masters and optimizer
+  auto operator<=>(const Placement&) const = default;
+};
 
 struct ParamSpec {
   std::string name;  // global, as named_parameters() says it; of a tied parameter, the first name
@@ -16,6 +26,7 @@ struct ParamSpec {
   DType dtype = DType::kFloat32;  // of the weight that computes
   bool trainable = true;
   int group = 0;  // index of the optimizer's param group; meaningless when not trainable
+  Placement place{};
 
   // In what its gradients are brought to the engine, whose kernels do not add up fp64.
   DType gradient_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat32 : dtype; }

@@ -9,7 +9,7 @@
 namespace strata::plan {
 namespace {
 
-using Key = std::tuple<DType, bool, bool>;  // dtype, trainable, persistent
+using Key = std::tuple<DType, bool, bool, Placement>;  // dtype, trainable, persistent
 
 class Planner {
  public:
@@ -64,7 +64,7 @@ class Planner {
 
   Key key_of(int param) const {
     const ParamSpec& spec = params_[static_cast<std::size_t>(param)];
-    return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)]};
+    return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)], spec.place};
   }
 
   void visit_by_blocks() {
@@ -161,8 +161,8 @@ class Planner {
   }
 
   int new_unit(const std::string& path, const Key& key) {
-    const auto& [dtype, trainable, persistent] = key;
-    plan_.units.push_back({unique_name(path, key), {}, dtype, trainable, persistent});
+    const auto& [dtype, trainable, persistent, place] = key;
+    plan_.units.push_back({unique_name(path, key), {}, dtype, trainable, persistent, place});
     return static_cast<int>(plan_.units.size()) - 1;
   }
 
@@ -170,7 +170,7 @@ class Planner {
   std::string unique_name(const std::string& path, const Key& key) {
     const std::string name = path.empty() ? "(root)" : path;
     if (names_.insert(name).second) return name;
-    const auto& [dtype, trainable, persistent] = key;
+    const auto& [dtype, trainable, persistent, place] = key;
     const std::string detailed =
         fmt::format("{}:{}{}{}", name, name_of(dtype), trainable ? "" : ":frozen",
                     persistent ? ":persistent" : "");
@@ -238,6 +238,17 @@ ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
   return plan;
 }
 
+namespace {
+
+std::string described(const Placement& place) {
+  std::string text;
+  if (place.weights) text += fmt::format(", weights on {}", memory::name_of(*place.weights));
+  if (place.states) text += fmt::format(", states on {}", memory::name_of(*place.states));
+  return text;
+}
+
+}  // namespace
+
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
   std::vector<std::size_t> place(params.size());
   for (const UnitSpec& unit : plan.units) {
@@ -252,9 +263,10 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
     std::string shape;
     for (const std::int64_t size : p.shape)
       shape += fmt::format("{}{}", shape.empty() ? "" : ", ", size);
-    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}\n",
+    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}\n",
                         p.name, shape, name_of(p.dtype), p.trainable ? "trainable" : "frozen",
-                        p.group, place[i], unit.name, unit.persistent ? ", persistent" : "");
+                        p.group, place[i], unit.name, unit.persistent ? ", persistent" : "",
+                        described(unit.place));
   }
   return text;
 }

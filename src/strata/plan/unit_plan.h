@@ -1,9 +1,10 @@
 // Cuts a model into units (parameters that are gathered, reduced and updated together) and scopes
 // (the modules whose forward needs them). A block's parameters form one unit, split by dtype,
-// trainability and persistence, and by size: gradients of a part can be reduced while those of the
-// next are computed, and buffers are smaller. Parameters outside blocks form units of neighbours up
-// to `unit_bytes`, with their owning modules as scopes; modules share such a unit only up to
-// `shared_numel`, so that a bound on what is gathered holds for models without blocks, too.
+// trainability, persistence and placement, and by size: gradients of a part can be reduced while
+// those of the next are computed, and buffers are smaller. Parameters outside blocks form units of
+// neighbours up to `unit_bytes`, with their owning modules as scopes; modules share such a unit
+// only up to `shared_numel`, so that a bound on what is gathered holds for models without blocks,
+// too.
 //
 // One by one (`one_by_one`), a parameter is a unit by itself, and scopes are the innermost modules
 // that own parameters and are called: the least that can be gathered at once, for more gathers.
@@ -34,6 +35,7 @@ struct UnitSpec {
   DType dtype = DType::kFloat32;
   bool trainable = true;
   bool persistent = false;  // small parameters that stay gathered
+  Placement place{};        // of all of them
 };
 
 struct ScopeSpec {

@@ -23,10 +23,10 @@ unsigned seeds() {
 std::shared_ptr<offload::StateStore> failing_store(device::Device& device, unsigned seed,
                                                    unsigned failing) {
   return std::make_shared<offload::NvmeStore>(
-      device, offload::NvmeStoreOptions{
-                  .arena = std::make_shared<offload::StagingArena>(device, 128_KiB),
-                  .file = std::make_unique<testing::LateFile>(seed, failing),
-                  .verify = seed % 2 == 0});
+      device,
+      offload::NvmeStoreOptions{.arena = std::make_shared<offload::StagingArena>(device, 128_KiB),
+                                .file = std::make_unique<testing::LateFile>(seed, failing),
+                                .verify = seed % 2 == 0});
 }
 
 // What a rank's training threw; empty: nothing.

@@ -187,7 +187,7 @@ Config Config::parse(std::string_view text_or_path) {
   config.offload = read_offload(s, config.zero.stage);
   config.precision = read_precision(s);
   config.strata = read_strata(s);
-  config.strata.carriers.joint_gathers = config.offload.param != memory::Tier::kDevice;
+  config.strata.carriers.joint_gathers = config.offload.offloads_params();
   config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
                   .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),
                   .accumulation_steps = s.maybe<std::int64_t>("gradient_accumulation_steps")};

@@ -56,8 +56,10 @@ constexpr std::array kOffloadKeys{
         "states on a drive are always written behind the step"},
     Key{OPTIM "fast_init", kFlag, "false", "", kHint, "write the first state quickly",
         "states that are zero are not written at the start"},
-    Key{OPTIM "ratio", kNumber, "1.0", "0..1", kRefused, "share of the state that is offloaded",
-        "write 1.0 or remove the key: all of it is offloaded"},
+    Key{OPTIM "ratio", kNumber, "1.0", "0..1", kHonoured,
+        "share of the elements whose state is offloaded; that of the first parameters stays on the "
+        "device",
+        ""},
     Key{OPTIM "super_offload", kFlag, "false", "", kRefused, "superchip offload",
         "write false or remove the key"},
     Key{OPTIM "cpuadam_cores_perc", kNumber, "0.8", "0..1", kHint,

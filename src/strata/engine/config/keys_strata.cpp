@@ -83,6 +83,14 @@ constexpr std::array kStrataKeys{
         "ui.perfetto.dev: gathers, reductions, waits, computing, the optimizer, by unit; null: "
         "nowhere",
         ""},
+    Key{"strata.placement", kObjects, "[]", "", kHonoured,
+        "rules for single parameters, the first that names one counts: `match`, a pattern of "
+        "names, "
+        "or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, where its weights "
+        "and "
+        "optimizer state rest: \"device\", \"host\", \"nvme\"; folders and staging are those of "
+        "offload_param and offload_optimizer",
+        ""},
     Key{"strata.trace_steps", kInteger, "3", "1..100", kHonoured,
         "steps that are in the timeline, after two that warm up", ""},
 };

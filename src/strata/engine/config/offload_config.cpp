@@ -16,15 +16,11 @@ constexpr std::string_view kOptimizerDevice = "zero_optimization.offload_optimiz
 constexpr std::string_view kOptimizerFolder = "zero_optimization.offload_optimizer.nvme_path";
 constexpr std::string_view kBufferCount = "zero_optimization.offload_optimizer.buffer_count";
 constexpr std::string_view kBufferSize = "zero_optimization.offload_optimizer.buffer_size";
+constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
 constexpr std::string_view kParamDevice = "zero_optimization.offload_param.device";
 constexpr std::string_view kParamFolder = "zero_optimization.offload_param.nvme_path";
 constexpr std::string_view kParamCount = "zero_optimization.offload_param.buffer_count";
 constexpr std::string_view kParamSize = "zero_optimization.offload_param.buffer_size";
-
-memory::Tier tier_of(std::string_view device) {
-  if (device == "cpu") return memory::Tier::kHost;
-  return device == "nvme" ? memory::Tier::kNvme : memory::Tier::kDevice;
-}
 
 // Numbers that nobody has memory for are a budget without a bound.
 Numel elements_of(std::int64_t count, std::int64_t elements) {
@@ -35,20 +31,25 @@ Numel elements_of(std::int64_t count, std::int64_t elements) {
 }
 
 // Empty where nothing goes to a drive.
-std::string folder_for(memory::Tier tier, const Settings& settings, std::string_view key,
+std::string folder_for(bool on_drive, const Settings& settings, std::string_view key,
                        std::string_view what) {
   const auto folder = settings.maybe<std::string>(key);
-  if (tier != memory::Tier::kNvme) return "";
+  if (!on_drive) return "";
   if (folder && !folder->empty()) return *folder;
   throw ConfigError(fmt::format(
       "{}: wanted the path of a folder on the drive that the {} go to; found none", key, what));
 }
 
+bool names(memory::Tier first, const std::vector<memory::Tier>& others, memory::Tier wanted) {
+  return first == wanted || std::ranges::find(others, wanted) != others.end();
+}
+
 void read_param(const Settings& settings, int stage, OffloadConfig& config) {
-  config.param = tier_of(settings.text(kParamDevice));
+  config.param = tier_named(settings.text(kParamDevice));
   config.param_staging = elements_of(settings.integer(kParamCount), settings.integer(kParamSize));
-  config.param_folder = folder_for(config.param, settings, kParamFolder, "weights");
-  if (config.param != memory::Tier::kDevice && stage != 3) {
+  config.param_folder = folder_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
+                                   settings, kParamFolder, "weights");
+  if (config.offloads_params() && stage != 3) {
     throw ConfigError(fmt::format(
         "{}: weights that are offloaded are sharded ones: wanted zero_optimization.stage 3, or "
         "device \"none\"; found stage {}",
@@ -58,15 +59,42 @@ void read_param(const Settings& settings, int stage, OffloadConfig& config) {
 
 }  // namespace
 
+std::vector<memory::Tier> OffloadConfig::param_tiers() const {
+  std::vector<memory::Tier> tiers;
+  for (const PlacementRule& rule : rules) {
+    if (rule.param) tiers.push_back(*rule.param);
+  }
+  return tiers;
+}
+
+std::vector<memory::Tier> OffloadConfig::optimizer_tiers() const {
+  std::vector<memory::Tier> tiers;
+  for (const PlacementRule& rule : rules) {
+    if (rule.optimizer) tiers.push_back(*rule.optimizer);
+  }
+  if (ratio < 1.0) tiers.push_back(memory::Tier::kDevice);
+  return tiers;
+}
+
+bool OffloadConfig::offloads_params() const {
+  const std::vector<memory::Tier> tiers = param_tiers();
+  return names(param, tiers, memory::Tier::kHost) || names(param, tiers, memory::Tier::kNvme);
+}
+
 OffloadConfig read_offload(const Settings& settings, int stage) {
   OffloadConfig config;
   const std::string device = settings.text(kOptimizerDevice);
-  config.optimizer = tier_of(device);
+  config.optimizer = tier_named(device);
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
   config.staging = std::max(kLeastStaging, bytes_of(elements, DType::kFloat32));
+  config.ratio = settings.number(kRatio);
+  config.rules = read_placement(settings);
   read_param(settings, stage, config);
-  config.optimizer_folder = folder_for(config.optimizer, settings, kOptimizerFolder, "states");
-  if (config.optimizer != memory::Tier::kDevice && stage < 1) {
+  const std::vector<memory::Tier> tiers = config.optimizer_tiers();
+  const auto has = [&](memory::Tier tier) { return names(config.optimizer, tiers, tier); };
+  config.optimizer_folder =
+      folder_for(has(memory::Tier::kNvme), settings, kOptimizerFolder, "states");
+  if ((has(memory::Tier::kHost) || has(memory::Tier::kNvme)) && stage < 1) {
     throw ConfigError(fmt::format(
         "{}: states that are offloaded are sharded ones: wanted zero_optimization.stage 1, 2 or 3, "
         "or device \"none\"; found stage {}",

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "strata/base/units.h"
+#include "strata/engine/config/placement.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::engine {
@@ -22,11 +24,20 @@ struct OffloadConfig {
   // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
   Bytes staging;
 
+  double ratio = 1.0;  // of the elements whose states are offloaded
+
   // Of weights that are sharded and not persistent.
   memory::Tier param = memory::Tier::kDevice;
   std::string param_folder;  // on a drive
   // To stage weights that lie on a drive: elements of their own dtype.
   Numel param_staging;
+
+  // Before all of these, for single parameters.
+  std::vector<PlacementRule> rules;
+  // Tiers that rules name for weights, and for states.
+  std::vector<memory::Tier> param_tiers() const;
+  std::vector<memory::Tier> optimizer_tiers() const;
+  bool offloads_params() const;
 };
 
 // `stage`: of zero_optimization.

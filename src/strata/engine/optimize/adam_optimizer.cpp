@@ -26,7 +26,8 @@ void AdamOptimizer::prepare() {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const Bytes bytes = bytes_of(unit.layout.shard(), moment_dtype(shard.unit));
     for (const char* const state : {".exp_avg", ".exp_avg_sq"})
-      blocks.push_back({unit.name() + state, bytes, memory::Kind::kOptimizerState});
+      blocks.push_back(
+          {unit.name() + state, bytes, memory::Kind::kOptimizerState, unit.spec.place.states});
   }
   const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
   for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});

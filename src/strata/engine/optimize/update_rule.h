@@ -17,7 +17,7 @@ inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) 
         "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
         "themselves; remove the key, or take one of these; found another optimizer");
   }
-  if (rule == UpdateRule::kExternal && options.states.tier != memory::Tier::kDevice) {
+  if (rule == UpdateRule::kExternal && options.states.offloads()) {
     throw ConfigError(
         "zero_optimization.offload_optimizer.device: is for Adam and AdamW, whose states the "
         "engine keeps; write \"none\", or take one of these; found another optimizer");

@@ -35,7 +35,7 @@ std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory
 // On the host all at once: to pin memory takes the driver long, whatever its size.
 void GradientShards::take_memory(int unit) {
   const auto bytes = [&](const Unit& u) { return bytes_of(u.layout.shard(), dtype_); };
-  if (!on_host()) {
+  if (!on_host(unit)) {
     Shard& shard = shards_[static_cast<std::size_t>(unit)];
     shard.memory = device_.allocate(bytes(units_[static_cast<std::size_t>(unit)]),
                                     memory::Kind::kGradientShards);
@@ -43,12 +43,15 @@ void GradientShards::take_memory(int unit) {
     return;
   }
   Bytes all;
-  for (const Unit& u : units_) all += u.trainable() ? align_up(bytes(u), kHostAlignment) : Bytes();
+  const auto rests_there = [this](const Unit& u) { return u.trainable() && on_host(u.id); };
+  for (const Unit& u : units_) {
+    if (rests_there(u)) all += align_up(bytes(u), kHostAlignment);
+  }
   host_ = offload::pinned_memory(device_, all, memory::Kind::kGradientShards);
   leaving_ = device_.create_stream();
   std::byte* next = host_->bytes().data();
   for (const Unit& u : units_) {
-    if (!u.trainable()) continue;
+    if (!rests_there(u)) continue;
     shards_[static_cast<std::size_t>(u.id)].values = next;
     next += align_up(bytes(u), kHostAlignment).size();
   }
@@ -73,7 +76,7 @@ GradientShards::Target GradientShards::begin(int unit) {
   shard.measured = false;
   const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
   if (shard.values == nullptr) take_memory(unit);
-  if (!through_scratch())
+  if (!through_scratch(unit))
     return {{reinterpret_cast<float*>(shard.values), numel.size()}, shard.filled};
   if (shard.arriving == nullptr) shard.arriving = take_scratch(bytes_of(numel, DType::kFloat32));
   return {as_floats(*shard.arriving, numel), false};
@@ -81,10 +84,11 @@ GradientShards::Target GradientShards::begin(int unit) {
 
 void GradientShards::settle(int unit) {
   Shard& shard = shards_[static_cast<std::size_t>(unit)];
-  if (through_scratch()) {
+  if (through_scratch(unit)) {
     device::Stream& compute = device_.compute_stream();
-    if (leaving_ != nullptr) leaving_->wait_for(*compute.record());  // which the reduction ended in
-    device::Stream& stream = leaving_ != nullptr ? *leaving_ : compute;
+    const bool leaves = on_host(unit);
+    if (leaves) leaving_->wait_for(*compute.record());  // which the reduction ended in
+    device::Stream& stream = leaves ? *leaving_ : compute;
     fold_in(unit, stream);
     arrived_.push_back({std::move(shard.arriving), stream.record()});
     // By number alone: how much is held must not depend on how fast it goes.
@@ -114,7 +118,7 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
 // What the compute stream gets from here on finds all that was settled.
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && !arrived_.empty())
-    device_.compute_stream().wait_for(*arrived_.back().folded_in);
+    device_.compute_stream().wait_for(*leaving_->record());
 }
 
 std::span<float> GradientShards::values(int unit) {
@@ -156,7 +160,7 @@ std::span<double> GradientShards::squares_memory() {
 
 void GradientShards::measure(int unit, device::Stream& stream) {
   const auto first = static_cast<std::size_t>(unit);
-  if (through_scratch() && shards_[first].filled) return;  // what has arrived is a part
+  if (through_scratch(unit) && shards_[first].filled) return;  // what has arrived is a part
   measure_run(first, first + 1, stream);
 }
 

@@ -21,6 +21,7 @@ namespace strata::engine {
 
 class GradientShards {
  public:
+  // `tier`: of units that name none.
   GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
                  memory::Tier tier = memory::Tier::kDevice);
 
@@ -72,8 +73,10 @@ class GradientShards {
   // The host waits rather than hold more of what a device that runs ahead has yet to fold in.
   static constexpr std::size_t kArrived = 2;
 
-  bool on_host() const { return tier_ == memory::Tier::kHost; }
-  bool through_scratch() const { return on_host() || dtype_ != DType::kFloat32; }
+  bool on_host(int unit) const {
+    return units_[static_cast<std::size_t>(unit)].gradient_tier(tier_) == memory::Tier::kHost;
+  }
+  bool through_scratch(int unit) const { return on_host(unit) || dtype_ != DType::kFloat32; }
   void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
   void fold_in(int unit, device::Stream& stream);

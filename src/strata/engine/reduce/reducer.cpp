@@ -32,7 +32,11 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       in_flight_(buffers_, shards_, recorder),
       adds_up_later_(collectives.shard_place().groups > 1 &&
                      options_.accumulation_dtype == DType::kFloat32 &&
-                     options_.gradient_tier == memory::Tier::kDevice),
+                     std::ranges::all_of(units,
+                                         [this](const Unit& unit) {
+                                           return unit.gradient_tier(options_.gradient_tier) ==
+                                                  memory::Tier::kDevice;
+                                         })),
       of_group_(units.size()) {
   for (const Unit& unit : units) {
     for (const int param : unit.spec.params) {

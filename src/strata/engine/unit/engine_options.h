@@ -30,7 +30,7 @@ struct EngineOptions {
   memory::Tier gradient_tier = memory::Tier::kDevice;
   offload::StatePlace states;   // what the optimizer keeps, and masters
   offload::StatePlace weights;  // of units that are sharded (stage 3) and not persistent
-  bool offloads_weights() const { return weights.tier != memory::Tier::kDevice; }
+  bool offloads_weights() const { return weights.offloads(); }
   // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
   // moments may be bf16 then, too.
   bool rounds_masters = false;

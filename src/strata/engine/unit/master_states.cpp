@@ -19,7 +19,8 @@ void MasterStates::add(std::span<const Unit> units) {
   const auto add = [&](const Unit& unit, const char* what, std::int64_t bits) {
     // Whole lines, so that they take as much one by one as together.
     const Bytes bytes = align_up(Bytes((unit.layout.shard().value * bits + 7) / 8), 64_B);
-    blocks.push_back({unit.name() + what, bytes, memory::Kind::kMasterWeights});
+    blocks.push_back(
+        {unit.name() + what, bytes, memory::Kind::kMasterWeights, unit.spec.place.states});
   };
   for (const Unit& unit : units) {
     if (form(unit.id) == plan::MasterForm::kFloat32) add(unit, ".master", kWideBits);

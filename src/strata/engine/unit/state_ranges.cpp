@@ -23,7 +23,7 @@ void for_each_range(offload::StateStore& store, std::span<const StateBlock> bloc
   std::vector<int> bits;
   for (const StateBlock& block : blocks) bits.push_back(block.bits);
   const Numel least = offload::elements_at_once(bits, Bytes());
-  const Numel most = offload::elements_at_once(bits, store.lease_budget());
+  const Numel most = offload::elements_at_once(bits, store.lease_budget(blocks.front().id));
   const Numel last = least < numel - end
                          ? Numel((end.value + least.value - 1) / least.value * least.value)
                          : numel;

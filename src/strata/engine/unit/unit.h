@@ -32,6 +32,12 @@ struct Unit {
 
   const std::string& name() const { return spec.name; }
   bool trainable() const { return spec.trainable; }
+  // Where its gradients rest: by its states' place, or where other units' do.
+  memory::Tier gradient_tier(memory::Tier others) const {
+    if (!spec.place.states) return others;
+    return *spec.place.states == memory::Tier::kDevice ? memory::Tier::kDevice
+                                                       : memory::Tier::kHost;
+  }
 };
 
 // Who is told when a unit's flat buffer gets memory and loses it: the torch layer, which points the

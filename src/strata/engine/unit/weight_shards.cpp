@@ -11,7 +11,8 @@ void WeightShards::add(std::span<const Unit> units) {
   std::vector<offload::BlockSpec> blocks;
   for (const Unit& unit : units) {
     if (unit.offloaded)
-      blocks.push_back({unit.name(), unit.layout.shard_bytes(), memory::Kind::kWeights});
+      blocks.push_back({unit.name(), unit.layout.shard_bytes(), memory::Kind::kWeights,
+                        unit.spec.place.weights});
   }
   std::vector<offload::BlockId> ids;
   if (!blocks.empty()) ids = store_->add_all(std::move(blocks));

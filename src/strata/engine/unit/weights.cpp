@@ -33,7 +33,8 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
   for (const plan::UnitSpec& spec : plan.units) {
     plan::FlatLayout layout(params_, spec.params, spec.dtype, place_.count);
     const bool sharded = options.stage == 3 && !spec.persistent;
-    const bool offloaded = sharded && options.offloads_weights();
+    const memory::Tier tier = spec.place.weights.value_or(options.weights.tier);
+    const bool offloaded = sharded && tier != memory::Tier::kDevice;
     const bool whole = !offloaded && (!sharded || place_.held_count() == 1);
     offsets_.push_back(total);
     if (!offloaded) total += align_up(local_bytes(layout, whole, place_.parts), kPage);

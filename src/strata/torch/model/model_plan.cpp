@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/config/placement.h"
 #include "strata/engine/config/plan_options.h"
 #include "strata/forecast/job_forecast.h"
 #include "strata/torch/base/dtype.h"
@@ -28,6 +29,7 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
     spec.group = std::max(parameter.group, 0);
     specs.push_back(std::move(spec));
   }
+  engine::place_params(specs, config.offload);
   return specs;
 }
 

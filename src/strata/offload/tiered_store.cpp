@@ -1,0 +1,80 @@
+#include "strata/offload/tiered_store.h"
+
+#include <utility>
+
+#include "strata/base/error.h"
+
+namespace strata::offload {
+
+std::size_t TieredStore::store_for(const BlockSpec& block) const {
+  if (!block.tier) return 0;
+  for (std::size_t s = 0; s < stores_.size(); ++s) {
+    if (stores_[s]->tier() == *block.tier) return s;
+  }
+  STRATA_ASSERT(false);
+}
+
+std::vector<BlockId> TieredStore::add_all(std::vector<BlockSpec> blocks) {
+  std::vector<std::vector<BlockSpec>> by_store(stores_.size());
+  std::vector<std::size_t> chosen;
+  for (BlockSpec& block : blocks) {
+    chosen.push_back(store_for(block));
+    by_store[chosen.back()].push_back(std::move(block));
+  }
+  std::vector<std::vector<BlockId>> added(stores_.size());
+  for (std::size_t s = 0; s < stores_.size(); ++s) {
+    if (!by_store[s].empty()) added[s] = stores_[s]->add_all(std::move(by_store[s]));
+  }
+  std::vector<BlockId> ids;
+  std::vector<std::size_t> next(stores_.size());
+  for (const std::size_t s : chosen) {
+    ids.push_back(static_cast<BlockId>(places_.size()));
+    places_.push_back({s, added[s][next[s]++]});
+  }
+  return ids;
+}
+
+Bytes TieredStore::size_of(BlockId block) const {
+  const Place& place = place_of(block);
+  return stores_[place.store]->size_of(place.block);
+}
+
+std::vector<std::unique_ptr<Lease>> TieredStore::fetch_together(std::span<const Part> parts,
+                                                                Access access) {
+  std::vector<std::unique_ptr<Lease>> leases(parts.size());
+  for (std::size_t s = 0; s < stores_.size(); ++s) {
+    std::vector<Part> there;
+    std::vector<std::size_t> index;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const Place& place = place_of(parts[i].block);
+      if (place.store != s) continue;
+      there.push_back({place.block, parts[i].begin, parts[i].end});
+      index.push_back(i);
+    }
+    if (there.empty()) continue;
+    auto lent = stores_[s]->fetch_together(there, access);
+    for (std::size_t i = 0; i < lent.size(); ++i) leases[index[i]] = std::move(lent[i]);
+  }
+  return leases;
+}
+
+Bytes TieredStore::lease_budget(BlockId block) const {
+  const Place& place = place_of(block);
+  return stores_[place.store]->lease_budget(place.block);
+}
+
+void TieredStore::advance() {
+  for (const auto& store : stores_) store->advance();
+}
+
+void TieredStore::flush() {
+  for (const auto& store : stores_) store->flush();
+}
+
+StoreCounts TieredStore::counts() const {
+  StoreCounts all;
+  for (const auto& store : stores_) all = all + store->counts();
+  return all;
+}
+
+}  // namespace strata::offload

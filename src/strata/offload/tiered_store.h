@@ -1,0 +1,42 @@
+// StateStore over several tiers: each block rests in the one that it names (BlockSpec::tier), the
+// others in the first. Parts that are fetched together may be of several; the rules about room are
+// those of each tier for its own. Threads: one at a time. Ownership: owns the stores. Errors:
+// theirs.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "strata/offload/state_store.h"
+
+namespace strata::offload {
+
+class TieredStore final : public StateStore {
+ public:
+  // Of different tiers, at least one.
+  explicit TieredStore(std::vector<std::shared_ptr<StateStore>> stores)
+      : stores_(std::move(stores)) {}
+
+  memory::Tier tier() const override { return stores_.front()->tier(); }
+  std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
+  Bytes size_of(BlockId block) const override;
+  std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
+                                                     Access access) override;
+  Bytes lease_budget(BlockId block) const override;
+  void advance() override;
+  void flush() override;
+  StoreCounts counts() const override;
+
+ private:
+  struct Place {
+    std::size_t store = 0;
+    BlockId block = -1;  // there
+  };
+  std::size_t store_for(const BlockSpec& block) const;
+  const Place& place_of(BlockId block) const { return places_[static_cast<std::size_t>(block)]; }
+
+  const std::vector<std::shared_ptr<StateStore>> stores_;
+  std::vector<Place> places_;  // by id
+};
+
+}  // namespace strata::offload
