@@ -106,7 +106,8 @@ def run(engine, arguments, drive, port):
     script = COMMON + (STRATA if name == "strata" else DEEPSPEED) + STEPS
     environment = {
         **os.environ, "PLACE": place, "FOLDER": drive, "STAGE": str(arguments.stage), "MODEL": arguments.config or "",
-        "BUFFER": str(arguments.buffer), "PARAMS": " ".join(params), "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
+        "BUFFER": str(arguments.buffer), "PARAMS": " ".join(params),
+        "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
         "PORT": str(port),
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True,

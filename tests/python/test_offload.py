@@ -169,7 +169,8 @@ def _placed(folder):
         {"match": "0.*", "param": "host", "optimizer": "nvme"}, {"larger_than": "8KB", "optimizer": "host"},
     ]}
     found = []
-    for strata_section, states, ratio in [({}, "none", 1.0), (rules, "none", 1.0), ({}, "cpu", 0.3), (rules, "cpu", 0.5)]:
+    cases = [({}, "none", 1.0), (rules, "none", 1.0), ({}, "cpu", 0.3), (rules, "cpu", 0.5)]
+    for strata_section, states, ratio in cases:
         config = _all_offloaded("none", states, folder)
         config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
         engine, *_ = strata.initialize(model=_model(), config=config | {"strata": strata_section})

@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "engine/config/parsing.h"
-#include "strata/engine/config/placement.h"
 #include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
@@ -36,42 +35,6 @@ TEST(Config, PlacesOptimizerStates) {
   EXPECT_EQ(parsed(R"({"zero_optimization": {"stage": 1, "cpu_offload": true}})").offload.optimizer,
             memory::Tier::kHost);
   EXPECT_EQ(parsed("{}").offload.optimizer, memory::Tier::kDevice);
-}
-
-std::vector<plan::ParamSpec> placed(const char* json) {
-  std::vector<plan::ParamSpec> params;
-  for (const auto& [name, elements] :
-       {std::pair("embed.weight", 1000), {"layers.0.weight", 100}, {"layers.1.weight", 300}}) {
-    plan::ParamSpec param;
-    param.name = name;
-    param.shape = {elements};
-    params.push_back(param);
-  }
-  params.push_back(params.back());
-  params.back().name = "frozen";
-  params.back().trainable = false;
-  place_params(params, parsed(json).offload);
-  return params;
-}
-
-TEST(Config, PlacesParametersByTheFirstRuleThatNamesAPlace) {
-  const auto params = placed(R"({"zero_optimization": {"stage": 3,
-      "offload_optimizer": {"nvme_path": "/drive"}}, "strata": {"placement": [
-        {"match": "*embed*", "param": "host"}, {"match": "layers.0.*", "optimizer": "host"},
-        {"larger_than": 1000, "param": "device", "optimizer": "nvme"}]}})");
-  using memory::Tier;
-  EXPECT_EQ(params[0].place, (plan::Placement{Tier::kHost, Tier::kNvme}));
-  EXPECT_EQ(params[1].place, (plan::Placement{std::nullopt, Tier::kHost}));
-  EXPECT_EQ(params[2].place, (plan::Placement{Tier::kDevice, Tier::kNvme}));
-  EXPECT_EQ(params[3].place, (plan::Placement{Tier::kDevice, std::nullopt}));
-}
-
-TEST(Config, KeepsAShareOfTheStatesOnTheDevice) {
-  const auto params = placed(R"({"zero_optimization": {"stage": 3,
-      "offload_optimizer": {"device": "cpu", "ratio": 0.25}}})");
-  EXPECT_EQ(params[0].place.states, memory::Tier::kDevice);
-  EXPECT_EQ(params[1].place.states, memory::Tier::kDevice);
-  EXPECT_EQ(params[2].place.states, std::nullopt);  // where offload_optimizer says
 }
 
 TEST(Config, HasDeepSpeedsDefaults) {

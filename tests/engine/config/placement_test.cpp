@@ -1,0 +1,82 @@
+// Rules that place single parameters.
+#include "strata/engine/config/placement.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/config/parsing.h"
+#include "strata/base/error.h"
+
+namespace strata::engine {
+namespace {
+
+std::vector<plan::ParamSpec> placed(const char* json) {
+  std::vector<plan::ParamSpec> params;
+  for (const auto& [name, elements] :
+       {std::pair("embed.weight", 1000), {"layers.0.weight", 100}, {"layers.1.weight", 300}}) {
+    plan::ParamSpec param;
+    param.name = name;
+    param.shape = {elements};
+    params.push_back(param);
+  }
+  params.push_back(params.back());
+  params.back().name = "frozen";
+  params.back().trainable = false;
+  place_params(params, parsed(json).offload);
+  return params;
+}
+
+TEST(Placement, PlacesParametersByTheFirstRuleThatNamesAPlace) {
+  const auto params = placed(R"({"zero_optimization": {"stage": 3,
+      "offload_optimizer": {"nvme_path": "/drive"}}, "strata": {"placement": [
+        {"match": "*embed*", "param": "host"}, {"match": "layers.0.*", "optimizer": "host"},
+        {"larger_than": 1000, "param": "device", "optimizer": "nvme"}]}})");
+  using memory::Tier;
+  EXPECT_EQ(params[0].place, (plan::Placement{Tier::kHost, Tier::kNvme}));
+  EXPECT_EQ(params[1].place, (plan::Placement{std::nullopt, Tier::kHost}));
+  EXPECT_EQ(params[2].place, (plan::Placement{Tier::kDevice, Tier::kNvme}));
+  EXPECT_EQ(params[3].place, (plan::Placement{Tier::kDevice, std::nullopt}));
+}
+
+TEST(Placement, KeepsAShareOfTheStatesOnTheDevice) {
+  const auto params = placed(R"({"zero_optimization": {"stage": 3,
+      "offload_optimizer": {"device": "cpu", "ratio": 0.25}}})");
+  EXPECT_EQ(params[0].place.states, memory::Tier::kDevice);
+  EXPECT_EQ(params[1].place.states, memory::Tier::kDevice);
+  EXPECT_EQ(params[2].place.states, std::nullopt);  // where offload_optimizer says
+}
+
+TEST(Placement, SaysWhatIsWrongWithARule) {
+  struct Refused {
+    const char* json;
+    const char* starts;
+  };
+  const Refused cases[] = {
+      {R"({"strata": {"placement": [{"match": "*embed*"}]}})",
+       "strata.placement[0]: wanted param or optimizer, which say where it is placed; found"},
+      {R"({"strata": {"placement": [{"param": "host"}]}})",
+       "strata.placement[0]: wanted match or larger_than, which say what is placed; found"},
+      {R"({"strata": {"placement": [{"match": "*", "param": "disk"}]}})",
+       "strata.placement[0].param: wanted one of device, host, nvme; found \"disk\""},
+      {R"({"strata": {"placement": [{"larger_than": "much", "param": "host"}]}})",
+       "strata.placement[0].larger_than: wanted bytes as a number or text like \"200MB\"; found"},
+      {R"({"strata": {"placement": [{"match": "*", "params": "host"}]}})",
+       "strata.placement[0]: wanted the keys match, larger_than, param, optimizer; found"},
+      {R"({"strata": {"placement": {"match": "*"}}})",
+       "strata.placement: wanted a list of objects"},
+      {R"({"zero_optimization": {"stage": 3},
+          "strata": {"placement": [{"match": "*", "optimizer": "nvme"}]}})",
+       "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder"},
+  };
+  for (const Refused& c : cases) {
+    try {
+      parsed(c.json);
+      ADD_FAILURE() << "accepted: " << c.json;
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), ::testing::StartsWith(c.starts));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strata::engine
