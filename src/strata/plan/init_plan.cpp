@@ -134,13 +134,15 @@ InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan,
   for (const UnitSpec& unit : plan.units) {
     const FlatLayout layout(params, unit.params, unit.dtype, world_size);
     const bool whole = stage < 3 || unit.persistent;
-    demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
     demand.largest_unit = std::max(demand.largest_unit, layout.flat_bytes());
-    if (!unit.trainable) continue;
+    if (whole || unit.place.weights.value_or(optimizer.weights_tier) == memory::Tier::kDevice)
+      demand.weights += whole ? layout.flat_bytes() : layout.shard_bytes() * parts;
+    const memory::Tier states = unit.place.states.value_or(optimizer.states_tier);
+    if (!unit.trainable || states != memory::Tier::kDevice) continue;
     const MasterForm form = master_form(unit, optimizer.masters);
-    const DType states = form == MasterForm::kRounded ? optimizer.state_dtype : DType::kFloat32;
+    const DType dtype = form == MasterForm::kRounded ? optimizer.state_dtype : DType::kFloat32;
     demand.masters += master_bytes(form, layout.shard());
-    demand.optimizer += bytes_of(layout.shard(), states) * optimizer.states_per_master;
+    demand.optimizer += bytes_of(layout.shard(), dtype) * optimizer.states_per_master;
   }
   return demand;
 }

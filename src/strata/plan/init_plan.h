@@ -36,6 +36,10 @@ struct OptimizerNeeds {
   int states_per_master = 2;  // values for each trainable weight: 2 for Adam
   Masters masters = Masters::kRemainder;
   DType state_dtype = DType::kFloat32;  // narrower where weights are updated rounded
+  // Where parameters that name no place have them: what rests elsewhere takes nothing of the
+  // device.
+  memory::Tier states_tier = memory::Tier::kDevice;  // and masters
+  memory::Tier weights_tier = memory::Tier::kDevice;
 };
 
 // What the engine will hold on one rank's device when it is ready.

@@ -119,6 +119,9 @@ Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes,
                std::function<void(std::span<const at::Tensor>)> on_outputs)
     : on_outputs_(std::move(on_outputs)), tracker_(std::make_shared<Tracker>()) {
   tracker_->engine = &engine;
+  // On one rank, too, where weights are offloaded.
+  gathers_ = std::ranges::any_of(engine.weights().units(),
+                                 [](const engine::Unit& unit) { return !unit.whole; });
   for (const Scope& scope : scopes) {
     tracker_->labels.push_back(engine.recorder().add_label(scope.name));
   }
@@ -131,7 +134,7 @@ Scopes::~Scopes() {
 
 bool Scopes::needed(int) const {
   engine::Engine& engine = *tracker_->engine;
-  return engine.collectives().world_size() > 1 || !engine.trace().path().empty();
+  return gathers_ || engine.collectives().world_size() > 1 || !engine.trace().path().empty();
 }
 
 void Scopes::enter(int scope) {

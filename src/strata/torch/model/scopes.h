@@ -91,6 +91,7 @@ class Scopes {
   FirstError failure_;
   std::function<void(std::span<const at::Tensor>)> on_outputs_;
   std::shared_ptr<Tracker> tracker_;
+  bool gathers_ = false;  // some unit is not whole
 };
 
 }  // namespace strata::torch

@@ -57,6 +57,8 @@ plan::OptimizerNeeds needs_of(engine::UpdateRule rule, const engine::EngineOptio
   plan::OptimizerNeeds needs;
   needs.masters = engine::masters_for(rule, options);
   needs.state_dtype = options.moment_dtype;
+  needs.states_tier = options.states.tier;
+  needs.weights_tier = options.weights.tier;
   switch (rule) {
     case engine::UpdateRule::kNone:
     case engine::UpdateRule::kExternal:  // what it keeps is its own
