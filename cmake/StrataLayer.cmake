@@ -45,11 +45,15 @@ function(strata_layer)
 endfunction()
 
 # strata_compiles_tests(target): the options of test programs. A test runs for a moment, and g++ takes as
-# long to optimize it well. UBSan doubles that; it is for what tests call, which has it.
+# long to optimize it well, under a sanitizer even at all. UBSan doubles that; it is for what tests call, which
+# has it.
 function(strata_compiles_tests target)
   # g++ 12 sees overlapping copies in string concatenation where there are none (GCC bug 105651).
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
                          $<$<CONFIG:Release>:-O1>)
+  if(STRATA_SANITIZE)
+    target_compile_options(${target} PRIVATE -O0)
+  endif()
   if(STRATA_SANITIZE MATCHES "undefined")
     target_compile_options(${target} PRIVATE -fno-sanitize=undefined)
   endif()

@@ -13,17 +13,17 @@ class NvmeStore::PartLease final : public Lease {
  public:
   PartLease(std::shared_ptr<PartCache> cache, PartCache::Place place, Access access)
       : cache_(std::move(cache)), place_(place), access_(access) {}
-  ~PartLease() override { cache_->give_back(place_, access_, std::move(read_)); }
+  ~PartLease() override { cache_->give_back(place_, access_, std::move(used_)); }
   PartLease(const PartLease&) = delete;
   PartLease& operator=(const PartLease&) = delete;
   std::span<std::byte> bytes() override { return PartCache::bytes_of(place_); }
-  void read_in(device::Stream& stream) override { read_ = stream.record(); }
+  void used_in(device::Stream& stream) override { used_ = stream.record(); }
 
  private:
   const std::shared_ptr<PartCache> cache_;
   const PartCache::Place place_;
   const Access access_;
-  std::unique_ptr<device::Event> read_;  // null: it is used in the compute stream
+  std::unique_ptr<device::Event> used_;  // null: in the compute stream
 };
 
 class NvmeStore::EmptyLease final : public Lease {

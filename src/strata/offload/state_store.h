@@ -48,9 +48,9 @@ class Lease {
  public:
   virtual ~Lease() = default;
   virtual std::span<std::byte> bytes() = 0;  // aligned to 64 bytes at least
-  // What this stream of the device holds now reads the lease; it may be given back meanwhile, and
-  // stays what it is until then. Instead of the compute stream, once.
-  virtual void read_in(device::Stream& /*stream*/) {}
+  // What this stream of the device holds now uses the lease, which may be given back meanwhile.
+  // Instead of the compute stream, once.
+  virtual void used_in(device::Stream& /*stream*/) {}
 };
 
 class StateStore {

@@ -41,7 +41,7 @@ void ShardGather::upload(const Unit& unit, std::span<std::byte> own) {
                      device_.copy(own.subspan(bytes_of(piece.begin, unit.layout.dtype()).size(),
                                               piece.bytes.size()),
                                   piece.bytes, *uploads_);
-                     if (piece.lease != nullptr) piece.lease->read_in(*uploads_);
+                     if (piece.lease != nullptr) piece.lease->used_in(*uploads_);
                    });
 }
 

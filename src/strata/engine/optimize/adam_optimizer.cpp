@@ -31,6 +31,46 @@ void AdamOptimizer::prepare() {
   }
   const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
   for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
+  make_stage();
+}
+
+AdamOptimizer::Remote AdamOptimizer::remote_of(const Unit& unit) const {
+  const GradientShards& gradients = shards_.gradients();
+  return {.states = unit.spec.place.states.value_or(store_.tier()) != memory::Tier::kDevice,
+          .gradient = gradients.on_host(unit.id) && gradients.dtype() == DType::kFloat32,
+          .weights = unit.offloaded};
+}
+
+// A device that does not run ahead works on the host's memory as on its own.
+void AdamOptimizer::make_stage() {
+  if (!device_.runs_ahead()) return;
+  Bytes largest;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    const Remote remote = remote_of(unit);
+    Bytes bytes;
+    if (remote.states) {
+      const States& states = states_[shards_.index_of(unit.id)];
+      bytes += store_.size_of(states.exp_avg) + store_.size_of(states.exp_avg_sq);
+      for (const StateBlock& block : shards_.weights().masters().blocks(unit.id))
+        bytes += store_.size_of(block.id);
+    }
+    if (remote.gradient) bytes += bytes_of(unit.layout.shard(), DType::kFloat32);
+    if (remote.weights) bytes += unit.layout.shard_bytes();
+    largest = std::max(largest, bytes);
+  }
+  if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest);
+}
+
+// The states' part of what the stage has room for, beside gradient and weights.
+Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> blocks) const {
+  const Remote remote = remote_of(unit);
+  if (stage_ == nullptr || !remote.any()) return kNoRangeLimit;
+  std::int64_t states = 0;
+  for (const StateBlock& block : blocks) states += block.bits;
+  const std::int64_t gradient = remote.gradient ? 32 : 0;
+  const std::int64_t weights = remote.weights ? size_of(unit.layout.dtype()).value * 8 : 0;
+  return stage_->share() / (states + gradient + weights) * states;
 }
 
 DType AdamOptimizer::moment_dtype(int unit) const {
@@ -66,6 +106,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
     }
     updated(unit);
   }
+  if (stage_ != nullptr) stage_->join();
   store_.advance();  // writes what was updated last
 }
 
@@ -96,6 +137,7 @@ void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) 
   Weights& weights = shards_.weights();
   const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
   if (unit.layout.dtype() != DType::kFloat64) return;
+  if (stage_ != nullptr) stage_->join();
   for (const Run& run : runs_of(shard)) weights.masters().round(shard.unit, run.begin, run.end);
 }
 
@@ -109,40 +151,70 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   std::vector<StateBlock> blocks = weights.masters().blocks(shard.unit);
   blocks.push_back(moment_block(shard.unit, Moment::kFirst));
   blocks.push_back(moment_block(shard.unit, Moment::kSecond));
-  const auto update_piece = [&](const StateRange& range, const WeightShards::Piece& piece) {
-    for (const Run& run : runs) {
-      const Numel begin = std::max(run.begin, piece.begin);
-      const Numel end = std::min(run.end, piece.end);
-      if (begin >= end) continue;
-      STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-      const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
-      std::byte* const weight =
-          piece.bytes.data() + bytes_of(begin - piece.begin, unit.layout.dtype()).size();
-      kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
-      spans.gradient = gradient.subspan(begin.size(), (end - begin).size());
-      kernels::AdamScalars scalars;
-      scalars.lr = group.lr;
-      scalars.beta1 = group.beta1;
-      scalars.beta2 = group.beta2;
-      scalars.eps = group.eps;
-      scalars.weight_decay = group.weight_decay;
-      scalars.decoupled = decoupled_;
-      scalars.step = run.step;
-      scalars.gradient_scale = scale.value;
-      scalars.late_scale = scale.late;
-      device_.adam_step(spans, scalars, device_.compute_stream());
-    }
-  };
   const Numel first = runs.front().begin;
   const Numel last = runs.back().end;
+  const Remote remote = stage_ != nullptr ? remote_of(unit) : Remote();
+  if (remote.any()) stage_->begin();
   const auto update_range = [&](const StateRange& range) {
-    weights.shards().for_each(unit.id, std::max(first, range.first), std::min(last, range.end),
-                              offload::Access::kReadWrite, [&](const WeightShards::Piece& piece) {
-                                update_piece(range, piece);
-                              });
+    const Numel low = std::max(first, range.first);
+    const Numel high = std::min(last, range.end);
+    std::vector<std::unique_ptr<offload::Lease>> copies;
+    StateRange near = range;
+    if (remote.states) {
+      for (const auto& lease : range.leases)
+        copies.push_back(stage_->bring(*lease, lease->bytes(), offload::Access::kReadWrite));
+      near.leases = copies;
+    }
+    std::span<const float> of_range = gradient.subspan(low.size(), (high - low).size());
+    const auto gradient_copy = remote.gradient ? stage_->bring(std::as_bytes(of_range)) : nullptr;
+    if (gradient_copy != nullptr) {
+      const auto* const values = reinterpret_cast<const float*>(gradient_copy->bytes().data());
+      of_range = {values, of_range.size()};
+    }
+    const auto update_piece = [&](const WeightShards::Piece& piece) {
+      WeightShards::Piece here = piece;
+      const auto weight_copy =
+          remote.weights ? stage_->bring(*piece.lease, piece.bytes, offload::Access::kReadWrite)
+                         : nullptr;
+      if (weight_copy != nullptr) here.bytes = weight_copy->bytes();
+      update_runs(unit, runs, near, here, of_range.subspan((piece.begin - low).size()), groups,
+                  scale);
+    };
+    weights.shards().for_each(unit.id, low, high, offload::Access::kReadWrite, update_piece);
   };
   for_each_range(store_, blocks, unit.layout.shard(), first, last, offload::Access::kReadWrite,
-                 update_range);
+                 update_range, range_limit(unit, blocks));
+  if (remote.weights) stage_->join();  // for who gathers them
+}
+
+// Of the elements of the piece, whose states lie in the range, and whose first one's gradient comes
+// first in `gradient`.
+void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
+                                const StateRange& range, const WeightShards::Piece& piece,
+                                std::span<const float> gradient,
+                                std::span<const GroupScalars> groups, const GradientScale& scale) {
+  for (const Run& run : runs) {
+    const Numel begin = std::max(run.begin, piece.begin);
+    const Numel end = std::min(run.end, piece.end);
+    if (begin >= end) continue;
+    STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
+    const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
+    const Numel at = begin - piece.begin;
+    std::byte* const weight = piece.bytes.data() + bytes_of(at, unit.layout.dtype()).size();
+    kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
+    spans.gradient = gradient.subspan(at.size(), (end - begin).size());
+    kernels::AdamScalars scalars;
+    scalars.lr = group.lr;
+    scalars.beta1 = group.beta1;
+    scalars.beta2 = group.beta2;
+    scalars.eps = group.eps;
+    scalars.weight_decay = group.weight_decay;
+    scalars.decoupled = decoupled_;
+    scalars.step = run.step;
+    scalars.gradient_scale = scale.value;
+    scalars.late_scale = scale.late;
+    device_.adam_step(spans, scalars, device_.compute_stream());
+  }
 }
 
 // Of elements [begin, end) of the shard, which lie in the range, and whose weights begin at

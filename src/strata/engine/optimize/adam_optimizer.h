@@ -1,9 +1,9 @@
 // Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
 // same scalars, states in the StateStore, leased as much at once as it lends, the 16-bit weight
-// written in the same pass. As in torch
-// each parameter counts the steps that it took part in. Threads: one thread at a time. Errors:
-// those of the StateStore; a step that fails half-way leaves later units at their old values, so
-// the caller must not go on.
+// written in the same pass. On a device that runs ahead, what rests on the host is copied to the
+// device for its update and back (offload/device_stage.h). As in torch each parameter counts the
+// steps that it took part in. Threads: one thread at a time. Errors: those of the StateStore; a
+// step that fails half-way leaves later units at their old values, so the caller must not go on.
 #pragma once
 
 #include <memory>
@@ -11,6 +11,7 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/offload/device_stage.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
@@ -59,8 +60,21 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<Run> runs_of(const OptimizerShards::UnitShard& shard) const;
   void update(const OptimizerShards::UnitShard& shard, std::span<const GroupScalars> groups,
               const GradientScale& scale);
+  void update_runs(const Unit& unit, std::span<const Run> runs, const StateRange& range,
+                   const WeightShards::Piece& piece, std::span<const float> gradient,
+                   std::span<const GroupScalars> groups, const GradientScale& scale);
   kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, std::byte* weight,
                               Numel begin, Numel end);
+  // What of a unit the update would have to reach over the link.
+  struct Remote {
+    bool states = false;
+    bool gradient = false;
+    bool weights = false;
+    bool any() const { return states || gradient || weights; }
+  };
+  Remote remote_of(const Unit& unit) const;
+  void make_stage();
+  Bytes range_limit(const Unit& unit, std::span<const StateBlock> blocks) const;
   void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
@@ -70,9 +84,10 @@ class AdamOptimizer final : public ShardedOptimizer {
   DType moments_;
   bool has_wide_weights_ = false;
   std::int64_t steps_ = 0;
-  std::vector<std::int64_t> missed_;  // by parameter: steps that left it out
-  std::vector<int> left_out_;         // parameters, of the last step
-  std::vector<States> states_;        // by index into shards_.units()
+  std::vector<std::int64_t> missed_;             // by parameter: steps that left it out
+  std::vector<int> left_out_;                    // parameters, of the last step
+  std::vector<States> states_;                   // by index into shards_.units()
+  std::unique_ptr<offload::DeviceStage> stage_;  // null: everything is where kernels work on it
 };
 
 }  // namespace strata::engine

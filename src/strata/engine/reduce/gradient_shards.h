@@ -53,6 +53,10 @@ class GradientShards {
   // The values of a filled fp32 shard were changed by somebody else: its squares are summed again.
   void note_change(int unit) { shards_[static_cast<std::size_t>(unit)].measured = false; }
   DType dtype() const { return dtype_; }
+  // Where the unit's rest; values() of narrow ones are on the device all the same.
+  bool on_host(int unit) const {
+    return units_[static_cast<std::size_t>(unit)].gradient_tier(tier_) == memory::Tier::kHost;
+  }
   std::size_t count() const { return shards_.size(); }  // units
   // Forgets all values and what is left out; the memory stays.
   void clear();
@@ -73,9 +77,6 @@ class GradientShards {
   // The host waits rather than hold more of what a device that runs ahead has yet to fold in.
   static constexpr std::size_t kArrived = 2;
 
-  bool on_host(int unit) const {
-    return units_[static_cast<std::size_t>(unit)].gradient_tier(tier_) == memory::Tier::kHost;
-  }
   bool through_scratch(int unit) const { return on_host(unit) || dtype_ != DType::kFloat32; }
   void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);

@@ -17,13 +17,14 @@ Bytes bytes_of_elements(const StateBlock& block, Numel numel) {
 
 void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
                     Numel begin, Numel end, offload::Access access,
-                    const std::function<void(const StateRange&)>& work) {
+                    const std::function<void(const StateRange&)>& work, Bytes limit) {
   STRATA_ASSERT(!blocks.empty() && begin <= end && end <= numel);
   if (begin == end) return;
   std::vector<int> bits;
   for (const StateBlock& block : blocks) bits.push_back(block.bits);
   const Numel least = offload::elements_at_once(bits, Bytes());
-  const Numel most = offload::elements_at_once(bits, store.lease_budget(blocks.front().id));
+  const Bytes lent = store.lease_budget(blocks.front().id);
+  const Numel most = offload::elements_at_once(bits, std::min(lent, limit));
   const Numel last = least < numel - end
                          ? Numel((end.value + least.value - 1) / least.value * least.value)
                          : numel;

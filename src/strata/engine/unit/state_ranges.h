@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -30,11 +31,15 @@ struct StateRange {
   std::span<std::byte> bytes(std::size_t block) const { return leases[block]->bytes(); }
 };
 
+inline constexpr Bytes kNoRangeLimit = Bytes(std::numeric_limits<std::int64_t>::max());
+
 // Calls `work` with ranges that cover elements [begin, end) of a shard of `numel` elements, and as
 // little beside them as the store allows. Work that it queues on the compute stream may still run
-// when it returns.
+// when it returns. `limit`: bytes of all blocks that a range holds at most, beside what the store
+// lends at once.
 void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
                     Numel begin, Numel end, offload::Access access,
-                    const std::function<void(const StateRange&)>& work);
+                    const std::function<void(const StateRange&)>& work,
+                    Bytes limit = kNoRangeLimit);
 
 }  // namespace strata::engine
