@@ -56,10 +56,10 @@ def _all_offloaded(param, states, folder, dtype="bf16", **zero):
     return config
 
 
-def _model():
+def _model(rows=3000):
     torch.manual_seed(11)
     return torch.nn.Sequential(
-        torch.nn.Embedding(3000, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)
+        torch.nn.Embedding(rows, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)
     )
 
 
@@ -113,6 +113,33 @@ def _same_bits(folder, stages, dtype):
         torch.distributed.barrier()
         assert os.listdir(folder) == [], "folders are removed at destroy"
         torch.distributed.barrier()
+
+
+def _striped(folders):
+    config = _all_offloaded("nvme", "nvme", folders[0])
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section]["nvme_path"] = folders
+    config["aio"] = {"block_size": 65536, "queue_depth": 4, "intra_op_parallelism": 2}
+    config["strata"] = {"verify_drives": True}
+    reference, _ = strata.initialize(model=_model(24_000), config=_all_offloaded("none", "none", folders[0]))[:2]
+    expected = _train(reference, 2), _whole(reference)
+    reference.destroy()
+    engine, _ = strata.initialize(model=_model(24_000), config=config)[:2]
+    for folder in folders:
+        files = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names if name == "states"]
+        assert len(files) >= 2 and all(os.path.getsize(file) > 0 for file in files), "each drive holds a part"
+    losses, whole = _train(engine, 2), _whole(engine)
+    assert losses == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(whole, expected[1], strict=True))
+    engine.destroy()
+    assert [os.listdir(folder) for folder in folders] == [[], []]
+
+
+def test_several_drives_hold_the_states_and_the_bits_stay(tmp_path):
+    folders = [str(tmp_path / name) for name in ("fast", "slow")]
+    for folder in folders:
+        os.mkdir(folder)
+    _run_gathering_together(1, _striped, folders)
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
