@@ -115,33 +115,6 @@ def _same_bits(folder, stages, dtype):
         torch.distributed.barrier()
 
 
-def _striped(folders):
-    config = _all_offloaded("nvme", "nvme", folders[0])
-    for section in ("offload_param", "offload_optimizer"):
-        config["zero_optimization"][section]["nvme_path"] = folders
-    config["aio"] = {"block_size": 65536, "queue_depth": 4, "intra_op_parallelism": 2}
-    config["strata"] = {"verify_drives": True}
-    reference, _ = strata.initialize(model=_model(24_000), config=_all_offloaded("none", "none", folders[0]))[:2]
-    expected = _train(reference, 2), _whole(reference)
-    reference.destroy()
-    engine, _ = strata.initialize(model=_model(24_000), config=config)[:2]
-    for folder in folders:
-        files = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names if name == "states"]
-        assert len(files) >= 2 and all(os.path.getsize(file) > 0 for file in files), "each drive holds a part"
-    losses, whole = _train(engine, 2), _whole(engine)
-    assert losses == expected[0]
-    assert all(torch.equal(a, b) for a, b in zip(whole, expected[1], strict=True))
-    engine.destroy()
-    assert [os.listdir(folder) for folder in folders] == [[], []]
-
-
-def test_several_drives_hold_the_states_and_the_bits_stay(tmp_path):
-    folders = [str(tmp_path / name) for name in ("fast", "slow")]
-    for folder in folders:
-        os.mkdir(folder)
-    _run_gathering_together(1, _striped, folders)
-
-
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
 def test_the_place_changes_no_bit(world, dtype, tmp_path):
     run_ranks(world, _same_bits, str(tmp_path), [1, 2, 3] if world == 2 else [3], dtype)
