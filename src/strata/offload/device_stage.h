@@ -8,7 +8,7 @@
 // held. Threads: one. Ownership: the device outlives the stage, the stage its copies, and a copy
 // dies before the lease that it is of. Errors: OutOfMemoryError from the constructor. An error
 // while a copy is given back is thrown by the next bring() or join(); what it should have changed
-// is lost.
+// is lost. Where the device has failed, what is destroyed throws nothing.
 #pragma once
 
 #include <cstddef>
