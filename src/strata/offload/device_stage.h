@@ -31,7 +31,7 @@ class DeviceStage {
   DeviceStage(const DeviceStage&) = delete;
   DeviceStage& operator=(const DeviceStage&) = delete;
 
-  // That may be held at once, in at most kPieces pieces.
+  // The bytes that may be held at once, in at most kPieces pieces.
   Bytes share() const { return share_; }
   static constexpr std::int64_t kPieces = 16;
 
@@ -47,7 +47,7 @@ class DeviceStage {
 
  private:
   class Copy;
-  // Of the ring. Given back: it is free after `free`.
+  // A piece of the ring. Once it is given back (`back`), it is free after the event `free`.
   struct Taken {
     Bytes begin;
     Bytes end;
