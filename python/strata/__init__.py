@@ -8,13 +8,13 @@ The entry points are those of DeepSpeed::
     engine.backward(loss)
     engine.step()
 
-Importing this package starts nothing: no process group, no device, no threads. What reads checkpoints and what
-forecasts memory is imported when it is first asked for.
+Importing this package starts nothing: no process group, no device, no threads. What not every script uses is
+imported when it is first asked for.
 """
 
 import importlib
 
-from . import schedule, utils, zero
+from . import schedule
 from ._C import (
     CommError,
     ConfigError,
@@ -63,7 +63,13 @@ __all__ = [
     "zero",
 ]
 
-_FIRST_ASKED_FOR = {"load_pretrained": "pretrained", "load_weights": "pretrained", "memory_forecast": "forecast"}
+_FIRST_ASKED_FOR = {
+    "load_pretrained": "pretrained",
+    "load_weights": "pretrained",
+    "memory_forecast": "forecast",
+    "utils": "utils",
+    "zero": "zero",
+}
 
 
 def __getattr__(name):

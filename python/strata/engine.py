@@ -18,7 +18,6 @@ from .model.placement import move_buffers
 from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import unwatch, watch
 from .schedule import Advance
-from .views.step_view import print_table
 
 
 logger = logging.getLogger("strata")
@@ -279,6 +278,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         forecast = self.memory_forecast()
         for kind, entry in report["device_memory"].items():
             entry["forecast_bytes"] = forecast[kind]
+        from .views.step_view import print_table  # not before somebody looks
         print_table(report)
 
     def deepspeed_io(self, dataset, collate_fn=None, batch_size=None):

@@ -21,7 +21,6 @@ from .ranks.runtime import (
     telling_the_others,
 )
 from .schedule import ScheduledLR
-from .views.start_up import StartUp, require_writable_files
 
 logger = logging.getLogger("strata")
 
@@ -95,6 +94,7 @@ def initialize(
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
+    from .views.start_up import StartUp  # not at `import strata`, which every script waits for
     with StartUp() as start_up:
         with start_up.phase("connect"):
             if dist_init_required is False:
@@ -118,6 +118,8 @@ def prepare(config, model):
         config: as for ``initialize``.
         model: one that has its values.
     """
+    from .views.start_up import require_writable_files
+
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "device/late_device.h"
+#include "device/losable_device.h"
+#include "strata/base/error.h"
 #include "strata/offload/memory_store.h"
 
 namespace strata::offload {
@@ -93,6 +95,22 @@ TEST_F(DeviceStageTest, TakesNothingBackThatWasOnlyRead) {
   stage.join();
   device.compute_stream().synchronize();
   EXPECT_EQ(lease->bytes().front(), std::byte{0});
+}
+
+// As after a fault of a GPU, with copies that are held and others on their way back.
+TEST(LostDevice, EndsItsStageAndTheCopiesWithoutEndingTheProcess) {
+  device::LosableDevice device;
+  const auto store = MemoryStore::on_host({.device = &device});
+  const BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
+  const auto lease = store->fetch(Part{block, 0_B, 4_KiB}, Access::kReadWrite);
+  {
+    DeviceStage stage(device, kLargest);
+    stage.begin();
+    const auto held = stage.bring(*lease, lease->bytes(), Access::kRead);
+    stage.bring(*lease, lease->bytes(), Access::kReadWrite).reset();
+    device.lose(true);
+    EXPECT_THROW(stage.join(), DeviceError);
+  }
 }
 
 }  // namespace

@@ -109,7 +109,7 @@ class Engine {
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
-  // Of the last step; waits for the device where it has not computed it yet.
+  // Both are the last step's, and wait for the device where it has not computed them yet.
   double grad_norm() { return check_.last_norm(); }
   bool last_step_applied() { return check_.last_applied(); }
   // All steps that were skipped. `wait`: for the device; else the last one may be missing.
@@ -123,8 +123,8 @@ class Engine {
 
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }
-  // Of the last step; nullopt before the first is over. `wait`: for the device to finish that step;
-  // else of the last one that it has finished.
+  // The last step's; nullopt before the first is over. With `wait` the host waits until the device
+  // has finished that step; else the report is of the last one that it has finished.
   std::optional<StepReport> step_report(bool wait = true) {
     return make_step_report(recorder_, wait, collectives_->shard_place().held_count());
   }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/base/first_error.h"
 
 namespace strata::offload {
 namespace {
@@ -47,9 +48,10 @@ DeviceStage::DeviceStage(device::Device& device, Bytes largest)
       leaving_(device.create_stream()) {}
 
 DeviceStage::~DeviceStage() {
-  coming_->synchronize();
-  device_.compute_stream().synchronize();
-  leaving_->synchronize();
+  FirstError lost;  // of a device that has failed: it runs nothing, and there is nobody to tell
+  lost.attempt([this] { coming_->synchronize(); });
+  lost.attempt([this] { device_.compute_stream().synchronize(); });
+  lost.attempt([this] { leaving_->synchronize(); });
 }
 
 void DeviceStage::begin() {

@@ -61,13 +61,13 @@ class ResidentParts {
   void move(Place place, State state);
   void drop(Place place);
   void set_ahead(Place place, bool ahead);
-  // What was read ahead and waits to be lent.
+  // The bytes that were read ahead and wait to be lent.
   Bytes ahead_bytes() const { return ahead_bytes_; }
   // Nothing goes on with it any more: claimed, or on its way to the drive, or kept or spare.
   void rest(Place place);
   // Reads it, or makes it zeroes where it was never written.
   void fill(Place place);
-  // Was lent. `event` comes when the device has done with it; null: it has.
+  // Takes back what was lent. `event` comes when the device has done with it; null: it has.
   void settle(Place place, std::unique_ptr<device::Event> event);
   void lose_written(Place place, const std::string& why);
   // Waits for what goes on with it: reading, settling or writing.
@@ -76,10 +76,10 @@ class ResidentParts {
   void expel(Place place);
   // Begins and finishes what can be without waiting.
   void advance();
-  // Of that, finishes writes.
+  // The part of advance() that finishes writes.
   void collect();
 
-  // What a write met and nobody was told yet; empty: nothing.
+  // The error of a write that nobody was told yet; empty: none.
   std::string take_write_failure() { return std::exchange(write_failure_, {}); }
   StoreCounts& counts() { return counts_; }
 

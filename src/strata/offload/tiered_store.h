@@ -13,7 +13,7 @@ namespace strata::offload {
 
 class TieredStore final : public StateStore {
  public:
-  // Of different tiers, at least one.
+  // At least one store, each of a tier of its own.
   explicit TieredStore(std::vector<std::shared_ptr<StateStore>> stores)
       : stores_(std::move(stores)) {}
 

@@ -5,11 +5,11 @@
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <cstring>
 #include <new>
 #include <random>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::comm {
@@ -26,7 +26,7 @@ FileDescriptor create_memfd(int rank) {
   FileDescriptor file(::memfd_create("strata", MFD_CLOEXEC));
   if (!file.valid()) {
     throw CommError(fmt::format("rank {} cannot create shared memory (memfd_create: {})", rank,
-                                std::strerror(errno)));
+                                errno_text(errno)));
   }
   return file;
 }
@@ -37,7 +37,7 @@ void grow(int fd, Bytes bytes, const std::string& name) {
         fmt::format("cannot grow the shared memory for '{}': check the limits of the process "
                     "(ulimit -f) and the "
                     "memory that is free (segment of {}; {})",
-                    name, to_string(bytes), std::strerror(errno)));
+                    name, to_string(bytes), errno_text(errno)));
   }
 }
 

@@ -42,7 +42,7 @@ class AdamOptimizer final : public ShardedOptimizer {
 
   enum class Moment { kFirst, kSecond };
   DType moment_dtype(int unit) const;
-  // Of a trainable unit's shard, in moment_dtype(); after prepare(). What is written there counts.
+  // A moment of a trainable unit's shard, in moment_dtype(), after prepare(). Writing counts.
   StateBlock moment_block(int unit, Moment moment) const;
 
  private:
@@ -65,7 +65,7 @@ class AdamOptimizer final : public ShardedOptimizer {
                    std::span<const GroupScalars> groups, const GradientScale& scale);
   kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, std::byte* weight,
                               Numel begin, Numel end);
-  // What of a unit the update would have to reach over the link.
+  // Which parts of a unit the update would have to reach over the link.
   struct Remote {
     bool states = false;
     bool gradient = false;

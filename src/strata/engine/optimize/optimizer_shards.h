@@ -26,7 +26,7 @@ class OptimizerShards {
   const std::vector<UnitShard>& units() const { return units_; }
   // Their numbers: these first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
-  // Of a trainable unit, in units().
+  // The place of a trainable unit in units().
   std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
   Weights& weights() { return weights_; }
   GradientShards& gradients() { return gradients_; }

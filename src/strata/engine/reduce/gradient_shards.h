@@ -43,10 +43,10 @@ class GradientShards {
   // fp32 values of a filled shard; valid until the next call with another unit where the dtype is
   // narrow.
   std::span<float> values(int unit);
-  // Of each of these filled shards.
+  // One for each of these filled shards.
   std::vector<kernels::GradStats> statistics(std::span<const int> units);
-  // Of an fp32 shard: queues the sum of its squares, for squares(), behind the reduction that fills
-  // it, in that one's stream. Where what has arrived is not all of it, squares() sums later.
+  // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
+  // fills it, behind that. Where what has arrived is not all of it, squares() sums later.
   void measure(int unit, device::Stream& stream);
   // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
   std::span<const double> squares();

@@ -55,8 +55,8 @@ class GradientWrites {
   void set_narrow() { wide_ = false; }
   bool wide() const { return wide_; }
 
-  // Of a unit's gradients on the wire; the same on every rank, since it depends on the passes
-  // alone.
+  // The dtype in which a unit's gradients travel; the same on every rank, since it depends on the
+  // passes alone.
   DType dtype(int unit) const { return dtype(unit, wide_); }
   Bytes bytes(int unit) const {
     return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
@@ -83,7 +83,7 @@ class GradientWrites {
   // along; one that holds gradients that came too late stays.
   GradientBuffers::Buffer give_up_buffer(int unit, bool pushed);
 
-  // What the compute stream gets from now on comes after all that was written.
+  // The compute stream runs what it gets from now on after everything that was written.
   void compute_follows();
   // Forgets what was written, as drop() does after compute_follows(), whatever fails on the way.
   FirstError abandon() noexcept;

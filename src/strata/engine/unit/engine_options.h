@@ -15,7 +15,7 @@ namespace strata::engine {
 
 struct EngineOptions {
   std::string name = "engine";  // tells the engines of one process apart; the same on every rank
-  // What stays whole: below 3 the weights of every unit; at 3 nothing but persistent units.
+  // Below 3 the weights of every unit stay whole; at 3 only those of persistent units do.
   int stage = 3;
   // Where gradients are reduced: after every micro-step, or once, at the accumulation boundary,
   // which keeps every unit's whole gradient in between. The first is the same bits at every stage.

@@ -79,7 +79,7 @@ class Weights {
   std::pair<Numel, Numel> owned_range(int param) const;
 
   plan::MasterForm master_form(int unit) const { return masters_.form(unit); }
-  // Of units that have their memory: all, after back_all().
+  // Both serve units that have their memory: all, after back_all().
   MasterStates& masters() { return masters_; }
   offload::StateStore& states() { return states_; }
   // The weights themselves, of sharded units.
