@@ -14,7 +14,7 @@ forecasts memory is imported when it is first asked for.
 
 import importlib
 
-from . import schedule, utils, zero
+from . import ops, schedule, utils, zero
 from ._C import (
     CommError,
     ConfigError,
@@ -58,6 +58,7 @@ __all__ = [
     "load_pretrained",
     "load_weights",
     "memory_forecast",
+    "ops",
     "schedule",
     "utils",
     "zero",
