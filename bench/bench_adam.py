@@ -6,9 +6,9 @@ One fp32 array a rank, far larger than the caches, updated again and again. The 
 that of the fastest update of all turns, added up over the ranks, and the triad is the best STREAM triad that ran
 between them (a = b + s * c, on as many threads). Every update needs 28 bytes an element: gradient, weight and two
 moments read, the last three written. Ranks are processes that work at the same time, each on cores of its own, as many
-as it has threads. Strata's kernel and the triad are measured by the program bench_kernels; the others in processes of their own:
-"Strata's optimizer" is a step of strata.ops.adam.DeepSpeedCPUAdam. DeepSpeed's operator is compiled when it is first
-loaded; where that fails it is left out, by name.
+as it has threads. Strata's kernel and the triad are measured by the program bench_kernels; the others in processes of
+their own: "Strata's optimizer" is a step of strata.ops.adam.DeepSpeedCPUAdam. DeepSpeed's operator is compiled when it
+is first loaded; where that fails it is left out, by name.
 """
 
 import argparse
