@@ -5,10 +5,11 @@
 namespace strata::python {
 namespace {
 
-using Parameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
+using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
 
-void step(torch::HostAdam& adam, const std::vector<Parameter>& parameters, double lr, double beta1,
-          double beta2, double eps, double weight_decay, bool decoupled, bool bias_correction) {
+void update_on_host(torch::HostAdam& adam, const std::vector<HostParameter>& parameters, double lr,
+                    double beta1, double beta2, double eps, double weight_decay, bool decoupled,
+                    bool bias_correction) {
   std::vector<torch::HostAdamTensors> tensors;
   for (const auto& [weight, gradient, exp_avg, exp_avg_sq, count] : parameters)
     tensors.push_back({weight, gradient, exp_avg, exp_avg_sq, count});
@@ -31,8 +32,8 @@ void bind_optimizer(py::module_& module) {
       .def(py::init<int>(), py::arg("world_size"))
       .def_property_readonly("threads", &torch::HostAdam::threads)
       // parameters: [(weight, gradient, exp_avg, exp_avg_sq, step from 1)].
-      .def("step", &step, py::arg("parameters"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"),
+      .def("step", &update_on_host, py::arg("parameters"), py::arg("lr"), py::arg("beta1"),
+           py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"),
            py::arg("bias_correction"));
 }
 
