@@ -78,7 +78,7 @@ def test_steps_are_those_of_torch(kind, decoupled):
 )
 def test_all_shapes_together_are_each_alone(shapes, dtype):
     torch.manual_seed(0)
-    values = [torch.randn(shape).to(dtype).permute(*reversed(range(len(shape)))) for shape in shapes]
+    values = [torch.randn(shape).to(dtype).permute(tuple(reversed(range(len(shape))))) for shape in shapes]
     together = [torch.nn.Parameter(value) for value in values]
     alone = _clones(together)
     _give_gradients(0, together, alone)
