@@ -20,6 +20,7 @@ void bind_schedule(py::module_& module);
 void bind_runtime(py::module_& module);
 void bind_model(py::module_& module);
 void bind_interception(py::module_& module);
+void bind_optimizer(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_state(py::module_& module);
 void bind_training(py::module_& module);

@@ -14,7 +14,7 @@ using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int6
 // (path, class name, parent, own parameters, callable, read in backward, leaf)
 using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool, bool>;
 // (lr, beta1, beta2, eps, weight decay)
-using GroupTuple = std::tuple<double, double, double, double, double>;
+using GroupTuple = std::tuple<double, double, double, double, double, bool>;
 
 engine::UpdateRule rule_from(const std::string& name) {
   if (name == "none") return engine::UpdateRule::kNone;
@@ -63,8 +63,8 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
 // the device has yet to tell; what the user is to be told, or "").
 py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
-  for (const auto& [lr, beta1, beta2, eps, decay] : groups)
-    scalars.push_back({lr, beta1, beta2, eps, decay});
+  for (const auto& [lr, beta1, beta2, eps, decay, correction] : groups)
+    scalars.push_back({lr, beta1, beta2, eps, decay, correction});
   std::optional<engine::StepResult> result;
   {
     const py::gil_scoped_release release;

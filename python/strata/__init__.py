@@ -58,6 +58,7 @@ __all__ = [
     "load_pretrained",
     "load_weights",
     "memory_forecast",
+    "ops",
     "schedule",
     "utils",
     "zero",
@@ -67,6 +68,7 @@ _FIRST_ASKED_FOR = {
     "load_pretrained": "pretrained",
     "load_weights": "pretrained",
     "memory_forecast": "forecast",
+    "ops": "ops",
     "utils": "utils",
     "zero": "zero",
 }

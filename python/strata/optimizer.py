@@ -6,6 +6,8 @@ import logging
 import torch
 
 from . import _C
+from .ops.adam import adam_mode
+from .ops.elementwise import add_group_without_compiler
 
 logger = logging.getLogger("strata")
 
@@ -33,10 +35,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state = inner.state
 
     def add_param_group(self, param_group):
-        """As torch's, which is wrapped to keep torch's compiler out of it. The wrapper imports the compiler for that:
-        880 modules, most of the time that a small model's start takes."""
-        wrapped = torch.optim.Optimizer.add_param_group
-        getattr(wrapped, "__wrapped__", wrapped)(self, param_group)
+        """As torch's."""
+        add_group_without_compiler(self, param_group)
 
     def bind(self, model):
         """Called by the engine: ``model`` is its _C.ShardedModel."""
@@ -56,12 +56,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Does nothing: the engine forgets gradients when it has used them."""
 
     def scalars(self):
-        """[(lr, beta1, beta2, eps, weight decay)], one a param group, as they are now."""
+        """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now."""
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
             values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
-            result.append(tuple(float(v) for v in values))
+            result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
         return result
 
 
@@ -113,15 +113,17 @@ def optimizer_from_config(config, parameters):
 def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
 
-    AdamW and Adam without amsgrad or maximize are computed by the engine's own one-pass kernel, with the
-    hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32 shards, which is
-    right for optimizers that work element by element.
+    AdamW and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, are computed by the engine's own
+    one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32
+    shards, which is right for optimizers that work element by element.
     """
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(
             f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "
             "new one"
         )
+    if adam_mode(inner) is not None:
+        return _sharded(inner, None), adam_mode(inner)
     exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(type(inner))
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]

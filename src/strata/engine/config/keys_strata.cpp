@@ -52,7 +52,8 @@ constexpr std::array kStrataKeys{
         "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
     Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
         "threads of a rank that work on host memory; null or \"auto\": cores / ranks of the host, "
-        "at most 32 (rank 0 at its start more, where it reads a whole model on the host)",
+        "at most 32 (rank 0 at its start more, where it reads a whole model on the host); on cores "
+        "of the rank's own where a launcher starts several on a host",
         ""},
     Key{"strata.init", kSection, "{}", "", kHonoured, "how a model gets into the engine", ""},
     Key{"strata.init.tier", kChoice, "\"auto\"", "auto|device_copy|device_grow|distributed|host",

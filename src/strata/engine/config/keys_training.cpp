@@ -79,7 +79,7 @@ constexpr std::array kAdam{
     Key{PARAM "torch_adam", kFlag, "false", "", kHonoured,
         "use torch.optim's class instead of the engine's kernel", ""},
     Key{PARAM "bias_correction", kFlag, "true", "", kRefused, "Adam without bias correction",
-        "write true or remove the key"},
+        "remove the key, and pass strata.ops.adam.FusedAdam with it to initialize"},
     Key{PARAM "amsgrad", kFlag, "false", "", kRefused, "the AMSGrad variant",
         "add \"torch_adam\": true, which offers it"},
     Key{PARAM "maximize", kFlag, "false", "", kRefused, "ascent instead of descent",

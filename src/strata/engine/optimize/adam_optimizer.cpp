@@ -210,6 +210,7 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     scalars.eps = group.eps;
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = decoupled_;
+    scalars.bias_correction = group.bias_correction;
     scalars.step = run.step;
     scalars.gradient_scale = scale.value;
     scalars.late_scale = scale.late;

@@ -45,6 +45,7 @@ struct GroupScalars {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.0;
+  bool bias_correction = true;
 };
 
 // What multiplies every gradient first: clipping and loss scale.
