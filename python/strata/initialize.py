@@ -64,10 +64,9 @@ def initialize(
         model: a ``torch.nn.Module``, on the CPU or on one GPU. It trains on the GPU of this rank (LOCAL_RANK)
             where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
             there shard by shard, buffers whole.
-        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or
-            a callable that makes one from parameters. AdamW and Adam, torch's or of ``strata.ops.adam``, run in
-            the engine's kernel; others run as they are on the fp32 shards, which is right for those that work
-            element by element.
+        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
+            that makes one from parameters. AdamW and Adam, torch's or of ``strata.ops.adam``, run in the engine's
+            kernel; others run as they are on the fp32 shards, which is right for those that work element by element.
         model_parameters: what the configuration's optimizer optimises: parameters or param groups; all
             trainable parameters when None.
         training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
