@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <utility>
 
 #include "strata/base/errno_text.h"
@@ -46,7 +47,14 @@ class SingleBlockFile final : public BlockFile {
     return io_->read(file_, offset, target);
   }
   std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
-    return io_->write(file_, offset, source);
+    std::unique_ptr<io::Transfer> transfer = io_->write(file_, offset, source);
+    written_ += Bytes(source.size());
+    return transfer;
+  }
+  // A folder that goes with the file is told by the one that users named.
+  std::vector<DriveWear> wear() const override {
+    const std::filesystem::path place(folder_ != nullptr ? folder_->path() : path());
+    return {{place.parent_path().string(), written_}};
   }
 
  private:
@@ -70,6 +78,7 @@ class SingleBlockFile final : public BlockFile {
   const std::shared_ptr<io::IoEngine> io_;
   const io::File file_;
   Bytes size_;
+  Bytes written_;
 };
 
 }  // namespace

@@ -7,12 +7,19 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "strata/base/units.h"
 #include "strata/io/io_engine.h"
 #include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
+
+// What was written to a folder since the start, whoever asked for it: what its drive wears by.
+struct DriveWear {
+  std::string folder;
+  Bytes written;
+};
 
 class BlockFile {
  public:
@@ -23,6 +30,8 @@ class BlockFile {
   virtual void grow(Bytes size) = 0;
   virtual std::unique_ptr<io::Transfer> read(Bytes offset, std::span<std::byte> target) = 0;
   virtual std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) = 0;
+  // Of each folder that it lies in.
+  virtual std::vector<DriveWear> wear() const { return {}; }
 };
 
 // A new file of this path, which only its owner may read; past the page cache where the file
