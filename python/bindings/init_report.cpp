@@ -3,6 +3,7 @@
 
 #include "bindings.h"
 #include "strata/base/error.h"
+#include "strata/engine/record/link_speed.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::python {
@@ -66,7 +67,7 @@ std::optional<double> measure_link(ShardedModel& model) {
   if (model.place().is_cpu()) return std::nullopt;
   try {
     // A device of its own, so that the model's ledger does not count the sample.
-    return engine::measure_link(*torch::make_device(model.place(), 1));
+    return engine::measure_link(*torch::make_device(model.place(), 1)).up_gb_per_s;
   } catch (const OutOfMemoryError&) {
     return std::nullopt;
   }

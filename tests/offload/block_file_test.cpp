@@ -62,6 +62,26 @@ TEST_F(BlockFileTest, GivesBackWhatWasWrittenWhereverItLies) {
   EXPECT_THAT(file->path(), ::testing::EndsWith("/states and 2 more"));
 }
 
+TEST_F(BlockFileTest, TellsWhatEachDriveWearsBy) {
+  const auto file = on_drives(2);
+  file->grow(16_MiB);
+  const std::vector<DriveWear> before = file->wear();  // each was measured
+  memory::HostBuffer source(16_MiB);
+  const auto transfer = file->write(0_B, source.bytes());
+  transfer->wait();
+  EXPECT_TRUE(transfer->times());
+  const std::vector<DriveWear> after = file->wear();
+  ASSERT_EQ(after.size(), 2U);
+  Bytes all;
+  for (std::size_t drive = 0; drive < 2; ++drive) {
+    EXPECT_EQ(after[drive].folder, drives.at(drive).path());
+    EXPECT_GT(before[drive].written, 0_B);
+    EXPECT_GT(after[drive].written, before[drive].written);
+    all += after[drive].written - before[drive].written;
+  }
+  EXPECT_EQ(all, 16_MiB);
+}
+
 TEST_F(BlockFileTest, AFailureNamesTheDriveThatFailed) {
   const auto file = on_drives(2);
   file->grow(16_MiB);

@@ -33,14 +33,15 @@ struct DeviceStageTest : ::testing::Test {
   device::LateDevice device;
   std::unique_ptr<StateStore> store = MemoryStore::on_host({.device = &device});
   BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
-  DeviceStage stage{device, kLargest};
+  LinkWatch watch;
+  DeviceStage stage{device, kLargest, watch};
 };
 
 TEST_F(DeviceStageTest, IsOneRingInMemoryOfTheDevice) {
   const Bytes held = device.ledger()->held(memory::Tier::kDevice, memory::Kind::kStaging);
   EXPECT_EQ(stage.share(), kLargest);
   EXPECT_GE(held, kLargest * 3);
-  EXPECT_EQ(DeviceStage(device, 1_GiB).share(), 16_MiB);
+  EXPECT_EQ(DeviceStage(device, 1_GiB, watch).share(), 16_MiB);
 }
 
 // Far more than the ring holds, in pieces of any size, each changed several times.

@@ -5,8 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/gather/scope_needs.h"
-#include "strata/engine/optimize/adam_optimizer.h"
-#include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/optimize/make_optimizer.h"
 #include "strata/engine/unit/consistency.h"
 
 namespace strata::engine {
@@ -40,22 +39,6 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
-std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule kind, const EngineOptions& options,
-                                                 OptimizerShards& shards, device::Device& device,
-                                                 offload::StateStore& states) {
-  switch (kind) {
-    case UpdateRule::kNone:
-      return nullptr;
-    case UpdateRule::kAdam:
-    case UpdateRule::kAdamW:
-      return std::make_unique<AdamOptimizer>(shards, device, states, kind == UpdateRule::kAdamW,
-                                             options.moment_dtype);
-    case UpdateRule::kExternal:
-      return std::make_unique<ExternalOptimizer>(shards, device);
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
@@ -70,6 +53,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       weights_(params, plan, options, masters_for(optimizer, options), *collectives_, *device_,
                stores_),
       recorder_(*device_, *collectives_, weights_.units()),
+      links_(*device_, {stores_.states, stores_.weights}, options_.offloads(), recorder_),
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), weights_.shards(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
@@ -79,7 +63,8 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                reducer_options(options, plan, weights_, *collectives_, *device_)),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
-      optimizer_(make_optimizer(optimizer, options_, shards_, *device_, *stores_.states)),
+      optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
+                                *stores_.states, recorder_)),
       update_(weights_, gatherer_, recorder_, *collectives_, *device_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }

@@ -34,6 +34,7 @@
 #include "strata/engine/optimize/update_rule.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/record/init_report.h"
+#include "strata/engine/record/links.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/record/step_report.h"
 #include "strata/engine/record/step_trace.h"
@@ -124,9 +125,10 @@ class Engine {
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }
   // The last step's; nullopt before the first is over. With `wait` the host waits until the device
-  // has finished that step; else the report is of the last one that it has finished.
+  // has finished that step; else the report is of the last one that it has finished. With `wait`
+  // and where something is offloaded, the first call measures the limits of the links.
   std::optional<StepReport> step_report(bool wait = true) {
-    return make_step_report(recorder_, wait, collectives_->shard_place().held_count());
+    return make_step_report(recorder_, wait, collectives_->shard_place().held_count(), &links_);
   }
   const StepTrace& trace() const { return trace_; }
   void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
@@ -148,6 +150,7 @@ class Engine {
   InitReport init_report_;
   Weights weights_;
   StepRecorder recorder_;
+  Links links_;
   StepTrace trace_;
   Gatherer gatherer_;
   Reducer reducer_;

@@ -35,6 +35,16 @@ class JoinedTransfer final : public Transfer {
     }
     if (first != nullptr) std::rethrow_exception(first);
   }
+  std::optional<TransferTimes> times() const override {
+    std::optional<TransferTimes> all;
+    for (const auto& part : parts_) {
+      const std::optional<TransferTimes> times = part->times();
+      if (!times) return std::nullopt;
+      if (!all) all = times;
+      all = {std::min(all->begin, times->begin), std::max(all->end, times->end)};
+    }
+    return all;
+  }
 
  private:
   std::vector<std::unique_ptr<Transfer>> parts_;

@@ -36,10 +36,17 @@ class StripedBlockFile final : public BlockFile {
     return transfer(offset, target, [this](const auto&... range) { return io_->read(range...); });
   }
   std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
+    for (const io::Striping::Run& run : striping_.runs_of(offset, Bytes(source.size())))
+      files_[run.part].note_written(run.bytes);
     return transfer(offset, source, [this](const auto&... range) { return io_->write(range...); });
   }
   void expect_memory(std::span<std::byte> memory) override {
     registration_ = io_->register_memory(memory);
+  }
+  std::vector<DriveWear> wear() const override {
+    std::vector<DriveWear> wear;
+    for (const DriveFile& file : files_) wear.push_back(file.wear());
+    return wear;
   }
 
  private:

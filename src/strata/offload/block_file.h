@@ -11,6 +11,7 @@
 
 #include "strata/base/units.h"
 #include "strata/io/io_engine.h"
+#include "strata/offload/store_counts.h"
 #include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
@@ -27,6 +28,8 @@ class BlockFile {
   // Most transfers go to and from this memory, which outlives the file: it may be registered with
   // the I/O engine.
   virtual void expect_memory(std::span<std::byte> /*memory*/) {}
+  // Of each folder that it lies in.
+  virtual std::vector<DriveWear> wear() const { return {}; }
 };
 
 // A new file of this path, which only its owner may read; past the page cache where the file

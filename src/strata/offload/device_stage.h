@@ -19,14 +19,16 @@
 #include <span>
 
 #include "strata/device/device.h"
+#include "strata/offload/link_watch.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
 
 class DeviceStage {
  public:
-  // `largest`: what anybody would bring at once. Where that is much, share() is less.
-  DeviceStage(device::Device& device, Bytes largest);
+  // `largest`: what anybody would bring at once. Where that is much, share() is less. `watch` is
+  // told of every copy.
+  DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch);
   ~DeviceStage();  // waits for what goes on
   DeviceStage(const DeviceStage&) = delete;
   DeviceStage& operator=(const DeviceStage&) = delete;
@@ -61,6 +63,7 @@ class DeviceStage {
   void throw_failure();
 
   device::Device& device_;
+  LinkWatch& watch_;
   const Bytes share_;
   const std::unique_ptr<device::Memory> memory_;
   const std::unique_ptr<device::Stream> coming_;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <filesystem>
 
 #include "strata/base/errno_text.h"
 #include "strata/base/error.h"
@@ -36,6 +37,11 @@ void DriveFile::shrink(Bytes size) noexcept {
   size_ = std::min(size_, size);
 }
 
+DriveWear DriveFile::wear() const {
+  const std::filesystem::path place(folder_ != nullptr ? folder_->path() : file_.path());
+  return {place.parent_path().string(), written_};
+}
+
 Bytes DriveFile::free_bytes() const {
   struct statvfs status {};
   if (::fstatvfs(file_.fd(), &status) != 0) return Bytes();
@@ -61,6 +67,7 @@ double measure_speed(DriveFile& drive, io::IoEngine& io) {
   io.write(drive.file(), Bytes(), memory.bytes())->wait();
   io.read(drive.file(), Bytes(), memory.bytes())->wait();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  drive.note_written(kProbe * 2);
   drive.shrink(Bytes());
   return static_cast<double>(kProbe.value) * 2 / std::max(seconds.count(), 1e-9);
 }

@@ -8,6 +8,7 @@
 #include "strata/base/units.h"
 #include "strata/io/file.h"
 #include "strata/io/io_engine.h"
+#include "strata/offload/store_counts.h"
 #include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
@@ -23,6 +24,9 @@ class DriveFile {
 
   // Takes the space of so many bytes in all, or throws and has what it had.
   void grow(Bytes size);
+  void note_written(Bytes bytes) { written_ += bytes; }
+  // By the folder that users named: the one that a folder of its own is in.
+  DriveWear wear() const;
   // Gives back what is beyond; nothing is under way there.
   void shrink(Bytes size) noexcept;
 
@@ -33,6 +37,7 @@ class DriveFile {
   std::unique_ptr<SwapFolder> folder_;
   io::File file_;
   Bytes size_;
+  Bytes written_;
 };
 
 // Bytes a second at which a drive reads and writes in turns, from some megabytes that the file has

@@ -103,6 +103,14 @@ StoreCounts NvmeStore::counts() const {
   return cache_->counts();
 }
 
+void NvmeStore::watch(LinkWatch* watch) {
+  cache_->watch(watch);
+}
+
+DriveLimit NvmeStore::measure_drives() {
+  return measure_drive(*file_, blocks_->end());
+}
+
 void NvmeStore::look_ahead() {
   if (!read_ahead_) return;
   for (auto next = sequence_.following(); next && cache_->expect(*next);

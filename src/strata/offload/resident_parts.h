@@ -24,6 +24,7 @@
 #include "strata/memory/arena.h"
 #include "strata/offload/block_file.h"
 #include "strata/offload/drive_blocks.h"
+#include "strata/offload/link_watch.h"
 
 namespace strata::offload {
 
@@ -82,12 +83,15 @@ class ResidentParts {
   // The error of a write that nobody was told yet; empty: none.
   std::string take_write_failure() { return std::exchange(write_failure_, {}); }
   StoreCounts& counts() { return counts_; }
+  // Is told of every transfer that is complete; null: nobody is.
+  void watch(LinkWatch* watch) { watch_ = watch; }
 
  private:
   void finish_read(Place place);
   void finish_write(Place place);
   void finish_work(Place place);
   void begin_write(Place place);
+  void tell(Link link, Place place, const io::Transfer& transfer);
   void lose_read(Place place, const std::string& why);
 
   const std::shared_ptr<DriveBlocks> blocks_;
@@ -97,6 +101,7 @@ class ResidentParts {
   Bytes ahead_bytes_;
   std::string write_failure_;
   StoreCounts counts_;
+  LinkWatch* watch_ = nullptr;
 };
 
 }  // namespace strata::offload

@@ -28,6 +28,8 @@
 #include "strata/base/units.h"
 #include "strata/device/device.h"
 #include "strata/memory/ledger.h"
+#include "strata/offload/drive_limit.h"
+#include "strata/offload/link_watch.h"
 #include "strata/offload/part.h"
 #include "strata/offload/store_counts.h"
 
@@ -88,6 +90,14 @@ class StateStore {
   // Returns when all that was given back lies where it rests.
   virtual void flush() {}
   virtual StoreCounts counts() const { return {}; }
+
+  // --- drives; of stores in memory there is nothing to tell ---
+  // Who is told of transfers; null: nobody.
+  virtual void watch(LinkWatch* /*watch*/) {}
+  virtual std::vector<DriveWear> wear() const { return {}; }
+  // Measures them. Takes some hundredths of a second, and waits for nothing that goes on. Errors as
+  // measure_drive() says.
+  virtual DriveLimit measure_drives() { return {}; }
 };
 
 }  // namespace strata::offload

@@ -26,6 +26,9 @@ class TieredStore final : public StateStore {
   void advance() override;
   void flush() override;
   StoreCounts counts() const override;
+  void watch(LinkWatch* watch) override;
+  std::vector<DriveWear> wear() const override;
+  DriveLimit measure_drives() override;
 
  private:
   struct Place {

@@ -12,7 +12,7 @@ GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards&
                              ParameterViews& views, StepRecorder& recorder,
                              const plan::FetchOrder& order, const GatherBounds& bounds)
     : units_(units),
-      gathers_(shards, collectives, device),
+      gathers_(shards, collectives, device, recorder),
       views_(views),
       recorder_(recorder),
       order_(order),

@@ -19,9 +19,10 @@ namespace strata::engine {
 class AdamOptimizer final : public ShardedOptimizer {
  public:
   // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: their type, fp32 or
-  // bf16, of units whose masters are rounded; others have fp32 ones.
+  // bf16, of units whose masters are rounded; others have fp32 ones. `watch` is told of what is
+  // copied.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
-                bool decoupled, DType moments = DType::kFloat32);
+                bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 
   void prepare() override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
@@ -80,6 +81,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   OptimizerShards& shards_;
   device::Device& device_;
   offload::StateStore& store_;
+  offload::LinkWatch& watch_;
   bool decoupled_;
   DType moments_;
   bool has_wide_weights_ = false;

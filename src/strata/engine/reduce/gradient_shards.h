@@ -16,14 +16,15 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/offload/link_watch.h"
 
 namespace strata::engine {
 
 class GradientShards {
  public:
-  // `tier`: of units that name none.
-  GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
-                 memory::Tier tier = memory::Tier::kDevice);
+  // `tier`: of units that name none. `watch` is told of what leaves the device and comes back.
+  GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype, memory::Tier tier,
+                 offload::LinkWatch& watch);
 
   // Where the next reduction of `unit` shall go, and whether it adds to what is there. With a
   // narrow dtype, and on the host, that is scratch memory which settle() folds in.
@@ -81,6 +82,9 @@ class GradientShards {
   void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
   void fold_in(int unit, device::Stream& stream);
+  // Around a kernel of the stream that reads these shards, as far as they are on the host.
+  void read_values(std::size_t first, std::size_t end, device::Stream& stream,
+                   const offload::LinkWatch::Call& read);
   void wait_for_arrived();
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
@@ -90,6 +94,7 @@ class GradientShards {
   device::Device& device_;
   DType dtype_;
   memory::Tier tier_;
+  offload::LinkWatch& watch_;
   std::unique_ptr<device::Memory> host_;     // all shards, where they lie there
   std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
   std::vector<Shard> shards_;

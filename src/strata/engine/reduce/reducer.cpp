@@ -25,7 +25,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       recorder_(recorder),
       options_(std::move(options)),
       buffers_(options_.name, collectives, device.ledger()),
-      shards_(units, device, options_.accumulation_dtype, options_.gradient_tier),
+      shards_(units, device, options_.accumulation_dtype, options_.gradient_tier, recorder),
       writes_(units, collectives, device, buffers_,
               {options_.name, options_.reduce_dtype, options_.max_reducing, options_.max_held}),
       arrivals_(units, collectives, most_waiting(units, writes_, options_.max_reducing)),

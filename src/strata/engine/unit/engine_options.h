@@ -31,6 +31,10 @@ struct EngineOptions {
   offload::StatePlace states;   // what the optimizer keeps, and masters
   offload::StatePlace weights;  // of units that are sharded (stage 3) and not persistent
   bool offloads_weights() const { return weights.offloads(); }
+  // Whether anything rests elsewhere than on the device.
+  bool offloads() const {
+    return states.offloads() || weights.offloads() || gradient_tier == memory::Tier::kHost;
+  }
   // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
   // moments may be bf16 then, too.
   bool rounds_masters = false;
