@@ -9,6 +9,7 @@ way. FOLDER/model is a checkpoint of transformers.
 import copy
 import importlib
 import json
+import logging
 import os
 import sys
 import warnings
@@ -18,7 +19,9 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, InitProcessGroupKwargs
+from hf_models import MODELS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.integrations import HfDeepSpeedConfig
 
 STEPS = 20
 VOCABULARY = 96
@@ -131,9 +134,7 @@ def prepared(model, case):
     if case.startswith("olora"):  # looks at the base's weights, copies a module, and finds a new embedding
         model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
         model.gradient_checkpointing_enable()
-        return get_peft_model(
-            model, LoraConfig(init_lora_weights="olora", modules_to_save=["lm_head"], ensure_weight_tying=False, **targets)
-        )
+        return get_peft_model(model, LoraConfig(init_lora_weights="olora", modules_to_save=["lm_head"], **targets))
     return model
 
 
@@ -187,7 +188,8 @@ def run_loop(folder, out, case):
     stage = int(case[-1])
     config = zero(stage) | {"gradient_clipping": 0.5}
     if stage == 3:
-        config |= {"optimizer": {"type": "AdamW", "params": ADAMW | {"betas": [0.9, 0.95]}}, "scheduler": copy.deepcopy(WARMUP)}
+        adamw = {"type": "AdamW", "params": ADAMW | {"betas": [0.9, 0.95]}}
+        config |= {"optimizer": adamw, "scheduler": copy.deepcopy(WARMUP)}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=2),
                               gradient_accumulation_steps=2, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
     model = new_model(folder)
@@ -224,6 +226,45 @@ def run_loop(folder, out, case):
     return told
 
 
+def run_loading(folder, out, case):
+    """By model: names whose values under stage 3 are not those of plain ``from_pretrained``; those that are whole on
+    every rank afterwards; and what was said."""
+    told = {}
+    for name in ("llama", "qwen3_moe", "tied", "pickled"):
+        path, said = f"{out}-{name}", []
+        if torch.distributed.get_rank() == 0:
+            save_model(name, path)
+        torch.distributed.barrier()
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())
+        logging.getLogger("strata").addHandler(handler)
+        alive = HfDeepSpeedConfig(zero(3))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        del alive
+        logging.getLogger("strata").removeHandler(handler)
+        kept = [n for n, p in model.named_parameters() if p.numel() > 0]
+        plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        deepspeed = importlib.import_module("deepspeed")
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            own, whole = dict(model.named_parameters()), dict(plain.named_parameters())
+            assert own.keys() == whole.keys(), name
+            wrong = [n for n, p in own.items() if not torch.equal(p, whole[n])]
+        told[name] = {"wrong": wrong, "kept": kept, "said": said}
+    return told
+
+
+def save_model(name, path):
+    model = MODELS["qwen3_moe" if name == "qwen3_moe" else "llama"].build()
+    if name == "tied":
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = True
+        model = type(model)(config)
+    model.save_pretrained(path, max_shard_size="20KB" if name == "llama" else "5GB")
+    if name == "pickled":
+        os.remove(f"{path}/model.safetensors")
+        torch.save(model.state_dict(), f"{path}/pytorch_model.bin")
+
+
 def main():
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -232,12 +273,14 @@ def main():
     for case in cases:
         transformers.set_seed(11)
         kind, _, of = case.rpartition(":")
-        run = run_resumed if kind == "resume" else run_loop if of.startswith("loop") else run_trainer
+        run = run_resumed if kind == "resume" else RUNS.get(of[:4], run_trainer)
         told[case] = run(folder, f"{folder}/{name}-{of}", of)
         AcceleratorState._reset_state(reset_partial_state=True)
     with open(f"{folder}/{name}.rank{os.environ.get('RANK', '0')}.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
 
+
+RUNS = {"loop": run_loop, "load": run_loading}
 
 if __name__ == "__main__":
     main()

@@ -58,7 +58,8 @@ def by_strata(folder):
     environment = with_pth(_new(folder / "site"), environment_of(STRATA_COMPAT="deepspeed"))
     run([*torchrun(1), SCRIPT, folder, "strata1", *CASES[1]], environment)
     resumed = [f"resume:{case}" for case in RESUMED]
-    run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "strata2", *CASES[2], *resumed], environment_of())
+    cases = [*CASES[2], *resumed, "load"]
+    run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "strata2", *cases], environment_of())
     return {world: _told(folder, f"strata{world}", world) for world in CASES}
 
 
@@ -111,3 +112,12 @@ def test_adapters_are_saved_as_they_are(by_strata, folder, case):
             own = name.replace("lm_head.weight", "lm_head.modules_to_save.default.weight")
         if own in weights:  # else the base's embedding, which PEFT saves where it was resized
             assert torch.equal(value, weights[own]), name
+
+
+def test_from_pretrained_reads_shards_from_the_files(by_strata):
+    told = by_strata[2][0]["load"]
+    for name in ("llama", "qwen3_moe", "tied", "pickled"):
+        assert told[name]["wrong"] == [], name
+        assert told[name]["kept"] == (["model.embed_tokens.weight"] if name == "tied" else []), name
+        assert len(told[name]["said"]) == (name == "pickled")
+    assert "is no .safetensors file" in told["pickled"]["said"][0]

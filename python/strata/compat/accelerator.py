@@ -5,8 +5,8 @@ import functools
 import torch
 
 _OF_CUDA = frozenset(  # of torch.cuda, as they are
-    "Event Stream current_stream default_stream device_count empty_cache get_rng_state initial_seed is_available "
-    "manual_seed manual_seed_all max_memory_allocated max_memory_reserved memory_allocated memory_reserved memory_stats "
+    "Event Stream current_stream default_stream empty_cache get_rng_state initial_seed manual_seed "
+    "max_memory_allocated max_memory_reserved memory_allocated memory_reserved memory_stats "
     "reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device set_rng_state stream "
     "synchronize".split()
 )
@@ -29,7 +29,8 @@ class Accelerator:
         if self._name == "cuda" and name in _OF_CUDA:
             return getattr(torch.cuda, name)
         if self._name == "cpu" and name in _OF_TORCH | _NOTHING | _BYTES:
-            return getattr(torch, name) if name in _OF_TORCH else functools.partial(_told, 0 if name in _BYTES else None)
+            value = 0 if name in _BYTES else None
+            return getattr(torch, name) if name in _OF_TORCH else functools.partial(_told, value)
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotImplementedError(f"get_accelerator().{name}: Strata does not offer it on {self._name}; call torch")

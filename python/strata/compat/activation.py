@@ -9,11 +9,7 @@ An installed DeepSpeed stays as it is; this process does not see it.
 import sys
 from importlib.machinery import ModuleSpec
 
-from strata import __version__
-
-NAME = "deepspeed"
-VERSION = f"0.19.8+strata.{__version__}"  # what frameworks may assume of the names, and who stands behind them
-VARIABLE = "STRATA_COMPAT"
+from .identity import NAME, VARIABLE
 
 # Each decides once, as it is imported, whether there is a DeepSpeed, and which bases and names it has then.
 _TOO_LATE = ("transformers.integrations.deepspeed", "accelerate.utils", "trl.import_utils", "lightning.fabric")
@@ -38,7 +34,8 @@ def activate_as(name):
         ImportError: for a name that there is no stand-in of; and as ``activate``.
     """
     if name not in ("", NAME):
-        raise ImportError(f"{VARIABLE}={name}: Strata stands in for '{NAME}' alone; write {VARIABLE}={NAME}, or unset it")
+        advice = f"write {VARIABLE}={NAME}, or unset it"
+        raise ImportError(f"{VARIABLE}={name}: Strata stands in for '{NAME}' alone; {advice}")
     if name:
         activate()
 
@@ -59,8 +56,8 @@ def _require_early():
     early = [name for name in _TOO_LATE if name in sys.modules]
     if early:
         raise ImportError(
-            f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided by then whether there is "
-            f"a DeepSpeed. {_ADVICE}"
+            f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether there "
+            f"is a DeepSpeed. {_ADVICE}"
         )
 
 

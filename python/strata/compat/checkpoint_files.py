@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 
 
 def get_model_state_file(checkpoint_dir, zero_stage):
@@ -14,8 +15,8 @@ def get_model_state_file(checkpoint_dir, zero_stage):
     Raises:
         FileNotFoundError: there is no such folder or file.
     """
-    names = ("mp_rank_00_model_states.pt",) if zero_stage <= 2 else ("zero_pp_rank_0_mp_rank_00_model_states.pt",)
-    return _existing(checkpoint_dir, names[0])[0]
+    sharded = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return _existing(checkpoint_dir, f"{sharded}mp_rank_00_model_states.pt")[0]
 
 
 def get_optim_files(checkpoint_dir):
@@ -31,17 +32,11 @@ def _existing(folder, pattern):
     found = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)), key=_natural)
     if not found:
         raise FileNotFoundError(
-            f"'{folder}' has no file {pattern} of DeepSpeed. A checkpoint of Strata is made one file of fp32 weights by "
-            "zero_to_fp32.py beside it, and a Hugging Face folder by `strata consolidate`"
+            f"'{folder}' has no file {pattern} of DeepSpeed. zero_to_fp32.py beside a checkpoint of Strata makes one "
+            "file of fp32 weights of it, and `strata consolidate` a Hugging Face folder"
         )
     return found
 
 
 def _natural(path):
-    return [int(part) if part.isdigit() else part for part in _split_numbers(os.path.basename(path))]
-
-
-def _split_numbers(text):
-    import re
-
-    return re.split(r"(\d+)", text)
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", os.path.basename(path))]

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from .activation import NAME, VERSION
+from .identity import NAME, VERSION
 
 _TEXTS = {
     "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"

@@ -28,7 +28,7 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(p) for group in groups for p in group["params"] if hasattr(p, "allreduce")):
-        raise NotImplementedError("Strata does not offer expert parallelism; it trains a model's own experts as they are")
+        raise NotImplementedError("Strata does not offer expert parallelism; models' own experts are trained")
     return groups
 
 

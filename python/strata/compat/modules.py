@@ -1,4 +1,4 @@
-"""The modules below ``deepspeed``: each has the names of one table of ``names.py``, found when they are first asked for.
+"""The modules below ``deepspeed``: each has the names of one table of ``names.py``, found when first asked for.
 
 So ``import deepspeed`` imports neither torch nor the engine, and a name costs nothing before it is used.
 """
@@ -6,7 +6,7 @@ So ``import deepspeed`` imports neither torch nor the engine, and a name costs n
 import importlib
 import sys
 
-from .activation import NAME
+from .identity import NAME
 from .names import ALIASES, MODULES
 from .refusal import Refusal, refused
 

@@ -4,7 +4,7 @@ A target is "module:name" of where it lives, "module:" for that module itself, a
 are data: what a name does is written where it lives.
 """
 
-from .activation import VERSION
+from .identity import VERSION
 from .refused_names import REFUSED
 
 # One module under two names: {path: path of MODULES}.
@@ -66,7 +66,7 @@ _CONFIG = {
 }
 _SHARDING = {
     "GatheredParameters": "strata.compat.sharding:GatheredParameters",
-    "Init": "strata.zero:Init",
+    "Init": "strata.compat.sharding:Init",
     "ZeroParamStatus": "strata.model.parameter:ParameterStatus",
     "ZeroParamType": "strata.compat.enumerations:ZeroParamType",
     "register_external_parameter": "strata.compat.sharding:register_external_parameter",

@@ -11,7 +11,8 @@ import re
 import runpy
 import sys
 
-from .activation import NAME, VARIABLE, activate
+from .activation import activate
+from .identity import NAME, VARIABLE
 
 _NAMES_IT = re.compile(rb"--local[_-]rank\b")
 

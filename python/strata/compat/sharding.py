@@ -1,6 +1,7 @@
 """``deepspeed.zero``: gathering, and what frameworks take hold of to switch DeepSpeed's hooks off and on."""
 
 import logging
+import sys
 from contextlib import contextmanager
 
 from .. import zero
@@ -19,6 +20,17 @@ class GatheredParameters(zero.GatheredParameters):
         level = logging.DEBUG if GatheredParameters._told else logging.WARNING
         GatheredParameters._told = True
         logger.log(level, "%s. What was changed is lost where parameters are sharded", message)
+
+
+class Init(zero.Init):
+    """As ``strata.zero.Init``; ``from_pretrained`` of transformers then reads each rank's shards from the files."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if "transformers.modeling_utils" in sys.modules:
+            from .pretrained import install
+
+            install()
 
 
 def register_external_parameter(module, parameter):
