@@ -195,6 +195,16 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
   }
 }
 
+void PeerLink::unmap_freed() {
+  require_usable();
+  try {
+    for (int turn = 0; turn < peers(); ++turn) buffers_->note_freed(*channel_, peer(turn));
+    buffers_->unmap_freed();
+  } catch (const Error& error) {
+    fail(fmt::format("peers cannot be asked what they have freed: {}", error.what()));
+  }
+}
+
 std::vector<std::uint64_t> PeerLink::meet(const std::string& what, std::uint64_t number) {
   return controlled(what, [&] { return comm::meet(*control_, what, names_, number); });
 }
