@@ -22,8 +22,8 @@ class StateParking:
 
         Until then ``step()``, checkpoints, and reading or setting states of parameters raise UsageError; so does
         ``backward()`` without gradient memory, and a forward or a read of a parameter without weights. Parameters of
-        weights that are away have the shape [0]. With the weights at their place the model may be evaluated, gathered
-        and saved (``save_pretrained``).
+        weights that are away have the shape [0]; what a script has made of their memory (``p.data``, a view) must not
+        be used. With the weights at their place the model may be evaluated, gathered and saved (``save_pretrained``).
 
         The weights stay, with one warning, where the ranks' collectives cannot give their memory back (gloo, drivers
         without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then. Of

@@ -55,9 +55,9 @@ void StateParking::let_go_of_weights(bool they_move) {
   together(collectives_, kParking, [&] {
     gatherer_.complete_all();
     if (they_move) gatherer_.invalidate(Changed::kAll);
-    gatherer_.free_memory();
-    device_.compute_stream().synchronize();
   });
+  gatherer_.free_memory();  // on all ranks or none, as gathers want it
+  device_.compute_stream().synchronize();
   collectives_.barrier();
 }
 

@@ -35,7 +35,6 @@ struct StateSet {
 
   bool any() const { return moments || masters || weights || gradients || gradient_buffers; }
   std::string text() const;  // their names; "" for none
-  bool operator==(const StateSet&) const = default;
 };
 
 class StateParking {
