@@ -56,10 +56,10 @@ def _all_offloaded(param, states, folder, dtype="bf16", **zero):
     return config
 
 
-def _model():
+def _model(rows=3000):
     torch.manual_seed(11)
     return torch.nn.Sequential(
-        torch.nn.Embedding(3000, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)
+        torch.nn.Embedding(rows, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)
     )
 
 

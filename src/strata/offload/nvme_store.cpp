@@ -36,7 +36,9 @@ NvmeStore::NvmeStore(device::Device& device, NvmeStoreOptions options)
       file_(std::move(options.file)),
       blocks_(std::make_shared<DriveBlocks>(device.ledger(), options.verify)),
       cache_(std::make_shared<PartCache>(device, arena_, blocks_, file_)),
-      read_ahead_(options.read_ahead) {}
+      read_ahead_(options.read_ahead) {
+  file_->expect_memory(arena_->memory());
+}
 
 NvmeStore::~NvmeStore() = default;
 

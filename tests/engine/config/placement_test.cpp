@@ -46,6 +46,33 @@ TEST(Placement, KeepsAShareOfTheStatesOnTheDevice) {
   EXPECT_EQ(params[2].place.states, std::nullopt);  // where offload_optimizer says
 }
 
+TEST(Offload, DrivesAreReadAndWrittenAsTheAioSectionSays) {
+  const OffloadConfig offload = parsed(R"({"zero_optimization": {"stage": 3,
+      "offload_optimizer": {"device": "nvme", "nvme_path": ["/fast", "/slow"]},
+      "offload_param": {"device": "nvme", "nvme_path": "/fast", "buffer_count": 2,
+                        "buffer_size": 1000, "max_in_cpu": 500}},
+      "strata": {"verify_drives": true},
+      "aio": {"block_size": 262145, "queue_depth": 16, "thread_count": 4}})")
+                                    .offload;
+  EXPECT_THAT(offload.optimizer_folders, ::testing::ElementsAre("/fast", "/slow"));
+  EXPECT_THAT(offload.param_folders, ::testing::ElementsAre("/fast"));
+  EXPECT_EQ(offload.param_staging, Numel(2500));
+  EXPECT_EQ(offload.io.piece, 260_KiB);
+  EXPECT_EQ(offload.io.depth, 64);
+  EXPECT_EQ(offload.io.threads, 64);
+  EXPECT_TRUE(offload.verify);
+}
+
+TEST(Offload, SettingsThatNoDriveCouldServeAreBounded) {
+  const OffloadConfig offload =
+      parsed(R"({"aio": {"block_size": "64GiB", "queue_depth": 1e9, "intra_op_parallelism": 1e9}})")
+          .offload;
+  EXPECT_EQ(offload.io.piece, 1_GiB);
+  EXPECT_EQ(offload.io.depth, 4096);
+  EXPECT_EQ(offload.io.threads, 64);
+  EXPECT_FALSE(offload.verify);
+}
+
 TEST(Placement, SaysWhatIsWrongWithARule) {
   struct Refused {
     const char* json;
@@ -67,6 +94,12 @@ TEST(Placement, SaysWhatIsWrongWithARule) {
       {R"({"zero_optimization": {"stage": 3},
           "strata": {"placement": [{"match": "*", "optimizer": "nvme"}]}})",
        "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder"},
+      {R"({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme",
+          "nvme_path": ["/drive", ""]}}})",
+       "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder on the drive "
+       "that the states go to, or a list of such; found an empty one"},
+      {R"({"zero_optimization": {"offload_optimizer": {"nvme_path": 3}}})",
+       "zero_optimization.offload_optimizer.nvme_path: wanted a text or a list of texts"},
   };
   for (const Refused& c : cases) {
     try {

@@ -114,6 +114,8 @@ std::string wanted(const Key& key) {
       return fmt::format("one of {} (in any case)", spelled_choices(key.limits));
     case Kind::kStrings:
       return "a list of texts";
+    case Kind::kTexts:
+      return "a text or a list of texts";
     case Kind::kNumbers:
       return with_limits("a list of numbers,", key.limits);
     case Kind::kPerGroup:

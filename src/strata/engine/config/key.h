@@ -21,6 +21,7 @@ enum class Kind : std::uint8_t {
   kChoice,    // text, one of `limits`
   kWord,      // the same, in any case of letters
   kStrings,   // a list of texts
+  kTexts,     // a text, or a list of texts; a list in canonical form
   kNumbers,   // a list of numbers of one length: `limits` says which
   kPerGroup,  // a number, or a list of one number a parameter group
   kSection,   // an object whose keys have rows of their own

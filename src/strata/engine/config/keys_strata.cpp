@@ -91,6 +91,11 @@ constexpr std::array kStrataKeys{
         "optimizer state rest: \"device\", \"host\", \"nvme\"; folders and staging are those of "
         "offload_param and offload_optimizer",
         ""},
+    Key{"strata.verify_drives", kFlag, "false", "", kHonoured,
+        "a checksum of each page that is written to a drive under offload is kept in memory (8 "
+        "bytes for 4 KiB), and compared when the page is read: a drive that gives back something "
+        "else is an error",
+        ""},
     Key{"strata.trace_steps", kInteger, "3", "1..100", kHonoured,
         "steps that are in the timeline, after two that warm up", ""},
 };

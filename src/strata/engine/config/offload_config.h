@@ -7,6 +7,7 @@
 
 #include "strata/base/units.h"
 #include "strata/engine/config/placement.h"
+#include "strata/io/engine_choice.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::engine {
@@ -20,7 +21,7 @@ struct OffloadConfig {
   // Of the optimizer's states and fp32 masters. Reduced gradients rest on the host where this is
   // not the device.
   memory::Tier optimizer = memory::Tier::kDevice;
-  std::string optimizer_folder;  // on a drive
+  std::vector<std::string> optimizer_folders;  // on drives
   // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
   Bytes staging;
 
@@ -28,9 +29,12 @@ struct OffloadConfig {
 
   // Of weights that are sharded and not persistent.
   memory::Tier param = memory::Tier::kDevice;
-  std::string param_folder;  // on a drive
-  // To stage weights that lie on a drive: elements of their own dtype.
+  std::vector<std::string> param_folders;  // on drives
+  // To stage weights that lie on a drive, and to keep some: elements of their own dtype.
   Numel param_staging;
+
+  io::EngineOptions io;  // of transfers from and to drives
+  bool verify = false;   // checksums of what is read from them
 
   // Before all of these, for single parameters.
   std::vector<PlacementRule> rules;

@@ -262,6 +262,8 @@ json check_value(const Key& key, const json& given) {
       return check_choice(key, value);
     case Kind::kStrings:
       return check_strings(key, value);
+    case Kind::kTexts:
+      return check_strings(key, value.is_string() ? json::array({value}) : value);
     case Kind::kNumbers:
       return check_numbers(key, value, 2);
     case Kind::kPerGroup:

@@ -84,7 +84,7 @@ std::shared_ptr<offload::StateStore> ModelStart::make_store(const offload::State
   const auto make = [&] {
     made = offload::make_state_store(place, *runtime_.device, collectives.rank());
   };
-  if (place.tier == memory::Tier::kNvme) {
+  if (place.uses(memory::Tier::kNvme)) {
     engine::together(collectives, fmt::format("making room for {}", what), make);
   } else {
     make();
