@@ -58,12 +58,14 @@ class DeepSpeedEngine(Engine):
         return False
 
     def destroy(self, keep_values=False):
-        """Ends the engine. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of the
+        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of the
         same model takes them over. They go when nobody refers to the model.
 
         Args:
             keep_values: leave the model with whole parameters of its own. Collective then.
         """
+        if not self.core.alive:
+            return
         sharded = self._config.stage == 3 and self.world_size > 1
         if sharded and not keep_values and any(owner_of(p)[0] is self.core for p in self.module.parameters()):
             self.wait_for_checkpoint()
