@@ -20,7 +20,6 @@ from .ranks.departure import unwatch, watch
 from .schedule import Advance
 from .views.step_view import print_table
 
-
 logger = logging.getLogger("strata")
 
 
@@ -41,6 +40,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
             ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
             Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
             gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
+            ``placement``: None where everything is on the device, or what went where (docs/OBSERVING.md).
     """
 
     def __init__(self, tree, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
@@ -237,7 +237,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
     def memory_forecast(self, tier="device"):
         """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
         ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
-        will hold of host memory for what is offloaded; loading and saving take theirs beside that.
+        will hold of host memory for what is offloaded; loading and saving take theirs beside that. "nvme": of drives.
 
         Found by running the engine for three steps on a device without memory, in milliseconds; every rank may ask
         for itself. The model's activations, its gradients before they reach the engine, and what torch and the

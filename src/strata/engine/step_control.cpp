@@ -32,8 +32,11 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.states = {config.offload.optimizer, config.offload.optimizer_tiers(),
                     config.offload.optimizer_folder, config.offload.staging};
   options.weights = {config.offload.param, config.offload.param_tiers(),
-                     config.offload.param_folder,
-                     std::max(kLeastStaging, bytes_of(config.offload.param_staging, dtype))};
+                     config.offload.param_folder, bytes_of(config.offload.param_staging, dtype)};
+  for (offload::StatePlace* const place : {&options.states, &options.weights}) {
+    place->asked = place->budget;
+    place->budget = std::max(kLeastStaging, place->budget);
+  }
   if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;

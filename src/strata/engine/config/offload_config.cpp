@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
@@ -21,6 +22,8 @@ constexpr std::string_view kParamDevice = "zero_optimization.offload_param.devic
 constexpr std::string_view kParamFolder = "zero_optimization.offload_param.nvme_path";
 constexpr std::string_view kParamCount = "zero_optimization.offload_param.buffer_count";
 constexpr std::string_view kParamSize = "zero_optimization.offload_param.buffer_size";
+constexpr std::string_view kDeviceBudget = "strata.device_budget";
+constexpr std::string_view kHostBudget = "strata.host_budget";
 
 // Numbers that nobody has memory for are a budget without a bound.
 Numel elements_of(std::int64_t count, std::int64_t elements) {
@@ -57,6 +60,25 @@ void read_param(const Settings& settings, int stage, OffloadConfig& config) {
   }
 }
 
+std::optional<Bytes> bytes_at(const Settings& settings, std::string_view key) {
+  const auto value = settings.maybe<std::int64_t>(key);
+  return value ? std::optional(Bytes(*value)) : std::nullopt;
+}
+
+// Devices and share have no effect; a folder for one of the two serves both.
+OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig config) {
+  config.optimizer = memory::Tier::kDevice;
+  config.ratio = 1.0;
+  settings.at(kParamDevice);
+  config.places_weights = stage == 3;
+  config.param_staging = elements_of(settings.integer(kParamCount), settings.integer(kParamSize));
+  config.param_folder = settings.maybe<std::string>(kParamFolder).value_or("");
+  config.optimizer_folder = settings.maybe<std::string>(kOptimizerFolder).value_or("");
+  if (config.param_folder.empty()) config.param_folder = config.optimizer_folder;
+  if (config.optimizer_folder.empty()) config.optimizer_folder = config.param_folder;
+  return config;
+}
+
 }  // namespace
 
 std::vector<memory::Tier> OffloadConfig::param_tiers() const {
@@ -77,6 +99,7 @@ std::vector<memory::Tier> OffloadConfig::optimizer_tiers() const {
 }
 
 bool OffloadConfig::offloads_params() const {
+  if (automatic) return places_weights;
   const std::vector<memory::Tier> tiers = param_tiers();
   return names(param, tiers, memory::Tier::kHost) || names(param, tiers, memory::Tier::kNvme);
 }
@@ -86,9 +109,13 @@ OffloadConfig read_offload(const Settings& settings, int stage) {
   const std::string device = settings.text(kOptimizerDevice);
   config.optimizer = tier_named(device);
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
-  config.staging = std::max(kLeastStaging, bytes_of(elements, DType::kFloat32));
+  config.staging = bytes_of(elements, DType::kFloat32);
   config.ratio = settings.number(kRatio);
   config.rules = read_placement(settings);
+  config.automatic = places_automatically(settings);
+  config.device_budget = bytes_at(settings, kDeviceBudget);
+  config.host_budget = bytes_at(settings, kHostBudget);
+  if (config.automatic) return read_automatic(settings, stage, std::move(config));
   read_param(settings, stage, config);
   const std::vector<memory::Tier> tiers = config.optimizer_tiers();
   const auto has = [&](memory::Tier tier) { return names(config.optimizer, tiers, tier); };
