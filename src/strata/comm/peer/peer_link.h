@@ -60,8 +60,7 @@ class PeerLink final : public PeerChannel::Service {
   void map_ahead(const SharedBuffer& buffer);
   // Maps a buffer that every rank has, and throws where that cannot be; nothing has failed then.
   void map_from_all(const std::string& name, Bytes bytes);
-  // Collectives::unmap_freed().
-  void unmap_freed();
+  void unmap_freed();  // of Collectives
 
   void require_usable();
   // The failure of this rank; the peers hear of it.
@@ -124,7 +123,6 @@ class PeerLink final : public PeerChannel::Service {
   std::mutex mutex_;
   std::string failure_;  // guarded by mutex_, like the next
   std::string told_;
-
   std::unique_ptr<device::Stream> transfers_;
   std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
   std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it
