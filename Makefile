@@ -67,10 +67,12 @@ build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
 	  -DSTRATA_CUDA_FATBIN=$(abspath $(wildcard $(BUILD)/src/strata/device/cuda_kernels.fatbin))
 	@touch $@
 
-# `import strata` in the virtual environment is this build, and so is its program `strata`.
+# `import strata` in the virtual environment is this build, and so is its program `strata`; STRATA_COMPAT works as where
+# the wheel is installed.
 LINK_PACKAGE = ln -sf $(abspath $(BUILD))/bin/strata $(VENV)/bin/strata; $(VENV_PYTHON) -c "import pathlib, sysconfig; \
-  pathlib.Path(sysconfig.get_paths()['purelib'], 'strata-build.pth') \
-  .write_text('$(abspath $(BUILD))/pkg\n')"
+  site = pathlib.Path(sysconfig.get_paths()['purelib']); \
+  pathlib.Path(site, 'strata-build.pth').write_text('$(abspath $(BUILD))/pkg\n'); \
+  pathlib.Path(site, 'strata-compat.pth').write_text(pathlib.Path('python/strata/compat/strata-compat.pth').read_text())"
 
 .PHONY: build module core
 build: $(BUILD)/.configured-$(WERROR)  ## Everything: core, torch layer, Python module, C++ tests

@@ -76,6 +76,27 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
                         result->warning);
 }
 
+// `states`: DeepSpeed's names of them. False: weights were among them and stay where they are.
+bool park(ShardedModel& model, const std::vector<std::string>& states, bool pinned) {
+  engine::StateSet set;
+  for (const std::string& name : states) {
+    if (name == "optim_states") {
+      set.moments = true;
+    } else if (name == "hp_params") {
+      set.masters = true;
+    } else if (name == "lp_params") {
+      set.weights = true;
+    } else if (name == "lp_grads") {
+      set.gradients = true;
+    } else {
+      STRATA_ASSERT(name == "contiguous_grad_buffer");
+      set.gradient_buffers = true;
+    }
+  }
+  const py::gil_scoped_release release;
+  return model.park(set, pinned);
+}
+
 engine::ExternalOptimizer& external(ShardedModel& model) {
   auto* optimizer = dynamic_cast<engine::ExternalOptimizer*>(model.engine().optimizer());
   STRATA_ASSERT(optimizer != nullptr);
@@ -188,6 +209,15 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
       .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
       .def("step", &step, py::arg("groups"))
+      .def("park", &park, py::arg("states"), py::arg("pinned"))
+      .def("unpark", &ShardedModel::unpark, unlocked)
+      // UsageError where states, or the weights, are away; `call`: what is to be done.
+      .def("require_no_state_away",
+           [](ShardedModel& m, const std::string& call) { m.engine().parking().require_all(call); })
+      .def("require_weights",
+           [](ShardedModel& m, const std::string& call) {
+             m.engine().parking().require_weights(call);
+           })
       .def(
           "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
       .def("zero_gradients", [](ShardedModel& m) { m.engine().zero_gradients(); })

@@ -8,6 +8,7 @@ import torch
 
 from . import _C
 from .checkpoint.whole_weights import save_whole, set_whole_weights, whole_state_dict
+from .state_parking import StateParking
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +37,7 @@ def _off(meaning):
     return value
 
 
-class EngineNames:
+class EngineNames(StateParking):
     """What ``Engine`` tells of its configuration and its weights; it has ``_config``, ``core``, ``optimizer``,
     ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 
@@ -252,6 +253,7 @@ class EngineNames:
 
     def module_state_dict(self, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective)."""
+        self.core.require_weights("a state dict")
         if self._config.stage >= 3:
             return whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
         frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -277,6 +279,7 @@ class EngineNames:
         room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages 0 to
         2 every rank has all of it, and this is ``engine.module.state_dict()``.
         """
+        self.core.require_weights("a state dict")
         if self._config.stage < 3:
             return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         found = whole_state_dict(self.module, self.global_rank == 0) or {}
@@ -328,15 +331,6 @@ class EngineNames:
     save_fp16_model = save_16bit_model
 
     # --- what there is not ---
-
-    def offload_states(self, include=None, device=None, pin_memory=True, non_blocking=False):
-        """Raises UsageError: the engine's states stay on their device."""
-        raise _C.UsageError("offload_states: this version keeps its states on the device; free them with "
-                            "destroy(keep_values=True) and call initialize again, or take fewer ranks a GPU")
-
-    def reload_states(self, non_blocking=False):
-        """Raises UsageError: nothing was offloaded."""
-        raise _C.UsageError("reload_states: nothing was offloaded, and this version offloads nothing")
 
     def empty_partition_cache(self):
         """Does nothing: what stays gathered is bounded by the configuration at all times

@@ -88,6 +88,26 @@ def initialize(
         CommError: a rank that does not come or ends.
         OutOfMemoryError: the shards do not fit.
     """
+    return initialize_as(
+        Engine, model, _find_config(args, config, config_params), optimizer, model_parameters, training_data,
+        lr_scheduler, dist_init_required, collate_fn, mpu, mesh_param,
+    )
+
+
+def initialize_as(
+    engine_class,
+    model,
+    config,
+    optimizer,
+    model_parameters,
+    training_data,
+    lr_scheduler,
+    dist_init_required,
+    collate_fn,
+    mpu=None,
+    mesh_param=None,
+):
+    """``initialize``, whose engine is of ``engine_class``, an ``Engine``."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
@@ -101,11 +121,11 @@ def initialize(
                 require_group()
             else:
                 init_distributed()
-            parsed, runtime, tree = prepare(_find_config(args, config, config_params), model)
+            parsed, runtime, tree = prepare(config, model)
             collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
         assembled = assemble(
             tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
-            start_up,
+            start_up, engine_class=engine_class,
         )
         start_up.finish(assembled[0])
         return assembled
@@ -149,6 +169,7 @@ def assemble(
     collate_fn,
     start_up,
     born_flat=None,
+    engine_class=Engine,
 ):
     """What ``initialize`` returns, once the configuration is read and the ranks are connected.
 
@@ -159,6 +180,7 @@ def assemble(
         runtime: a _C.Runtime, of ``prepare``.
         start_up: the StartUp that counts.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
+        engine_class: of the engine.
         The others are ``initialize``'s.
     """
     with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
@@ -167,7 +189,7 @@ def assemble(
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):
         runtime = runtime.joined(collectives)
-        engine = Engine(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
+        engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
         start_up.core = engine.core
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)

@@ -174,7 +174,7 @@ def run_on_shards(sharded, model):
                 segment.grad = None  # the memory is the engine's again
 
     model.set_update(update)
-    model.segment_states = SegmentStates(inner, by_parameter)
+    model.segment_states = SegmentStates(inner, by_parameter, segments)
 
 
 class SegmentStates:
@@ -183,10 +183,34 @@ class SegmentStates:
     Args:
         inner: the optimizer.
         segments: {index of a parameter: its part, which ``inner`` knows as a parameter}.
+        in_order: these parts, as ``core.segments()`` has them.
     """
 
-    def __init__(self, inner, segments):
-        self._inner, self._segments = inner, segments
+    def __init__(self, inner, segments, in_order):
+        self._inner, self._segments, self._in_order = inner, segments, in_order
+        self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
+
+    def park(self, states, pin_memory):
+        """Moves the optimizer's tensors to the host, where ``states`` has "optim_states", and lets go of the masters,
+        whose memory the engine may move. A part is empty then."""
+        if "optim_states" in states:
+            for kept in self._inner.state.values():
+                for name, value in kept.items():
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        copy = torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+                        self._away.append((kept, name, value.device))
+                        kept[name] = copy.copy_(value)
+        if "hp_params" in states or "lp_params" in states:
+            for segment in self._in_order:
+                segment.data = segment.data.new_empty(0)
+
+    def unpark(self, core):
+        """After the engine has brought its states back."""
+        away, self._away = self._away, []
+        for kept, name, device in away:
+            kept[name] = kept[name].to(device)
+        for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
+            segment.data = weight
 
     def part(self, parameter, name):
         """The state itself, of the part's shape; None where there is none."""

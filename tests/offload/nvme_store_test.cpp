@@ -141,7 +141,7 @@ TEST_F(NvmeStoreTest, ToMeasureTheDriveTouchesNoBlock) {
   const DriveLimit limit = store->measure_drives();
   EXPECT_GT(limit.read_gb_per_s, 0.0);
   EXPECT_GT(limit.write_gb_per_s, 0.0);
-  const BlockId later = add(1, 64_KiB).front();  // where the drive was measured
+  const BlockId later = add(1, 16_KiB).front();  // where the drive was measured
   EXPECT_EQ(read(later), 0);
   write(later, 9);
   store->flush();

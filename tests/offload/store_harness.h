@@ -103,6 +103,14 @@ struct CpuDeviceHarness : PlainAccess {
   device::CpuDevice device{{.memory_limit = kRoom}};
 };
 
+struct LateDeviceHarness : LateAccess {
+  static constexpr memory::Tier kTier = memory::Tier::kDevice;
+  static constexpr Bytes kRoom = 1_MiB;
+
+  std::unique_ptr<StateStore> make() { return MemoryStore::on_device(device); }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
+};
+
 // On a file, staged through so many pages.
 template <int kPages, bool kVerify>
 class NvmeMaker {

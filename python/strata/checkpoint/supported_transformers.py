@@ -20,6 +20,7 @@ PRIVATE = {
     "initialization": ("no_init_weights",),
     "conversion_mapping": ("get_model_conversion_mapping",),
     "core_model_loading": ("WeightRenaming", "dot_natural_key", "rename_source_key", "revert_weight_conversion"),
+    "utils.loading_report": ("LoadStateDictInfo",),  # for models that zero.Init shards, with _load_pretrained_model()
 }
 
 

@@ -16,6 +16,7 @@
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/python_module.h"
+#include "strata/cli/run_command.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::cli {
@@ -52,6 +53,7 @@ class CommandLine {
     add_diff();
     add_plan();
     add_bench_io();
+    add_run();
     add_import(
         "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
         "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
@@ -89,8 +91,30 @@ class CommandLine {
     command.final_callback([this, name, &command] {
       command_ = [name, &command]() -> ExitCode {
         std::vector<std::string> arguments = command.remaining();
-        arguments.insert(arguments.begin(), name.substr(name.find('-') + 1));
-        become_python_module("strata.importing", std::move(arguments));
+        arguments.insert(arguments.begin(),
+                         {"-m", "strata.importing", name.substr(name.find('-') + 1)});
+        become_python(std::move(arguments));
+      };
+    });
+  }
+
+  void add_run() {
+    CLI::App& command = *app_.add_subcommand(
+        "run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place");
+    command.usage("strata run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]");
+    command.footer(
+        "Options are those of DeepSpeed's launcher; torchrun starts the ranks, ssh reaches "
+        "hosts.\n\n"
+        "Examples:\n"
+        "  strata run train.py --deepspeed ds.json             on all GPUs\n"
+        "  strata run --num_gpus 2 train.py                    without GPUs: two ranks on the CPU\n"
+        "  strata run --include localhost:1,3 train.py         on two of them\n"
+        "  strata run --hostfile hosts --num_nodes 2 train.py");
+    add_run_options(command, job_);
+    command.callback([this, &command] {
+      command_ = [this, &command] {
+        job_.command = command.remaining();
+        return static_cast<ExitCode>(run_job(job_));
       };
     });
   }
@@ -269,6 +293,7 @@ class CommandLine {
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Session session_;
   Command command_;
+  JobRequest job_;
   std::string path_;
   std::string other_;
   std::string dtype_ = "as-trained";

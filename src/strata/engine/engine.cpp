@@ -65,7 +65,9 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
       optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
                                 *stores_.states, recorder_)),
-      update_(weights_, gatherer_, recorder_, *collectives_, *device_) {
+      update_(weights_, gatherer_, recorder_, *collectives_, *device_),
+      parking_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_, *device_,
+               pass_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }
 
@@ -85,6 +87,7 @@ void Engine::prepare() {
 }
 
 void Engine::weights_changed(bool complete) {
+  parking_.require_all("loading weights");
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
   update_.complete_slices(Changed::kAll);
@@ -111,6 +114,7 @@ void Engine::gather_early(std::span<const int> units) {
 }
 
 void Engine::adopt_flat(std::span<const int> params) {
+  parking_.require_all("setting weights");
   std::vector<int> units;
   for (const int param : params) {
     const Unit& unit = weights_.unit_of(param);
@@ -133,6 +137,7 @@ void Engine::require_usable() {
 
 void Engine::begin_forward() {
   require_usable();
+  parking_.require_weights("a forward");
   trace_.begin_step(recorder_);
   recorder_.begin_phase(Activity::kForwardPass);
   stores_.advance();
@@ -141,6 +146,7 @@ void Engine::begin_forward() {
 
 void Engine::begin_backward(bool boundary, bool synchronise) {
   require_usable();
+  parking_.require_for_backward("backward()");
   pass_.require_backward_may_begin();
   recorder_.begin_phase(Activity::kBackwardPass);
   const bool reduces = synchronise && !options_.reduce_at_boundary;
@@ -192,6 +198,7 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
         "step() was called on an engine without an optimizer; give initialize() an optimizer, or "
         "an 'optimizer' section in the configuration");
   require_usable();
+  parking_.require_all("step()");
   pass_.require_gradients();
   settle_step();
   // First, since gathers of what will change must be over when the others hear from this rank.

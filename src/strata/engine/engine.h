@@ -40,6 +40,7 @@
 #include "strata/engine/record/step_trace.h"
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
+#include "strata/engine/state_parking.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
 #include "strata/engine/weight_update.h"
@@ -86,6 +87,8 @@ class Engine {
   // Throws UsageError where an update, or loading, has failed half-way and nothing was loaded
   // since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
+  // Lends the memory of states to others for a while.
+  StateParking& parking() { return parking_; }
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
@@ -159,6 +162,7 @@ class Engine {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   WeightUpdate update_;
   PassState pass_;
+  StateParking parking_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };
 

@@ -124,6 +124,7 @@ void StepControl::abandon_backward() noexcept {
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
   const bool boundary = ends_step();
+  if (boundary) engine_.parking().require_all("step()");  // before anything has changed
   engine_.end_micro_step();
   ++micro_steps_;
   if (!boundary) return std::nullopt;

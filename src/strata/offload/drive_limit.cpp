@@ -17,7 +17,7 @@ constexpr Bytes kTransfer = 1_MiB;
 constexpr std::int64_t kAtOnce = 8;
 constexpr Bytes kAll = kTransfer * kAtOnce;
 // A fast drive gets more than one round of them, so that what it takes to begin counts little.
-constexpr Bytes kMost = kAll * 8;
+constexpr Bytes kMost = kAll * 4;
 constexpr double kSecondsEnough = 0.02;
 
 // Some drives store zeroes without writing any.

@@ -1,7 +1,7 @@
-// How fast a drive is: a few megabytes written past the end of what a store has there, and read
-// back, some at once as the store does it. What it is for is to be compared with: so it takes some
-// hundredths of a second, and tells what the drive does for a moment. A drive that has a cache of
-// its own, or a budget of bursts, may not keep that up; and while others use it, their share is
+// How fast a drive is: 8 to 32 MiB written past the end of what a store has there, and read back,
+// some transfers at once as the store does it. What it is for is to be compared with: so it takes
+// some hundredths of a second, and tells what the drive does for a moment. A drive that has a cache
+// of its own, or a budget of bursts, may not keep that up; and while others use it, their share is
 // missing. Threads: one. Memory: some megabytes while it runs. Errors: OutOfMemoryError where the
 // drive is full; IoError.
 #pragma once

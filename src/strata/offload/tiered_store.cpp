@@ -73,6 +73,14 @@ void TieredStore::flush() {
   for (const auto& store : stores_) store->flush();
 }
 
+void TieredStore::park(memory::Kind kind, bool pinned) {
+  for (const auto& store : stores_) store->park(kind, pinned);
+}
+
+void TieredStore::unpark() {
+  for (const auto& store : stores_) store->unpark();
+}
+
 StoreCounts TieredStore::counts() const {
   StoreCounts all;
   for (const auto& store : stores_) all = all + store->counts();

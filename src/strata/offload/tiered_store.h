@@ -25,6 +25,8 @@ class TieredStore final : public StateStore {
   Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;
+  void park(memory::Kind kind, bool pinned) override;
+  void unpark() override;
   StoreCounts counts() const override;
   void watch(LinkWatch* watch) override;
   std::vector<DriveWear> wear() const override;

@@ -195,6 +195,16 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
   }
 }
 
+void PeerLink::unmap_freed() {
+  require_usable();
+  try {
+    for (int turn = 0; turn < peers(); ++turn) buffers_->note_freed(*channel_, peer(turn));
+    buffers_->unmap_freed();
+  } catch (const Error& error) {
+    fail(fmt::format("peers cannot be asked what they have freed: {}", error.what()));
+  }
+}
+
 void PeerLink::wait_for(PeerFlags::Kind kind, int peer, std::uint32_t value,
                         device::Stream& stream) {
   const device::Flag& count = flag(kind, peer, rank_);

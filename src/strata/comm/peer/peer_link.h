@@ -61,6 +61,8 @@ class PeerLink final : public PeerChannel::Service {
   void map_ahead(const SharedBuffer& buffer);
   // Maps a buffer that every rank has, and throws where that cannot be; nothing has failed then.
   void map_from_all(const std::string& name, Bytes bytes);
+  // Collectives::unmap_freed().
+  void unmap_freed();
 
   void require_usable();
   // The failure of this rank; the peers hear of it.

@@ -217,4 +217,9 @@ void GatheredUnits::evict_all() {
   }
 }
 
+void GatheredUnits::free_memory() {
+  evict_all();
+  memory_.trim();
+}
+
 }  // namespace strata::engine

@@ -64,6 +64,10 @@ void AdamOptimizer::make_stage() {
   if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest, watch_);
 }
 
+void AdamOptimizer::unpark() {
+  if (prepared() && stage_ == nullptr) make_stage();
+}
+
 // The states' part of what the stage has room for, beside gradient and weights.
 Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> blocks) const {
   const Remote remote = remote_of(unit);

@@ -32,6 +32,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   bool takes_late_scale() const override { return !has_wide_weights_; }
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
+  void park(bool /*masters*/) override { stage_.reset(); }
+  void unpark() override;
 
   bool prepared() const { return !states_.empty(); }
   // Steps that the parameter took part in, and how many there were in all: what bias correction

@@ -76,6 +76,10 @@ class ShardedOptimizer {
   // The late scale of the last step() was NaN, so it was none.
   virtual void forget_step() { STRATA_ASSERT(false); }
   virtual std::int64_t steps() const = 0;  // updates made
+  // For a while no step comes: frees what each step uses, and, where `masters`, lets go of masters
+  // that it holds.
+  virtual void park(bool masters) = 0;
+  virtual void unpark() = 0;
 };
 
 // Its step(), with each unit's part recorded.

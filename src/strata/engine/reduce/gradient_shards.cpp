@@ -233,9 +233,41 @@ void GradientShards::clear() {
   for (Shard& shard : shards_) {
     shard.filled = false;
     shard.measured = false;
+    shard.parked.reset();
     if (shard.arriving != nullptr) spare_.push_back(std::move(shard.arriving));  // abandoned
   }
   left_out_.clear();
+}
+
+void GradientShards::park(bool pinned) {
+  std::vector<std::pair<Shard*, std::unique_ptr<offload::ParkedCopy>>> copies;
+  for (Shard& shard : shards_) {
+    if (shard.memory == nullptr || !shard.filled) continue;
+    const Bytes bytes(shard.memory->bytes().size());
+    copies.emplace_back(&shard, std::make_unique<offload::ParkedCopy>(
+                                    device_, bytes, memory::Kind::kGradientShards, pinned));
+  }
+  wait_for_arrived();
+  for (auto& [shard, copy] : copies) copy->take(shard->memory->bytes());
+  device_.compute_stream().synchronize();
+  for (auto& [shard, copy] : copies) shard->parked = std::move(copy);
+  for (Shard& shard : shards_) {
+    if (std::exchange(shard.memory, nullptr) != nullptr) shard.values = nullptr;
+  }
+  arrived_.clear();
+  spare_.clear();
+  widened_.reset();
+}
+
+void GradientShards::unpark() {
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    Shard& shard = shards_[i];
+    if (shard.parked == nullptr) continue;
+    take_memory(static_cast<int>(i));
+    shard.parked->give_back(shard.memory->bytes());
+    device_.compute_stream().synchronize();
+    shard.parked.reset();
+  }
 }
 
 }  // namespace strata::engine

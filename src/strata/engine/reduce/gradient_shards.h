@@ -17,6 +17,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/offload/link_watch.h"
+#include "strata/offload/parked_copy.h"
 
 namespace strata::engine {
 
@@ -61,12 +62,18 @@ class GradientShards {
   std::size_t count() const { return shards_.size(); }  // units
   // Forgets all values and what is left out; the memory stays.
   void clear();
+  // Values on the device go to the host for a while, and all memory there is free. Between passes;
+  // nothing but filled(), on_host() and clear() may be called until unpark(). Both may throw
+  // OutOfMemoryError, and be called again: park() has done nothing then, unpark() a part.
+  void park(bool pinned);
+  void unpark();
 
  private:
   struct Shard {
     std::unique_ptr<device::Memory> memory;    // null on the host
     std::byte* values = nullptr;               // null: no memory yet
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
+    std::unique_ptr<offload::ParkedCopy> parked;
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0

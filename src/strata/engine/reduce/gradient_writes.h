@@ -29,6 +29,7 @@
 #include "strata/engine/reduce/gradient_buffers.h"
 #include "strata/engine/reduce/gradient_inbox.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/offload/parked_copy.h"
 
 namespace strata::engine {
 
@@ -89,10 +90,17 @@ class GradientWrites {
   FirstError abandon() noexcept;
   void drop();
 
+  // Between passes: what lies in buffers goes to the host for a while, and buffers and inbox are
+  // free. Until unpark() only drop() may be called. Both may throw OutOfMemoryError, and be called
+  // again: park() has done nothing then, unpark() a part. After a barrier.
+  void park(bool pinned);
+  void unpark();
+
  private:
   struct UnitBuffer {
     GradientBuffers::Buffer buffer;
-    std::vector<bool> written;  // slots of it that hold something
+    std::vector<bool> written;                              // slots of it that hold something
+    std::unique_ptr<offload::ParkedCopy> parked = nullptr;  // of the buffer
   };
   struct Held {
     std::shared_ptr<const void> owner;

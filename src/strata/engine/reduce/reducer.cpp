@@ -195,4 +195,16 @@ void Reducer::complete_groups() {
   if (!units.empty()) reduce_late(units);
 }
 
+void Reducer::park(bool shards, bool buffers, bool pinned) {
+  // Reductions are complete; what measures them may still run.
+  if (device::Stream* const stream = collectives_.contribution_stream()) stream->synchronize();
+  if (buffers) writes_.park(pinned);
+  if (shards) shards_.park(pinned);
+}
+
+void Reducer::unpark() {
+  writes_.unpark();
+  shards_.unpark();
+}
+
 }  // namespace strata::engine

@@ -83,11 +83,13 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
 
 void ShardedModel::begin_forward() {
   require_alive();
+  engine_->parking().require_weights("a forward");
   passes_->begin_forward();
 }
 
 void ShardedModel::enter_root() {
   require_alive();
+  engine_->parking().require_weights("a forward");  // also one without gradients
   passes_->enter_root();
 }
 
@@ -119,6 +121,18 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
   require_alive();
   values_->note_step();
   return passes_->step(groups);
+}
+
+bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
+  require_alive();
+  passes_->let_go();
+  const Scopes::Claim claim(passes_->scopes());
+  return engine_->parking().park(states, pinned);
+}
+
+void ShardedModel::unpark() {
+  require_alive();
+  engine_->parking().unpark();
 }
 
 void ShardedModel::gather(std::span<const int> params) {
@@ -169,6 +183,7 @@ void ShardedModel::wait_for_all() {
 
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
+  if (engine_->parking().away().weights) engine_->parking().unpark();  // parameters keep values
   passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;

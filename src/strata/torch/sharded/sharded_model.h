@@ -63,6 +63,9 @@ class ShardedModel final : public ParameterOwner {
   void abandon_backward() noexcept;
   at::Tensor scale(const at::Tensor& loss);
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
+  // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
+  bool park(const engine::StateSet& states, bool pinned);
+  void unpark();
 
   // --- values: ValueAccess says what they do ---
   void gather(std::span<const int> params);
