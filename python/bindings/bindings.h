@@ -30,6 +30,7 @@ void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedMo
 
 // How start-up went on this rank, so far.
 py::dict init_report(torch::ShardedModel& model);
+py::object placement(torch::ShardedModel& model);
 // Calls `function(phase, bytes done, bytes in all)`, or nothing where it is None.
 engine::InitReport::Progress progress_from(const py::object& function);
 // GB/s from pinned memory to the model's device; None where that is the host, or has no room to

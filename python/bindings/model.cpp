@@ -116,42 +116,52 @@ std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   return result;
 }
 
-// {kind: peak bytes} of a tier, "device" or "host", and "total". What kernels keep for themselves
-// nobody plans.
-py::dict as_dict(const forecast::MemoryForecast& forecast, const std::string& tier) {
-  const bool host = tier == name_of(memory::Tier::kHost);
-  if (!host && tier != name_of(memory::Tier::kDevice)) {
-    throw UsageError(
-        fmt::format("a memory forecast is of the tier 'device' or 'host'; found '{}'", tier));
+memory::Tier tier_from(const std::string& name) {
+  for (const memory::Tier tier :
+       {memory::Tier::kDevice, memory::Tier::kHost, memory::Tier::kNvme}) {
+    if (name == name_of(tier)) return tier;
   }
+  throw UsageError(
+      fmt::format("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name));
+}
+
+// {kind: peak bytes} of a tier, and "total". What kernels keep for themselves nobody plans.
+py::dict as_dict(const forecast::MemoryForecast& forecast, memory::Tier tier) {
   py::dict result;
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
     if (kind == memory::Kind::kWorkspace) continue;
-    const Bytes bytes =
-        host ? forecast.host_by_kind[static_cast<std::size_t>(k)] : forecast.of(kind);
-    result[py::str(std::string(name_of(kind)))] = bytes.value;
+    result[py::str(std::string(name_of(kind)))] = forecast.on(tier, kind).value;
   }
-  result["total"] = (host ? forecast.host : forecast.total).value;
+  result["total"] = forecast.total_on(tier).value;
   return result;
 }
 
 py::dict memory_forecast(ShardedModel& model, const std::string& tier) {
+  const memory::Tier wanted = tier_from(tier);
   forecast::MemoryForecast forecast;
   {
     const py::gil_scoped_release release;
     forecast = model.memory_forecast();
   }
-  return as_dict(forecast, tier);
+  return as_dict(forecast, wanted);
 }
 
+std::optional<Bytes> as_bytes(std::optional<std::int64_t> value) {
+  return value ? std::optional(Bytes(*value)) : std::nullopt;
+}
+
+// `device_memory`, `host_memory`: of a device and of a host, or None.
 py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
                       const std::string& rule, int world_size, bool on_gpus, int ranks_per_host,
-                      const std::string& tier) {
+                      const std::string& tier, std::optional<std::int64_t> device_memory,
+                      std::optional<std::int64_t> host_memory) {
   const torch::ModelInput input = input_from(parameters, modules);
   const forecast::Job job{world_size, on_gpus, ranks_per_host};
-  return as_dict(torch::forecast_job(input, config, rule_from(rule), job), tier);
+  const forecast::FreeMemory free =
+      forecast::free_memory_of(job, as_bytes(device_memory), as_bytes(host_memory));
+  return as_dict(torch::forecast_job(input, config, rule_from(rule), job, free), tier_from(tier));
 }
 
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
@@ -292,6 +302,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("memory_forecast", &memory_forecast, py::arg("tier"))
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)
+      .def("placement", &placement)
       .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
@@ -310,7 +321,8 @@ void bind_model(py::module_& module) {
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
-             py::arg("ranks_per_host"), py::arg("tier"));
+             py::arg("ranks_per_host"), py::arg("tier"), py::arg("device_memory"),
+             py::arg("host_memory"));
   bind_training(model);
   bind_values(model);
   bind_steps(model);

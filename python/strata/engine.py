@@ -20,7 +20,6 @@ from .ranks.departure import unwatch, watch
 from .schedule import Advance
 from .views.accounts import Accounts
 
-
 logger = logging.getLogger("strata")
 
 
@@ -41,6 +40,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, torch.nn.Mo
             ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
             Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
             gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
+            ``placement``: None where everything is on the device, or what went where (docs/OBSERVING.md).
     """
 
     def __init__(self, tree, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):

@@ -58,8 +58,8 @@ class DeepSpeedEngine(Engine):
         return False
 
     def destroy(self, keep_values=False):
-        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of the
-        same model takes them over. They go when nobody refers to the model.
+        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of
+        the same model takes them over. They go when nobody refers to the model.
 
         Args:
             keep_values: leave the model with whole parameters of its own. Collective then.

@@ -30,18 +30,16 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;
   const OffloadConfig& offload = config.offload;
-  options.states = {offload.optimizer,
-                    offload.optimizer_tiers(),
-                    offload.optimizer_folders,
-                    offload.staging,
-                    offload.io,
-                    offload.verify};
-  options.weights = {offload.param,
-                     offload.param_tiers(),
-                     offload.param_folders,
-                     std::max(kLeastStaging, bytes_of(offload.param_staging, dtype)),
-                     offload.io,
-                     offload.verify};
+  options.states = {offload.optimizer, offload.optimizer_tiers(), offload.optimizer_folders,
+                    offload.staging};
+  options.weights = {offload.param, offload.param_tiers(), offload.param_folders,
+                     bytes_of(offload.param_staging, dtype)};
+  for (offload::StatePlace* const place : {&options.states, &options.weights}) {
+    place->asked = place->budget;
+    place->budget = std::max(kLeastStaging, place->budget);
+    place->io = offload.io;
+    place->verify = offload.verify;
+  }
   if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;

@@ -22,6 +22,7 @@ struct StatePlace {
   Bytes budget;
   io::EngineOptions io;
   bool verify = false;  // checksums of what is written and read
+  Bytes asked{};        // of the budget, where more is taken
 
   bool uses(memory::Tier wanted) const {
     return tier == wanted || std::ranges::find(others, wanted) != others.end();

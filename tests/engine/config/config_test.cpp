@@ -31,7 +31,7 @@ TEST(Config, PlacesOptimizerStates) {
   const Config tight =
       parsed(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
                  "nvme_path": "/drive", "buffer_count": 1, "buffer_size": 100}}})");
-  EXPECT_EQ(tight.offload.staging, 1_MiB);
+  EXPECT_EQ(tight.offload.staging, Bytes(400)) << "raised where it is taken";
   EXPECT_EQ(parsed(R"({"zero_optimization": {"stage": 1, "cpu_offload": true}})").offload.optimizer,
             memory::Tier::kHost);
   EXPECT_EQ(parsed("{}").offload.optimizer, memory::Tier::kDevice);

@@ -73,6 +73,47 @@ TEST(Offload, SettingsThatNoDriveCouldServeAreBounded) {
   EXPECT_FALSE(offload.verify);
 }
 
+TEST(Placement, SaysWhatEachRuleHasPlaced) {
+  const char* const json = R"({"zero_optimization": {"stage": 3}, "strata": {"placement": [
+      {"match": "layers.0.*", "optimizer": "host"}, {"larger_than": 1000, "optimizer": "host"},
+      {"match": "nothing*", "param": "host"}, {"match": "*", "optimizer": "device"}]}})";
+  const std::vector<RuleUse> uses = rule_uses(placed(json), parsed(json).offload);
+  ASSERT_EQ(uses.size(), 4U);
+  EXPECT_EQ(uses[0].rule, "layers.0.*: states on host");
+  EXPECT_EQ(uses[0].params, 1);
+  EXPECT_EQ(uses[0].bytes, 400_B);
+  EXPECT_EQ(uses[1].rule, "* over 1000 B: states on host");
+  EXPECT_EQ(uses[1].bytes, 5200_B) << "what is frozen has no states";
+  EXPECT_EQ(uses[2].params, 0);
+  EXPECT_EQ(uses[3].params, 0) << "others came first";
+}
+
+TEST(Placement, MayBeLeftToTheEngine) {
+  const Config chosen = parsed(R"({"zero_optimization": {"stage": 3,
+      "offload_param": {"device": "cpu", "nvme_path": "/drive", "buffer_count": 2},
+      "offload_optimizer": {"ratio": 0.5}},
+      "strata": {"placement": "auto", "device_budget": "2GiB"}})");
+  const OffloadConfig& offload = chosen.offload;
+  EXPECT_TRUE(offload.automatic && offload.places_weights && offload.rules.empty());
+  EXPECT_EQ(offload.param, memory::Tier::kDevice);
+  EXPECT_THAT(offload.optimizer_folders, ::testing::ElementsAre("/drive"));
+  EXPECT_EQ(offload.device_budget, 2_GiB);
+  EXPECT_EQ(offload.host_budget, std::nullopt);
+  ASSERT_EQ(chosen.hints.size(), 2U);
+  EXPECT_EQ(chosen.hints[0].path, "zero_optimization.offload_param.device");
+  EXPECT_EQ(chosen.hints[1].path, "zero_optimization.offload_optimizer.ratio");
+  for (
+      const char* const stays :
+      {R"({"zero_optimization": {"stage": 2}, "strata": {"placement": "auto"}})",
+       R"({"zero_optimization": {"stage": 3, "mics_shard_size": 2},
+            "strata": {"placement": "auto"}})",
+       R"({"zero_optimization": {"stage": 3}, "strata": {"placement": "auto", "gather": "peer"}})"})
+    EXPECT_FALSE(parsed(stays).offload.offloads_params()) << stays;
+  const Config without = parsed(R"({"strata": {"host_budget": 1e9}})");
+  ASSERT_EQ(without.hints.size(), 1U);
+  EXPECT_EQ(without.hints[0].path, "strata.host_budget");
+}
+
 TEST(Placement, SaysWhatIsWrongWithARule) {
   struct Refused {
     const char* json;
@@ -91,6 +132,8 @@ TEST(Placement, SaysWhatIsWrongWithARule) {
        "strata.placement[0]: wanted the keys match, larger_than, param, optimizer; found"},
       {R"({"strata": {"placement": {"match": "*"}}})",
        "strata.placement: wanted a list of objects"},
+      {R"({"strata": {"placement": "automatic"}})",
+       "strata.placement: wanted a list of objects [{ ... }], or \"auto\""},
       {R"({"zero_optimization": {"stage": 3},
           "strata": {"placement": [{"match": "*", "optimizer": "nvme"}]}})",
        "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder"},

@@ -38,8 +38,7 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       transfers_(device_->create_stream()) {
   std::string error;
-  // Rank 0 pins before it shares: pinning may migrate pages, which fails while another rank pins
-  // them.
+  // Rank 0 pins before it shares: to pin may migrate pages, which fails while others pin them.
   if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
   channel_ = std::make_unique<PeerChannel>(*control_, *this, timeout_, names_);
   if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
@@ -196,13 +195,10 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
 }
 
 void PeerLink::unmap_freed() {
-  require_usable();
-  try {
+  controlled("to unmap what peers have freed", [&] {
     for (int turn = 0; turn < peers(); ++turn) buffers_->note_freed(*channel_, peer(turn));
     buffers_->unmap_freed();
-  } catch (const Error& error) {
-    fail(fmt::format("peers cannot be asked what they have freed: {}", error.what()));
-  }
+  });
 }
 
 void PeerLink::wait_for(PeerFlags::Kind kind, int peer, std::uint32_t value,
@@ -254,10 +250,8 @@ void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> min
   for (int turn = 0; turn < peers(); ++turn)
     wait_for(PeerFlags::Kind::kGiven, peer(turn), exchanges_, compute);
   require_usable();
-  for (int r = 0; r < world_size_; ++r) {
-    device_->copy(all.subspan(static_cast<std::size_t>(r) * mine.size(), mine.size()), line_of(r),
-                  compute);
-  }
+  for (int r = 0; r < world_size_; ++r)
+    device_->copy(all.subspan(mine.size() * std::size_t(r), mine.size()), line_of(r), compute);
 }
 
 void PeerLink::wait_for_readers() noexcept {

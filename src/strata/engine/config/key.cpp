@@ -120,8 +120,8 @@ std::string wanted(const Key& key) {
       return with_limits("a list of numbers,", key.limits);
     case Kind::kPerGroup:
       return with_limits("a number, or a list of one number a parameter group,", key.limits);
-    case Kind::kObjects:
-      return "a list of objects [{ ... }]";
+    case Kind::kRules:
+      return "a list of objects [{ ... }], or \"auto\"";
     case Kind::kSection:
     case Kind::kParams:
     case Kind::kSwitch:

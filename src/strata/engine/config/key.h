@@ -25,7 +25,7 @@ enum class Kind : std::uint8_t {
   kNumbers,   // a list of numbers of one length: `limits` says which
   kPerGroup,  // a number, or a list of one number a parameter group
   kSection,   // an object whose keys have rows of their own
-  kObjects,   // a list of objects, which whoever reads it checks
+  kRules,     // a list of objects, which whoever reads it checks, or "auto"
   kParams,    // an object that the optimizer or scheduler of that name checks
   kSwitch,    // an object of a feature that is off unless one of the keys in `limits` is set
 };

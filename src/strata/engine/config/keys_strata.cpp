@@ -84,13 +84,23 @@ constexpr std::array kStrataKeys{
         "ui.perfetto.dev: gathers, reductions, waits, computing, the optimizer, by unit; null: "
         "nowhere",
         ""},
-    Key{"strata.placement", kObjects, "[]", "", kHonoured,
+    Key{"strata.placement", kRules, "[]", "", kHonoured,
         "rules for single parameters, the first that names one counts: `match`, a pattern of "
         "names, "
         "or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, where its weights "
         "and "
         "optimizer state rest: \"device\", \"host\", \"nvme\"; folders and staging are those of "
-        "offload_param and offload_optimizer",
+        "offload_param and offload_optimizer. \"auto\": the device is filled first, then the host, "
+        "then the drive of an nvme_path, with what a step uses least in the last of them",
+        ""},
+    Key{"strata.device_budget", kBytes, "null", "> 0", kHonoured,
+        "bytes of its device that a rank's engine may hold at its peak where placement is "
+        "\"auto\"; activations come on top. null or \"auto\": two thirds of what is free at the "
+        "start; on CPU ranks: no bound, so that nothing is offloaded",
+        ""},
+    Key{"strata.host_budget", kBytes, "null", "> 0", kHonoured,
+        "bytes of host memory, likewise, that a rank may take for what is offloaded and staged; "
+        "null or \"auto\": a rank's share of three quarters of what is available at the start",
         ""},
     Key{"strata.verify_drives", kFlag, "false", "", kHonoured,
         "a checksum of each page that is written to a drive under offload is kept in memory (8 "

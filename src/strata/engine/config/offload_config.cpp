@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
@@ -26,6 +27,8 @@ constexpr std::string_view kBlockSize = "aio.block_size";
 constexpr std::string_view kQueueDepth = "aio.queue_depth";
 constexpr std::string_view kParallelism = "aio.intra_op_parallelism";
 constexpr std::string_view kVerify = "strata.verify_drives";
+constexpr std::string_view kDeviceBudget = "strata.device_budget";
+constexpr std::string_view kHostBudget = "strata.host_budget";
 
 // Numbers that nobody has memory for are a budget without a bound.
 Numel elements_of(std::int64_t count, std::int64_t elements) {
@@ -35,10 +38,14 @@ Numel elements_of(std::int64_t count, std::int64_t elements) {
   return Numel(count * elements);
 }
 
+std::vector<std::string> folders_in(const Settings& settings, std::string_view key) {
+  return settings.maybe<std::vector<std::string>>(key).value_or(std::vector<std::string>());
+}
+
 // Empty where nothing goes to a drive.
 std::vector<std::string> folders_for(bool on_drive, const Settings& settings, std::string_view key,
                                      std::string_view what) {
-  auto folders = settings.maybe<std::vector<std::string>>(key).value_or(std::vector<std::string>());
+  auto folders = folders_in(settings, key);
   if (!on_drive) return {};
   if (!folders.empty() && std::ranges::find(folders, "") == folders.end()) return folders;
   throw ConfigError(fmt::format(
@@ -63,10 +70,14 @@ bool names(memory::Tier first, const std::vector<memory::Tier>& others, memory::
   return first == wanted || std::ranges::find(others, wanted) != others.end();
 }
 
+Numel param_staging(const Settings& settings) {
+  return elements_of(settings.integer(kParamCount), settings.integer(kParamSize)) +
+         elements_of(1, settings.integer(kMaxInCpu));
+}
+
 void read_param(const Settings& settings, int stage, OffloadConfig& config) {
   config.param = tier_named(settings.text(kParamDevice));
-  config.param_staging = elements_of(settings.integer(kParamCount), settings.integer(kParamSize)) +
-                         elements_of(1, settings.integer(kMaxInCpu));
+  config.param_staging = param_staging(settings);
   config.param_folders = folders_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
                                      settings, kParamFolder, "weights");
   if (config.offloads_params() && stage != 3) {
@@ -75,6 +86,25 @@ void read_param(const Settings& settings, int stage, OffloadConfig& config) {
         "device \"none\"; found stage {}",
         kParamDevice, stage));
   }
+}
+
+std::optional<Bytes> bytes_at(const Settings& settings, std::string_view key) {
+  const auto value = settings.maybe<std::int64_t>(key);
+  return value ? std::optional(Bytes(*value)) : std::nullopt;
+}
+
+// Devices and share have no effect; a folder for one of the two serves both.
+OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig config) {
+  config.optimizer = memory::Tier::kDevice;
+  config.ratio = 1.0;
+  settings.at(kParamDevice);
+  config.places_weights = stage == 3;
+  config.param_staging = param_staging(settings);
+  config.param_folders = folders_in(settings, kParamFolder);
+  config.optimizer_folders = folders_in(settings, kOptimizerFolder);
+  if (config.param_folders.empty()) config.param_folders = config.optimizer_folders;
+  if (config.optimizer_folders.empty()) config.optimizer_folders = config.param_folders;
+  return config;
 }
 
 }  // namespace
@@ -97,6 +127,7 @@ std::vector<memory::Tier> OffloadConfig::optimizer_tiers() const {
 }
 
 bool OffloadConfig::offloads_params() const {
+  if (automatic) return places_weights;
   const std::vector<memory::Tier> tiers = param_tiers();
   return names(param, tiers, memory::Tier::kHost) || names(param, tiers, memory::Tier::kNvme);
 }
@@ -106,11 +137,15 @@ OffloadConfig read_offload(const Settings& settings, int stage) {
   const std::string device = settings.text(kOptimizerDevice);
   config.optimizer = tier_named(device);
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
-  config.staging = std::max(kLeastStaging, bytes_of(elements, DType::kFloat32));
+  config.staging = bytes_of(elements, DType::kFloat32);
   config.ratio = settings.number(kRatio);
   config.io = io_options(settings);
   config.verify = settings.flag(kVerify);
   config.rules = read_placement(settings);
+  config.automatic = places_automatically(settings);
+  config.device_budget = bytes_at(settings, kDeviceBudget);
+  config.host_budget = bytes_at(settings, kHostBudget);
+  if (config.automatic) return read_automatic(settings, stage, std::move(config));
   read_param(settings, stage, config);
   const std::vector<memory::Tier> tiers = config.optimizer_tiers();
   const auto has = [&](memory::Tier tier) { return names(config.optimizer, tiers, tier); };

@@ -2,6 +2,7 @@
 // offload_param. Plain values. Errors: ConfigError where settings contradict each other.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,8 +15,9 @@ namespace strata::engine {
 
 class Settings;
 
-// With less a part of a unit's states does not always fit.
-constexpr Bytes kLeastStaging = 1_MiB;
+// One part is read, one is worked on and one is written, each at least as large as what a drive
+// moves at full speed.
+constexpr Bytes kLeastStaging = 3_MiB;
 
 struct OffloadConfig {
   // Of the optimizer's states and fp32 masters. Reduced gradients rest on the host where this is
@@ -23,6 +25,7 @@ struct OffloadConfig {
   memory::Tier optimizer = memory::Tier::kDevice;
   std::vector<std::string> optimizer_folders;  // on drives
   // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
+  // kLeastStaging is taken where this is less.
   Bytes staging;
 
   double ratio = 1.0;  // of the elements whose states are offloaded
@@ -38,10 +41,18 @@ struct OffloadConfig {
 
   // Before all of these, for single parameters.
   std::vector<PlacementRule> rules;
+
+  // Instead of all of these: places come from what memory there is (forecast/auto_placement.h).
+  // The folders are those that there are, of which each stands for both.
+  bool automatic = false;
+  bool places_weights = false;  // too
+  std::optional<Bytes> device_budget;
+  std::optional<Bytes> host_budget;
+
   // Tiers that rules name for weights, and for states.
   std::vector<memory::Tier> param_tiers() const;
   std::vector<memory::Tier> optimizer_tiers() const;
-  bool offloads_params() const;
+  bool offloads_params() const;  // or may
 };
 
 // `stage`: of zero_optimization.

@@ -269,7 +269,8 @@ json check_value(const Key& key, const json& given) {
     case Kind::kPerGroup:
       return value.is_array() ? check_numbers(key, value, std::nullopt)
                               : json(finite_of(key, value));
-    case Kind::kObjects:
+    case Kind::kRules:
+      if (value == "auto") return value;
       if (!value.is_array() || !std::ranges::all_of(value, &json::is_object)) refuse(key, value);
       return value;
     case Kind::kParams:

@@ -6,6 +6,7 @@
 #include "strata/base/error.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
+#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {
@@ -16,13 +17,18 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
   return variables;
 }
 
+forecast::Trainers trainers_with(engine::UpdateRule rule, const ModelRuntime& runtime) {
+  return {rule, runtime.collectives->traits(), runtime.device->runs_ahead()};
+}
+
 }  // namespace
 
 ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
                            engine::UpdateRule rule, ModelRuntime runtime, std::string name)
     : config_(config),
       runtime_(std::move(runtime)),
-      model_(plan_model(input, config)),
+      room_(agreed_room(input, config, runtime_)),
+      model_(plan_model(input, config, trainers_with(rule, runtime_), room_)),
       rule_(rule),
       parameters_(variables_of(input), runtime_.place) {
   StartedModel started = start_model(input, model_, config_, runtime_, parameters_,
