@@ -26,7 +26,8 @@ def memory_forecast(
         optimizer, model_parameters: as for ``initialize``.
         ranks_per_host: int; None: all ranks are on one host. It says, with the configuration's ``strata.collectives``,
             what carries weights and gradients, which holds more or less memory: copies between peers, or NCCL.
-        tier: "device", or "host": memory of the host for what is offloaded, pinned where GPUs work on it.
+        tier: "device", or "host": memory of the host for what is offloaded, pinned where GPUs work on it, and for
+            loading and saving checkpoints (of "staging").
 
     Raises:
         ConfigError: the configuration, also where it does not suit so many ranks, or peers on several hosts.

@@ -6,7 +6,6 @@
 
 #include "strata/base/error.h"
 #include "strata/cli/text_table.h"
-#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/config/config_source.h"
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/config/plan_options.h"
@@ -162,12 +161,11 @@ std::optional<bool> MemoryPlan::fits(int at_stage) const {
 }
 
 Bytes MemoryPlan::host(memory::Kind kind) const {
-  const Bytes offloaded = stages[static_cast<std::size_t>(stage)].forecast->on_host(kind);
-  return kind == memory::Kind::kStaging ? offloaded + host_staging : offloaded;
+  return stages[static_cast<std::size_t>(stage)].forecast->on_host(kind);
 }
 
 Bytes MemoryPlan::host_total() const {
-  return stages[static_cast<std::size_t>(stage)].forecast->host + host_staging;
+  return stages[static_cast<std::size_t>(stage)].forecast->host;
 }
 
 MemoryPlan make_plan(const PlanRequest& request) {
@@ -203,8 +201,6 @@ MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
       entry.refused = error.what();
     }
   }
-  const engine::StagingOptions staging;
-  plan.host_staging = staging.buffer_bytes * staging.buffers;
   const auto fits = [&](int stage) { return plan.fits(stage) == true; };
   if (request.device_memory && !fits(0) && !fits(1) && !fits(2) && !fits(3) &&
       plan.stages[3].forecast) {

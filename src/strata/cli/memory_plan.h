@@ -34,14 +34,14 @@ struct MemoryPlan {
   Bytes weights;  // of the whole model, in the dtypes that it computes in
   int stage = 0;  // the configuration's
   std::array<StagePlan, 4> stages;
-  Bytes host_staging;  // of each rank, pinned, while it loads or saves
   // Where nothing fits: the least number of ranks, doubling, at which stage 3 does.
   std::optional<int> fits_from;
   std::vector<std::string> remarks;
 
   // Absent where nobody said how much there is, or where the stage was refused.
   std::optional<bool> fits(int at_stage) const;
-  // Of each rank at the configuration's own stage: what is offloaded, and staging.
+  // Of each rank at the configuration's own stage: what is offloaded, and staging, that of loading
+  // and saving among it.
   Bytes host(memory::Kind kind) const;
   Bytes host_total() const;
 };

@@ -8,7 +8,8 @@
 namespace strata::cli {
 
 // Replaces this process by `python -m module arguments...`. The Python is STRATA_PYTHON where that
-// is set, else the one that was installed beside this program, else python3 of PATH.
+// is set, else the one that was installed beside this program, or beside the link by which it was
+// called, else python3 of PATH.
 [[noreturn]] void become_python_module(const std::string& module,
                                        std::vector<std::string> arguments);
 
