@@ -67,6 +67,7 @@ void bind_config(py::module_& module) {
              c.zero.stage = 3;
              c.zero.param_persistence_threshold = Numel();
              c.zero.model_persistence_threshold = Numel();
+             c.offload.automatic = false;  // the whole model is not known yet
              return c;
            })
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })

@@ -8,67 +8,63 @@ The entry points are those of DeepSpeed::
     engine.backward(loss)
     engine.step()
 
-Importing this package starts nothing: no process group, no device, no threads. What reads checkpoints and what
-forecasts memory is imported when it is first asked for.
+Importing this package starts nothing: no process group, no device, no threads. Torch and the engine are imported when
+one of its names is first asked for, so that ``import strata.compat.deepspeed`` costs nothing before other imports.
 """
 
 import importlib
-
-from . import schedule, utils, zero
-from ._C import (
-    CommError,
-    ConfigError,
-    DeviceError,
-    Error,
-    FormatError,
-    InternalError,
-    IoError,
-    LossScaleError,
-    NumericsError,
-    OutOfMemoryError,
-    UsageError,
-)
-from .command_line import add_config_arguments
-from .engine import Engine
-from .initialize import initialize
-from .optimizer import ShardedOptimizer
-from .ranks.runtime import init_distributed
-from .schedule import ScheduledLR
+import sys
+import types
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CommError",
-    "ConfigError",
-    "DeviceError",
-    "Engine",
-    "Error",
-    "FormatError",
-    "InternalError",
-    "IoError",
-    "LossScaleError",
-    "NumericsError",
-    "OutOfMemoryError",
-    "ScheduledLR",
-    "ShardedOptimizer",
-    "UsageError",
-    "add_config_arguments",
-    "init_distributed",
-    "initialize",
-    "load_pretrained",
-    "load_weights",
-    "memory_forecast",
-    "schedule",
-    "utils",
-    "zero",
-]
+_HOMES = {  # name: the module that has it
+    "CommError": "_C",
+    "ConfigError": "_C",
+    "DeviceError": "_C",
+    "Engine": "engine",
+    "Error": "_C",
+    "FormatError": "_C",
+    "InternalError": "_C",
+    "IoError": "_C",
+    "LossScaleError": "_C",
+    "NumericsError": "_C",
+    "OutOfMemoryError": "_C",
+    "ScheduledLR": "schedule",
+    "ShardedOptimizer": "optimizer",
+    "UsageError": "_C",
+    "add_config_arguments": "command_line",
+    "init_distributed": "ranks.runtime",
+    "initialize": "initialize",
+    "load_pretrained": "pretrained",
+    "load_weights": "pretrained",
+    "memory_forecast": "forecast",
+}
+_MODULES = ("_C", "engine", "forecast", "ops", "pretrained", "schedule", "utils", "zero")
 
-_FIRST_ASKED_FOR = {"load_pretrained": "pretrained", "load_weights": "pretrained", "memory_forecast": "forecast"}
+__all__ = [*_HOMES, "ops", "schedule", "utils", "zero"]
 
 
 def __getattr__(name):
-    module = _FIRST_ASKED_FOR.get(name, name)
-    if module not in _FIRST_ASKED_FOR.values():
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _HOMES:
         raise AttributeError(f"module 'strata' has no attribute '{name}'")
-    found = importlib.import_module(f".{module}", __name__)
-    return found if module == name else getattr(found, name)
+    found = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return found
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+    """A package whose ``initialize`` is the function also when the module of that name is imported first."""
+
+    def __setattr__(self, name, value):
+        if name == "initialize" and isinstance(value, types.ModuleType):
+            value = value.initialize
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -7,6 +7,7 @@ import torch
 
 from . import _C
 from .engine_weights import EngineWeights
+from .state_parking import StateParking
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,7 +47,7 @@ def _off(meaning):
     return value
 
 
-class EngineNames(EngineWeights):
+class EngineNames(EngineWeights, StateParking):
     """What ``Engine`` tells of its configuration; it has ``_config``, ``core``, ``optimizer``,
     ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 
@@ -284,15 +285,6 @@ class EngineNames(EngineWeights):
         return self.global_rank
 
     # --- what there is not ---
-
-    def offload_states(self, include=None, device=None, pin_memory=True, non_blocking=False):
-        """Raises UsageError: the engine's states stay on their device."""
-        raise _C.UsageError("offload_states: this version keeps its states on the device; free them with "
-                            "destroy(keep_values=True) and call initialize again, or take fewer ranks a GPU")
-
-    def reload_states(self, non_blocking=False):
-        """Raises UsageError: nothing was offloaded."""
-        raise _C.UsageError("reload_states: nothing was offloaded, and this version offloads nothing")
 
     def empty_partition_cache(self):
         """Does nothing: what stays gathered is bounded by the configuration at all times

@@ -12,6 +12,8 @@ class EngineWeights:
 
     def module_state_dict(self, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective)."""
+        self.core.require_weights("a state dict")
+        self.core.require_own_memory()
         if self._config.stage >= 3:
             return whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
         frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -37,6 +39,8 @@ class EngineWeights:
         room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages 0 to
         2 every rank has all of it, and this is ``engine.module.state_dict()``.
         """
+        self.core.require_weights("a state dict")
+        self.core.require_own_memory()
         if self._config.stage < 3:
             return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         found = whole_state_dict(self.module, self.global_rank == 0) or {}

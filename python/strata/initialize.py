@@ -21,7 +21,6 @@ from .ranks.runtime import (
     telling_the_others,
 )
 from .schedule import ScheduledLR
-from .views.start_up import StartUp, require_writable_files
 
 logger = logging.getLogger("strata")
 
@@ -65,9 +64,9 @@ def initialize(
         model: a ``torch.nn.Module``, on the CPU or on one GPU. It trains on the GPU of this rank (LOCAL_RANK)
             where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
             there shard by shard, buffers whole.
-        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or
-            a callable that makes one from parameters. AdamW and Adam run in the engine's kernel; others run
-            as they are on the fp32 shards, which is right for those that work element by element.
+        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
+            that makes one from parameters. AdamW and Adam, torch's or of ``strata.ops.adam``, run in the engine's
+            kernel; others run as they are on the fp32 shards, which is right for those that work element by element.
         model_parameters: what the configuration's optimizer optimises: parameters or param groups; all
             trainable parameters when None.
         training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
@@ -89,23 +88,44 @@ def initialize(
         CommError: a rank that does not come or ends.
         OutOfMemoryError: the shards do not fit.
     """
+    return initialize_as(
+        Engine, model, _find_config(args, config, config_params), optimizer, model_parameters, training_data,
+        lr_scheduler, dist_init_required, collate_fn, mpu, mesh_param,
+    )
+
+
+def initialize_as(
+    engine_class,
+    model,
+    config,
+    optimizer,
+    model_parameters,
+    training_data,
+    lr_scheduler,
+    dist_init_required,
+    collate_fn,
+    mpu=None,
+    mesh_param=None,
+):
+    """``initialize``, whose engine is of ``engine_class``, an ``Engine``."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
+    from .views.start_up import StartUp  # not at `import strata`, which every script waits for
     with StartUp() as start_up:
         with start_up.phase("connect"):
             if dist_init_required is False:
                 require_group()
             else:
                 init_distributed()
-            parsed, runtime, tree = prepare(_find_config(args, config, config_params), model)
+            parsed, runtime, tree = prepare(config, model)
             collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
         assembled = assemble(
             tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
-            start_up,
+            start_up, engine_class=engine_class,
         )
         start_up.finish(assembled[0])
         return assembled
@@ -118,6 +138,8 @@ def prepare(config, model):
         config: as for ``initialize``.
         model: one that has its values.
     """
+    from .views.start_up import require_writable_files
+
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)
@@ -147,6 +169,7 @@ def assemble(
     collate_fn,
     start_up,
     born_flat=None,
+    engine_class=Engine,
 ):
     """What ``initialize`` returns, once the configuration is read and the ranks are connected.
 
@@ -157,6 +180,7 @@ def assemble(
         runtime: a _C.Runtime, of ``prepare``.
         start_up: the StartUp that counts.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
+        engine_class: of the engine.
         The others are ``initialize``'s.
     """
     with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
@@ -165,7 +189,7 @@ def assemble(
     progress = start_up.progress(collectives.rank, collectives.world_size)
     with start_up.phase("make engine"):
         runtime = runtime.joined(collectives)
-        engine = Engine(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
+        engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
         start_up.core = engine.core
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine.core)

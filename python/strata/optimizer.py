@@ -7,6 +7,8 @@ import logging
 import torch
 
 from . import _C
+from .ops.adam import adam_mode
+from .ops.elementwise import add_group_without_compiler
 
 logger = logging.getLogger("strata")
 
@@ -17,7 +19,7 @@ class _WithoutCompiler(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         """As torch's."""
-        _unwrapped(super().add_param_group)(param_group)
+        add_group_without_compiler(self, param_group)
 
     def state_dict(self):
         """As torch's."""
@@ -86,12 +88,12 @@ class ShardedOptimizer(_WithoutCompiler):
         """Does nothing: the engine forgets gradients when it has used them."""
 
     def scalars(self):
-        """[(lr, beta1, beta2, eps, weight decay)], one a param group, as they are now."""
+        """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now."""
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
             values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
-            result.append(tuple(float(v) for v in values))
+            result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
         return result
 
 
@@ -158,15 +160,17 @@ def _lean(torch_class):
 def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
 
-    AdamW and Adam without amsgrad or maximize are computed by the engine's own one-pass kernel, with the
-    hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32 shards, which is
-    right for optimizers that work element by element.
+    AdamW and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, are computed by the engine's own
+    one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32
+    shards, which is right for optimizers that work element by element.
     """
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(
             f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "
             "new one"
         )
+    if adam_mode(inner) is not None:
+        return _sharded(inner, None), adam_mode(inner)
     kind = getattr(type(inner), "_strata_likeness", type(inner))
     exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
@@ -216,7 +220,7 @@ def run_on_shards(sharded, model):
                 segment.grad = None  # the memory is the engine's again
 
     model.set_update(update)
-    model.segment_states = SegmentStates(inner, by_parameter)
+    model.segment_states = SegmentStates(inner, by_parameter, segments)
 
 
 class SegmentStates:
@@ -225,10 +229,34 @@ class SegmentStates:
     Args:
         inner: the optimizer.
         segments: {index of a parameter: its part, which ``inner`` knows as a parameter}.
+        in_order: these parts, as ``core.segments()`` has them.
     """
 
-    def __init__(self, inner, segments):
-        self._inner, self._segments = inner, segments
+    def __init__(self, inner, segments, in_order):
+        self._inner, self._segments, self._in_order = inner, segments, in_order
+        self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
+
+    def park(self, states, pin_memory):
+        """Moves the optimizer's tensors to the host, where ``states`` has "optim_states", and lets go of the masters,
+        whose memory the engine may move. A part is empty then."""
+        if "optim_states" in states:
+            for kept in self._inner.state.values():
+                for name, value in kept.items():
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        copy = torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+                        self._away.append((kept, name, value.device))
+                        kept[name] = copy.copy_(value)
+        if "hp_params" in states or "lp_params" in states:
+            for segment in self._in_order:
+                segment.data = segment.data.new_empty(0)
+
+    def unpark(self, core):
+        """After the engine has brought its states back."""
+        away, self._away = self._away, []
+        for kept, name, device in away:
+            kept[name] = kept[name].to(device)
+        for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
+            segment.data = weight
 
     def part(self, parameter, name):
         """The state itself, of the part's shape; None where there is none."""

@@ -112,11 +112,15 @@ class GatheredParameters:
         if changed:
             core, index = owner_of(changed[0])
             first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"
-            raise _C.UsageError(
+            self._changed(
                 f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
                 "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
                 f"{first}"
             )
+
+    def _changed(self, message):
+        """What happens where they have."""
+        raise _C.UsageError(message)
 
 
 def _require_rank(modifier_rank):

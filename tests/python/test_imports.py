@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import strata
 
 TWO_STEPS = """
 import sys
@@ -49,8 +50,21 @@ def test_an_import_begins_nothing():
     assert "strata.early_runtime" in modules and not modules & {"transformers", "torch._dynamo"}
 
 
-def test_what_reads_checkpoints_is_imported_when_it_is_asked_for():
+def test_what_not_every_script_uses_is_imported_when_it_is_asked_for():
+    """Every script waits for what is imported at once, about a millisecond each."""
     modules = _modules_after("import sys, strata")
-    assert not modules & {"strata.pretrained", "strata.forecast", "strata.checkpoint.names", "transformers"}
-    later = _modules_after("import sys, strata; strata.load_weights, strata.memory_forecast; strata.pretrained")
-    assert later >= {"strata.pretrained", "strata.forecast"}
+    ours = {name for name in modules if name.split(".")[0] == "strata"}
+    assert "strata.engine" in ours and len(ours) <= 30, sorted(ours)
+    assert not modules & {"transformers", "rich", "strata.pretrained", "strata.checkpoint.names"}
+    later = _modules_after("import sys\nfrom strata import *\nassert zero.Init and utils.logger; memory_forecast")
+    assert later >= {"strata.pretrained", "strata.forecast", "strata.zero"}
+
+
+def test_the_public_names_stay():
+    """Scripts import them; one may come, none may go."""
+    kept = """CommError ConfigError DeviceError Engine Error FormatError InternalError IoError LossScaleError
+        NumericsError OutOfMemoryError ScheduledLR ShardedOptimizer UsageError add_config_arguments init_distributed
+        initialize load_pretrained load_weights memory_forecast schedule utils zero""".split()
+    assert set(kept) <= set(strata.__all__)
+    assert [name for name in strata.__all__ if not hasattr(strata, name)] == []
+    assert callable(strata.initialize) and callable(strata.zero.Init)

@@ -31,19 +31,21 @@ class LoadPlan:
         strict: tensors that the model has no use for are an error; else a warning.
         contents: ``Contents`` of the checkpoint, where they have been made.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
+        found: what ``model_tensors`` has found for these parameters, and maybe for others.
 
     Raises:
         FormatError: tensors that are missing, misshapen, wrongly typed, or with ``strict`` unexpected; lists
             them.
     """
 
-    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None, constructed=None):
+    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None, constructed=None,
+                 found=None):  # fmt: skip
         self._checkpoint = checkpoint
         self._path = path
         known = {name for _, names, _, _ in parameters for name in names} | set(buffers)
         contents = contents or Contents(checkpoint)
         self._shapes = contents.shapes
-        found, self.unexpected = model_tensors(model, known, contents.tensors)
+        found, self.unexpected = (found, []) if found else model_tensors(model, known, contents.tensors)
         if strict and self.unexpected:
             raise _C.FormatError(_listing(f"{path}: the model has no use for", self.unexpected))
         self._computed = []  # (index, RangeTensor)

@@ -33,7 +33,18 @@ class ShardedParameter(torch.nn.Parameter):
         ds_numel: int, elements of the full shape.
         ds_status: ``ParameterStatus``, live.
         ds_tensor: a copy of this rank's part, of one dimension, with ``ds_numel`` and ``status``. A part may be empty.
+        ds_persist: bool, whether it stays whole.
+        ds_active_sub_modules: an empty set; scopes count their uses themselves.
     """
+
+    @property
+    def ds_active_sub_modules(self):
+        return set()
+
+    @property
+    def ds_persist(self):
+        core, index = owner_of(self)
+        return core is None or not core.is_sharded(index)
 
     @property
     def ds_status(self):

@@ -16,6 +16,7 @@
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/python_module.h"
+#include "strata/cli/run_command.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::cli {
@@ -52,6 +53,7 @@ class CommandLine {
     add_diff();
     add_plan();
     add_bench_io();
+    add_run();
     add_import(
         "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
         "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
@@ -89,8 +91,30 @@ class CommandLine {
     command.final_callback([this, name, &command] {
       command_ = [name, &command]() -> ExitCode {
         std::vector<std::string> arguments = command.remaining();
-        arguments.insert(arguments.begin(), name.substr(name.find('-') + 1));
-        become_python_module("strata.importing", std::move(arguments));
+        arguments.insert(arguments.begin(),
+                         {"-m", "strata.importing", name.substr(name.find('-') + 1)});
+        become_python(std::move(arguments));
+      };
+    });
+  }
+
+  void add_run() {
+    CLI::App& command = *app_.add_subcommand(
+        "run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place");
+    command.usage("strata run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]");
+    command.footer(
+        "Options are those of DeepSpeed's launcher; torchrun starts the ranks, ssh reaches "
+        "hosts.\n\n"
+        "Examples:\n"
+        "  strata run train.py --deepspeed ds.json             on all GPUs\n"
+        "  strata run --num_gpus 2 train.py                    without GPUs: two ranks on the CPU\n"
+        "  strata run --include localhost:1,3 train.py         on two of them\n"
+        "  strata run --hostfile hosts --num_nodes 2 train.py");
+    add_run_options(command, job_);
+    command.callback([this, &command] {
+      command_ = [this, &command] {
+        job_.command = command.remaining();
+        return static_cast<ExitCode>(run_job(job_));
       };
     });
   }
@@ -151,10 +175,12 @@ class CommandLine {
     CLI::App& command = add(
         "plan", "Say what each device will hold, at every stage, before there is one",
         "Runs the engine without memory on the names and shapes of a model's safetensors. Exit\n"
-        "code 1: the configuration's stage does not fit the device memory that was named.\n\n"
+        "code 1: the configuration's stage does not fit the memory or space that was named.\n\n"
         "Examples:\n"
         "  strata plan --config ds.json --model Qwen3-8B --world 8 --device-memory 80GiB\n"
-        "  strata plan --config ds.json --model Qwen3-8B --world 64 --ranks-per-host 8");
+        "  strata plan --config ds.json --model Qwen3-8B --world 64 --ranks-per-host 8\n"
+        "  strata plan --config ds.json --model Qwen3-8B --world 1 --device-memory 24GiB \\\n"
+        "      --host-memory 64GiB --nvme-space 1TB");
     command.add_option("--config", config_, "DeepSpeed JSON, a file")
         ->required()
         ->check(CLI::ExistingFile);
@@ -165,6 +191,8 @@ class CommandLine {
     command.add_option("--ranks-per-host", ranks_per_host_, "Ranks of a host; all, if not given")
         ->check(CLI::Range(1, kWorldMax));
     command.add_option("--device-memory", device_memory_, "What a device has, as 80GiB");
+    command.add_option("--host-memory", host_memory_, "What a host has for its ranks, as 512GiB");
+    command.add_option("--nvme-space", nvme_space_, "What its drive has, as 4TB");
     command.add_option("--device", device_, "cuda or cpu")
         ->capture_default_str()
         ->check(CLI::IsMember({"cuda", "cpu"}));
@@ -258,9 +286,11 @@ class CommandLine {
     request.job = {world_, device_ == "cuda", ranks_per_host_};
     if (!device_memory_.empty())
       request.device_memory = parse_byte_size(device_memory_, "--device-memory");
+    if (!host_memory_.empty()) request.host_memory = parse_byte_size(host_memory_, "--host-memory");
+    if (!nvme_space_.empty()) request.nvme_space = parse_byte_size(nvme_space_, "--nvme-space");
     const MemoryPlan plan = make_plan(request);
     session_.show(text_of(plan), json_of(plan));
-    return plan.fits(plan.stage) == false ? kFoundWrong : kDone;
+    return plan.fits_all() ? kDone : kFoundWrong;
   }
 
   static constexpr int kWorldMax = 1'000'000;
@@ -269,12 +299,15 @@ class CommandLine {
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Session session_;
   Command command_;
+  JobRequest job_;
   std::string path_;
   std::string other_;
   std::string dtype_ = "as-trained";
   std::string max_shard_ = "5GB";
   std::string config_;
   std::string device_memory_;
+  std::string host_memory_;
+  std::string nvme_space_;
   std::string device_ = "cuda";
   std::vector<std::string> paths_;
   std::string size_;

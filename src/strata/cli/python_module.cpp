@@ -12,7 +12,6 @@
 #include "strata/base/error.h"
 
 namespace strata::cli {
-namespace {
 
 std::string find_python() {
   if (const char* const named = std::getenv("STRATA_PYTHON"); named != nullptr) return named;
@@ -22,20 +21,16 @@ std::string find_python() {
   return !error && std::filesystem::exists(beside, error) ? beside.string() : "python3";
 }
 
-}  // namespace
-
-void become_python_module(const std::string& module, std::vector<std::string> arguments) {
+void become_python(std::vector<std::string> arguments) {
   const std::string python = find_python();
-  arguments.insert(arguments.begin(), {python, "-m", module});
+  arguments.insert(arguments.begin(), python);
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
   argv.push_back(nullptr);
   ::execvp(python.c_str(), argv.data());
   const int code = errno;
   throw Error(
-      fmt::format("cannot run '{}', which has the importers; set STRATA_PYTHON to a Python that "
-                  "has the package "
-                  "strata: {}",
+      fmt::format("cannot run '{}'; set STRATA_PYTHON to a Python that has the package strata: {}",
                   python, errno_text(code)));
 }
 

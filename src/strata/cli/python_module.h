@@ -7,9 +7,11 @@
 
 namespace strata::cli {
 
-// Replaces this process by `python -m module arguments...`. The Python is STRATA_PYTHON where that
-// is set, else the one that was installed beside this program, else python3 of PATH.
-[[noreturn]] void become_python_module(const std::string& module,
-                                       std::vector<std::string> arguments);
+// The Python that has the package: STRATA_PYTHON where that is set, else the one that was installed
+// beside this program, else python3 of PATH.
+std::string find_python();
+
+// Replaces this process by `python arguments...`.
+[[noreturn]] void become_python(std::vector<std::string> arguments);
 
 }  // namespace strata::cli

@@ -50,7 +50,7 @@ class TrainingCheckpoint {
 // Collective. `path`: rank 0's counts; it reads the manifest for all.
 TrainingCheckpoint open_training(comm::Collectives& collectives, const std::string& path);
 
-// What the model and the checkpoint have not in common.
+// Where the model and the checkpoint differ.
 struct Differences {
   std::vector<std::string> missing;     // parameters that the checkpoint lacks
   std::vector<std::string> unexpected;  // parameters that the model lacks

@@ -200,6 +200,7 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
   std::optional<StateSources> sources;
   std::optional<format::WeightMap> map;
   engine.settle_step();
+  engine.parking().require_all("loading a checkpoint");
   together(collectives, kLoadingTraining, [&] {
     if (request.strict) require_same_model(checkpoint, engine, request.without_frozen);
     files.emplace(checkpoint);

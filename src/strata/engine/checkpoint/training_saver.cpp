@@ -106,6 +106,7 @@ void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& cal
   require_same_tag(collectives, request.tag);
   together(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
+    engine.parking().require_all("saving a checkpoint");
     format::require_tag(request.tag);
     if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
   });

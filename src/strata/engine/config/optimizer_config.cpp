@@ -34,7 +34,7 @@ constexpr std::array<Unsupported, 16> kUnsupported{{
     {"onebitadam", "it compresses communication"},
     {"zerooneadam", "it compresses communication"},
     {"muon", "it needs whole matrices"},
-    {"lion", "torch.optim has no such class"},
+    {"lion", "pass strata.ops.lion.FusedLion to initialize"},
     {"muadam", "it needs the mup package's own groups"},
     {"muadamw", "it needs the mup package's own groups"},
     {"musgd", "it needs the mup package's own groups"},

@@ -80,7 +80,7 @@ class Reader {
  private:
   bool is_given(const Key& key, const json& value, std::string_view prefix) {
     if (value.is_null()) return false;
-    if (value != "auto") return true;
+    if (value != "auto" || key.kind == Kind::kRules) return true;
     if (must_be_filled_in(key)) {
       remarks_->open.push_back(unresolved_auto(
           key.path, fmt::format("{} ({})", wanted(key), key.meaning), example_of(key)));

@@ -1,5 +1,6 @@
 #include "strata/torch/model/autograd_pass.h"
 
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>

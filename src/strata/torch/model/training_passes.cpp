@@ -136,4 +136,14 @@ std::optional<engine::StepResult> TrainingPasses::step(
   return control_.step(groups);
 }
 
+void TrainingPasses::let_go() {
+  pass_.settle();
+  scopes_.failure().rethrow();
+  if (engine_.forward_seen()) {
+    scopes_.release_idle_reads();
+  } else {
+    scopes_.end_micro_step();
+  }
+}
+
 }  // namespace strata::torch

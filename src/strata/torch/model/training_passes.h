@@ -58,6 +58,10 @@ class TrainingPasses {
 
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
+  // Between passes: lets go of what was gathered for reads outside scopes, but for what the graph
+  // of a forward may have saved.
+  void let_go();
+
  private:
   void begin_found();
   void end_found();

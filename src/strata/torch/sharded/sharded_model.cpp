@@ -6,6 +6,7 @@
 #include "strata/base/error.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
+#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {
@@ -16,13 +17,18 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
   return variables;
 }
 
+forecast::Trainers trainers_with(engine::UpdateRule rule, const ModelRuntime& runtime) {
+  return {rule, runtime.collectives->traits(), runtime.device->runs_ahead()};
+}
+
 }  // namespace
 
 ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
                            engine::UpdateRule rule, ModelRuntime runtime, std::string name)
     : config_(config),
       runtime_(std::move(runtime)),
-      model_(plan_model(input, config)),
+      room_(agreed_room(input, config, runtime_)),
+      model_(plan_model(input, config, trainers_with(rule, runtime_), room_)),
       rule_(rule),
       parameters_(variables_of(input), runtime_.place) {
   StartedModel started = start_model(input, model_, config_, runtime_, parameters_,
@@ -84,11 +90,13 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
 
 void ShardedModel::begin_forward() {
   require_alive();
+  engine_->parking().require_weights("a forward");
   passes_->begin_forward();
 }
 
 void ShardedModel::enter_root() {
   require_own_memory();
+  engine_->parking().require_weights("a forward");  // also one without gradients
   passes_->enter_root();
 }
 
@@ -125,6 +133,18 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
   require_own_memory();
   values_->note_step();
   return passes_->step(groups);
+}
+
+bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
+  require_alive();
+  passes_->let_go();
+  const Scopes::Claim claim(passes_->scopes());
+  return engine_->parking().park(states, pinned);
+}
+
+void ShardedModel::unpark() {
+  require_alive();
+  engine_->parking().unpark();
 }
 
 void ShardedModel::gather(std::span<const int> params) {
@@ -185,6 +205,7 @@ void ShardedModel::wait_for_all() {
 
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
+  if (engine_->parking().away().weights) engine_->parking().unpark();  // parameters keep values
   passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;

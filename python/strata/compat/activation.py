@@ -1,0 +1,100 @@
+"""Makes ``deepspeed`` mean Strata in this process: to ``import``, and to who asks for the distribution of that name.
+
+Nothing but the standard library is imported here, and nothing is changed but ``sys.meta_path``. It is done by
+``import strata.compat.deepspeed``, by ``strata run``, and at the start of every Python process whose environment says
+``STRATA_COMPAT=deepspeed``, through ``strata-compat.pth`` beside the installed package. So launchers pass it to ranks.
+An installed DeepSpeed stays as it is; this process does not see it.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+
+from .identity import NAME, VARIABLE
+
+# Each decides once, as it is imported, whether there is a DeepSpeed, and which bases and names it has then.
+_TOO_LATE = ("transformers.integrations.deepspeed", "accelerate.utils", "trl.import_utils", "lightning.fabric")
+
+
+def activate():
+    """Makes ``deepspeed`` mean Strata. Does nothing the second time.
+
+    Raises:
+        ImportError: DeepSpeed itself, or a framework that looks for it, has been imported already; says which.
+    """
+    if is_active():
+        return
+    _require_early()
+    sys.meta_path.insert(0, Finder())
+
+
+def activate_as(name):
+    """``activate()`` for the value of STRATA_COMPAT; an empty one asks for nothing.
+
+    Raises:
+        ImportError: for a name that there is no stand-in of; and as ``activate``.
+    """
+    if name not in ("", NAME):
+        advice = f"write {VARIABLE}={NAME}, or unset it"
+        raise ImportError(f"{VARIABLE}={name}: Strata stands in for '{NAME}' alone; {advice}")
+    if name:
+        activate()
+
+
+def is_active():
+    """bool: whether ``deepspeed`` means Strata in this process."""
+    return any(isinstance(finder, Finder) for finder in sys.meta_path)
+
+
+def _require_early():
+    real = sys.modules.get(NAME)
+    if real is not None:
+        where = getattr(real, "__file__", None) or "a module made by the program"
+        raise ImportError(
+            f"'{NAME}' cannot become Strata: DeepSpeed {getattr(real, '__version__', '')} was imported first, from "
+            f"{where}. {_ADVICE}"
+        )
+    early = [name for name in _TOO_LATE if name in sys.modules]
+    if early:
+        raise ImportError(
+            f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether there "
+            f"is a DeepSpeed. {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script as it is, and start "
+    f"it by 'strata run', or with {VARIABLE}={NAME} in the environment"
+)
+
+
+class Finder:
+    """Of ``sys.meta_path``: the modules below ``deepspeed``, and the metadata of a distribution of that name."""
+
+    def find_spec(self, name, path=None, target=None):
+        """The spec of a module of the stand-in; None for what is not below ``deepspeed``.
+
+        Raises:
+            ModuleNotFoundError: for a module of DeepSpeed that there is no stand-in of.
+        """
+        if name != NAME and not name.startswith(NAME + "."):
+            return None
+        from .modules import Loader, is_known  # not before somebody asks
+
+        if not is_known(name):
+            raise ModuleNotFoundError(
+                f"Strata, which stands in for DeepSpeed here, has no module '{name}'; docs/MIGRATING.md lists what it "
+                f"has. Unset {VARIABLE} to use DeepSpeed itself",
+                name=name,
+            )
+        return ModuleSpec(name, Loader(), origin=__file__, is_package=True)
+
+    def find_distributions(self, context=None):
+        """[the distribution "deepspeed"], where ``context`` asks for it or for all."""
+        wanted = getattr(context, "name", None)
+        if wanted is None or wanted.lower() == NAME:
+            from .distribution import Distribution
+
+            yield Distribution()
+
+    def invalidate_caches(self):
+        """Does nothing: there are none."""

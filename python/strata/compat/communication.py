@@ -1,0 +1,87 @@
+"""``deepspeed.comm``: torch.distributed's functions, and those of DeepSpeed that torch has not."""
+
+import os
+
+import torch.distributed as dist
+
+from ..ranks import runtime
+
+
+def is_initialized():
+    """bool: whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def init_distributed(
+    dist_backend=None,
+    auto_mpi_discovery=True,
+    distributed_port=29500,
+    verbose=True,
+    timeout=None,
+    init_method=None,
+    dist_init_required=None,
+    config=None,
+    rank=-1,
+    world_size=-1,
+):
+    """Opens torch's default process group where there is none, from the environment of torchrun.
+
+    Args:
+        dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
+        timeout: a ``datetime.timedelta``; torch's default when None.
+        init_method, rank, world_size: as ``torch.distributed.init_process_group`` takes them, where a script says who
+            it is; -1: the environment does.
+        dist_init_required: False: there must be a group already.
+        distributed_port: of rank 0, where the environment names none.
+        auto_mpi_discovery, verbose, config: accepted for DeepSpeed's sake; MPI is not asked.
+
+    Raises:
+        RuntimeError: ``dist_init_required=False`` and no group.
+    """
+    if is_initialized():
+        return
+    if dist_init_required is False:
+        runtime.require_group()
+        return
+    options = {} if timeout is None else {"timeout": timeout}
+    if init_method is not None or (rank >= 0 and world_size > 0):
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(dist_backend, init_method=init_method, rank=rank, world_size=world_size, **options)
+        return
+    if "RANK" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    runtime.init_distributed(dist_backend, **options)
+
+
+def get_rank(group=None):
+    """int: this process's rank; 0 without a process group."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group=None):
+    """int: the number of ranks; 1 without a process group."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank():
+    """int: this process's number on its host, LOCAL_RANK; 0 where no launcher says one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group():
+    """The default process group; None without one."""
+    return dist.group.WORLD if is_initialized() else None
+
+
+def get_all_ranks_from_group(group=None):
+    """[int]: the ranks of a group; of the default one where None."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def log_summary(show_straggler=False, return_dict=False):
+    """None: calls of these functions are not counted. ``engine.step_report()`` says what travelled in a step."""
+
+
+def yes():
+    """True: this torch has it."""
+    return True

@@ -1,0 +1,74 @@
+"""The class of engines that ``deepspeed.initialize`` makes: Strata's, with what frameworks touch beside its names."""
+
+from ..engine import Engine
+from ..model.owner import owner_of
+from .sharding import ParameterOffload, no_external_parameters
+
+
+class DeepSpeedEngine(Engine):
+    """``strata.Engine`` under the name that frameworks ask for.
+
+    Attributes:
+        config: dict, the configuration as the script gave it; not the model's, which is ``engine.module.config``.
+        optimizer: as Strata's. At stage 3 it has ``parameter_offload``; without an optimizer it is that object.
+    """
+
+    document = {}  # of the configuration
+
+    def __init__(self, tree, config, optimizer, *args, **kwargs):
+        super().__init__(tree, config, optimizer, *args, **kwargs)
+        if optimizer is not None:
+            optimizer.zero_stage = config.stage
+        if config.stage == 3:
+            offload = ParameterOffload(self.module)
+            self.module.__dict__["ds_external_parameters"] = no_external_parameters
+            if optimizer is None:
+                self.optimizer = offload
+            else:
+                optimizer.parameter_offload = offload
+
+    @property
+    def config(self):
+        """The dict of the configuration."""
+        return self.document
+
+    @property
+    def has_optimizer(self):
+        """bool: whether this engine updates anything."""
+        return not isinstance(self.optimizer, (type(None), ParameterOffload))
+
+    def load_checkpoint(
+        self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
+        load_module_only=False, custom_load_fn=None,
+    ):  # fmt: skip
+        """As Strata's; an engine without an optimizer takes the weights alone."""
+        return super().load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer, load_lr_scheduler_states,
+            load_module_only, custom_load_fn,
+        )  # fmt: skip
+
+    def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
+        """Raises NotImplementedError: compile parts of the model that hold no parameters of their own."""
+        raise NotImplementedError("engine.compile: Strata does not offer torch.compile over a whole model under the "
+                                  "engine; leave the dynamo plugin, or torch_compile of TrainingArguments, out")
+
+    @property
+    def is_compiled(self):
+        """False."""
+        return False
+
+    def destroy(self, keep_values=False):
+        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of
+        the same model takes them over. They go when nobody refers to the model.
+
+        Args:
+            keep_values: leave the model with whole parameters of its own. Collective then.
+        """
+        if not self.core.alive:
+            return
+        sharded = self._config.stage == 3 and self.world_size > 1
+        if sharded and not keep_values and any(owner_of(p)[0] is self.core for p in self.module.parameters()):
+            self.wait_for_checkpoint()
+            return
+        self.module.__dict__.pop("ds_external_parameters", None)
+        super().destroy(keep_values)

@@ -1,0 +1,35 @@
+"""Classes that checkpoints of DeepSpeed name, so that they can be unpickled: data without behaviour."""
+
+from dataclasses import dataclass
+
+
+class LossScalerBase:
+    """The state of a loss scaler, as attributes.
+
+    Args:
+        cur_scale: float, the factor of the loss.
+    """
+
+    def __init__(self, cur_scale=1.0):
+        self.cur_scale = cur_scale
+
+    @property
+    def loss_scale(self):
+        """float: ``cur_scale``."""
+        return self.cur_scale
+
+
+class LossScaler(LossScalerBase):
+    """One that does not change."""
+
+
+class DynamicLossScaler(LossScalerBase):
+    """One that does; the engine's own follows ``fp16`` of the configuration."""
+
+
+@dataclass
+class fragment_address:  # noqa: N801 - the name that is in files
+    """Elements of a flat partition: how many, and from where on."""
+
+    numel: int
+    start: int

@@ -1,0 +1,32 @@
+"""Norms over plain tensors, that scripts import from DeepSpeed. The engine clips by itself: ``gradient_clipping``."""
+
+import torch
+
+
+def get_grad_norm(parameters, norm_type=2, mpu=None):
+    """float: the norm of the gradients that these parameters have on this rank."""
+    return _norm([p.grad for p in _listed(parameters) if p.grad is not None], norm_type)
+
+
+def get_weight_norm(parameters, norm_type=2, mpu=None):
+    """float: the norm of these parameters, as far as they are whole on this rank."""
+    return _norm([p.detach() for p in _listed(parameters)], norm_type)
+
+
+def get_global_norm(norm_list):
+    """float: the L2 norm of tensors of which these are the norms."""
+    return sum(float(norm) ** 2 for norm in norm_list) ** 0.5
+
+
+def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
+    """``torch.nn.utils.clip_grad_norm_``. An engine's parameters have no ``.grad``: it clips by ``gradient_clipping``
+    of the configuration."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def _listed(parameters):
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _norm(tensors, norm_type):
+    return float(torch.nn.utils.get_total_norm(tensors, norm_type)) if tensors else 0.0

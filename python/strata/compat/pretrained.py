@@ -1,0 +1,175 @@
+"""``from_pretrained`` under stage 3: each rank reads from the files what its own shards hold.
+
+Transformers has every rank read every file, and then gathers, overwrites and shards again one module after another.
+Where a checkpoint's tensors can be followed into the model (``checkpoint/names.py``), nothing is gathered instead, and
+nothing travels between ranks. Otherwise transformers' way is taken, and the reason said once.
+"""
+
+import functools
+import logging
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..checkpoint.load_plan import Contents, LoadPlan
+from ..checkpoint.names import model_tensors, state_names
+from ..checkpoint.supported_transformers import private, unsupported
+from ..model.owner import owner_of
+
+logger = logging.getLogger("strata")
+
+_told = set()  # reasons
+
+
+def install():
+    """Lets transformers, where it is imported, load models that ``zero.Init`` has sharded in this way."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    load = getattr(getattr(modeling, "PreTrainedModel", None), "_load_pretrained_model", None)
+    if load is None or hasattr(load, "_strata_instead") or unsupported() is not None:
+        return
+
+    @functools.wraps(load)
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        if not is_sharded(model) or args or kwargs:
+            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info = _load(model, state_dict, checkpoint_files, load_config)
+        result = (info, None) if info is not None else load(model, state_dict, checkpoint_files, load_config)
+        _mark_loaded_modules(model)
+        return result
+
+    _load_pretrained_model._strata_instead = True
+    modeling.PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+
+
+def _mark_loaded_modules(model):
+    """Lets transformers pass over modules whose tensors all have their values: it would read each of them, only to find
+    that there is nothing to initialize, and a read gathers."""
+    for module in model.modules():
+        own = [t for t in (*dict.values(module._parameters), *module._buffers.values()) if t is not None]
+        lasting = [t for t in own if isinstance(t, torch.nn.Parameter) or _is_saved(module, t)]
+        if lasting and all(getattr(t, "_is_hf_initialized", False) for t in lasting):
+            module._is_hf_initialized = True
+
+
+def _is_saved(module, tensor):
+    return any(b is tensor and name not in module._non_persistent_buffers_set for name, b in module._buffers.items())
+
+
+def is_sharded(model):
+    """bool: whether ``zero.Init`` has sharded the model over several ranks."""
+    return any(owner_of(parameter)[0] is not None for _, parameter in _entries(model))
+
+
+def _entries(model):
+    return state_names(model)[0].items()
+
+
+class _Unfit(Exception):
+    """Why transformers' own way has to be taken."""
+
+
+def _load(model, state_dict, files, load_config):
+    """What transformers calls the loading's result; None where its own way has to be taken. Collective."""
+    plans = reason = None
+    try:
+        plans = _Plans(model, _checkpoint_of(state_dict, files, load_config), load_config)
+    except _Unfit as unfit:
+        reason = str(unfit)
+    except (_C.Error, OSError) as error:
+        reason = str(error)
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    reason = next((r for r in reasons if r is not None), None)
+    if reason is not None:
+        if dist.get_rank() == 0 and reason not in _told:
+            _told.add(reason)
+            logger.warning("from_pretrained has transformers gather one module after another, which is slower than "
+                           "reading shards from the files: %s", reason)
+        return None
+    return plans.run()
+
+
+def _checkpoint_of(state_dict, files, load_config):
+    """(_C.Checkpoint, path).
+
+    Raises:
+        _Unfit: it cannot be read so.
+    """
+    if state_dict is not None or not files:
+        raise _Unfit("the weights come from a state dict, not from files")
+    if load_config.hf_quantizer is not None:
+        raise _Unfit("the checkpoint is quantized")
+    if not all(str(file).endswith(".safetensors") for file in files):
+        raise _Unfit(f"'{files[0]}' is no .safetensors file; save the model again as safetensors")
+    path = files[0] if len(files) == 1 else os.path.dirname(files[0])
+    return _C.Checkpoint(os.fspath(path)), path
+
+
+class _Plans:
+    """What is read for each of the shards that ``zero.Init`` has made.
+
+    Raises:
+        _Unfit, FormatError: the checkpoint's tensors cannot be followed into the model.
+    """
+
+    def __init__(self, model, opened, load_config):
+        checkpoint, path = opened
+        self._model = model
+        self._parameters, self._buffers = state_names(model)
+        contents = Contents(checkpoint)
+        _require_usual_conversions(model, load_config)
+        self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, contents.tensors)
+        by_core, whole = {}, []
+        for name, parameter in self._parameters.items():
+            if name not in self._found:
+                continue
+            core, index = owner_of(parameter)
+            if core is None:
+                whole.append(name)
+                continue
+            shape = list(core.full_shape(index))
+            if list(self._found[name].shape) != shape:
+                found = list(self._found[name].shape)
+                raise _Unfit(f"'{name}' has shape {found} in the checkpoint, {shape} in the model")
+            by_core.setdefault(id(core), (core, []))[1].append((index, [name], shape, parameter.dtype))
+        if whole:
+            raise _Unfit(f"'{whole[0]}' is not sharded")
+        self._plans = [
+            (core, LoadPlan(model, checkpoint, path, entries, {}, contents=contents, found=self._found))
+            for core, entries in by_core.values()
+        ]
+        self._checkpoint = checkpoint
+
+    def run(self):
+        """Reads. Collective. Returns what transformers calls the loading's result."""
+        with torch.no_grad():
+            for core, plan in self._plans:
+                plan.read(core)
+                plan.compute(core)
+                _C.weights_changed(core)
+            for name, buffer in self._buffers.items():
+                if name in self._found:
+                    buffer.copy_(self._found[name].compute(self._checkpoint.read))
+        names = {*self._parameters, *self._buffers}
+        for name in names & self._found.keys():
+            tensor = self._parameters.get(name, self._buffers.get(name))
+            tensor._is_hf_initialized = True  # so that transformers leaves it as it is
+        return private("LoadStateDictInfo")(
+            missing_keys=names - self._found.keys(), unexpected_keys=set(), mismatched_keys=set(), error_msgs=[],
+            conversion_errors={}, skipped_pp_keys=set(),
+        )  # fmt: skip
+
+
+def _require_usual_conversions(model, load_config):
+    """Raises _Unfit where a script has given conversions of its own, which ``model_tensors`` does not ask."""
+    usual = private("get_model_conversion_mapping")(model)
+    given = load_config.weight_mapping or []
+    if [_patterns(c) for c in given] != [_patterns(c) for c in usual]:
+        raise _Unfit("the script gives a key_mapping of its own")
+
+
+def _patterns(conversion):
+    return conversion.source_patterns, conversion.target_patterns

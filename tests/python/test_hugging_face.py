@@ -1,0 +1,123 @@
+"""Trainer, Accelerate and PEFT over ``deepspeed``, once DeepSpeed itself and once Strata in its place.
+
+Each of both runs all cases in one job a world size, as its users start jobs. What is compared is fp32: both compute the
+same forward and backward, and differ in the last bits of the norm and the update (measured: 2e-7 relative).
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from devices import ON_GPU
+from hf_models import llama
+from launching import environment_of, run, torchrun, with_pth
+from safetensors.torch import load_file
+from test_command_line import find_program
+from transformers import AutoModelForCausalLM
+
+pytestmark = [
+    pytest.mark.xdist_group("hugging_face"),
+    pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"),
+]
+SCRIPT = Path(__file__).with_name("hf_jobs.py")
+CASES = {
+    1: ["trainer-2", "trainer-3", "lora-3", "loop-3"],
+    2: ["loop-1", "loop-3", "trainer-1", "trainer-2", "trainer-3", "trainer-3-offload", "evaluated-3", "lora-2",
+        "lora-3", "olora-3"],
+}  # fmt: skip
+RESUMED = ["trainer-2", "trainer-3", "trainer-3-offload", "olora-3"]
+RELATIVE = 1e-5
+EITHER = [(world, case) for world, cases in CASES.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hugging_face")
+    torch.manual_seed(0)
+    llama().save_pretrained(path / "model")
+    return path
+
+
+def _told(folder, name, world):
+    return [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def by_deepspeed(folder):
+    told = {}
+    for world, cases in CASES.items():
+        run([*torchrun(world), SCRIPT, folder, f"deepspeed{world}", *cases], environment_of())
+        told[world] = _told(folder, f"deepspeed{world}", world)
+    return told
+
+
+@pytest.fixture(scope="module")
+def by_strata(folder):
+    environment = with_pth(_new(folder / "site"), environment_of(STRATA_COMPAT="deepspeed"))
+    run([*torchrun(1), SCRIPT, folder, "strata1", *CASES[1]], environment)
+    resumed = [f"resume:{case}" for case in RESUMED]
+    cases = [*CASES[2], *resumed, "load"]
+    run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "strata2", *cases], environment_of())
+    return {world: _told(folder, f"strata{world}", world) for world in CASES}
+
+
+def _new(folder):
+    folder.mkdir()
+    return folder
+
+
+def test_each_ran_on_what_it_says(by_strata, by_deepspeed):
+    assert by_deepspeed[2][0]["deepspeed"] == "0.19.8"
+    for world in CASES:
+        assert re.fullmatch(r"0\.19\.8\+strata\.\d+\.\d+\.\d+", by_strata[world][0]["deepspeed"])
+
+
+@pytest.mark.parametrize("world, case", EITHER)
+def test_training_is_that_of_deepspeed(by_strata, by_deepspeed, world, case):
+    for ours, theirs in zip(by_strata[world], by_deepspeed[world]):
+        ours, theirs = ours[case], theirs[case]
+        assert len(theirs["losses"]) == 40 and len(theirs["norms"]) == 20
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if name in ("best", "generated"):
+                assert ours[name] == value, name
+            else:
+                assert ours[name] == pytest.approx(value, rel=RELATIVE), name
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_training_goes_on_where_its_checkpoint_was(by_strata, case):
+    for told in by_strata[2]:
+        assert told[f"resume:{case}"]["resumed"] == told[case]["losses"][20:]
+
+
+@pytest.mark.parametrize("case", ["trainer-1", "trainer-3", "trainer-3-offload"])
+def test_plain_transformers_loads_what_trainer_saved(by_strata, folder, case):
+    weights = torch.load(folder / f"strata2-{case}" / "weights.pt")
+    model = AutoModelForCausalLM.from_pretrained(folder / f"strata2-{case}" / "final")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
+@pytest.mark.parametrize("case", ["lora-2", "lora-3", "olora-3"])
+def test_adapters_are_saved_as_they_are(by_strata, folder, case):
+    weights = torch.load(folder / f"strata2-{case}" / "weights.pt")
+    saved = load_file(folder / f"strata2-{case}" / "final" / "adapter_model.safetensors")
+    assert saved
+    for name, value in saved.items():
+        own = re.sub(r"(lora_[AB]|lora_embedding_[AB])", r"\1.default", name)
+        if own not in weights:
+            own = name.replace("lm_head.weight", "lm_head.modules_to_save.default.weight")
+        if own in weights:  # else the base's embedding, which PEFT saves where it was resized
+            assert torch.equal(value, weights[own]), name
+
+
+def test_from_pretrained_reads_shards_from_the_files(by_strata):
+    told = by_strata[2][0]["load"]
+    for name in ("llama", "qwen3_moe", "tied", "pickled"):
+        assert told[name]["wrong"] == [], name
+        assert told[name]["kept"] == (["model.embed_tokens.weight"] if name == "tied" else []), name
+        assert len(told[name]["said"]) == (name == "pickled")
+    assert "is no .safetensors file" in told["pickled"]["said"][0]
