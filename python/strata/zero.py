@@ -117,6 +117,7 @@ class GatheredParameters:
                 "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
                 f"{first}"
             )
+            self._put_back()
 
     def _changed(self, message):
         """What happens where they have."""
