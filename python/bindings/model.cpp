@@ -231,8 +231,8 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def(
           "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
       .def("zero_gradients", [](ShardedModel& m) { m.engine().zero_gradients(); })
-      .def("loss_factor",
-           [](ShardedModel& m, bool scale) { return m.control().loss_factor(scale); })
+      .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
+           unlocked)
       .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
       .def("ends_step", [](ShardedModel& m) { return m.control().ends_step(); })
       .def("set_boundary",
@@ -280,6 +280,9 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("index_of", &ShardedModel::index_of)
       .def("gathered", &ShardedModel::gathered)
       .def("held_elsewhere", &ShardedModel::held_elsewhere)
+      .def("replaced", &ShardedModel::replaced)
+      .def("put_back", [](ShardedModel& m, const std::vector<int>& p) { m.put_back(p); })
+      .def("require_own_memory", &ShardedModel::require_own_memory, unlocked)
       .def("local_part", &ShardedModel::local_part)
       .def("read", &ShardedModel::read, unlocked)
       .def("parameter_name",

@@ -102,8 +102,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, torch.nn.Mo
         """
         self.core.begin_backward()
         try:
-            factor = self.core.loss_factor(scale_wrt_gas)
-            (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+            self.core.factored(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
             self.core.end_backward()
         except BaseException as error:
             self.core.abandon_backward()

@@ -212,6 +212,7 @@ def _require_filled_in(config, optimizer, lr_scheduler):
     """Raises ConfigError for an "auto" that nobody replaced in a section that counts: an optimizer or a scheduler that
     the script passes counts in place of the configuration's."""
     config.require_filled_in("gradient_clipping")
+    config.require_filled_in("zero_optimization")
     if optimizer is None:
         config.require_filled_in("optimizer")
     if lr_scheduler is None:

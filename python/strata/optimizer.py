@@ -1,5 +1,6 @@
 """The optimizer that ``initialize`` returns: hyper-parameters for the user, the update in the engine."""
 
+import inspect
 import json
 import logging
 
@@ -10,7 +11,32 @@ from . import _C
 logger = logging.getLogger("strata")
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class _WithoutCompiler(torch.optim.Optimizer):
+    """Methods that torch wraps to keep its compiler out of them. The wrappers import the compiler for that: 880
+    modules, most of the time that a small model's start takes."""
+
+    def add_param_group(self, param_group):
+        """As torch's."""
+        add_group_without_compiler(self, param_group)
+
+    def state_dict(self):
+        """As torch's."""
+        return _unwrapped(super().state_dict)()
+
+    def load_state_dict(self, state_dict):
+        """As torch's."""
+        _unwrapped(super().load_state_dict)(state_dict)
+
+
+def _unwrapped(method):
+    """What is in torch's wrapper, where ``method`` is one of torch's own; else ``method``, a user's."""
+    function = method.__func__
+    if function is not torch.optim.Optimizer.__dict__.get(function.__name__):
+        return method
+    return inspect.unwrap(function).__get__(method.__self__)
+
+
+class ShardedOptimizer(_WithoutCompiler):
     """What schedulers and scripts see of the engine's optimizer.
 
     ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
@@ -24,16 +50,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups, defaults, inner=None):
+        self._model = None
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
         self.overflow = False
-        self._model = None
         if inner is not None:
             self.state = inner.state
 
     def add_param_group(self, param_group):
-        """As torch's."""
+        """Raises UsageError: the engine knows what it trains, and with which group's values, from its start."""
+        if self._model is not None:
+            raise _C.UsageError(
+                "add_param_group: the engine has its param groups from initialize(); give them all to it there, with "
+                "lr 0 for those that shall not train yet, or call engine.destroy(keep_values=True) and initialize() "
+                "again"
+            )
         from .ops.elementwise import add_group_without_compiler  # not at `import strata`
 
         add_group_without_compiler(self, param_group)
@@ -105,9 +137,24 @@ def optimizer_from_config(config, parameters):
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer
     if kind == "torch":
-        inner = getattr(torch.optim, torch_class)(parameters, **json.loads(torch_params))
+        inner = _lean(getattr(torch.optim, torch_class))(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
     return ShardedOptimizer(_as_groups(parameters), adam), kind
+
+
+def _lean(torch_class):
+    """A class like this one of torch.optim that leaves torch's compiler alone."""
+
+    class Lean(_WithoutCompiler, torch_class):
+        _strata_likeness = torch_class
+
+        def step(self, closure=None):
+            with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+                return inspect.unwrap(torch_class.step)(self, closure)
+
+    Lean.__name__ = Lean.__qualname__ = torch_class.__name__
+    Lean.__doc__ = torch_class.__doc__
+    return Lean
 
 
 def wrap_torch_optimizer(inner):
@@ -126,7 +173,8 @@ def wrap_torch_optimizer(inner):
         )
     if adam_mode(inner) is not None:
         return _sharded(inner, None), adam_mode(inner)
-    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(type(inner))
+    kind = getattr(type(inner), "_strata_likeness", type(inner))
+    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
     if exact and not special and len(set(decoupled)) == 1:

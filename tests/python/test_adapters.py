@@ -151,6 +151,69 @@ def test_adapters_and_constructed_weights_are_those_of_peft_and_transformers(fol
         assert _configuration(tmp_path / stage) == _configuration(folders / "adapter")
 
 
+CAUSAL = {"task_type": "CAUSAL_LM"}
+METHODS = {
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+}
+REFUSED = {
+    "prefix_projection": lambda: peft.PrefixTuningConfig(
+        num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=8, **CAUSAL),
+    "ADALORA": lambda: peft.AdaLoraConfig(
+        total_step=9, tinit=1, tfinal=1, init_r=4, target_r=2, target_modules=["q_proj"], **CAUSAL),
+    "init_lora_weights='pissa'": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], init_lora_weights="pissa", **CAUSAL),
+    "trainable_tokens_original": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], trainable_token_indices=[1, 5], **CAUSAL),
+    "'base_model.*vera_A": lambda: peft.VeraConfig(
+        r=4, target_modules=["q_proj"], save_projection=False, **CAUSAL),
+}  # fmt: skip
+
+
+def _write_adapter(root, config, folder):
+    torch.manual_seed(1)
+    model = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(root / "base"), config)
+    with torch.no_grad():
+        for parameter in _trainable(model):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+
+
+def _methods(root, folder):
+    """Each is loaded, trained for a step and saved; PEFT makes the same model of what it wrote and of what we did."""
+    ids = to_test_device(torch.arange(12)[None])
+    for name in METHODS:
+        engine, *_ = strata.load_pretrained(folder / name, _config(3), model_parameters=_trainable)
+        for written in (folder / name, folder / f"{name} trained"):
+            if written.name.endswith("trained"):
+                engine.train()
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+                engine.save_pretrained(written)
+                torch.distributed.barrier()
+            base = hf.AutoModelForCausalLM.from_pretrained(root / "base")
+            plain = peft.PeftModel.from_pretrained(base, written).to(test_device()).eval()
+            with torch.no_grad():
+                ours = engine.eval()(input_ids=ids).logits
+                assert torch.equal(ours, plain(input_ids=ids).logits), written
+        engine.destroy()
+    return True
+
+
+def test_methods_that_learn_prompts_or_scales_are_loaded_and_saved_as_peft_does(folders, tmp_path):
+    for name, config in METHODS.items():
+        _write_adapter(folders, config(), tmp_path / name)
+    assert all(run_ranks(2, _methods, folders, tmp_path))
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_an_adapter_whose_values_are_not_all_in_its_file_is_refused_by_name(folders, tmp_path, named):
+    _write_adapter(folders, REFUSED[named](), tmp_path)
+    with pytest.raises(strata.UsageError, match=f"{named}.*peft.PeftModel.from_pretrained"):
+        strata.load_pretrained(tmp_path, _config(3))
+
+
 def test_an_adapter_without_its_base_model_is_refused(folders, tmp_path):
     config = json.loads((folders / "adapter" / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "/nowhere/llama"

@@ -37,6 +37,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
     folder = os.fspath(folder)
     engine._settle_schedule()
     with together(collectives, _SAVING):
+        engine.core.require_own_memory()
         if tag is None:
             tag = f"global_step{engine.global_steps}"
         if engine._unapplied and engine.global_rank == 0:

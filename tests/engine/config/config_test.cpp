@@ -219,6 +219,19 @@ TEST(Config, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
   EXPECT_FALSE(c.scheduler.has_value());
 }
 
+TEST(Config, WantsAStageAndASchedulerThatSomebodyChose) {
+  const Config c =
+      parsed(R"({"zero_optimization": {"stage": "auto"}, "scheduler": {"type": "auto"}})");
+  EXPECT_THAT(problem_of(c, "zero_optimization"), StartsWith("zero_optimization.stage: \"auto\""));
+  EXPECT_THAT(problem_of(c, "scheduler"), StartsWith("scheduler.type: \"auto\" is filled in"));
+  EXPECT_EQ(c.open.size(), 2U);
+}
+
+TEST(Config, KeepsWhatItWasGivenWithoutEffect) {
+  const Config c = parsed(R"({"zero_optimization": {"sub_group_size": 1e6}})");
+  EXPECT_EQ(c.hint_values.at("zero_optimization.sub_group_size"), "1000000");
+}
+
 TEST(Config, WantsTheClassOfAnOptimizerThatTrains) {
   for (const char* sign :
        {R"({"optimizer": {"params": {"lr": 1}}})", R"({"optimizer": {}, "gradient_clipping": 1})",

@@ -234,6 +234,7 @@ Config Config::parse(std::string_view text_or_path) {
   if (has_scheduler) config.scheduler = read_scheduler(&s, &remarks);
   STRATA_ASSERT(s.first_unread().empty());
   config.hints = std::move(remarks.hints);
+  config.hint_values = std::move(remarks.hint_values);
   config.open = std::move(remarks.open);
   config.settings_ = s.canonical();
   return config;

@@ -90,7 +90,13 @@ json torch_arguments(const std::string& torch_class, const json& params, Remarks
                           key == nullptr ? "0" : key->fallback));
       continue;
     }
-    kept[name] = with_numbers(value);
+    json argument = with_numbers(value);
+    if (argument.is_string()) {
+      throw ConfigError(fmt::format(
+          "optimizer.params.{}: wanted a number, true or false for torch.optim.{}; found {}", name,
+          torch_class, shown(value)));
+    }
+    kept[name] = std::move(argument);
   }
   return kept;
 }

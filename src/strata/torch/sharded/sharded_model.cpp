@@ -36,7 +36,8 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   engine_ = std::move(started.engine);
   passes_ = std::move(started.passes);
   originals_ = std::move(started.replaced);
-  values_ = std::make_unique<ValueAccess>(*engine_, parameters_, passes_->scopes());
+  values_ =
+      std::make_unique<ValueAccess>(*engine_, parameters_, passes_->scopes(), config_.precision);
   parameters_.on_wanted([this](int unit) { values_->complete(unit); });
 }
 
@@ -94,7 +95,7 @@ void ShardedModel::begin_forward() {
 }
 
 void ShardedModel::enter_root() {
-  require_alive();
+  require_own_memory();
   engine_->parking().require_weights("a forward");  // also one without gradients
   passes_->enter_root();
 }
@@ -106,6 +107,11 @@ void ShardedModel::leave_root(std::span<const at::Tensor> outputs) {
 at::Tensor ShardedModel::scale(const at::Tensor& loss) {
   require_alive();
   return passes_->scale(loss);
+}
+
+at::Tensor ShardedModel::factored(const at::Tensor& loss, bool by_accumulation) {
+  require_alive();
+  return passes_->factored(loss, by_accumulation);
 }
 
 void ShardedModel::begin_backward() {
@@ -124,7 +130,7 @@ void ShardedModel::abandon_backward() noexcept {
 }
 
 std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {
-  require_alive();
+  require_own_memory();
   values_->note_step();
   return passes_->step(groups);
 }
@@ -168,6 +174,15 @@ bool ShardedModel::held_elsewhere(int param) const {
   return values_->held_elsewhere(param);
 }
 
+void ShardedModel::put_back(std::span<const int> params) {
+  for (const int param : params) parameters_.put_back(param);
+}
+
+void ShardedModel::require_own_memory() {
+  require_alive();
+  values_->require_own_memory();
+}
+
 at::Tensor ShardedModel::local_part(int param) const {
   require_alive();
   return values_->local_part(param);
@@ -175,6 +190,7 @@ at::Tensor ShardedModel::local_part(int param) const {
 
 void ShardedModel::lend_values(int param, const std::function<void(const at::Tensor&)>& use) {
   const int params[] = {param};
+  require_own_memory();
   gather(params);
   FirstError first;
   first.attempt([&] { use(parameters_.full_view(param)); });

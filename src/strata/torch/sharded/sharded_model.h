@@ -62,6 +62,7 @@ class ShardedModel final : public ParameterOwner {
   void end_backward();
   void abandon_backward() noexcept;
   at::Tensor scale(const at::Tensor& loss);
+  at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
   // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
   bool park(const engine::StateSet& states, bool pinned);
@@ -74,6 +75,9 @@ class ShardedModel final : public ParameterOwner {
   bool read(int param);
   bool gathered(int param) const;
   bool held_elsewhere(int param) const;
+  bool replaced(int param) const { return parameters_.replaced(param); }
+  void put_back(std::span<const int> params);
+  void require_own_memory();
   at::Tensor local_part(int param) const;
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
