@@ -35,7 +35,8 @@ def memory_forecast(
         optimizer, model_parameters: as for ``initialize``.
         ranks_per_host: int; None: all ranks are on one host. It says, with the configuration's ``strata.collectives``,
             what carries weights and gradients, which holds more or less memory: copies between peers, or NCCL.
-        tier: "device"; "host": memory of the host for what is offloaded and staged, pinned where GPUs work on it;
+        tier: "device"; "host": memory of the host for what is offloaded, pinned where GPUs work on it, and for
+            what is staged, loading and saving checkpoints included;
             "nvme": space on the drive. All are of one rank.
         device_memory, host_memory: int, bytes of one device, and of one host, whose ranks share it. They count where
             ``strata.placement`` is "auto" and neither ``strata.device_budget`` nor ``strata.host_budget`` says more;

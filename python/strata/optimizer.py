@@ -6,8 +6,6 @@ import logging
 import torch
 
 from . import _C
-from .ops.adam import adam_mode
-from .ops.elementwise import add_group_without_compiler
 
 logger = logging.getLogger("strata")
 
@@ -36,6 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         """As torch's."""
+        from .ops.elementwise import add_group_without_compiler  # not at `import strata`
+
         add_group_without_compiler(self, param_group)
 
     def bind(self, model):
@@ -117,6 +117,8 @@ def wrap_torch_optimizer(inner):
     one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32
     shards, which is right for optimizers that work element by element.
     """
+    from .ops.adam import adam_mode  # not at `import strata`
+
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(
             f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "

@@ -3,6 +3,7 @@ do, to the bit."""
 
 import json
 
+import numpy
 import peft
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers as hf
 from devices import test_device, to_test_device
 from ranks import run_ranks
 from safetensors.torch import load_file
+from training_states import snapshot
 
 import strata
 
@@ -53,6 +55,47 @@ def folders(tmp_path_factory):
 def _plain(root, folder):
     base = hf.AutoModelForCausalLM.from_pretrained(root / "base")
     return peft.PeftModel.from_pretrained(base, folder, is_trainable=True).to(test_device())
+
+
+def _lora(seed):
+    """A small Llama under LoRA; the base is the same for every seed."""
+    torch.manual_seed(0)
+    base = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
+    torch.manual_seed(seed)
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def _trained_adapter(folder):
+    """{excluded: what was saved}, bits of all that training goes on from."""
+    engine = strata.initialize(model=_lora(seed=1), config=_config(3))[0]
+    saved = {}
+    ids = torch.arange(12, device=engine.device)[None]
+    for excluded in (False, True):
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.save_checkpoint(folder, tag=f"{excluded}", exclude_frozen_parameters=excluded)
+        saved[excluded] = {name: value.numpy() for name, value in snapshot(engine).items()}
+    return saved
+
+
+def _continued_adapter(folder, saved):
+    engine = strata.initialize(model=_lora(seed=2), config=_config(2))[0]
+    ids = torch.arange(12, device=engine.device)[None]
+    for excluded, expected in saved.items():
+        engine.load_checkpoint(folder, tag=f"{excluded}")
+        found = snapshot(engine)
+        assert found.keys() == expected.keys() and any("lora_A" in name for name in found)
+        assert [n for n, value in expected.items() if not numpy.array_equal(found[n].numpy(), value)] == []
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+def test_training_of_an_adapter_goes_on_at_other_ranks(tmp_path):
+    saved = run_ranks(2, _trained_adapter, str(tmp_path))[0]
+    run_ranks(1, _continued_adapter, str(tmp_path), saved)
+    sizes = {tag: sum(p.stat().st_size for p in (tmp_path / tag).iterdir()) for tag in ("False", "True")}
+    assert sizes["True"] < sizes["False"] / 2
 
 
 def _assert_same(engine, plain):

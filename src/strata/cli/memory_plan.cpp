@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/config/config_source.h"
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/config/plan_options.h"
@@ -134,13 +133,12 @@ std::optional<bool> MemoryPlan::fits(int at_stage) const {
 
 Bytes MemoryPlan::held_on(memory::Tier tier, memory::Kind kind) const {
   if (!own().forecast) return Bytes();
-  const bool stages_here = tier == memory::Tier::kHost && kind == memory::Kind::kStaging;
-  return own().forecast->on(tier, kind) + (stages_here ? host_staging : Bytes());
+  return own().forecast->on(tier, kind);
 }
 
 Bytes MemoryPlan::total_on(memory::Tier tier) const {
   if (!own().forecast) return Bytes();
-  return own().forecast->total_on(tier) + (tier == memory::Tier::kHost ? host_staging : Bytes());
+  return own().forecast->total_on(tier);
 }
 
 std::optional<Bytes> MemoryPlan::room_on(memory::Tier tier) const {
@@ -197,8 +195,6 @@ MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
       entry.lacking = error.what();
     }
   }
-  const engine::StagingOptions staging;
-  plan.host_staging = staging.buffer_bytes * staging.buffers;
   const auto fits = [&](int stage) { return plan.fits(stage) == true; };
   if (request.device_memory && !fits(0) && !fits(1) && !fits(2) && !fits(3) &&
       plan.stages[3].refused.empty()) {

@@ -38,7 +38,6 @@ struct MemoryPlan {
   Bytes weights;  // of the whole model, in the dtypes that it computes in
   int stage = 0;  // the configuration's
   std::array<StagePlan, 4> stages;
-  Bytes host_staging;     // of each rank, pinned, while it loads or saves
   int ranks_of_host = 1;  // that share its memory and drives
   // Where nothing fits: the least number of ranks, doubling, at which stage 3 does.
   std::optional<int> fits_from;

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "strata/engine/checkpoint/async_saver.h"
+#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
@@ -56,6 +57,9 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
       model.run(engine, micro + 1 == training.micro_steps, arrival);
     if (engine.optimizer() != nullptr) engine.step(groups, 1.0, /*skip_on_overflow=*/false);
   }
+  // A checkpoint is loaded, or saved at once, beside all of that.
+  const std::unique_ptr<device::HostMemory> ring =
+      device->allocate_host(engine::StagingRing::room({}), memory::Kind::kStaging);
   MemoryForecast forecast;
   const memory::Ledger& ledger = *device->ledger();
   for (int k = 0; k < memory::kKindCount; ++k) {

@@ -24,8 +24,8 @@ namespace strata::forecast {
 struct MemoryForecast {
   std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
   Bytes total;                                      // the peak of their sum
-  // Of pinned host memory: what is offloaded, what a drive is staged through, and the copy of a
-  // checkpoint that is written beside training.
+  // Of pinned host memory: what is offloaded, what a drive is staged through, the ring that a rank
+  // has while it loads or saves, and the copy of a checkpoint that is written beside training.
   std::array<Bytes, memory::kKindCount> host_by_kind{};
   Bytes host;
   // Of drives, which is taken once and stays.

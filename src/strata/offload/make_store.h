@@ -20,7 +20,7 @@ struct StatePlace {
   // On drives: folders that exist, one on each, and the bytes of host memory to stage through.
   std::vector<std::string> folders;
   Bytes budget;
-  io::EngineOptions io;
+  io::EngineOptions io = {};
   bool verify = false;  // checksums of what is written and read
   Bytes asked{};        // of the budget, where more is taken
 

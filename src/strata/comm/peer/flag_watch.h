@@ -13,6 +13,7 @@
 #include <string>
 
 #include "strata/comm/peer/peer_flags.h"
+#include "strata/device/device.h"
 
 namespace strata::comm {
 
@@ -29,6 +30,12 @@ class FlagWatch {
 
   // A stream is about to wait until the flag, which `peer` writes, has reached `value`.
   void expect(PeerFlags::Kind kind, int peer, const device::Flag& flag, std::uint32_t value);
+  // The same, and has the stream wait.
+  void wait_for(device::Device& device, PeerFlags::Kind kind, int peer, const device::Flag& flag,
+                std::uint32_t value, device::Stream& stream) {
+    expect(kind, peer, flag, value);
+    device.wait_flag(flag, value, stream);
+  }
   // Called kLooks times in a timeout. A peer for which a stream waited at more looks in a row.
   std::optional<LatePeer> look();
 

@@ -198,13 +198,6 @@ void PeerLink::unmap_freed() {
   controlled("unmapping what was freed", [&] { buffers_->unmap_freed(*channel_, world_size_); });
 }
 
-void PeerLink::wait_for(PeerFlags::Kind kind, int peer, std::uint32_t value,
-                        device::Stream& stream) {
-  const device::Flag& count = flag(kind, peer, rank_);
-  watch_.expect(kind, peer, count, value);
-  device_->wait_flag(count, value, stream);
-}
-
 std::vector<std::uint64_t> PeerLink::meet(const std::string& what, std::uint64_t number) {
   return controlled(what, [&] { return comm::meet(*control_, what, names_, number); });
 }

@@ -40,7 +40,9 @@ class PeerLink final : public PeerChannel::Service {
   device::Flag& flag(PeerFlags::Kind kind, int from, int to) { return flags_.at(kind, from, to); }
   // Later work of the stream runs when the peer's flag has reached `value`. A peer that lets it
   // wait for longer than the timeout ends this link, and with it the wait.
-  void wait_for(PeerFlags::Kind kind, int peer, std::uint32_t value, device::Stream& stream);
+  void wait_for(PeerFlags::Kind kind, int peer, std::uint32_t value, device::Stream& stream) {
+    watch_.wait_for(*device_, kind, peer, flag(kind, peer, rank_), value, stream);
+  }
   // In the order in which this rank turns to peers, so that not all read from the same one.
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
@@ -60,8 +62,7 @@ class PeerLink final : public PeerChannel::Service {
   void map_ahead(const SharedBuffer& buffer);
   // Maps a buffer that every rank has, and throws where that cannot be; nothing has failed then.
   void map_from_all(const std::string& name, Bytes bytes);
-  // Collectives::unmap_freed().
-  void unmap_freed();
+  void unmap_freed();  // of Collectives
 
   void require_usable();
   // The failure of this rank; the peers hear of it.
@@ -124,7 +125,6 @@ class PeerLink final : public PeerChannel::Service {
   std::mutex mutex_;
   std::string failure_;  // guarded by mutex_, like the next
   std::string told_;
-
   std::unique_ptr<device::Stream> transfers_;
   std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
   std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it
