@@ -121,3 +121,27 @@ def test_from_pretrained_reads_shards_from_the_files(by_strata):
         assert told[name]["kept"] == (["model.embed_tokens.weight"] if name == "tied" else []), name
         assert len(told[name]["said"]) == (name == "pickled")
     assert "is no .safetensors file" in told["pickled"]["said"][0]
+
+
+def _example(name):
+    return Path(__file__).resolve().parents[2] / "examples" / name
+
+
+def test_the_trainer_example_trains_goes_on_and_says_what_it_learned(tmp_path):
+    arguments = [
+        "--deepspeed", _example("ds_trainer.json"), "--output_dir", tmp_path, "--use_cpu", "--save_steps=6",
+        "--learning_rate=3e-3", "--report_to=none", "--disable_tqdm=True", "--per_device_train_batch_size=4",
+    ]  # fmt: skip
+    start = [find_program(), "run", "--num_gpus=2", _example("train_hf_trainer.py"), *arguments]
+    first = run([*start, "--max_steps=8"], environment_of())
+    second = run([*start, "--max_steps=12"], environment_of())
+    (before,), (after,) = (re.findall(r"^step (?:8|12): loss ([\d.]+) nats", text, re.MULTILINE) for text in (first, second))
+    assert float(after) < float(before) < 5.0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 256
+
+
+def test_the_accelerate_example_trains(tmp_path):
+    command = [_example("train_accelerate.py"), "--steps=12", "--config", _example("ds_config.json"), "--output", tmp_path]
+    (loss,) = re.findall(r"^step 12: loss ([\d.]+) nats", run([*torchrun(2), *command], environment_of()), re.MULTILINE)
+    assert float(loss) < 5.0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 256
