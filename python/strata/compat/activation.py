@@ -62,8 +62,8 @@ def _require_early():
 
 
 _ADVICE = (
-    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script as it is, and start it "
-    f"by 'strata run', or with {VARIABLE}={NAME} in the environment"
+    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script as it is, and start "
+    f"it by 'strata run', or with {VARIABLE}={NAME} in the environment"
 )
 
 

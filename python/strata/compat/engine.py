@@ -43,8 +43,8 @@ class DeepSpeedEngine(Engine):
     ):  # fmt: skip
         """As Strata's; an engine without an optimizer takes the weights alone."""
         return super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer, load_lr_scheduler_states,
-            load_module_only, custom_load_fn,
+            load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer,
+            load_lr_scheduler_states, load_module_only, custom_load_fn,
         )  # fmt: skip
 
     def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
@@ -58,8 +58,8 @@ class DeepSpeedEngine(Engine):
         return False
 
     def destroy(self, keep_values=False):
-        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of the
-        same model takes them over. They go when nobody refers to the model.
+        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of
+        the same model takes them over. They go when nobody refers to the model.
 
         Args:
             keep_values: leave the model with whole parameters of its own. Collective then.
