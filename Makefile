@@ -57,12 +57,8 @@ $(BUILD)/.configured-$(WERROR): CMakePresets.json $(VENV)/.strata-ready
 	  -DPython_EXECUTABLE=$(abspath $(VENV_PYTHON)) --log-level=NOTICE
 	@rm -f $(BUILD)/.configured-* && touch $@
 
-build/dev/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
+build/dev/build.ninja build/asan/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
 	cmake --preset $(notdir $(@D)) --log-level=NOTICE
-	@touch $@
-
-build/asan/build.ninja: CMakePresets.json | $(SYSTEM) $(STAMPS)/lint
-	cmake --preset asan --log-level=NOTICE
 	@touch $@
 
 # CUDA kernels are nvcc's work, not clang's: those of the build with g++ serve.
@@ -97,7 +93,7 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) : 8 )))
 RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
-.PHONY: test test-bench soak test-gpu test-core demo bench-cpu sanitize wheel
+.PHONY: test test-bench test-newest soak test-gpu test-core demo bench-cpu sanitize wheel
 test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
@@ -105,8 +101,17 @@ test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themsel
 	ninja -C $(BUILD) -j $(JOBS) startup_limit
 	$(RUN_TESTS) --python-only -- tests/bench -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
+# Of transformers, loading and saving use what changes between its versions.
+NEWEST := build/newest$(patsubst .venv%,%,$(notdir $(VENV)))
+MEETS_TRANSFORMERS = $(patsubst %,tests/python/test_%.py,adapters architectures early_runtime load_save repeated_blocks \
+  supported_transformers) $(wildcard tests/python/test_transformers*.py)
+test-newest: module $(VENV)/.strata-tests  ## Tests that meet transformers, with the newest of it, of accelerate and peft
+	sh tools/newest_environment.sh $(VENV) $(NEWEST)
+	PYTHONPATH=$(abspath $(BUILD))/pkg $(NEWEST)/bin/python -m pytest -n $(PYTHON_JOBS) --dist loadgroup \
+	  $(MEETS_TRANSFORMERS) $(PYTEST)
+
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
-	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='FailingDisk.*'
+	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
@@ -114,7 +119,7 @@ soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, di
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill
 # a device or time it are among the C++ ones, which run first and alone, or wait until no other test has ranks.
 GPU_JOBS ?= 8
-test-gpu: build $(VENV)/.strata-tests  ## The same with models on the GPU, GPU_JOBS=8 Python tests at once
+test-gpu: build $(VENV)/.strata-tests  ## All tests with models on the GPU, GPU_JOBS=8 Python tests at once
 	STRATA_TEST_DEVICE=cuda $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs 1 -- \
 	  -n $(GPU_JOBS) --dist loadgroup $(PYTEST)
 
@@ -141,7 +146,7 @@ FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 # Seeds of drives that fail: fewer where each takes ten times as long.
 sanitize: export STRATA_DRIVE_SEEDS ?= 40
-sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan (clang) and under TSan (g++)
+sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan, then under TSan
 	ninja -C build/asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
 	ninja -C build/tsan -j $(JOBS)

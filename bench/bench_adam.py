@@ -1,12 +1,14 @@
-"""AdamW on the host: Strata's kernel, torch's fused one and DeepSpeed's CPUAdam, in elements a second.
+"""AdamW on the host: Strata's kernel and optimizer, torch's fused one and DeepSpeed's CPUAdam, in elements a second.
 
-    python bench/bench_adam.py [--threads 1 2] [--numel 8388608] [--rounds 5] [--json FILE]
+    python bench/bench_adam.py [--ranks 1 2] [--threads 1 2] [--numel 8388608] [--rounds 5] [--json FILE]
 
-One fp32 array far larger than the caches, updated again and again. The three take turns, each figure is that of the
-fastest update of all turns, and the triad is the best STREAM triad that ran between them (a = b + s * c, on as many
-threads). Every update needs 28 bytes an element: gradient, weight and two moments read, the last three written.
-Strata's kernel and the triad are measured by the program bench_kernels; the others in processes of their own.
-DeepSpeed's operator is compiled when it is first loaded; where that fails it is left out, by name.
+One fp32 array a rank, far larger than the caches, updated again and again. The contestants take turns, each figure is
+that of the fastest update of all turns, added up over the ranks, and the triad is the best STREAM triad that ran
+between them (a = b + s * c, on as many threads). Every update needs 28 bytes an element: gradient, weight and two
+moments read, the last three written. Ranks are processes that work at the same time, each on cores of its own, as many
+as it has threads. Strata's kernel and the triad are measured by the program bench_kernels; the others in processes of
+their own: "Strata's optimizer" is a step of strata.ops.adam.DeepSpeedCPUAdam. DeepSpeed's operator is compiled when it
+is first loaded; where that fails it is left out, by name.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import native_programs
 
@@ -23,21 +27,41 @@ BYTES_AN_ELEMENT = 28
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
-class Updater:
-    """An optimizer in a process of its own, that measures on order."""
+def cores_of_ranks(ranks, threads):
+    """[cores of rank 0, of rank 1, ...], or None where there are too few: of one memory node each, where it has as
+    many, and no two hardware threads of a core before every core has one."""
+    allowed = sorted(os.sched_getaffinity(0), key=lambda core: (_node(core), core))
+    share = len(allowed) // ranks
+    if threads > share:
+        return None
+    return [sorted(allowed[rank * share : rank * share + threads]) for rank in range(ranks)]
 
-    def __init__(self, make, threads, numel):
+
+def _node(core):
+    nodes = Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")
+    return next((int(node.name[4:]) for node in nodes), 0)
+
+
+class Updater:
+    """An optimizer in a process of its own, that measures on order. Starts at once; ``error`` waits for it."""
+
+    def __init__(self, make, cores, numel):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        arguments = (theirs, make, threads, numel)
+        arguments = (theirs, make, cores, numel)
         self._process = context.Process(target=_updater, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        self.error = self._connection.recv()
 
-    def fastest(self, updates):
-        """Seconds."""
+    def error(self):
+        """Why it cannot be measured, or None."""
+        return self._connection.recv()
+
+    def begin(self, updates):
         self._connection.send(updates)
+
+    def fastest(self):
+        """Seconds of the fastest update since ``begin``."""
         return self._connection.recv()
 
     def close(self):
@@ -45,13 +69,14 @@ class Updater:
         self._process.join()
 
 
-def _updater(connection, make, threads, numel):
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+def _updater(connection, make, cores, numel):
+    os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = str(len(cores))
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(len(cores))
     weight = torch.nn.Parameter(torch.full((numel,), 0.02))
     weight.grad = torch.full((numel,), 1e-3)
     try:
@@ -71,6 +96,13 @@ def _updater(connection, make, threads, numel):
         connection.send(best)
 
 
+def strata_optimizer(parameters):
+    """strata.ops.adam.DeepSpeedCPUAdam."""
+    from strata.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, **ADAM)
+
+
 def torch_fused(parameters):
     """torch.optim.AdamW(fused=True)."""
     import torch
@@ -85,37 +117,59 @@ def deepspeed_cpu_adam(parameters):
     return DeepSpeedCPUAdam(parameters, adamw_mode=True, **ADAM)
 
 
-def measure(threads, numel, rounds, updates, program, skipped):
-    """Elements a second by name, and the triad's bytes a second."""
-    makers = {"torch fused": torch_fused}
-    if importlib.util.find_spec("deepspeed"):
-        makers["DeepSpeed CPUAdam"] = deepspeed_cpu_adam
-    else:
-        skipped["DeepSpeed CPUAdam"] = "deepspeed is not installed"
-    updaters = {name: Updater(make, threads, numel) for name, make in makers.items()}
-    for name, updater in list(updaters.items()):
-        if updater.error:
-            skipped[name] = updater.error
+CONTESTANTS = {
+    "Strata's optimizer": ("strata", strata_optimizer),
+    "torch fused": ("torch", torch_fused),
+    "DeepSpeed CPUAdam": ("deepspeed", deepspeed_cpu_adam),
+}
+
+
+def start_updaters(cores, numel, skipped):
+    """{name: [Updater of rank 0, ...]} of those that can be measured; the others go to ``skipped`` with the reason."""
+    updaters = {}
+    for name, (package, make) in CONTESTANTS.items():
+        if importlib.util.find_spec(package):
+            updaters[name] = [Updater(make, of_rank, numel) for of_rank in cores]
+        else:
+            skipped[name] = f"{package} is not installed"
+    for name, of_ranks in list(updaters.items()):
+        errors = [error for error in [updater.error() for updater in of_ranks] if error]
+        if errors:
+            skipped[name] = errors[0]
             del updaters[name]
+    return updaters
+
+
+def measure(cores, numel, rounds, updates, program, skipped):
+    """Elements a second by name, and the triad's bytes a second, of all ranks together."""
+    threads = len(cores[0])
+    updaters = start_updaters(cores, numel, skipped)
     rates = dict.fromkeys(["Strata", *updaters], 0.0)
     triad = 0.0
     pattern = f"^adam_step/threads:{threads}/"
     for _ in range(rounds):
-        (case,) = native_programs.run_kernels(program, pattern, numel, 0.3).values()
-        rates["Strata"] = max(rates["Strata"], case["elements/s"])
-        triad = max(triad, case["triad_GB/s"] * 1e9)
-        for name, updater in updaters.items():
-            rates[name] = max(rates[name], numel / updater.fastest(updates))
-    for updater in updaters.values():
-        updater.close()
+        with ThreadPoolExecutor(len(cores)) as pool:
+            runs = [pool.submit(native_programs.run_kernels, program, pattern, numel, 0.3, threads, of_rank)
+                    for of_rank in cores]  # fmt: skip
+            cases = [case for run in runs for case in run.result().values()]
+        rates["Strata"] = max(rates["Strata"], sum(case["elements/s"] for case in cases))
+        triad = max(triad, sum(case["triad_GB/s"] for case in cases) * 1e9)
+        for name, of_ranks in updaters.items():
+            for updater in of_ranks:
+                updater.begin(updates)
+            rates[name] = max(rates[name], sum(numel / updater.fastest() for updater in of_ranks))
+    for of_ranks in updaters.values():
+        for updater in of_ranks:
+            updater.close()
     return rates, triad
 
 
-def rows_of(threads, rates, triad):
+def rows_of(cores, rates, triad):
     """A row for each; `ours` is Strata's rate over that one's."""
     return [
         {
-            "threads": threads,
+            "ranks": len(cores),
+            "threads": len(cores[0]),
             "kernel": name,
             "elements_per_s": rate,
             "ours": rates["Strata"] / rate,
@@ -131,10 +185,11 @@ def report(rows, skipped):
     from rich.table import Table
 
     table = Table(title="AdamW, fp32")
-    for heading in ("threads", "kernel", "G elements/s", "Strata's rate over it", "of triad", "triad GB/s"):
+    for heading in ("ranks", "threads", "kernel", "G elements/s", "Strata's rate over it", "of triad", "triad GB/s"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")
     for row in rows:
         table.add_row(
+            str(row["ranks"]),
             str(row["threads"]),
             row["kernel"],
             f"{row['elements_per_s'] / 1e9:.3f}",
@@ -150,17 +205,23 @@ def report(rows, skipped):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--numel", type=int, default=1 << 23)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="processes that update at the same time")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of a rank")
+    parser.add_argument("--numel", type=int, default=1 << 23, help="of a rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20, help="a turn")
     parser.add_argument("--json", help="where the figures go, besides the table")
     arguments = parser.parse_args()
     program = native_programs.build("bench_kernels")
     rows, skipped = [], {}
-    for threads in arguments.threads:
-        figures = measure(threads, arguments.numel, arguments.rounds, arguments.updates, program, skipped)
-        rows += rows_of(threads, *figures)
+    for ranks in arguments.ranks:
+        for threads in arguments.threads:
+            cores = cores_of_ranks(ranks, threads)
+            if cores is None:
+                skipped[f"{ranks} ranks of {threads} threads"] = f"{len(os.sched_getaffinity(0))} cores"
+                continue
+            figures = measure(cores, arguments.numel, arguments.rounds, arguments.updates, program, skipped)
+            rows += rows_of(cores, *figures)
     report(rows, skipped)
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -31,12 +31,15 @@ def parse_arguments():
     parser.add_argument("--turn", type=int, default=4, help="steps a turn; the first is not timed")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--layers", type=int, default=Workload.layers)
-    parser.add_argument("--hidden", type=int, default=Workload.hidden)
+    parser.add_argument("--hidden", type=int, default=Workload.hidden, help="a multiple of 128")
     parser.add_argument("--micro-batch", type=int, default=Workload.micro_batch)
     parser.add_argument("--tokens", type=int, default=Workload.tokens)
     parser.add_argument("--engines", nargs="+", choices=list(contestants(2)), default=list(contestants(2)))
     parser.add_argument("--json", help="where the figures go, besides the table")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.hidden < 128 or arguments.hidden % 128 != 0:
+        parser.error(f"--hidden is a multiple of 128, since heads have 64 and two share keys; got {arguments.hidden}")
+    return arguments
 
 
 def start(stage, arguments, workload, logs):

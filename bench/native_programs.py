@@ -41,9 +41,15 @@ def run_bench_io(program, folder, engine, block, depth, size):
     return json.loads(done.stdout)["drives"][0]["figures"][0]
 
 
-def run_kernels(program, pattern, numel, min_time_s):
-    """Counters by the name of the case, of the cases whose name matches ``pattern``."""
+def run_kernels(program, pattern, numel, min_time_s, threads=2, cores=None):
+    """Counters by the name of the case, of the cases whose name matches ``pattern``.
+
+    Args:
+        threads: for which there are cases, besides 1 and 2.
+        cores: what the program runs on; None: where this process may.
+    """
     arguments = [f"--benchmark_filter={pattern}", "--benchmark_format=json", f"--benchmark_min_time={min_time_s}"]
-    environment = dict(os.environ, STRATA_BENCH_NUMEL=str(numel))
-    done = subprocess.run([program, *arguments], env=environment, check=True, capture_output=True, text=True)
+    environment = dict(os.environ, STRATA_BENCH_NUMEL=str(numel), STRATA_BENCH_THREADS=str(threads))
+    bound = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
+    done = subprocess.run([*bound, program, *arguments], env=environment, check=True, capture_output=True, text=True)
     return {case["name"]: case for case in json.loads(done.stdout)["benchmarks"]}

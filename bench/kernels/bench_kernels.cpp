@@ -4,6 +4,7 @@
 // is written.
 //   bench_kernels --benchmark_format=json   the same numbers for scripts
 //   STRATA_BENCH_NUMEL=8388608              elements of each array (the default)
+//   STRATA_BENCH_THREADS=16                 besides 1 and 2 threads
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -163,14 +164,13 @@ void copy(benchmark::State& state, bool with_fingerprint) {
 
 template <typename Function, typename... Arguments>
 void add(const std::string& name, Function function, Arguments... arguments) {
-  benchmark::RegisterBenchmark(name.c_str(),
-                               [=](benchmark::State& state) { function(state, arguments...); })
-      ->ArgName("threads")
-      ->Arg(1)
-      ->Arg(2)
-      ->MinTime(1.0)
-      ->UseManualTime()
-      ->Unit(benchmark::kMillisecond);
+  auto* const cases = benchmark::RegisterBenchmark(
+      name.c_str(), [=](benchmark::State& state) { function(state, arguments...); });
+  cases->ArgName("threads")->Arg(1)->Arg(2);
+  if (const char* const text = std::getenv("STRATA_BENCH_THREADS")) {
+    if (const int threads = std::atoi(text); threads > 2) cases->Arg(threads);
+  }
+  cases->MinTime(1.0)->UseManualTime()->Unit(benchmark::kMillisecond);
 }
 
 void add_all() {

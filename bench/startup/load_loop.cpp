@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -19,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "strata/base/errno_text.h"
 #include "strata/device/cuda_device.h"
 
 namespace {
@@ -56,7 +56,8 @@ struct LoadLoop {
     std::int64_t at = 0;
     for (int i = 0; i < count; ++i) {
       const int fd = ::open(paths[i], O_RDONLY | O_CLOEXEC);
-      if (fd < 0) throw std::runtime_error(std::string(paths[i]) + ": " + std::strerror(errno));
+      if (fd < 0)
+        throw std::runtime_error(std::string(paths[i]) + ": " + strata::errno_text(errno));
       const std::int64_t size = ::lseek(fd, 0, SEEK_END);
       files.push_back({fd, at, at + size});
       at += size;
@@ -76,7 +77,7 @@ struct LoadLoop {
       while (bytes > 0 && file.begin <= at && at < file.end) {
         const std::int64_t most = std::min(bytes, file.end - at);
         const ssize_t got = ::pread(file.fd, into, static_cast<std::size_t>(most), at - file.begin);
-        if (got <= 0) throw std::runtime_error(std::string("pread: ") + std::strerror(errno));
+        if (got <= 0) throw std::runtime_error(std::string("pread: ") + strata::errno_text(errno));
         at += got;
         into += got;
         bytes -= got;

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "reversal_model.h"
-#include "strata/torch/ranks/rank_environment.h"
+#include "strata/torch/rank_environment.h"
 #include "strata/torch/trainer.h"
 
 namespace {

@@ -20,6 +20,7 @@ void bind_schedule(py::module_& module);
 void bind_runtime(py::module_& module);
 void bind_model(py::module_& module);
 void bind_interception(py::module_& module);
+void bind_optimizer(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_state(py::module_& module);
 void bind_training(py::module_& module);
@@ -29,6 +30,7 @@ void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedMo
 
 // How start-up went on this rank, so far.
 py::dict init_report(torch::ShardedModel& model);
+py::object placement(torch::ShardedModel& model);
 // Calls `function(phase, bytes done, bytes in all)`, or nothing where it is None.
 engine::InitReport::Progress progress_from(const py::object& function);
 // GB/s from pinned memory to the model's device; None where that is the host, or has no room to

@@ -26,24 +26,9 @@ py::object optimizer_of(const engine::Config& config) {
                         o.torch_params, adam);
 }
 
-}  // namespace
-
-void bind_config(py::module_& module) {
-  module.def("parse_size", &parse_size, py::arg("text"));
+void bind_precision(py::class_<engine::Config>& config) {
   using engine::Config;
-  py::class_<Config>(module, "Config")
-      .def_static("parse", &Config::parse, py::arg("text_or_path"))
-      .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
-      .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
-      .def("digest", &Config::digest)
-      .def("for_construction",  // of a model whose parameters are all sharded as they are made
-           [](Config c) {
-             c.zero.stage = 3;
-             c.zero.param_persistence_threshold = Numel();
-             c.zero.model_persistence_threshold = Numel();
-             return c;
-           })
-      .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
+  config
       .def("weight_dtype",
            [](const Config& c, at::ScalarType own) {
              return torch::to_scalar_type(c.precision.weight_dtype(torch::from_scalar_type(own)));
@@ -61,12 +46,37 @@ void bind_config(py::module_& module) {
                                return torch::to_scalar_type(*dtype);
                              })
       .def_property_readonly(
+          "grad_accum_dtype",
+          [](const Config& c) { return torch::to_scalar_type(c.precision.grad_accum_dtype); })
+      .def_property_readonly("cast_inputs",
+                             [](const Config& c) { return c.precision.cast_inputs; });
+}
+
+}  // namespace
+
+void bind_config(py::module_& module) {
+  module.def("parse_size", &parse_size, py::arg("text"));
+  using engine::Config;
+  py::class_<Config> config(module, "Config");
+  config.def_static("parse", &Config::parse, py::arg("text_or_path"))
+      .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
+      .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
+      .def("digest", &Config::digest)
+      .def("for_construction",  // of a model whose parameters are all sharded as they are made
+           [](Config c) {
+             c.zero.stage = 3;
+             c.zero.param_persistence_threshold = Numel();
+             c.zero.model_persistence_threshold = Numel();
+             c.offload.automatic = false;  // the whole model is not known yet
+             return c;
+           })
+      .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
+      .def_property_readonly(
           "optimizer_tier",
           [](const Config& c) { return std::string(memory::name_of(c.offload.optimizer)); })
       .def_property_readonly(
           "param_tier",
           [](const Config& c) { return std::string(memory::name_of(c.offload.param)); })
-      .def_property_readonly("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; })
       .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
       .def_property_readonly("train_batch_size",
                              [](const Config& c) { return c.batch.train_batch_size; })
@@ -92,9 +102,11 @@ void bind_config(py::module_& module) {
                                  hints.emplace_back(hint.path, hint.reason);
                                return hints;
                              })
+      .def_readonly("hint_values", &Config::hint_values)
       .def_property_readonly("optimizer", &optimizer_of)
       .def_property_readonly("has_scheduler",
                              [](const Config& c) { return c.scheduler.has_value(); });
+  bind_precision(config);
 }
 
 }  // namespace strata::python

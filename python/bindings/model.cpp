@@ -14,7 +14,7 @@ using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int6
 // (path, class name, parent, own parameters, callable, read in backward, leaf)
 using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool, bool>;
 // (lr, beta1, beta2, eps, weight decay)
-using GroupTuple = std::tuple<double, double, double, double, double>;
+using GroupTuple = std::tuple<double, double, double, double, double, bool>;
 
 engine::UpdateRule rule_from(const std::string& name) {
   if (name == "none") return engine::UpdateRule::kNone;
@@ -63,8 +63,8 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
 // the device has yet to tell; what the user is to be told, or "").
 py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
-  for (const auto& [lr, beta1, beta2, eps, decay] : groups)
-    scalars.push_back({lr, beta1, beta2, eps, decay});
+  for (const auto& [lr, beta1, beta2, eps, decay, correction] : groups)
+    scalars.push_back({lr, beta1, beta2, eps, decay, correction});
   std::optional<engine::StepResult> result;
   {
     const py::gil_scoped_release release;
@@ -74,6 +74,27 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   const bool known = result->grad_norm.has_value();
   return py::make_tuple(known ? py::object(py::bool_(result->applied)) : py::none(),
                         result->warning);
+}
+
+// `states`: DeepSpeed's names of them. False: weights were among them and stay where they are.
+bool park(ShardedModel& model, const std::vector<std::string>& states, bool pinned) {
+  engine::StateSet set;
+  for (const std::string& name : states) {
+    if (name == "optim_states") {
+      set.moments = true;
+    } else if (name == "hp_params") {
+      set.masters = true;
+    } else if (name == "lp_params") {
+      set.weights = true;
+    } else if (name == "lp_grads") {
+      set.gradients = true;
+    } else {
+      STRATA_ASSERT(name == "contiguous_grad_buffer");
+      set.gradient_buffers = true;
+    }
+  }
+  const py::gil_scoped_release release;
+  return model.park(set, pinned);
 }
 
 engine::ExternalOptimizer& external(ShardedModel& model) {
@@ -95,42 +116,52 @@ std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   return result;
 }
 
-// {kind: peak bytes} of a tier, "device" or "host", and "total". What kernels keep for themselves
-// nobody plans.
-py::dict as_dict(const forecast::MemoryForecast& forecast, const std::string& tier) {
-  const bool host = tier == name_of(memory::Tier::kHost);
-  if (!host && tier != name_of(memory::Tier::kDevice)) {
-    throw UsageError(
-        fmt::format("a memory forecast is of the tier 'device' or 'host'; found '{}'", tier));
+memory::Tier tier_from(const std::string& name) {
+  for (const memory::Tier tier :
+       {memory::Tier::kDevice, memory::Tier::kHost, memory::Tier::kNvme}) {
+    if (name == name_of(tier)) return tier;
   }
+  throw UsageError(
+      fmt::format("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name));
+}
+
+// {kind: peak bytes} of a tier, and "total". What kernels keep for themselves nobody plans.
+py::dict as_dict(const forecast::MemoryForecast& forecast, memory::Tier tier) {
   py::dict result;
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
     if (kind == memory::Kind::kWorkspace) continue;
-    const Bytes bytes =
-        host ? forecast.host_by_kind[static_cast<std::size_t>(k)] : forecast.of(kind);
-    result[py::str(std::string(name_of(kind)))] = bytes.value;
+    result[py::str(std::string(name_of(kind)))] = forecast.on(tier, kind).value;
   }
-  result["total"] = (host ? forecast.host : forecast.total).value;
+  result["total"] = forecast.total_on(tier).value;
   return result;
 }
 
 py::dict memory_forecast(ShardedModel& model, const std::string& tier) {
+  const memory::Tier wanted = tier_from(tier);
   forecast::MemoryForecast forecast;
   {
     const py::gil_scoped_release release;
     forecast = model.memory_forecast();
   }
-  return as_dict(forecast, tier);
+  return as_dict(forecast, wanted);
 }
 
+std::optional<Bytes> as_bytes(std::optional<std::int64_t> value) {
+  return value ? std::optional(Bytes(*value)) : std::nullopt;
+}
+
+// `device_memory`, `host_memory`: of a device and of a host, or None.
 py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
                       const std::string& rule, int world_size, bool on_gpus, int ranks_per_host,
-                      const std::string& tier) {
+                      const std::string& tier, std::optional<std::int64_t> device_memory,
+                      std::optional<std::int64_t> host_memory) {
   const torch::ModelInput input = input_from(parameters, modules);
   const forecast::Job job{world_size, on_gpus, ranks_per_host};
-  return as_dict(torch::forecast_job(input, config, rule_from(rule), job), tier);
+  const forecast::FreeMemory free =
+      forecast::free_memory_of(job, as_bytes(device_memory), as_bytes(host_memory));
+  return as_dict(torch::forecast_job(input, config, rule_from(rule), job, free), tier_from(tier));
 }
 
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
@@ -188,11 +219,20 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
       .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
       .def("step", &step, py::arg("groups"))
+      .def("park", &park, py::arg("states"), py::arg("pinned"))
+      .def("unpark", &ShardedModel::unpark, unlocked)
+      // UsageError where states, or the weights, are away; `call`: what is to be done.
+      .def("require_no_state_away",
+           [](ShardedModel& m, const std::string& call) { m.engine().parking().require_all(call); })
+      .def("require_weights",
+           [](ShardedModel& m, const std::string& call) {
+             m.engine().parking().require_weights(call);
+           })
       .def(
           "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
       .def("zero_gradients", [](ShardedModel& m) { m.engine().zero_gradients(); })
-      .def("loss_factor",
-           [](ShardedModel& m, bool scale) { return m.control().loss_factor(scale); })
+      .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
+           unlocked)
       .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
       .def("ends_step", [](ShardedModel& m) { return m.control().ends_step(); })
       .def("set_boundary",
@@ -240,6 +280,9 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("index_of", &ShardedModel::index_of)
       .def("gathered", &ShardedModel::gathered)
       .def("held_elsewhere", &ShardedModel::held_elsewhere)
+      .def("replaced", &ShardedModel::replaced)
+      .def("put_back", [](ShardedModel& m, const std::vector<int>& p) { m.put_back(p); })
+      .def("require_own_memory", &ShardedModel::require_own_memory, unlocked)
       .def("local_part", &ShardedModel::local_part)
       .def("read", &ShardedModel::read, unlocked)
       .def("parameter_name",
@@ -262,6 +305,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("memory_forecast", &memory_forecast, py::arg("tier"))
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)
+      .def("placement", &placement)
       .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
@@ -280,7 +324,8 @@ void bind_model(py::module_& module) {
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
-             py::arg("ranks_per_host"), py::arg("tier"));
+             py::arg("ranks_per_host"), py::arg("tier"), py::arg("device_memory"),
+             py::arg("host_memory"));
   bind_training(model);
   bind_values(model);
   bind_steps(model);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   strata::python::bind_runtime(module);
   strata::python::bind_model(module);
   strata::python::bind_interception(module);
+  strata::python::bind_optimizer(module);
   strata::python::bind_checkpoint(module);
   strata::python::bind_state(module);
   strata::python::bind_training(module);

@@ -1,4 +1,7 @@
 // Collectives and devices for a process that Python drives.
+#include <optional>
+#include <utility>
+
 #include "bindings.h"
 #include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/io/atomic_file.h"
@@ -14,6 +17,20 @@ namespace {
 std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
+
+// A file that Python writes. It is there until the end of its `with`, whatever still names it.
+class HeldFile {
+ public:
+  explicit HeldFile(std::string path) : file_(std::in_place, std::move(path)) {}
+  io::AtomicFile& held() {
+    if (!file_) throw UsageError("an AtomicFile ends with its 'with': open it anew");
+    return *file_;
+  }
+  void end() { file_.reset(); }
+
+ private:
+  std::optional<io::AtomicFile> file_;
+};
 
 // Throws the error that ended these collectives, if one did; takes part in nothing.
 void require_usable(comm::Collectives& collectives) {
@@ -93,6 +110,22 @@ void bind_joining(py::module_& module) {
       py::arg("patience_s"));
 }
 
+void bind_files(py::module_& module) {
+  // Whole or not at all, by a temporary file that follows no link; IoError.
+  module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
+             py::call_guard<py::gil_scoped_release>());
+  // What such a file is made of where a text is not enough: written through fileno(), and there
+  // under its name from publish() on. The end of its `with` removes what was not published.
+  py::class_<HeldFile>(module, "AtomicFile")
+      .def(py::init<std::string>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def("__enter__", [](HeldFile& file) -> HeldFile& { return file; })
+      .def("__exit__", [](HeldFile& file, const py::args&) { file.end(); })
+      .def("fileno", [](HeldFile& file) { return file.held().file().fd(); })
+      .def(
+          "publish", [](HeldFile& file) { file.held().publish(); },
+          py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_runtime(py::module_& module) {
@@ -146,9 +179,6 @@ void bind_runtime(py::module_& module) {
   // Loads what the first step of a model in this dtype would load.
   module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"),
              py::call_guard<py::gil_scoped_release>());
-  // Whole or not at all, by a temporary file that follows no link; IoError.
-  module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
-             py::call_guard<py::gil_scoped_release>());
   // Where a model whose parameters are [(name, tensor)] shall train; none: nowhere yet.
   module.def(
       "choose_device",
@@ -159,6 +189,7 @@ void bind_runtime(py::module_& module) {
       py::arg("config"), py::arg("parameters"), py::arg("local_rank"),
       py::call_guard<py::gil_scoped_release>());
   bind_joining(module);
+  bind_files(module);
 }
 
 }  // namespace strata::python

@@ -1,6 +1,9 @@
 // What Python shows of training steps: the engine's report of one, and its timeline.
 #include "strata/engine/record/step_report.h"
 
+#include <array>
+#include <string_view>
+
 #include "bindings.h"
 
 namespace strata::python {
@@ -47,6 +50,41 @@ py::dict device_memory(const memory::Ledger& ledger) {
   return result;
 }
 
+py::dict link(const engine::LinkUse& use) {
+  py::dict result;
+  result["bytes"] = use.bytes.value;
+  result["seconds"] = use.seconds;
+  result["gb_per_s"] = use.gb_per_s;
+  result["limit_gb_per_s"] = use.limit_gb_per_s;
+  result["of_limit"] = use.of_limit();
+  return result;
+}
+
+std::string_view name_of(offload::Link link) {
+  constexpr std::array<std::string_view, offload::kLinkCount> kNames{"up", "down", "read", "write"};
+  return kNames.at(static_cast<std::size_t>(link));
+}
+
+py::dict offload_dict(const engine::LinkReport& report) {
+  py::dict links;
+  for (const engine::LinkUse& use : report.uses) links[py::cast(name_of(use.link))] = link(use);
+  py::list drives;
+  for (const offload::DriveWear& each : report.wear) {
+    py::dict drive;
+    drive["folder"] = each.folder;
+    drive["written_bytes"] = each.written.value;
+    drives.append(drive);
+  }
+  py::dict result;
+  result["links"] = links;
+  result["fetch_wait_seconds"] = report.fetch_wait;
+  result["copy_wait_seconds"] = report.copy_wait;
+  result["parts"] = report.parts;
+  result["parts_ready"] = report.parts_ready;
+  result["drives"] = drives;
+  return result;
+}
+
 py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger) {
   const engine::StepTimes* times = report.times ? &*report.times : nullptr;
   const auto seconds = [times](double engine::StepTimes::*part) {
@@ -69,6 +107,7 @@ py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger)
   result["uses"] = uses;
   result["device_allocations"] = report.counts.device_allocations;
   result["host_waits"] = report.counts.host_waits;
+  result["offload"] = report.links ? offload_dict(*report.links) : py::object(py::none());
   result["device_memory"] = device_memory(ledger);
   return result;
 }

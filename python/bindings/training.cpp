@@ -7,6 +7,7 @@
 #include "strata/engine/checkpoint/training_progress.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/format/checkpoint_folder.h"
+#include "strata/io/engine_choice.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
@@ -22,6 +23,15 @@ using ExtraTuple = std::tuple<std::string, std::string, int, std::vector<std::in
                               at::ScalarType, std::optional<at::Tensor>>;
 // (parameter, kind, what is kept of this rank's part of it, contiguous)
 using StateTuple = std::tuple<int, std::string, at::Tensor>;
+
+// (name, shape)
+using BufferTuple = std::tuple<std::string, std::vector<std::int64_t>>;
+
+std::vector<engine::BufferSpec> specs_from(const std::vector<BufferTuple>& buffers) {
+  std::vector<engine::BufferSpec> specs;
+  for (const auto& [name, shape] : buffers) specs.push_back({name, shape});
+  return specs;
+}
 
 engine::SavedContent content_from(const std::vector<std::vector<std::string>>& aliases,
                                   const std::vector<ExtraTuple>& tensors,
@@ -151,16 +161,22 @@ class Opened {
     return values;
   }
 
-  // (missing, unexpected, misshapen)
-  py::tuple differences(ShardedModel& model) const {
-    const engine::Differences found = engine::compare(checkpoint_, model.engine());
-    return py::make_tuple(found.missing, found.unexpected, found.misshapen);
+  // (missing, unexpected, misshapen) of parameters, and the same of buffers
+  py::tuple differences(ShardedModel& model, const std::vector<BufferTuple>& buffers) const {
+    const auto names = [](const engine::UnlikeNames& found) {
+      return py::make_tuple(found.missing, found.unexpected, found.misshapen);
+    };
+    const comm::Collectives& ranks = model.engine().collectives();
+    return py::make_tuple(names(engine::compare(checkpoint_, model.engine())),
+                          names(engine::compare_buffers(checkpoint_, specs_from(buffers),
+                                                        ranks.rank(), ranks.world_size())));
   }
 
   // Collective.
   void load(ShardedModel& model, bool states, bool strict, bool without_frozen,
-            const std::vector<StateTuple>& targets) {
+            const std::vector<StateTuple>& targets, const std::vector<BufferTuple>& buffers) {
     engine::LoadRequest request;
+    request.buffers = specs_from(buffers);
     request.states = states;
     request.strict = strict;
     request.without_frozen = without_frozen;
@@ -168,8 +184,10 @@ class Opened {
       request.targets.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
                                  static_cast<std::byte*>(tensor.mutable_data_ptr())});
     }
-    io::ThreadEngine io(torch::reading_options(model.threads()));
-    engine::load_training(model.engine(), checkpoint_, request, io);
+    const io::ThreadEngineOptions reading = torch::reading_options(model.threads());
+    const io::ChosenEngine io =
+        io::make_io_engine({.piece = reading.piece, .threads = reading.threads});
+    engine::load_training(model.engine(), checkpoint_, request, *io.engine);
   }
 
   void restore_progress(ShardedModel& model) const {
@@ -202,6 +220,10 @@ void bind_training(py::module_& module) {
         format::checksum_of({static_cast<const std::byte*>(values.const_data_ptr()),
                              static_cast<std::size_t>(values.nbytes())}));
   });
+  module.def(
+      "loading_failed",
+      [](ShardedModel& model, const std::string& cause) { model.engine().loading_failed(cause); },
+      py::arg("model"), py::arg("cause"));
   module.def("latest_tag", &format::latest_tag, py::arg("folder"));
   module.def("find_checkpoint", &format::find_checkpoint, py::arg("folder"), py::arg("tag"));
   module.def("whole_checkpoints", &format::whole_checkpoints, py::arg("folder"));
@@ -220,9 +242,9 @@ void bind_training(py::module_& module) {
       .def("dtype_of", &Opened::dtype_of, py::arg("name"), py::arg("kind"))
       .def("read", &Opened::read, py::arg("role"), py::arg("name"), py::arg("kind") = "value",
            unlocked)
-      .def("differences", &Opened::differences, py::arg("model"))
+      .def("differences", &Opened::differences, py::arg("model"), py::arg("buffers"))
       .def("load", &Opened::load, py::arg("model"), py::arg("states"), py::arg("strict"),
-           py::arg("without_frozen"), py::arg("targets"), unlocked)
+           py::arg("without_frozen"), py::arg("targets"), py::arg("buffers"), unlocked)
       .def("restore_progress", &Opened::restore_progress, py::arg("model"), unlocked)
       .def("restore_optimizer_steps", &Opened::restore_optimizer_steps, py::arg("model"), unlocked);
 }

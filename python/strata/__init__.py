@@ -40,9 +40,9 @@ _HOMES = {  # name: the module that has it
     "load_weights": "pretrained",
     "memory_forecast": "forecast",
 }
-_MODULES = ("_C", "engine", "forecast", "pretrained", "schedule", "utils", "zero")
+_MODULES = ("_C", "engine", "forecast", "ops", "pretrained", "schedule", "utils", "zero")
 
-__all__ = [*_HOMES, "schedule", "utils", "zero"]
+__all__ = [*_HOMES, "ops", "schedule", "utils", "zero"]
 
 
 def __getattr__(name):

@@ -18,15 +18,14 @@ from .model.placement import move_buffers
 from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import unwatch, watch
 from .schedule import Advance
-from .views.step_view import print_table
-
+from .views.accounts import Accounts
 
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
+class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, torch.nn.Module):
     """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
-    ``Accumulation`` what concerns micro-steps.
+    ``Accumulation`` what concerns micro-steps, ``Accounts`` what it tells of memory and steps.
 
     Attributes:
         module: the user's model, the same object.
@@ -41,6 +40,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
             ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
             Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
             gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
+            ``placement``: None where everything is on the device, or what went where (docs/OBSERVING.md).
     """
 
     def __init__(self, tree, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
@@ -102,8 +102,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
         """
         self.core.begin_backward()
         try:
-            factor = self.core.loss_factor(scale_wrt_gas)
-            (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+            self.core.factored(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
             self.core.end_backward()
         except BaseException as error:
             self.core.abandon_backward()
@@ -229,57 +228,6 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, torch.nn.Module):
     def zero_gather_16bit_weights_on_model_save(self):
         """bool: ``stage3_gather_16bit_weights_on_model_save`` of the configuration."""
         return self._config.gather_16bit_weights_on_model_save
-
-    def memory_report(self):
-        """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
-        return self.core.memory_report()
-
-    def memory_forecast(self, tier="device"):
-        """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
-        ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
-        will hold of host memory for what is offloaded; loading and saving take theirs beside that.
-
-        Found by running the engine for three steps on a device without memory, in milliseconds; every rank may ask
-        for itself. The model's activations, its gradients before they reach the engine, and what torch and the
-        collectives keep for themselves come on top. "gradients" are an upper bound: reductions that end early hold
-        less, and so does an order within a block that completes units one after the other.
-        """
-        return self.core.memory_forecast(tier)
-
-    def record_steps(self, on=True):
-        """Times the steps that begin after this call, by the device's clock, for ``step_report()``. The device does
-        not wait for the host; each step records some more events."""
-        self.core.record_steps(on)
-
-    def step_report(self, wait=True):
-        """What this rank did in the last step, a dict; None before the first is over.
-
-        ``step``, its number, and ``seconds``, from its first forward to the end of its update. ``transfers``: for
-        "gather", "reduce", and "refresh" (gathers of units that stay whole) a dict of ``count``; ``bytes`` of
-        whole units; ``seconds`` in which one was under way; ``exposed_seconds``, in which the device had nothing
-        to do but wait for one; ``gb_per_s`` of this rank's link. ``exposed_seconds``: of all. ``uses`` of sharded
-        units: "kept" since the last use, "prefetched", or fetched "late". ``device_allocations`` by the engine in
-        the step. ``host_waits``: how often the engine had the host wait for the device in the step, and queue nothing
-        meanwhile; 0 on the CPU. ``device_memory``: {kind: {``bytes`` now, ``peak_bytes``}}. Seconds other than
-        ``seconds``, among them ``forward_seconds``, ``backward_seconds``, ``update_seconds`` and its parts
-        ``norm_seconds`` and ``optimizer_seconds``, are None unless the step was timed (``record_steps``,
-        ``strata.trace``).
-
-        Args:
-            wait: for the device to finish the last step; False: the report is of the last one that it has
-                finished, None if there is none.
-        """
-        return self.core.step_report(wait)
-
-    def print_step_report(self):
-        """``step_report()`` as a table, on standard error, with ``memory_forecast()`` beside what is held."""
-        report = self.step_report()
-        if report is None:
-            return
-        forecast = self.memory_forecast()
-        for kind, entry in report["device_memory"].items():
-            entry["forecast_bytes"] = forecast[kind]
-        print_table(report)
 
     def deepspeed_io(self, dataset, collate_fn=None, batch_size=None):
         """A DataLoader over ``dataset`` of this rank's part, in micro-batches on the host; pinned for a GPU."""

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections import OrderedDict
 
 import torch
 
 from . import _C
-from .checkpoint.whole_weights import save_whole, set_whole_weights, whole_state_dict
+from .engine_weights import EngineWeights
+from .state_parking import StateParking
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,6 +19,17 @@ def _setting(path, meaning):
         return self._value_at(path)
 
     value.__doc__ = f"``{path}`` of the configuration: {meaning}."
+    return value
+
+
+def _hint(path, default, meaning):
+    """A method that returns what the configuration says at ``path``, which has no effect here."""
+
+    def value(self):
+        text = self._config.hint_values.get(path)
+        return default if text is None else json.loads(text)
+
+    value.__doc__ = f"``{path}`` of the configuration, which has no effect here: {meaning}."
     return value
 
 
@@ -36,8 +47,8 @@ def _off(meaning):
     return value
 
 
-class EngineNames:
-    """What ``Engine`` tells of its configuration and its weights; it has ``_config``, ``core``, ``optimizer``,
+class EngineNames(EngineWeights, StateParking):
+    """What ``Engine`` tells of its configuration; it has ``_config``, ``core``, ``optimizer``,
     ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 
     _batch = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
@@ -105,20 +116,30 @@ class EngineNames:
         since = self.core.micro_steps - micro_steps
         return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
 
+    managed_gradient_accumulation = _setting(
+        "managed_gradient_accumulation", "bool, whether micro-steps are counted")
+
     # --- the optimizer and its schedule ---
 
     def get_lr(self):
-        """[float]: the learning rate of each param group."""
+        """[float]: the learning rate of each param group; [] without an optimizer, as of the two below."""
         return self._of_groups("lr")
 
     def set_lr(self, lr):
-        """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it."""
-        for group in self.optimizer.param_groups:
+        """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it.
+
+        Raises:
+            UsageError: there is no optimizer.
+        """
+        if self.optimizer is None:
+            raise _C.UsageError("set_lr: this engine has no optimizer; name one in the configuration, or pass one as "
+                                "optimizer= to initialize")
+        for group in self._groups:
             group["lr"] = lr
 
     def get_mom(self):
         """The momentum of each param group: betas, or "momentum" of optimizers that have that."""
-        has_momentum = any("momentum" in group for group in self.optimizer.param_groups)
+        has_momentum = any("momentum" in group for group in self._groups)
         return self._of_groups("momentum" if has_momentum else "betas")
 
     def get_type(self):
@@ -126,7 +147,11 @@ class EngineNames:
         return self._of_groups("type")
 
     def _of_groups(self, name):
-        return [group.get(name, 0.0 if name == "betas" else None) for group in self.optimizer.param_groups]
+        return [group.get(name, 0.0 if name == "betas" else None) for group in self._groups]
+
+    @property
+    def _groups(self):
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     optimizer_name = _setting("optimizer.type", "the class that it names, or None")
     scheduler_name = _setting("scheduler.type", "the class that it names, or None")
@@ -175,6 +200,16 @@ class EngineNames:
         """torch.dtype in which gradients travel between ranks."""
         return _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"]
 
+    torch_autocast_lower_precision_safe_modules = _hint(
+        "torch_autocast.lower_precision_safe_modules", None, "[str] or None, classes of modules")
+    amp_enabled = _off("mixed precision is that of bf16, fp16 and torch_autocast")
+
+    def get_data_types(self):
+        """(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate); float32 is the first
+        where each parameter keeps its own."""
+        model = self._config.dtype
+        return _ELEMENT_TYPES[model or "fp32"], self._config.grad_accum_dtype
+
     def steps_per_print(self):
         """int or None: steps between two lines of progress."""
         return self._config.steps_per_print
@@ -199,6 +234,7 @@ class EngineNames:
         "zero_optimization.stage3_param_persistence_threshold", "int, elements")
     zero_model_persistence_threshold = _setting(
         "zero_optimization.stage3_model_persistence_threshold", "int, elements")
+    zero_sub_group_size = _hint("zero_optimization.sub_group_size", 1_000_000_000, "int, elements")
     zero_max_live_parameters = _setting("zero_optimization.stage3_max_live_parameters", "int, elements, or None")
     zero_max_reuse_distance = _setting("zero_optimization.stage3_max_reuse_distance", "int, elements, or None")
     zero_hpz_partition_size = _setting("zero_optimization.zero_hpz_partition_size", "int, ranks")
@@ -248,95 +284,7 @@ class EngineNames:
         """int: this process's rank."""
         return self.global_rank
 
-    # --- weights ---
-
-    def module_state_dict(self, exclude_frozen_parameters=False):
-        """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective)."""
-        if self._config.stage >= 3:
-            return whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
-        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in self.module.state_dict().items()
-                if not (exclude_frozen_parameters and name in frozen)}
-
-    def load_module_state_dict(self, state_dict, strict=True):
-        """Gives the model the values of a state dict of whole tensors. Collective; rank 0's count. Masters follow;
-        the optimizer's states stay.
-
-        Returns:
-            (missing keys, unexpected keys).
-
-        Raises:
-            UsageError: with ``strict``, where names do not fit; shapes that do not.
-        """
-        return set_whole_weights(self, state_dict, strict)
-
-    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
-        """{name: tensor} under the model's own names, those of ``engine.module``.
-
-        At stage 3 it is collective: parameters are gathered one at a time and copied to the host of rank 0, which needs
-        room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages 0 to
-        2 every rank has all of it, and this is ``engine.module.state_dict()``.
-        """
-        if self._config.stage < 3:
-            return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        found = whole_state_dict(self.module, self.global_rank == 0) or {}
-        destination = OrderedDict() if destination is None else destination
-        destination.update((prefix + name, value) for name, value in found.items())
-        return destination
-
-    def load_state_dict(self, state_dict, strict=True, assign=False):
-        """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
-        "module". Collective; rank 0's names and values count, other ranks may pass {}. Masters follow; the optimizer's
-        states stay.
-
-        Returns:
-            (missing keys, unexpected keys).
-
-        Raises:
-            UsageError: on every rank: with ``strict``, where names do not fit; shapes that do not; with ``assign``.
-        """
-        if assign:
-            raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
-                                "and values are copied")
-        wrapped = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
-        if wrapped and not hasattr(self.module, "module"):
-            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        return set_whole_weights(self, state_dict, strict)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
-        """Whole weights on the host of rank 0, None on the others. Collective."""
-        return whole_state_dict(self.module, self.global_rank == 0, not exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
-        """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
-        room for all of them; ``save_pretrained`` needs none.
-
-        Returns:
-            bool: False, and nothing is written, at stage 3 where the configuration does not allow it
-            (``stage3_gather_16bit_weights_on_model_save``).
-
-        Raises:
-            IoError: on every rank, where rank 0 cannot write.
-        """
-        if self._config.stage >= 3 and not self._config.gather_16bit_weights_on_model_save:
-            return False
-        save_whole(self, save_dir, save_filename, not exclude_frozen_parameters)
-        return True
-
-    save_fp16_model = save_16bit_model
-
     # --- what there is not ---
-
-    def offload_states(self, include=None, device=None, pin_memory=True, non_blocking=False):
-        """Raises UsageError: the engine's states stay on their device."""
-        raise _C.UsageError("offload_states: this version keeps its states on the device; free them with "
-                            "destroy(keep_values=True) and call initialize again, or take fewer ranks a GPU")
-
-    def reload_states(self, non_blocking=False):
-        """Raises UsageError: nothing was offloaded."""
-        raise _C.UsageError("reload_states: nothing was offloaded, and this version offloads nothing")
 
     def empty_partition_cache(self):
         """Does nothing: what stays gathered is bounded by the configuration at all times

@@ -7,9 +7,18 @@ from .optimizer import groups_of
 
 
 def memory_forecast(
-    model, config, world_size, device="cuda", optimizer=None, model_parameters=None, ranks_per_host=None, tier="device"
+    model,
+    config,
+    world_size,
+    device="cuda",
+    optimizer=None,
+    model_parameters=None,
+    ranks_per_host=None,
+    tier="device",
+    device_memory=None,
+    host_memory=None,
 ):
-    """{kind: bytes, "total": bytes} that the engine will hold at most on each rank's device.
+    """{kind: bytes, "total": bytes} that the engine will hold at most on each rank's device, or of another tier.
 
     Nobody trains, and neither ranks nor GPUs are needed: a model on the meta device will do. The engine itself runs
     for three steps on a device without memory, so this is what it will decide, not a formula. Beside it the device
@@ -26,9 +35,15 @@ def memory_forecast(
         optimizer, model_parameters: as for ``initialize``.
         ranks_per_host: int; None: all ranks are on one host. It says, with the configuration's ``strata.collectives``,
             what carries weights and gradients, which holds more or less memory: copies between peers, or NCCL.
-        tier: "device", or "host": memory of the host for what is offloaded, pinned where GPUs work on it.
+        tier: "device"; "host": memory of the host for what is offloaded, pinned where GPUs work on it, and for
+            what is staged, loading and saving checkpoints included;
+            "nvme": space on the drive. All are of one rank.
+        device_memory, host_memory: int, bytes of one device, and of one host, whose ranks share it. They count where
+            ``strata.placement`` is "auto" and neither ``strata.device_budget`` nor ``strata.host_budget`` says more;
+            None: no bound.
 
     Raises:
+        OutOfMemoryError: ``strata.placement`` is "auto", and the model does not fit; says what is wanted and given.
         ConfigError: the configuration, also where it does not suit so many ranks, or peers on several hosts.
         UsageError: what ``initialize`` would refuse of the optimizer; no ranks, on a host or at all.
     """
@@ -42,4 +57,4 @@ def memory_forecast(
     parameters = describe_parameters(tree, groups_of(sharded_optimizer))
     modules = describe_modules(tree)
     return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0,
-                           tier)
+                           tier, device_memory, host_memory)

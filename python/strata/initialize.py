@@ -21,7 +21,6 @@ from .ranks.runtime import (
     telling_the_others,
 )
 from .schedule import ScheduledLR
-from .views.start_up import StartUp, require_writable_files
 
 logger = logging.getLogger("strata")
 
@@ -65,9 +64,9 @@ def initialize(
         model: a ``torch.nn.Module``, on the CPU or on one GPU. It trains on the GPU of this rank (LOCAL_RANK)
             where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
             there shard by shard, buffers whole.
-        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or
-            a callable that makes one from parameters. AdamW and Adam run in the engine's kernel; others run
-            as they are on the fp32 shards, which is right for those that work element by element.
+        optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
+            that makes one from parameters. AdamW and Adam, torch's or of ``strata.ops.adam``, run in the engine's
+            kernel; others run as they are on the fp32 shards, which is right for those that work element by element.
         model_parameters: what the configuration's optimizer optimises: parameters or param groups; all
             trainable parameters when None.
         training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
@@ -115,6 +114,7 @@ def initialize_as(
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
+    from .views.start_up import StartUp  # not at `import strata`, which every script waits for
     with StartUp() as start_up:
         with start_up.phase("connect"):
             if dist_init_required is False:
@@ -138,6 +138,8 @@ def prepare(config, model):
         config: as for ``initialize``.
         model: one that has its values.
     """
+    from .views.start_up import require_writable_files
+
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)
@@ -210,6 +212,7 @@ def _require_filled_in(config, optimizer, lr_scheduler):
     """Raises ConfigError for an "auto" that nobody replaced in a section that counts: an optimizer or a scheduler that
     the script passes counts in place of the configuration's."""
     config.require_filled_in("gradient_clipping")
+    config.require_filled_in("zero_optimization")
     if optimizer is None:
         config.require_filled_in("optimizer")
     if lr_scheduler is None:

@@ -1,5 +1,6 @@
 """The optimizer that ``initialize`` returns: hyper-parameters for the user, the update in the engine."""
 
+import inspect
 import json
 import logging
 
@@ -10,7 +11,32 @@ from . import _C
 logger = logging.getLogger("strata")
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class _WithoutCompiler(torch.optim.Optimizer):
+    """Methods that torch wraps to keep its compiler out of them. The wrappers import the compiler for that: 880
+    modules, most of the time that a small model's start takes."""
+
+    def add_param_group(self, param_group):
+        """As torch's."""
+        add_group_without_compiler(self, param_group)
+
+    def state_dict(self):
+        """As torch's."""
+        return _unwrapped(super().state_dict)()
+
+    def load_state_dict(self, state_dict):
+        """As torch's."""
+        _unwrapped(super().load_state_dict)(state_dict)
+
+
+def _unwrapped(method):
+    """What is in torch's wrapper, where ``method`` is one of torch's own; else ``method``, a user's."""
+    function = method.__func__
+    if function is not torch.optim.Optimizer.__dict__.get(function.__name__):
+        return method
+    return inspect.unwrap(function).__get__(method.__self__)
+
+
+class ShardedOptimizer(_WithoutCompiler):
     """What schedulers and scripts see of the engine's optimizer.
 
     ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
@@ -24,19 +50,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups, defaults, inner=None):
+        self._model = None
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
         self.overflow = False
-        self._model = None
         if inner is not None:
             self.state = inner.state
 
     def add_param_group(self, param_group):
-        """As torch's, which is wrapped to keep torch's compiler out of it. The wrapper imports the compiler for that:
-        880 modules, most of the time that a small model's start takes."""
-        wrapped = torch.optim.Optimizer.add_param_group
-        getattr(wrapped, "__wrapped__", wrapped)(self, param_group)
+        """Raises UsageError: the engine knows what it trains, and with which group's values, from its start."""
+        if self._model is not None:
+            raise _C.UsageError(
+                "add_param_group: the engine has its param groups from initialize(); give them all to it there, with "
+                "lr 0 for those that shall not train yet, or call engine.destroy(keep_values=True) and initialize() "
+                "again"
+            )
+        from .ops.elementwise import add_group_without_compiler  # not at `import strata`
+
+        add_group_without_compiler(self, param_group)
 
     def bind(self, model):
         """Called by the engine: ``model`` is its _C.ShardedModel."""
@@ -56,12 +88,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Does nothing: the engine forgets gradients when it has used them."""
 
     def scalars(self):
-        """[(lr, beta1, beta2, eps, weight decay)], one a param group, as they are now."""
+        """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now."""
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
             values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
-            result.append(tuple(float(v) for v in values))
+            result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
         return result
 
 
@@ -105,24 +137,44 @@ def optimizer_from_config(config, parameters):
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer
     if kind == "torch":
-        inner = getattr(torch.optim, torch_class)(parameters, **json.loads(torch_params))
+        inner = _lean(getattr(torch.optim, torch_class))(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
     return ShardedOptimizer(_as_groups(parameters), adam), kind
+
+
+def _lean(torch_class):
+    """A class like this one of torch.optim that leaves torch's compiler alone."""
+
+    class Lean(_WithoutCompiler, torch_class):
+        _strata_likeness = torch_class
+
+        def step(self, closure=None):
+            with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+                return inspect.unwrap(torch_class.step)(self, closure)
+
+    Lean.__name__ = Lean.__qualname__ = torch_class.__name__
+    Lean.__doc__ = torch_class.__doc__
+    return Lean
 
 
 def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
 
-    AdamW and Adam without amsgrad or maximize are computed by the engine's own one-pass kernel, with the
-    hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32 shards, which is
-    right for optimizers that work element by element.
+    AdamW and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, are computed by the engine's own
+    one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32
+    shards, which is right for optimizers that work element by element.
     """
+    from .ops.adam import adam_mode  # not at `import strata`
+
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(
             f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "
             "new one"
         )
-    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(type(inner))
+    if adam_mode(inner) is not None:
+        return _sharded(inner, None), adam_mode(inner)
+    kind = getattr(type(inner), "_strata_likeness", type(inner))
+    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
     if exact and not special and len(set(decoupled)) == 1:
@@ -170,7 +222,7 @@ def run_on_shards(sharded, model):
                 segment.grad = None  # the memory is the engine's again
 
     model.set_update(update)
-    model.segment_states = SegmentStates(inner, by_parameter)
+    model.segment_states = SegmentStates(inner, by_parameter, segments)
 
 
 class SegmentStates:
@@ -179,10 +231,34 @@ class SegmentStates:
     Args:
         inner: the optimizer.
         segments: {index of a parameter: its part, which ``inner`` knows as a parameter}.
+        in_order: these parts, as ``core.segments()`` has them.
     """
 
-    def __init__(self, inner, segments):
-        self._inner, self._segments = inner, segments
+    def __init__(self, inner, segments, in_order):
+        self._inner, self._segments, self._in_order = inner, segments, in_order
+        self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
+
+    def park(self, states, pin_memory):
+        """Moves the optimizer's tensors to the host, where ``states`` has "optim_states", and lets go of the masters,
+        whose memory the engine may move. A part is empty then."""
+        if "optim_states" in states:
+            for kept in self._inner.state.values():
+                for name, value in kept.items():
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        copy = torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+                        self._away.append((kept, name, value.device))
+                        kept[name] = copy.copy_(value)
+        if "hp_params" in states or "lp_params" in states:
+            for segment in self._in_order:
+                segment.data = segment.data.new_empty(0)
+
+    def unpark(self, core):
+        """After the engine has brought its states back."""
+        away, self._away = self._away, []
+        for kept, name, device in away:
+            kept[name] = kept[name].to(device)
+        for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
+            segment.data = weight
 
     def part(self, parameter, name):
         """The state itself, of the part's shape; None where there is none."""

@@ -158,6 +158,7 @@ def _set_outside(core, index, name, outside, whole, flat):
 
 
 def _wait_for(core):
+    core.require_no_state_away("reading or setting a state of a parameter")
     core.settle_step()
     if core.device.type == "cuda":
         torch.cuda.synchronize(core.device)

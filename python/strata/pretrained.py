@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from . import _C
-from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config
+from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
 from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
 from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans
 from .checkpoint.names import model_tensors, state_names
@@ -206,10 +206,14 @@ def _build_flat(importing, opening, config, model_arguments):
     model, of_adapter = base, {}
     if opened.adapter is not None:
         model, in_file = attach_adapter(base, opened.adapter_config)
+        all_names, _ = _names_of(model)
+        adapter_buffers = {name: tensor for name, tensor in in_file.items() if id(tensor) not in all_names}
+        require_buffers(adapter_buffers, opened.adapter.contents.shapes, opened.adapter.path)
         for name, parameter in in_file.items():
+            if name in adapter_buffers:
+                continue
             if id(parameter) not in named or name in opened.adapter.contents.shapes:
                 of_adapter.setdefault(id(parameter), []).append(name)
-        all_names, _ = _names_of(model)
         of_adapter |= {key: names for key, names in all_names.items() if key not in named and key not in of_adapter}
     shapes = make_flat(model)
     parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
@@ -217,7 +221,7 @@ def _build_flat(importing, opening, config, model_arguments):
     constructed = {i: constructed[id(p)] for i, p, _ in parameters if id(p) in constructed}
     parts = [_Part(base, opened.base, _entries(parameters, of_base, config), buffers, constructed)]
     if opened.adapter is not None:
-        parts.append(_Part(model, opened.adapter, _entries(parameters, of_adapter, config), {}, {}))
+        parts.append(_Part(model, opened.adapter, _entries(parameters, of_adapter, config), adapter_buffers, {}))
     return model.eval(), shapes, parts
 
 

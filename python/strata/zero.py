@@ -17,6 +17,7 @@ from .ranks.runtime import init_distributed, make_collectives, rank_and_world_si
 
 __all__ = ["GatheredParameters", "Init"]
 
+_ITS_OWN = 0  # memory of the engine's
 _ALONE = 2  # references to what only the dict has that is asked
 _DTYPES = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
 
@@ -39,8 +40,9 @@ class GatheredParameters:
 
     Raises:
         UsageError: ``modifier_rank`` is not a rank of the job. At the end, on each rank that has changed a parameter in
-            place though ``modifier_rank`` is None; the change is lost where the parameter is sharded. Changes past
-            autograd's count of them (through ``.data``) are not seen.
+            place, or given it other memory (``p.data = tensor``), though ``modifier_rank`` is None; the change is lost
+            where the parameter is sharded. Changes in place past autograd's count of them (``p.data.mul_(2)``) are not
+            seen. With ``modifier_rank``, where a parameter was given a tensor of another shape or dtype.
     """
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
@@ -49,6 +51,7 @@ class GatheredParameters:
         self._managed = {}  # id -> parameter
         if not enabled:
             return
+        _require_rank(modifier_rank)
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
             core, index = owner_of(parameter)
             if core is not None:
@@ -67,20 +70,32 @@ class GatheredParameters:
             self._release()
             raise
         self._versions = {key: _version(parameter) for key, parameter in self._managed.items()}
+        self._memory = {key: _memory(parameter) for key, parameter in self._managed.items()}
         return self
 
     def __exit__(self, kind, value, traceback):
         try:
-            if kind is None and self._modifier_rank is not None:
+            if kind is not None:
+                self._put_back()
+            elif self._modifier_rank is not None:
                 for core, indices in self._held:
                     core.publish(indices, self._modifier_rank)
                 for parameter in self._managed.values():
                     parameter._strata_published = _version(parameter)
-            elif kind is None:
+            else:
                 self._require_unchanged()
+        except BaseException:
+            self._put_back()
+            raise
         finally:
             self._release()  # half a change must not stay in the gathered copies
         return False
+
+    def _put_back(self):
+        for key, parameter in self._managed.items():
+            core, index = owner_of(parameter)
+            if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context's
+                core.put_back([index])
 
     def _release(self):
         held, self._held = self._held, []
@@ -92,6 +107,7 @@ class GatheredParameters:
             parameter
             for key, parameter in self._managed.items()
             if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
+            or _memory(parameter) not in (self._memory[key], _ITS_OWN)
         ]
         if changed:
             core, index = owner_of(changed[0])
@@ -101,14 +117,30 @@ class GatheredParameters:
                 "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
                 f"{first}"
             )
+            self._put_back()
 
     def _changed(self, message):
         """What happens where they have."""
         raise _C.UsageError(message)
 
 
+def _require_rank(modifier_rank):
+    world = rank_and_world_size()[1]
+    if modifier_rank is not None and not 0 <= modifier_rank < world:
+        raise _C.UsageError(
+            f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
+
+
 def _version(parameter):
     return 0 if parameter.is_inference() else parameter._version
+
+
+def _memory(parameter):
+    """Tells apart what a script gives a parameter (``p.data = tensor``) from what it had."""
+    core, index = owner_of(parameter)
+    if core is not None and not core.replaced(index):
+        return _ITS_OWN
+    return parameter.untyped_storage()._cdata
 
 
 class Init:
@@ -231,6 +263,9 @@ class Init:
 
     def _shard_all(self, module):
         self._shard([(m, name) for m in module.modules() for name in m._parameters])
+        for m in module.modules():  # parametrizations take parameters over that were sharded elsewhere
+            if type(m._parameters) is dict and any(p is not None and owner_of(p)[0] for p in m._parameters.values()):
+                _read_born(m)
 
     def _shard(self, homes):
         """Shards what nobody has sharded yet of the parameters at [(module, name)]."""
@@ -251,8 +286,7 @@ class Init:
         self._count += 1
         take_ownership(core, parameters, stage=3, weakly=False)
         for module in {id(m): m for m, _ in homes}.values():
-            if not isinstance(module._parameters, BornParameters):
-                module.__dict__["_parameters"] = BornParameters(dict.items(module._parameters))
+            _read_born(module)
         if self._looks is not None:
             self._looks.add(core, list(new.values()), [(m._parameters, name) for m, name in homes])
         core.free_originals()
@@ -265,6 +299,11 @@ class _Flat:
         names = {id(dict.__getitem__(m._parameters, name)): f"{type(m).__name__}/{name}" for m, name in homes}
         self.parameters = [(f"{names[id(p)]}/{number}", p) for number, p in enumerate(parameters)]
         self.modules = [("", types.SimpleNamespace(_parameters=dict(self.parameters)), None)]
+
+
+def _read_born(module):
+    if not isinstance(module._parameters, BornParameters):
+        module.__dict__["_parameters"] = BornParameters(dict.items(module._parameters))
 
 
 def _can_be_sharded(parameter):

@@ -125,6 +125,60 @@ TEST_F(Plan, SaysWhatFits) {
   EXPECT_GE(more["fits_from"], 4);
 }
 
+TEST_F(Plan, CoversHostAndDrive) {
+  write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": true}, "zero_optimization": {"stage": 3,
+      "offload_param": {"device": "cpu"},
+      "offload_optimizer": {"device": "nvme", "nvme_path": "/drive", "buffer_count": 1,
+                            "buffer_size": 1e6}}})");
+  const auto json = plan({"--json", "--host-memory", "1GiB", "--nvme-space", "1GiB"}).json();
+  const std::int64_t elements = 64 + 1000 * 64 + 12 * (64 + 256 * 64 + 64 * 64);
+  EXPECT_GE(json["host"]["weights"], elements);  // two bytes of a half
+  EXPECT_GE(json["nvme"]["optimizer state"], elements * 4);
+  EXPECT_GE(json["nvme"]["total"], elements * 5);
+  EXPECT_TRUE(json["host_fits"]);
+  EXPECT_TRUE(json["nvme_fits"]);
+  EXPECT_EQ(json["ranks_of_host"], 2);
+  const CommandRun text = plan({"--host-memory", "60MiB", "--nvme-space", "1MiB"});
+  EXPECT_EQ(text.code, kFoundWrong);
+  EXPECT_THAT(text.out, AllOf(HasSubstr("fits host 60.0 MiB"), HasSubstr("fits NVMe 1.00 MiB"),
+                              HasSubstr("the host DOES NOT: 2 ranks of"),
+                              HasSubstr("each are more than its 60.0 MiB"),
+                              HasSubstr("the drive DOES NOT: 2 ranks of")));
+  for (std::size_t end = 0, begin = 0; (end = text.out.find('\n', begin)) != std::string::npos;
+       begin = end + 1) {
+    const std::string line = text.out.substr(begin, end - begin);
+    if (line.find(" MiB") != std::string::npos && line.find("DOES NOT") == std::string::npos)
+      EXPECT_LE(line.size(), 80U + folder_.path().size()) << line;
+  }
+}
+
+TEST_F(Plan, PlacesByItself) {
+  const auto write = [&](const char* section) {
+    write_text(folder_ / "ds.json", fmt::format(R"({{"train_micro_batch_size_per_gpu": 1,
+      "bf16": {{"enabled": true}}, "zero_optimization": {{"stage": 3, "reduce_bucket_size": 1,
+        "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}},
+      "strata": {{"placement": "auto" {}}}}})",
+                                                section));
+  };
+  write("");
+  CommandRun result = plan({"--json"});
+  EXPECT_THAT(result.json()["remarks"].dump(), HasSubstr("all stays on the device"));
+  const auto whole = result.json()["stages"][3]["device"]["total"].get<std::int64_t>();
+  const auto budget = whole * 7 / 10;
+  const auto json = plan({"--json", "--device-memory", std::to_string(budget * 3 / 2)}).json();
+  EXPECT_LE(json["stages"][3]["device"]["total"], budget + 3);
+  EXPECT_GT(json["host"]["optimizer state"], 0);
+  EXPECT_TRUE(json["stages"][3]["fits"]);
+  write(R"(, "device_budget": 1000)");
+  result = plan({"--host-memory", "1GiB"});
+  EXPECT_EQ(result.code, kFoundWrong);
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("stage 3 of the configuration DOES NOT FIT"),
+                    HasSubstr("stage 3: strata.placement \"auto\": the device does not suffice")));
+  EXPECT_TRUE(plan({"--json"}).json()["stages"][3]["lacking"].is_string());
+}
+
 TEST_F(Plan, StagesThatTheConfigurationRulesOutAreSaid) {
   write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "mics_shard_size": 1}, "strata": {"wrap": ["Block"]}})");

@@ -100,4 +100,31 @@ TEST_P(OneSidedGathers, ServeAReductionThatTheOwnerOfTheBufferWaitsFor) {
   });
 }
 
+// Between two phases: the memory goes, and comes back with other values.
+TEST_P(OneSidedGathers, ReadWhatABufferHoldsWhoseMemoryWasAway) {
+  on_worlds([](Collectives& c) {
+    const std::size_t bytes = 9000;
+    auto buffer = c.allocate_growing("weights", Bytes(bytes));
+    require(buffer->releasable(), "memory of these ranks can be given back");
+    const std::byte* const place = buffer->local().data();
+    for (int round = 0; round < 3; ++round) {
+      buffer->back(Bytes(bytes));
+      require(buffer->local().data() == place, "it has its place");
+      fill(buffer->local(), c.rank() + round);
+      c.barrier();
+      std::vector<std::byte> flat(bytes * static_cast<std::size_t>(c.world_size()));
+      c.all_gather({buffer.get(), 0_B, 0_B, Bytes(bytes)}, flat, "weights")->wait();
+      for (int r = 0; r < c.world_size(); ++r) {
+        require_pattern(std::span(flat).subspan(static_cast<std::size_t>(r) * bytes, bytes),
+                        r + round, "gather");
+      }
+      c.barrier();
+      buffer->release();
+      c.barrier();
+      c.unmap_freed();
+      c.barrier();
+    }
+  });
+}
+
 }  // namespace strata::comm::conformance

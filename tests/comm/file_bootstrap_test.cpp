@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <iterator>
@@ -53,6 +54,20 @@ TEST(FileBootstrap, RefusesADirectoryOfAnotherStart) {
   FileBootstrap second(directory.path(), 0, 1);
   EXPECT_THAT([&] { second.exchange("second start"); },
               testing::ThrowsMessage<CommError>(testing::HasSubstr("an empty one")));
+}
+
+TEST(FileBootstrap, FollowsNoLinkThatLiesWhereATemporaryMightBe) {
+  const ScratchDirectory directory;
+  const ScratchDirectory elsewhere;
+  std::ofstream(elsewhere.path() / "victim") << "precious";
+  const std::string name = "exchange-0-rank-0-of-1";
+  for (const std::string& end : {"." + std::to_string(::getpid()), std::string(".partial")})
+    std::filesystem::create_symlink(elsewhere.path() / "victim", directory.path() / (name + end));
+  EXPECT_EQ(FileBootstrap(directory.path(), 0, 1).exchange("mine"),
+            std::vector{std::string("mine")});
+  std::ifstream victim(elsewhere.path() / "victim");
+  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(victim), {}), "precious");
+  EXPECT_FALSE(std::filesystem::is_symlink(directory.path() / name));
 }
 
 TEST(FileBootstrap, RefusesAPathThatIsAFile) {

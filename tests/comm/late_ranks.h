@@ -123,6 +123,7 @@ class HostResults final : public Collectives {
   std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
     return collectives_->allocate_growing(std::move(name), bytes);
   }
+  void unmap_freed() override { collectives_->unmap_freed(); }
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
     return std::make_unique<HostGather>(*device_, collectives_->all_gather(slices, flat, tag));

@@ -37,6 +37,7 @@ class Notes final : public PeerChannel::Service {
     if (key == "throws") throw std::bad_alloc();
     return std::nullopt;
   }
+  std::optional<LatePeer> late_peer() override { return std::nullopt; }
   void failed(const std::string& message) noexcept override {
     const std::lock_guard lock(mutex_);
     message_ = message;

@@ -1,4 +1,5 @@
 // Peer collectives of ranks that are processes.
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -72,6 +73,61 @@ TEST(PeerProcesses, ADeathEndsTheWaitForAFlag) {
   });
   EXPECT_THAT(results[0], testing::HasSubstr("rank 1"));
   EXPECT_THAT(results[2], testing::HasSubstr("rank 1"));
+}
+
+// Stops its process where it would tell its peers that it has written its contribution.
+class StoppingDevice final : public device::CpuDevice {
+ public:
+  explicit StoppingDevice(const bool& stops) : stops_(stops) {}
+  void write_flag(device::Flag& flag, std::uint32_t value, device::Stream& stream) override {
+    if (stops_) ::raise(SIGSTOP);
+    CpuDevice::write_flag(flag, value, stream);
+  }
+
+ private:
+  const bool& stops_;
+};
+
+TEST(PeerProcesses, AStoppedRankIsNamedAtTheTimeoutByWhoWaitsForItsFlag) {
+  const ScratchDirectory directory;
+  int ended[2];  // rank 1 writes it when it goes on
+  ASSERT_EQ(::pipe(ended), 0);
+  bool stops = false;  // each process has its own
+  const auto make = [&](int rank) {
+    FileBootstrap bootstrap(directory.path(), rank, 2, std::chrono::seconds(30));
+    return make_peer_collectives(std::make_shared<StoppingDevice>(stops),
+                                 make_shm_collectives(bootstrap, {}),
+                                 {.timeout = std::chrono::seconds(1)});
+  };
+  const auto results = run_as_processes(2, make, [&](Collectives& c) {
+    auto buffer = c.allocate("mine", Bytes(2 * 4096));
+    const auto processes = c.all_gather_text(std::to_string(::getpid()));
+    std::vector<float> result(1024);
+    std::string message = "no error";
+    stops = c.rank() == 1;
+    try {
+      c.reduce_scatter({buffer.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "mine")->wait();
+    } catch (const CommError& error) {
+      message = error.what();
+    }
+    stops = false;
+    if (c.rank() == 1) {
+      static_cast<void>(::write(ended[1], "x", 1));
+      return message;
+    }
+    // It may stop only now.
+    pollfd waiting{ended[0], POLLIN, 0};
+    do {
+      ::kill(std::stoi(processes[1]), SIGCONT);
+    } while (::poll(&waiting, 1, 10) == 0);
+    return message;
+  });
+  ::close(ended[0]);
+  ::close(ended[1]);
+  EXPECT_THAT(results,
+              testing::Each(testing::AllOf(testing::HasSubstr("rank 1 lives but does not come"),
+                                           testing::HasSubstr("its part of a reduction"),
+                                           testing::HasSubstr("1000 ms"))));
 }
 
 }  // namespace

@@ -37,6 +37,11 @@ TEST(CpuDevice, MemoryMayOutliveTheDevice) {
   growable->base()[99] = memory->bytes()[99];
 }
 
+TEST(CpuDevice, GrowableMemoryGoesBackToTheSystem) {
+  CpuDevice device;
+  expect_growable_memory_is_given_back(device);
+}
+
 TEST(CpuDevice, ReservesMoreAddressesThanThereIsMemory) {
   CpuDevice device;
   const auto memory = device.reserve(Bytes(std::int64_t{1} << 40), memory::Kind::kWeights);

@@ -45,6 +45,12 @@ TEST(CudaDevice, MemoryMayOutliveTheDevice) {
   stream->synchronize();
 }
 
+TEST(CudaDevice, GrowableMemoryGoesBackToTheSystem) {
+  const auto device = CudaHarness::make(std::nullopt);
+  if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
+  expect_growable_memory_is_given_back(*device);
+}
+
 TEST(CudaDevice, DeviceMemoryIsNotTheHosts) {
   const auto device = CudaHarness::make(std::nullopt);
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";

@@ -124,4 +124,28 @@ inline constexpr DType kTrainingTypes[] = {DType::kFloat32, DType::kFloat16, DTy
 // None, one, less and more than any vector, and more than a kernel gives to one thread.
 inline constexpr std::size_t kCounts[] = {0, 1, 17, 1000, 300001};
 
+// Memory that grows, private or shared, goes back to the system and is backed again where it was.
+inline void expect_growable_memory_is_given_back(Device& device) {
+  const auto stream = device.create_stream();
+  for (const bool shared : {false, true}) {
+    const auto memory = shared ? device.reserve_shared(8_MiB, memory::Kind::kWeights)
+                               : device.reserve(8_MiB, memory::Kind::kWeights);
+    std::byte* const base = memory->base();
+    for (int round = 0; round < 2; ++round) {
+      memory->grow_to(3_MiB);
+      std::vector<std::byte> found(1000, std::byte{1});
+      device.copy(found, {base, 1000}, *stream);
+      stream->synchronize();
+      EXPECT_EQ(found, std::vector<std::byte>(1000));
+      std::ranges::fill(found, std::byte{7});
+      device.copy({base, 1000}, found, *stream);
+      stream->synchronize();
+      memory->release();
+      EXPECT_EQ(memory->base(), base);
+      EXPECT_EQ(memory->backed(), 0_B);
+      EXPECT_EQ(device.ledger()->held(memory::Tier::kDevice), 0_B);
+    }
+  }
+}
+
 }  // namespace strata::device

@@ -77,6 +77,7 @@ class LateGrowableMemory final : public GrowableMemory {
   Bytes reserved() const override { return memory_->reserved(); }
   Bytes backed() const override { return memory_->backed(); }
   void grow_to(Bytes bytes) override { memory_->grow_to(bytes); }
+  void release() override { memory_->release(); }
   std::size_t pieces() const override { return memory_->pieces(); }
   SharedPiece piece(std::size_t index) const override { return memory_->piece(index); }
 

@@ -8,36 +8,29 @@
 #include <string>
 #include <vector>
 
+#include "io/forwarding_calls.h"
 #include "io/temporary_folder.h"
+#include "strata/base/error.h"
+#include "strata/io/thread_engine.h"
 
 namespace strata::format {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::message_of;
+using ::testing::UnorderedElementsAre;
 
-class RecordedCalls final : public io::FolderCalls {
+class RecordedCalls final : public testing::ForwardingCalls {
  public:
-  void make_folder(const std::string& path) override { kernel_.make_folder(path); }
-  io::File create(const std::string& path) override { return kernel_.create(path); }
-  void sync_file(io::File& file) override { kernel_.sync_file(file); }
   void sync_folder(const std::string& path) override {
     synced.push_back(path);
-    kernel_.sync_folder(path);
+    ForwardingCalls::sync_folder(path);
   }
-  void rename(const std::string& from, const std::string& to) override { kernel_.rename(from, to); }
-  bool exchange(const std::string& one, const std::string& other) override {
-    return kernel_.exchange(one, other);
-  }
-  void remove_tree(const std::string& path) override { kernel_.remove_tree(path); }
-  void open_to_others(const io::File& file) override { kernel_.open_to_others(file); }
 
   std::vector<std::string> synced;
-
- private:
-  io::KernelFolderCalls kernel_;
 };
 
 TEST(CheckpointFolder, BringsTheNamesOfFoldersThatItMakesToDisk) {
@@ -58,6 +51,37 @@ TEST(CheckpointFolder, NamesAFileThatHasItsName) {
               HasSubstr("a file has the name"));
   EXPECT_THAT(message_of<IoError>([&] { NewCheckpoint(folder / "a/b", "tag", calls); }),
               HasSubstr("cannot make a folder"));
+}
+
+// Whatever it is: a folder of the user's, a file, a link, a checkpoint of another library.
+TEST(CheckpointFolder, ReplacesNothingButCheckpoints) {
+  const testing::TemporaryFolder folder;
+  std::filesystem::create_directories(folder / "data");
+  folder.write("data/mine", "text");
+  folder.write("file", "text");
+  std::filesystem::create_directory_symlink(folder / "data", folder / "link");
+  RecordedCalls calls;
+  for (const std::string tag : {"data", "file", "link"}) {
+    EXPECT_THAT(message_of<UsageError>([&] { NewCheckpoint(folder.path(), tag, calls); }),
+                AllOf(HasSubstr("something else has the name"), HasSubstr(folder / tag)));
+  }
+  EXPECT_EQ(testing::content_of(folder / "data/mine"), "text");
+}
+
+// Nor what came while its files were written.
+TEST(CheckpointFolder, ReplacesNothingThatCameMeanwhile) {
+  const testing::TemporaryFolder folder;
+  RecordedCalls calls;
+  io::ThreadEngine io;
+  {
+    NewCheckpoint checkpoint(folder.path(), "data", calls);
+    std::filesystem::create_directories(folder / "data");
+    folder.write("data/mine", "text");
+    EXPECT_THAT(message_of<UsageError>([&] { checkpoint.publish({}, {}, io); }),
+                HasSubstr("something else has the name"));
+  }
+  EXPECT_THAT(folder.names(), UnorderedElementsAre(".strata.lock", "data"));
+  EXPECT_EQ(testing::content_of(folder / "data/mine"), "text");
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,7 @@ class DirectTransfers final : public io::IoEngine {
       transfer_ = engine.write(file_, offset, memory_.bytes());
     }
     bool done() override { return transfer_->done(); }
+    std::optional<io::TransferTimes> times() const override { return transfer_->times(); }
     void wait() override { transfer_->wait(); }
 
    private:
@@ -82,6 +84,7 @@ class DirectTransfers final : public io::IoEngine {
       }
     }
     bool done() override { return transfer_->done(); }
+    std::optional<io::TransferTimes> times() const override { return transfer_->times(); }
     void wait() override {
       transfer_->wait();
       std::ranges::copy(memory_.bytes(), target_.begin());

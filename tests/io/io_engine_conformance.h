@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -51,6 +52,22 @@ TYPED_TEST_P(IoEngineConformance, ReadsBackWhatWasWrittenAtEverySizeAroundAPiece
       ASSERT_EQ(target, source) << "bytes " << bytes << " offset " << offset;
     }
   }
+}
+
+TYPED_TEST_P(IoEngineConformance, KnowsWhenATransferRan) {
+  io::File file(this->folder_ / "data", io::File::Mode::kCreate);
+  const auto source = patterned_bytes(TypeParam::kPiece.size() * 3 + 17, 7);
+  const auto before = std::chrono::steady_clock::now();
+  const auto transfer = this->engine_->write(file, 0_B, source);
+  transfer->wait();
+  const auto after = std::chrono::steady_clock::now();
+  ASSERT_TRUE(transfer->times());
+  EXPECT_LE(before, transfer->times()->begin);
+  EXPECT_LE(transfer->times()->begin, transfer->times()->end);
+  EXPECT_LE(transfer->times()->end, after);
+  const auto nothing = this->engine_->write(file, 0_B, {});
+  nothing->wait();
+  EXPECT_FALSE(nothing->times());
 }
 
 TYPED_TEST_P(IoEngineConformance, WritesInAnyOrderLandEachInItsPlace) {
@@ -222,7 +239,7 @@ TYPED_TEST_P(IoEngineConformance, ARangeThatNoFileHasIsRefusedAtOnce) {
 }
 
 REGISTER_TYPED_TEST_SUITE_P(
-    IoEngineConformance, ReadsBackWhatWasWrittenAtEverySizeAroundAPiece,
+    IoEngineConformance, ReadsBackWhatWasWrittenAtEverySizeAroundAPiece, KnowsWhenATransferRan,
     WritesInAnyOrderLandEachInItsPlace, ServesSeveralThreadsAtOnce,
     ReadingPastTheEndSaysWhatWasWantedAndWhatWasThere, ABigReadPastTheEndCountsWhatLiesBeforeIt,
     WritingToAFileOpenedForReadingNamesErrno, AFailedTransferLeavesTheOthersAlone,

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "device/late_device.h"
+#include "device/losable_device.h"
+#include "strata/base/error.h"
 #include "strata/offload/memory_store.h"
 
 namespace strata::offload {
@@ -31,14 +33,15 @@ struct DeviceStageTest : ::testing::Test {
   device::LateDevice device;
   std::unique_ptr<StateStore> store = MemoryStore::on_host({.device = &device});
   BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
-  DeviceStage stage{device, kLargest};
+  LinkWatch watch;
+  DeviceStage stage{device, kLargest, watch};
 };
 
 TEST_F(DeviceStageTest, IsOneRingInMemoryOfTheDevice) {
   const Bytes held = device.ledger()->held(memory::Tier::kDevice, memory::Kind::kStaging);
   EXPECT_EQ(stage.share(), kLargest);
   EXPECT_GE(held, kLargest * 3);
-  EXPECT_EQ(DeviceStage(device, 1_GiB).share(), 16_MiB);
+  EXPECT_EQ(DeviceStage(device, 1_GiB, watch).share(), 16_MiB);
 }
 
 // Far more than the ring holds, in pieces of any size, each changed several times.
@@ -93,6 +96,22 @@ TEST_F(DeviceStageTest, TakesNothingBackThatWasOnlyRead) {
   stage.join();
   device.compute_stream().synchronize();
   EXPECT_EQ(lease->bytes().front(), std::byte{0});
+}
+
+// As after a fault of a GPU, with copies that are held and others on their way back.
+TEST(LostDevice, EndsItsStageAndTheCopiesWithoutEndingTheProcess) {
+  device::LosableDevice device;
+  const auto store = MemoryStore::on_host({.device = &device});
+  const BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
+  const auto lease = store->fetch(Part{block, 0_B, 4_KiB}, Access::kReadWrite);
+  {
+    DeviceStage stage(device, kLargest);
+    stage.begin();
+    const auto held = stage.bring(*lease, lease->bytes(), Access::kRead);
+    stage.bring(*lease, lease->bytes(), Access::kReadWrite).reset();
+    device.lose(true);
+    EXPECT_THROW(stage.join(), DeviceError);
+  }
 }
 
 }  // namespace

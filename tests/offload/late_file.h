@@ -2,14 +2,17 @@
 // is done, the others when it is waited for, as the seed says. Until then memory to read into holds
 // anything, and what is written is what memory holds when it happens, so that whoever uses memory
 // or ranges of the file too early finds wrong bytes. Overlapping transfers in flight end the test.
-// Some transfers fail, of which the file says how many. A prompt one is not late. Threads: one.
+// Some transfers fail, of which the file says how many. A prompt one is not late. By its times each
+// ran when the one before had ended, at 1 GB/s. Threads: one.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <list>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -40,6 +43,7 @@ class LateFile final : public offload::BlockFile {
     return begin(
         {.offset = offset, .memory = source.data(), .bytes = source.size(), .source = source});
   }
+  std::vector<offload::DriveWear> wear() const override { return {{"/drive", written_}}; }
 
   int failed_reads() const { return failed_reads_; }
   int failed_writes() const { return failed_writes_; }
@@ -51,6 +55,7 @@ class LateFile final : public offload::BlockFile {
     std::size_t bytes = 0;
     std::span<std::byte> target = {};
     std::span<const std::byte> source = {};
+    io::TransferTimes times = {};
     bool happened = false;
     bool failed = false;
   };
@@ -74,6 +79,8 @@ class LateFile final : public offload::BlockFile {
                                 flight_->target.empty() ? "write" : "read", file_.path_,
                                 flight_->offset.value, flight_->bytes));
     }
+
+    std::optional<io::TransferTimes> times() const override { return flight_->times; }
 
    private:
     LateFile& file_;
@@ -101,6 +108,10 @@ class LateFile final : public offload::BlockFile {
   void happen(Flight& flight) {
     if (flight.happened) return;
     flight.happened = true;
+    flight.times.begin = now_;
+    now_ += std::chrono::nanoseconds(flight.bytes);
+    flight.times.end = now_;
+    if (flight.target.empty()) written_ += Bytes(flight.bytes);
     const auto place = bytes_.begin() + static_cast<std::ptrdiff_t>(flight.offset.value);
     if (random_() % 1000 < failing_) {
       flight.failed = true;
@@ -120,6 +131,8 @@ class LateFile final : public offload::BlockFile {
   const bool prompt_;
   std::vector<std::byte> bytes_;
   Flights flights_;
+  std::chrono::steady_clock::time_point now_ = std::chrono::steady_clock::now();
+  Bytes written_;
   int failed_reads_ = 0;
   int failed_writes_ = 0;
 };

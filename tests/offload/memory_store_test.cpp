@@ -1,6 +1,6 @@
 #include "strata/offload/memory_store.h"
 
-#include "offload/state_store_conformance.h"
+#include "offload/parking_conformance.h"
 #include "offload/store_harness.h"
 
 namespace strata::offload {
@@ -9,6 +9,24 @@ namespace {
 INSTANTIATE_TYPED_TEST_SUITE_P(OnHost, StateStoreConformance, HostHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(OnPinnedHost, StateStoreConformance, PinnedHostHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(OnCpuDevice, StateStoreConformance, CpuDeviceHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(OnPinnedHost, ParkingConformance, PinnedHostHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(OnCpuDevice, ParkingConformance, CpuDeviceHarness);
+INSTANTIATE_TYPED_TEST_SUITE_P(OnLateDevice, ParkingConformance, LateDeviceHarness);
+
+TEST(MemoryStore, WhatFindsNoRoomOnTheDeviceStaysParked) {
+  device::CpuDevice device({.memory_limit = 10'000_B});
+  const auto store = MemoryStore::on_device(device);
+  const BlockId block = store->add("block", 6000_B, memory::Kind::kOptimizerState);
+  store->fetch(block, Access::kReadWrite)->bytes()[5999] = std::byte{7};
+  store->park(memory::Kind::kOptimizerState, true);
+  auto others = device.allocate(8000_B, memory::Kind::kStaging);
+  EXPECT_THROW(store->unpark(), OutOfMemoryError);
+  EXPECT_THROW(store->fetch(block, Access::kRead), UsageError);
+  others.reset();
+  store->unpark();
+  EXPECT_EQ(store->fetch(block, Access::kRead)->bytes()[5999], std::byte{7});
+  EXPECT_EQ(device.ledger()->held(memory::Tier::kHost), 0_B);
+}
 
 TEST(MemoryStore, ALeaseKeepsItsBlockWhenTheStoreGoes) {
   auto store = MemoryStore::on_host({});

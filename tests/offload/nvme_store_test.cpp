@@ -1,5 +1,6 @@
 #include "strata/offload/nvme_store.h"
 
+#include <array>
 #include <filesystem>
 #include <fstream>
 
@@ -131,6 +132,47 @@ TEST_F(NvmeStoreTest, WhatIsNotUsedAnyMoreMakesRoomForWhatIs) {
   const StoreCounts learned = store->counts();
   for (int value = 7; value < 9; ++value) round(now, value);
   EXPECT_EQ((store->counts() - learned).reads, 0);
+}
+
+TEST_F(NvmeStoreTest, ToMeasureTheDriveTouchesNoBlock) {
+  make(8, /*verify=*/true);
+  const auto blocks = add(4, 8192_B);
+  for (int i = 0; i < 4; ++i) write(blocks[static_cast<std::size_t>(i)], i + 1);
+  const DriveLimit limit = store->measure_drives();
+  EXPECT_GT(limit.read_gb_per_s, 0.0);
+  EXPECT_GT(limit.write_gb_per_s, 0.0);
+  const BlockId later = add(1, 16_KiB).front();  // where the drive was measured
+  EXPECT_EQ(read(later), 0);
+  write(later, 9);
+  store->flush();
+  crowd_out();
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(read(blocks[static_cast<std::size_t>(i)]), i + 1);
+  EXPECT_EQ(read(later), 9);
+}
+
+TEST_F(NvmeStoreTest, TellsWhatADriveWearsByAndWhoWatchesOfEachTransfer) {
+  struct Watch final : LinkWatch {
+    void note_transfer(Link link, Bytes bytes, const io::TransferTimes& times) override {
+      moved.at(static_cast<std::size_t>(link)) += bytes;
+      EXPECT_LE(times.begin, times.end);
+    }
+    std::array<Bytes, kLinkCount> moved{};
+  } watch;
+  make(8);
+  store->watch(&watch);
+  for (const BlockId block : add(8, 8192_B)) write(block, 1);
+  for (BlockId block = 0; block < 8; ++block) EXPECT_EQ(read(block), 1);
+  store->flush();
+  crowd_out();
+  store->watch(nullptr);
+  write(0, 2);
+  store->flush();
+  const StoreCounts counts = store->counts();
+  EXPECT_EQ(watch.moved.at(static_cast<std::size_t>(Link::kWrite)), counts.written - 8192_B);
+  EXPECT_GT(counts.read, 0_B);
+  ASSERT_EQ(store->wear().size(), 1U);
+  EXPECT_EQ(store->wear()[0].folder, std::filesystem::path(path).parent_path().string());
+  EXPECT_EQ(store->wear()[0].written, counts.written);
 }
 
 TEST_F(NvmeStoreTest, MemoryThatLeasesHoldIsAnErrorAndNoHang) {

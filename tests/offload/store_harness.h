@@ -62,6 +62,7 @@ class LimitedFile final : public BlockFile {
   std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
     return file_->write(offset, source);
   }
+  std::vector<DriveWear> wear() const override { return file_->wear(); }
 
  private:
   const std::unique_ptr<BlockFile> file_;
@@ -100,6 +101,14 @@ struct CpuDeviceHarness : PlainAccess {
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 
   device::CpuDevice device{{.memory_limit = kRoom}};
+};
+
+struct LateDeviceHarness : LateAccess {
+  static constexpr memory::Tier kTier = memory::Tier::kDevice;
+  static constexpr Bytes kRoom = 1_MiB;
+
+  std::unique_ptr<StateStore> make() { return MemoryStore::on_device(device); }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 };
 
 // On a file, staged through so many pages.

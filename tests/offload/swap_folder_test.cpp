@@ -35,7 +35,9 @@ TEST(SwapFolder, IsPrivateAndGoesWithItsFile) {
   const std::string path = folder->path();
   EXPECT_THAT(path, ::testing::StartsWith(root.path() + "/strata-swap.rank3."));
   EXPECT_EQ(permissions_of(path), 0700U);
-  auto file = make_block_file(std::make_shared<io::ThreadEngine>(), std::move(folder));
+  std::vector<std::unique_ptr<SwapFolder>> folders;
+  folders.push_back(std::move(folder));
+  auto file = make_block_file(std::make_shared<io::ThreadEngine>(), std::move(folders));
   file->grow(100000_B);
   EXPECT_EQ(file->path(), path + "/states");
   for (const auto& entry : std::filesystem::directory_iterator(path))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from devices import ON_GPU, test_device
+from strata.ops.adam import adam_mode
 
 
 class PlainTrainer:
@@ -123,7 +124,9 @@ def _over_groups(of_groups):
 def _has_own_kernel(optimizer):
     """Whether the engine computes this optimizer's update itself."""
     special = any(g.get("amsgrad") or g.get("maximize") for g in optimizer.param_groups)
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not special
+    return adam_mode(optimizer) is not None or (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not special
+    )
 
 
 @contextmanager

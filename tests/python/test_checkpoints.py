@@ -118,8 +118,9 @@ def _user_optimizer(kind, model):
     groups = [{"params": slow, "lr": 0.1}, {"params": fast, "lr": 0.2}]
     if kind == "adamw":
         return torch.optim.AdamW(groups)
-    return {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[kind](
-        groups, **({"momentum": 0.9} if kind == "sgd" else {}))
+    more = {"sgd": {"momentum": 0.9}, "asgd": {"t0": 2}}  # averages from the third step on
+    return {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad,
+            "nadam": torch.optim.NAdam, "asgd": torch.optim.ASGD}[kind](groups, **more.get(kind, {}))
 
 
 def _everything(folder, kind, stages):
@@ -167,7 +168,7 @@ def _everything(folder, kind, stages):
         second.destroy()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "adagrad", "nadam", "asgd"])
 def test_an_optimizer_of_the_scripts_goes_on(kind, tmp_path):
     run_ranks(2, _everything, str(tmp_path), kind, (1, 3))
 

@@ -54,6 +54,17 @@ def test_it_needs_neither_python_nor_torch():
     assert run("--version").stdout.startswith("strata ")
 
 
+def test_a_link_to_it_runs_the_python_beside_the_link(tmp_path):
+    """As `make build` links it into a virtual environment."""
+    (tmp_path / "strata").symlink_to(find_program())
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\nexit 2\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "STRATA_PYTHON"}
+    done = subprocess.run([tmp_path / "strata", "import-dcp", "a", "b", "--json"], capture_output=True, text=True,
+                          env=environment)
+    assert done.stdout == "-m strata.importing dcp a b --json\n" and done.returncode == 2, done.stderr
+
+
 def _saved(tmp_path, name, dtype=torch.bfloat16):
     """The folder of a tiny model, as transformers saves it."""
     torch.manual_seed(3)
@@ -150,6 +161,16 @@ def _saved_training(folder):
 
 def test_training_is_inspected_consolidated_and_compared(tmp_path):
     run_ranks(2, _saved_training, str(tmp_path))
+    # Neither when it starts nor later does it load what takes seconds to load.
+    for command in (["--help"], ["inspect", str(tmp_path / "run")]):
+        log = tmp_path / "loaded"
+        subprocess.run([find_program(), *command], check=True, capture_output=True,
+                       env={**os.environ, "LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(log)})
+        (written,) = tmp_path.glob("loaded.*")
+        loaded = written.read_text()
+        written.unlink()
+        assert "libc.so" in loaded and "python" not in loaded.lower() and "torch" not in loaded.lower()
+
     told = report("inspect", tmp_path / "run", "--verify")
     assert told["whole"] and told["verified"]
     assert told["tags"] == ["global_step1", "global_step2"] and told["latest"] == told["tag"] == "global_step2"

@@ -50,7 +50,7 @@ def _destroyed_and_made_again():
         again.destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_whole_stays_and_a_second_engine_goes_on(world):
     run_ranks(world, _destroyed_and_made_again)
 
@@ -100,7 +100,7 @@ def _dropped():
             assert core() is None and module() is None, f"stage {stage}"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_engine_that_nobody_refers_to_is_freed(world):
     run_ranks(world, _dropped)
 

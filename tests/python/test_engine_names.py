@@ -51,13 +51,28 @@ def _names_at(stage):
     assert not engine.wall_clock_breakdown() and engine.zero_offload_param() is None
     assert (engine.dp_world_size, engine.get_data_parallel_rank(), engine.local_rank) == (world, rank, rank)
     assert engine.get_mom() == [(0.9, 0.999)] and engine.get_type() == [None]
+    assert engine.managed_gradient_accumulation() and not engine.amp_enabled()
+    assert (engine.zero_sub_group_size(), engine.torch_autocast_lower_precision_safe_modules()) == (1_000_000_000, None)
+    assert engine.get_data_types() == (torch.bfloat16, torch.float32)
+    assert "give them all to it there" in _told(engine.optimizer.add_param_group, {"params": []})
     engine.set_lr(0.125)
     assert engine.get_lr() == [0.125] == [group["lr"] for group in engine.optimizer.param_groups]
-    for call in (engine.offload_states, engine.reload_states):
-        assert "this version" in _told(call)
+    assert "lp_params" in _told(engine.offload_states, include=["weights"])
+    assert "device=" in _told(engine.offload_states, device="nvme")
+    engine.reload_states()
     assert "save_latest" in inspect.signature(engine.save_checkpoint).parameters
     engine.empty_partition_cache()
     engine.destroy()
+    without = make_engine(make_model(), config_of(
+        stage, optimizer=False, managed_gradient_accumulation=False,
+        zero_optimization={"stage": stage, "sub_group_size": 5},
+        torch_autocast={"lower_precision_safe_modules": ["torch.nn.Linear"]}))
+    assert without.get_lr() == without.get_mom() == without.get_type() == []
+    assert "this engine has no optimizer" in _told(without.set_lr, 0.1)
+    assert not without.managed_gradient_accumulation() and without.zero_sub_group_size() == 5
+    assert without.torch_autocast_lower_precision_safe_modules() == ["torch.nn.Linear"]
+    assert without.get_data_types() == (torch.float32, torch.float32)
+    without.destroy()
 
 
 def _batches_at(stage):

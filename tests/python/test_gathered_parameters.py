@@ -143,7 +143,7 @@ def _refused():
             assert full_parameters(model)["head.weight"].eq(3.0).all()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_edit_without_a_modifier_is_an_error_and_one_that_fails_is_lost(world):
     run_ranks(world, _refused)
 
@@ -242,7 +242,7 @@ def _of_deepspeeds_face():
     return {name: p.ds_tensor.numel() for name, p in named.items()}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_managed_parameters_have_deepspeeds_attributes_at_stage_3_alone(world):
     parts = run_ranks(world, _of_deepspeeds_face)
     for name, parameter in make_model().named_parameters():
@@ -250,11 +250,16 @@ def test_managed_parameters_have_deepspeeds_attributes_at_stage_3_alone(world):
 
 
 def _no_such_rank():
-    model = _engine().module
-    with pytest.raises(strata.UsageError, match="modifier_rank must be a rank of this job, 0 to 1; got 2"):
-        with GatheredParameters(model.head.weight, modifier_rank=2):
-            pass
+    _, world = rank_and_world()
+    strata.zero.Init(module=(built := make_model()))  # without an engine
+    for parameter in (_engine().module.head.weight, built.head.weight):
+        for wrong in (world, -1):
+            match = f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {wrong}"
+            with pytest.raises(strata.UsageError, match=match):
+                with GatheredParameters(parameter, modifier_rank=wrong):
+                    pass
 
 
-def test_a_modifier_that_does_not_exist_is_an_error():
-    run_ranks(WORLD, _no_such_rank)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_modifier_that_does_not_exist_is_an_error(world):
+    run_ranks(world, _no_such_rank)

@@ -20,7 +20,7 @@ from strata.views.start_up_view import ProgressBar, print_table, table_text
 from tiny_models import config_of, make_engine, make_model
 
 KEYS = {
-    "tier", "reason", "reading", "world_size", "seconds", "phases", "link_gb_per_s", "device_growth_bytes",
+    "tier", "reason", "reading", "placement", "world_size", "seconds", "phases", "link_gb_per_s", "device_growth_bytes",
     "host_peak_bytes", "pinned_bytes", "collectives",
 }
 PHASE_KEYS = {"name", "seconds", "bytes", "gb_per_s", "of_link"}
@@ -175,7 +175,7 @@ def test_a_link_that_waits_beside_the_report_is_not_followed(tmp_path):
 def _account(**seconds):
     phases = [{"name": n, "seconds": s, "bytes": b} for n, (s, b) in seconds.items()]
     return {
-        "tier": "device_grow", "reason": "r", "reading": None,
+        "tier": "device_grow", "reason": "r", "reading": None, "placement": None,
         "seconds": sum(s for s, _ in seconds.values()), "phases": phases,
         "device_growth_bytes": 3 << 30, "host_peak_bytes": 1 << 30, "pinned_bytes": 64 << 20, "link_gb_per_s": None,
     }

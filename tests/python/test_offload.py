@@ -3,96 +3,35 @@
 import gc
 import json
 import os
+import tempfile
 
 import pytest
 import torch
-from devices import shares_a_gpu
+from offloaded_training import (
+    all_offloaded,
+    config_of,
+    make_model,
+    run_gathering_together,
+    train_steps,
+    whole_states,
+    whole_weights,
+)
 from ranks import run_ranks
 
 import strata
 
 PLACES = ["none", "cpu", "nvme"]
-STAGING = 2 * 200_000 * 4 // 4096 * 4096  # bytes: of the configuration below, in whole pages
-
-
-def _run_gathering_together(world, *arguments):
-    """Gathers of offloaded weights are NCCL's on GPUs, which wants one for each rank."""
-    if world > 1 and shares_a_gpu():
-        pytest.skip("NCCL wants a GPU for each rank")
-    run_ranks(world, *arguments)
-
-
-def _config(place, folder, stage, dtype="bf16", **more):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "offload_optimizer": {
-                "device": place,
-                "nvme_path": str(folder),
-                "buffer_count": 2,
-                "buffer_size": 200_000,
-                "pin_memory": True,
-            },
-        },
-    }
-    if dtype != "fp32":
-        config[dtype] = {"enabled": True}
-    return config | more
-
-
-def _all_offloaded(param, states, folder, dtype="bf16", **zero):
-    """Stage 3 with weights and states offloaded; no parameter is small enough to stay whole."""
-    config = _config(states, folder, 3, dtype)
-    config["zero_optimization"] |= {
-        "offload_param": {
-            "device": param, "nvme_path": str(folder), "buffer_count": 2, "buffer_size": 300_000, "pin_memory": True,
-        },
-        "stage3_param_persistence_threshold": 0,
-    } | zero
-    return config
-
-
-def _model():
-    torch.manual_seed(11)
-    return torch.nn.Sequential(
-        torch.nn.Embedding(3000, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)
-    )
-
-
-def _train(engine, steps, first=0):
-    losses = []
-    for micro in range(2 * first, 2 * (first + steps)):
-        torch.manual_seed(100 + micro)
-        ids, target = torch.randint(0, 3000, (2, 12)), torch.randint(0, 40, (2, 12))
-        target = target.to(engine.device)
-        loss = torch.nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), target.flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def _whole(engine):
-    with strata.zero.GatheredParameters(list(engine.module.parameters())):
-        return [p.detach().float().cpu().clone() for p in engine.module.parameters()]
-
-
-def _states(engine):
-    get = strata.utils.safe_get_full_optimizer_state
-    return [get(p, kind).cpu() for p in engine.module.parameters() for kind in ("exp_avg", "exp_avg_sq")]
+STAGING = 3 * 2**20  # bytes: the least, which is more than the configuration below asks for
+RING = 12 << 22  # bytes: through which a rank loads and saves checkpoints
 
 
 def _same_bits(folder, stages, dtype):
     for stage in stages:
         found = {}
         for place in PLACES:
-            engine, *_ = strata.initialize(model=_model(), config=_config(place, folder, stage, dtype))
+            engine, *_ = strata.initialize(model=make_model(), config=config_of(place, folder, stage, dtype))
             assert engine.zero_cpu_offload() == (place != "none")
-            losses = _train(engine, 3)
+            losses = train_steps(engine, 3)
             foreseen = {tier: engine.memory_forecast(tier) for tier in ("device", "host")}
             report = engine.memory_report()
             for kind in ("optimizer state", "master weights", "gradient shards"):
@@ -102,8 +41,9 @@ def _same_bits(folder, stages, dtype):
                 assert held["device"] <= foreseen["device"][kind], (place, stage, kind)
                 assert place == "none" or held["device"] == 0 or kind == "gradient shards"
             if place == "nvme":
-                assert report["host", "staging"][1] >= foreseen["host"]["staging"] >= STAGING
-            found[place] = losses, _whole(engine), _states(engine)
+                staged = foreseen["host"]["staging"] - RING
+                assert report["host", "staging"][1] >= staged >= STAGING
+            found[place] = losses, whole_weights(engine), whole_states(engine)
             engine.destroy()
         losses, weights, states = found["none"]
         for place in PLACES[1:]:
@@ -123,9 +63,9 @@ def test_the_place_changes_no_bit(world, dtype, tmp_path):
 def _same_bits_wherever_weights_rest(folder, dtype):
     found = {}
     for param, states in [("none", "none"), ("cpu", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]:
-        engine, *_ = strata.initialize(model=_model(), config=_all_offloaded(param, states, folder, dtype))
+        engine, *_ = strata.initialize(model=make_model(), config=all_offloaded(param, states, folder, dtype))
         assert engine.zero_offload_param() == (None if param == "none" else {"device": param})
-        losses = _train(engine, 3)
+        losses = train_steps(engine, 3)
         report, forecast = engine.memory_report(), engine.memory_forecast("host")
         weights = {tier: report.get((tier, "weights"), (0, 0))[1] for tier in ("device", "host")}
         assert (weights["device"] == 0) == (param != "none"), (param, weights)
@@ -136,7 +76,7 @@ def _same_bits_wherever_weights_rest(folder, dtype):
             losses.append(engine(torch.randint(0, 3000, (2, 12))).float().sum().item())
             engine.train()
         local = [strata.utils.safe_get_local_fp32_param(p).cpu() for p in engine.module.parameters()]
-        found[param, states] = losses, _whole(engine), _states(engine), local
+        found[param, states] = losses, whole_weights(engine), whole_states(engine), local
         engine.destroy()
     expected = found.pop(("none", "none"))
     for place, (losses, *values) in found.items():
@@ -147,75 +87,50 @@ def _same_bits_wherever_weights_rest(folder, dtype):
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
 def test_where_weights_rest_changes_no_bit(world, dtype, tmp_path):
-    _run_gathering_together(world, _same_bits_wherever_weights_rest, str(tmp_path), dtype)
+    run_gathering_together(world, _same_bits_wherever_weights_rest, str(tmp_path), dtype)
 
 
 def _moves_weights(drive, folder):
     for before, after in [("none", "nvme"), ("nvme", "cpu"), ("cpu", "none")]:
-        engine, *_ = strata.initialize(model=_model(), config=_all_offloaded(before, "cpu", drive))
-        _train(engine, 2)
+        engine, *_ = strata.initialize(model=make_model(), config=all_offloaded(before, "cpu", drive))
+        train_steps(engine, 2)
         engine.save_checkpoint(folder, tag=before)
         engine.save_16bit_model(folder + "/whole_" + before)
-        expected = _train(engine, 2, first=2), _whole(engine), _states(engine)
+        expected = train_steps(engine, 2, first=2), whole_weights(engine), whole_states(engine)
         engine.destroy()
-        engine, *_ = strata.initialize(model=_model(), config=_all_offloaded(after, "nvme", drive))
+        engine, *_ = strata.initialize(model=make_model(), config=all_offloaded(after, "nvme", drive))
         engine.load_checkpoint(folder, tag=before)
-        assert _train(engine, 2, first=2) == expected[0], (before, after)
-        for mine, theirs in zip(_whole(engine) + _states(engine), expected[1] + expected[2]):
+        assert train_steps(engine, 2, first=2) == expected[0], (before, after)
+        for mine, theirs in zip(whole_weights(engine) + whole_states(engine), expected[1] + expected[2]):
             assert torch.equal(mine, theirs), (before, after)
         engine.destroy()
 
 
 def test_checkpoints_move_between_places_of_weights(tmp_path):
     (tmp_path / "drive").mkdir()
-    _run_gathering_together(2, _moves_weights, str(tmp_path / "drive"), str(tmp_path / "saved"))
-
-
-def _placed(folder):
-    """Rules for single parameters, and a share of the states: the same training, held where the rules say."""
-    rules = {"placement": [
-        {"match": "0.*", "param": "host", "optimizer": "nvme"}, {"larger_than": "8KB", "optimizer": "host"},
-    ]}
-    found = []
-    cases = [({}, "none", 1.0), (rules, "none", 1.0), ({}, "cpu", 0.3), (rules, "cpu", 0.5)]
-    for strata_section, states, ratio in cases:
-        config = _all_offloaded("none", states, folder)
-        config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
-        engine, *_ = strata.initialize(model=_model(), config=config | {"strata": strata_section})
-        losses = _train(engine, 3)
-        report = engine.memory_report()
-        for tier in ("device", "host"):
-            foreseen = engine.memory_forecast(tier)
-            for kind in ("weights", "optimizer state", "master weights"):
-                assert report.get((tier, kind), (0, 0))[1] == foreseen[kind], (strata_section, ratio, tier, kind)
-        if strata_section:
-            assert report["host", "weights"][1] > 0 and report["nvme", "optimizer state"][0] > 0
-        if strata_section or ratio < 1:
-            assert report["host", "optimizer state"][1] > 0
-        if ratio == 0.3:
-            assert report["device", "optimizer state"][1] > report["host", "optimizer state"][1]
-        found.append((losses, _whole(engine), _states(engine)))
-        engine.destroy()
-    for losses, *values in found[1:]:
-        assert losses == found[0][0]
-        for mine, theirs in zip(values, found[0][1:]):
-            assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_rules_place_single_parameters(world, tmp_path):
-    _run_gathering_together(world, _placed, str(tmp_path))
+    run_gathering_together(2, _moves_weights, str(tmp_path / "drive"), str(tmp_path / "saved"))
 
 
 def _few_buffers(folder):
     """Hundreds of tensors, one of them far larger than a buffer: what nobody has to know beforehand."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(32, 32) for _ in range(60)]
-    model = torch.nn.Sequential(torch.nn.Embedding(20_000, 32), *layers)
-    config = _all_offloaded("nvme", "nvme", folder, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
+    model = torch.nn.Sequential(torch.nn.Embedding(200_000, 32), *layers)
+    config = all_offloaded("nvme", "nvme", folder, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
     for section in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][section] |= {"buffer_count": 5, "buffer_size": 4096}
-    engine, *_ = strata.initialize(model=model, config=config)
+    with tempfile.TemporaryFile("w+") as said:
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            engine, *_ = strata.initialize(model=model, config=config)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        said.seek(0)
+        told = said.read()
+    lines = [line for line in told.splitlines() if "staged through 3.00 MiB, although buffer_count times" in line]
+    assert len(lines) == (2 if engine.global_rank == 0 else 0), told
     for _ in range(2):
         loss = engine(torch.arange(64).reshape(2, 32)).float().square().mean()
         engine.backward(loss)
@@ -223,13 +138,13 @@ def _few_buffers(folder):
     with strata.zero.GatheredParameters(list(engine.module.parameters())):
         assert all(p.isfinite().all() for p in engine.module.parameters())
     staged = engine.memory_report()["host", "staging"][0]
-    assert 0 <= staged - 2 * 2**20 < 4096, "a megabyte each, the least; and a few words"
+    assert 0 <= staged - 2 * STAGING < 4096, "the least of each; and a few words"
     engine.destroy()
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_buffers_follow_the_tensors(world, tmp_path):
-    _run_gathering_together(world, _few_buffers, str(tmp_path))
+    run_gathering_together(world, _few_buffers, str(tmp_path))
 
 
 def _starts(folder):
@@ -239,12 +154,12 @@ def _starts(folder):
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
 
-    config = _all_offloaded("nvme", "nvme", folder)
+    config = all_offloaded("nvme", "nvme", folder)
     seen = []
     for start in range(100):
-        engine, *_ = strata.initialize(model=_model(), config=config)
+        engine, *_ = strata.initialize(model=make_model(rows=3000), config=config)
         if start % 10 == 0:
-            _train(engine, 1)
+            train_steps(engine, 1)
         engine.destroy()
         del engine
         if start % 20 == 19:
@@ -262,15 +177,15 @@ def test_a_hundred_starts_leave_nothing_behind(tmp_path):
 def _moves(drive, folder):
     """Saved with states at one place, loaded at another: training goes on as it would have."""
     for before, after in [("none", "nvme"), ("nvme", "cpu"), ("cpu", "none")]:
-        engine, *_ = strata.initialize(model=_model(), config=_config(before, drive, 3))
-        _train(engine, 2)
+        engine, *_ = strata.initialize(model=make_model(), config=config_of(before, drive, 3))
+        train_steps(engine, 2)
         engine.save_checkpoint(folder, tag=before)
-        expected = _train(engine, 2, first=2), _whole(engine), _states(engine)
+        expected = train_steps(engine, 2, first=2), whole_weights(engine), whole_states(engine)
         engine.destroy()
-        engine, *_ = strata.initialize(model=_model(), config=_config(after, drive, 2))
+        engine, *_ = strata.initialize(model=make_model(), config=config_of(after, drive, 2))
         engine.load_checkpoint(folder, tag=before)
-        assert _train(engine, 2, first=2) == expected[0], (before, after)
-        for mine, theirs in zip(_whole(engine) + _states(engine), expected[1] + expected[2]):
+        assert train_steps(engine, 2, first=2) == expected[0], (before, after)
+        for mine, theirs in zip(whole_weights(engine) + whole_states(engine), expected[1] + expected[2]):
             assert torch.equal(mine, theirs), (before, after)
         engine.destroy()
 
@@ -285,21 +200,25 @@ def _bad_paths(folder):
         (folder + "/missing", "missing"),
         (folder + "/file", "file"),
     ]:
-        config = _config("nvme", path, 2)
+        config = config_of("nvme", path, 2)
         with pytest.raises(strata.Error, match=told):
-            strata.initialize(model=_model(), config=config)
+            strata.initialize(model=make_model(), config=config)
+    config = config_of("nvme", folder, 2)
+    config["zero_optimization"]["offload_optimizer"]["buffer_size"] = 10**15
+    with pytest.raises(strata.OutOfMemoryError, match=r"less memory .* Wanted by each of \d ranks .* available"):
+        strata.initialize(model=make_model(), config=config)
     with pytest.raises((strata.ConfigError, strata.CommError), match="is for Adam|NCCL"):  # whichever comes first
-        model = _model()
-        config = _all_offloaded("cpu", "none", folder)
+        model = make_model()
+        config = all_offloaded("cpu", "none", folder)
         del config["optimizer"]
         strata.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     if torch.distributed.get_world_size() > 1:
         with pytest.raises(strata.ConfigError, match="offload_param: weights that are offloaded are sharded over all"):
-            strata.initialize(model=_model(), config=_all_offloaded("cpu", "none", folder, mics_shard_size=1))
+            strata.initialize(model=make_model(), config=all_offloaded("cpu", "none", folder, mics_shard_size=1))
     with pytest.raises(strata.ConfigError, match="offload_optimizer.device: is for Adam"):
-        config = _config("cpu", folder, 2)
+        config = config_of("cpu", folder, 2)
         del config["optimizer"]
-        model = _model()
+        model = make_model()
         strata.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -311,13 +230,16 @@ def test_what_cannot_be_is_told_on_every_rank(tmp_path):
 def test_what_is_offloaded_is_foreseen(tmp_path):
     """By ``strata.memory_forecast``, for a job that does not run."""
     with torch.device("meta"):
-        model = _model()
+        model = make_model()
     told = {
-        place: [strata.memory_forecast(model, json.dumps(_config(place, tmp_path, 3)), 2, tier=tier)
-                for tier in ("device", "host")]
+        place: [strata.memory_forecast(model, json.dumps(config_of(place, tmp_path, 3)), 2, tier=tier)
+                for tier in ("device", "host", "nvme")]
         for place in PLACES
     }
     assert told["none"][1]["optimizer state"] == told["none"][1]["gradient shards"] == 0
     assert told["cpu"][0]["optimizer state"] == 0 < told["cpu"][1]["optimizer state"]
     assert told["cpu"][1]["optimizer state"] == told["none"][0]["optimizer state"]
-    assert STAGING <= told["nvme"][1]["staging"] < STAGING + 4096
+    assert told["none"][1]["staging"] == RING
+    assert STAGING <= told["nvme"][1]["staging"] - RING < STAGING + 4096
+    assert told["nvme"][2]["total"] > told["nvme"][2]["optimizer state"] >= told["none"][0]["optimizer state"]
+    assert told["none"][2]["total"] == told["cpu"][2]["total"] == 0

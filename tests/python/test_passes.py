@@ -3,6 +3,7 @@ outputs of every shape, and what counts as a step. Each job sweeps the stages.""
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import strata
@@ -22,6 +23,7 @@ from tiny_models import (
     rank_and_world,
     train_step,
 )
+from torch.utils.checkpoint import checkpoint
 
 STAGES = (0, 1, 2, 3)
 WORLDS = pytest.mark.parametrize("world", [1, 2])
@@ -62,8 +64,51 @@ def _one_loss_of_two_engines():
             engine.destroy()
 
 
-def test_one_loss_of_two_engines():
-    run_ranks(2, _one_loss_of_two_engines)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_one_loss_of_two_engines(world):
+    run_ranks(world, _one_loss_of_two_engines)
+
+
+def _loss_scales_of_two_engines():
+    """Each engine's gradients come at its own loss scale, whichever of them scaled the loss."""
+    rank, world = rank_and_world()
+    larger = {"fp16": {"enabled": True, "initial_scale_power": 10}}
+    kinds = {"fp16": ("fp16", {}), "fp16 at 1024": ("fp16", larger), "bf16": ("bf16", {}), "fp32": ("fp32", {})}
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    for index, (other, how) in enumerate([("fp16", "found"), ("fp16 at 1024", "told"), ("fp16 at 1024", "found"),
+                                          ("bf16", "found"), ("bf16", "told"), ("fp32", "nested")]):
+        dtype, more = kinds[other]
+        models = [make_model(seed=seed) for seed in (0, 1)]
+        engines = [make_engine(models[0], config_of(3, "fp16", 2)),
+                   make_engine(models[1], config_of(index % 4, dtype, 2, **more))]
+        references = [PlainTrainer(make_model(seed=seed), world, adamw, torch_dtype, accumulation=2)
+                      for seed, torch_dtype in ((0, torch.float16), (1, dtypes[dtype]))]
+        references[0].loss_scale = 256.0
+        references[1].loss_scale = {"fp16": 256.0, "fp16 at 1024": 1024.0}.get(other, 1.0)
+        for tokens in make_batches(4, world):
+            def second(model, batch):
+                if how == "nested":
+                    model = partial(checkpoint, model, use_reentrant=False)
+                return loss_of(model, batch)
+
+            loss = loss_of(engines[0], tokens[rank]) + second(engines[1], tokens[rank])
+            engines[0].backward(loss) if how == "told" else engines[0].scale(loss).backward()
+            for engine, reference in zip(engines, references):
+                reference.micro_step(tokens, loss_of)
+                engine.step()
+                if engine.global_steps and engine.was_step_applied():
+                    reference.step()
+        for engine, reference in zip(engines, references):
+            assert differences(full_parameters(engine.module), reference.values()) == [], (other, how)
+            assert engine.skipped_steps == 0 and engine.global_steps == 2
+        with pytest.raises(RuntimeError, match="fp16 needs a scaled loss"):
+            (loss_of(engines[0], tokens[rank]) + loss_of(engines[1], tokens[rank])).backward()
+        for engine in engines:
+            engine.destroy()
+
+
+def test_a_loss_of_two_engines_that_one_of_them_scales():
+    run_ranks(2, _loss_scales_of_two_engines)
 
 
 def _after_an_error():
@@ -94,8 +139,9 @@ def _after_an_error():
         engine.destroy()
 
 
-def test_a_pass_that_failed_leaves_nothing():
-    run_ranks(2, _after_an_error)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_pass_that_failed_leaves_nothing(world):
+    run_ranks(world, _after_an_error)
 
 
 def _what_counts_as_a_step():
@@ -145,8 +191,9 @@ def _what_counts_as_a_step():
         engine.destroy()
 
 
-def test_what_counts_as_a_step():
-    run_ranks(2, _what_counts_as_a_step, timeout=240.0)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_counts_as_a_step(world):
+    run_ranks(world, _what_counts_as_a_step, timeout=240.0)
 
 
 class Own(torch.optim.SGD):

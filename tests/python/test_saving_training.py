@@ -36,14 +36,18 @@ def _client_state(folder):
         "scalar": torch.tensor(3.0), "bfloat": torch.ones(3, dtype=torch.bfloat16), "bytes": b"\0\xff",
         "args": argparse.Namespace(lr=1e-3, names=["a"]), "numpy": numpy.float32(0.5), "array": numpy.eye(2),
         "rng": torch.get_rng_state(), "nested": {"a": {"b": torch.zeros(0)}},
+        "same.name": torch.ones(2), "same": {"name": torch.zeros(2)}, "complex": 1 + 2j,
+        "phase": torch.tensor([1 + 2j, 3j]).conj(), "waves": numpy.array([[1j]]),
     }  # fmt: skip
     engine.save_checkpoint(folder, tag="t", client_state=state)
     _, found = engine.load_checkpoint(folder)
     assert found.keys() == state.keys()
-    for key in ("number", "nothing", "flag", "text", "big", "inf", "list", "tuple", 7, "bytes", "args", "numpy"):
+    for key in ("number", "nothing", "flag", "text", "big", "inf", "list", "tuple", 7, "bytes", "args", "numpy",
+                "complex"):
         assert found[key] == state[key] and type(found[key]) in (type(state[key]), float), key
-    for key in ("tensor", "scalar", "bfloat", "rng"):
+    for key in ("tensor", "scalar", "bfloat", "rng", "same.name", "phase"):
         assert same_bits(found[key], state[key]), key
+    assert same_bits(found["same"]["name"], torch.zeros(2)) and numpy.array_equal(found["waves"], state["waves"])
     assert numpy.array_equal(found["array"], state["array"]) and found["nested"]["a"]["b"].shape == (0,)
     words = r"client_state.hook: a checkpoint keeps .* found a value of builtins.function"
     with pytest.raises(strata.UsageError, match=words):
@@ -70,6 +74,14 @@ def _refusals(folder):
         "differ": told_by(engine.save_checkpoint, folder, tag=f"r{rank}"),
         "custom": told_by(engine.load_checkpoint, folder, custom_load_fn=print),
     }
+    if rank == 0:
+        os.makedirs(f"{folder}/data")
+        with open(f"{folder}/data/mine", "w") as file:
+            file.write("precious")
+    engine._collectives.barrier()
+    told["foreign"] = told_by(engine.save_checkpoint, folder, tag="data")
+    with open(f"{folder}/data/mine") as file:
+        assert file.read() == "precious"
     engine.save_checkpoint(folder, tag="good")
     told["named"] = told_by(engine.load_checkpoint, folder, tag="bad")
     engine.destroy()
@@ -89,6 +101,7 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(tmp_path):
         "climbs": ("UsageError", "name of a folder", "'../out'"),
         "differ": ("UsageError", "rank 0 has 'r0', rank 1 has 'r1'"),
         "custom": ("UsageError", "custom_load_fn"),
+        "foreign": ("UsageError", "something else has the name", "/data"),
         "named": ("IoError", "there are good"),
         "model": ("FormatError", "of another model", "0.weight", "load_module_strict=False"),
     }
@@ -123,7 +136,9 @@ def _beside_training(folder, stage, dtype):
     for batch in batches:
         train_step(plain, batch[rank])
         snapshots.append(snapshot(plain))
-    plain_forecast = plain.memory_forecast("host")
+    plain.save_checkpoint(folder, tag="plain")
+    ring = plain.memory_report()["host", "staging"][1]  # of a save at once, and of loading
+    assert ring == plain.memory_forecast("host")["staging"] > 0
     plain.destroy()
     engine = make_engine(make_model(), config)
     for batch in batches:
@@ -131,7 +146,7 @@ def _beside_training(folder, stage, dtype):
         engine.save_checkpoint(folder)
     assert differences(snapshot(engine), snapshots[-1]) == []
     copied = engine.memory_report()["host", "staging"][0]
-    assert copied == engine.memory_forecast("host")["staging"] > plain_forecast["staging"] == 0
+    assert copied > 0 and copied + ring == engine.memory_forecast("host")["staging"]
     engine.wait_for_checkpoint()
     engine.wait_for_checkpoint()
     engine.destroy()
@@ -194,14 +209,32 @@ def _killed(folder, asynchronous, victim, delay):
             engine.save_checkpoint(folder, tag="same" if delay * 1e4 % 2 < 1 else None)
 
 
-def _whole(folders):
+def _each_step():
+    """By steps taken: what training keeps then, as arrays."""
+    rank, world = rank_and_world()
+    engine = make_engine(make_model(), config_of(3))
+    kept = {}
+    for batch in make_batches(40, world):
+        train_step(engine, batch[rank])
+        kept[engine.global_steps] = {name: value.numpy() for name, value in snapshot(engine).items()}
+    return kept
+
+
+def _whole(folders, expected):
+    def assert_as_trained(engine):
+        found, wanted = snapshot(engine), expected[engine.global_steps]
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not numpy.array_equal(found[name].numpy(), wanted[name])] == []
+
     for folder in folders:
         torch.manual_seed(3)
         engine = make_engine(make_model(), config_of(3))
         path, _ = engine.load_checkpoint(folder)
-        assert path is not None and engine.global_steps >= 1
+        assert path is not None
+        assert_as_trained(engine)
         for tag in strata._C.whole_checkpoints(folder):
             engine.load_checkpoint(folder, tag=tag)
+            assert_as_trained(engine)
         engine.save_checkpoint(folder, tag="after")  # what the dead one left is no hindrance
         assert not [name for name in os.listdir(folder) if name.endswith(".partial")]
         engine.destroy()
@@ -215,4 +248,4 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints(tmp_path):
         folders.append(str(tmp_path / f"{moment}"))
         delay = float(random.uniform(0.0, 0.12))
         run_ranks(2, _killed, folders[-1], moment % 2 == 1, moment // 2 % 2, delay, may_die=(0, 1))
-    run_ranks(1, _whole, folders)
+    run_ranks(1, _whole, folders, run_ranks(2, _each_step)[0])

@@ -16,7 +16,7 @@ from tiny_models import config_of, loss_of, make_batches, make_engine, make_mode
 
 KEYS = {
     "step", "seconds", "forward_seconds", "backward_seconds", "update_seconds", "norm_seconds", "optimizer_seconds",
-    "exposed_seconds", "transfers", "uses", "device_allocations", "host_waits",
+    "exposed_seconds", "transfers", "uses", "device_allocations", "host_waits", "offload",
     "device_memory",
 }
 TRANSFERS = {"gather", "reduce", "refresh"}
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_units(stage):
         assert report["device_allocations"] == 0 and report["host_waits"] >= 0
         assert report["device_memory"]["total"]["bytes"] <= report["device_memory"]["total"]["peak_bytes"]
         assert report["device_memory"]["weights"]["bytes"] > 0
-        assert report["exposed_seconds"] is None and gather["gb_per_s"] is None
+        assert report["exposed_seconds"] is None and gather["gb_per_s"] is None and report["offload"] is None
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -216,6 +216,55 @@ def test_ranges_of_torchs_profiler_carry_the_names_of_units():
             assert names.count(f"strata.backward {layer}") == 1
 
 
+def _links(folder):
+    """Of steps whose optimizer states are on the host or on a drive, through memory for a part of them."""
+    for place in ("cpu", "nvme"):
+        model = torch.nn.Sequential(torch.nn.Embedding(12_000, 48), torch.nn.Linear(48, 96), torch.nn.Linear(96, 40))
+        offload = {"device": place, "nvme_path": folder, "buffer_count": 2, "buffer_size": 140_000}
+        config = config_of(3, zero_optimization={"stage": 3, "offload_optimizer": offload})
+        config["strata"] = {"trace": f"{folder}/{place}.json", "trace_steps": 1}
+        engine = make_engine(model, config)
+        reports = []
+        for _ in range(5):
+            ids = torch.randint(0, 12_000, (2, 12), device=engine.device)
+            engine.backward(engine(ids).square().mean())
+            engine.step()
+            reports.append(engine.step_report()["offload"])
+        shards = [unit["flat_bytes"] // 2 for unit in engine.core.units()]  # fp32, of two ranks
+        states = sum(2 * -(-size // 4096) * 4096 for size in shards)  # exp_avg and exp_avg_sq, in whole pages
+        _check_links(place, engine.device.type, reports, states, folder)
+        engine.destroy()
+
+
+def _check_links(place, device, reports, states, folder):
+    before, after = reports[-2:]
+    copies = {"up", "down"} if device == "cuda" else set()
+    assert after["links"].keys() == copies | ({"read", "write"} if place == "nvme" else set())
+    assert after["fetch_wait_seconds"] >= 0 and 0 <= after["parts_ready"] <= after["parts"]
+    for link in copies:
+        assert after["links"][link]["bytes"] >= 2 * states // 3 and after["links"][link]["limit_gb_per_s"] > 0
+    if place == "cpu":
+        assert after["drives"] == []
+        return
+    for report in (before, after):
+        read, write = (report["links"][link] for link in ("read", "write"))
+        assert write["bytes"] == states
+        assert 0 < read["bytes"] <= states, "nothing is read that is not wanted"
+        for link in (read, write):
+            assert link["seconds"] > 0 and link["gb_per_s"] > 0 and 0 < link["of_limit"] <= 1
+    ((old,), (new,)) = before["drives"], after["drives"]
+    assert os.path.samefile(new["folder"], folder)
+    assert new["written_bytes"] - old["written_bytes"] == states
+
+
+def test_what_goes_to_drives_is_what_the_configuration_implies(tmp_path):
+    run_ranks(2, _links, str(tmp_path))
+    for place in ("cpu", "nvme"):
+        names, _ = _spans(tmp_path / f"{place}.json")
+        for of_rank in names.values():
+            assert ({"drive read", "drive write"} <= of_rank.keys()) == (place == "nvme")
+
+
 # --- what people see ---
 
 
@@ -227,6 +276,7 @@ def _account(timed=True):
         "step": 12, "seconds": 0.5, **{f"{part}_seconds": 0.05 if timed else None for part in parts},
         "transfers": {"gather": transfer, "reduce": transfer, "refresh": {**transfer, "count": 0}},
         "uses": {"kept": 1, "prefetched": 47, "late": 0}, "device_allocations": 3, "host_waits": 2,
+        "offload": None,
         "device_memory": {"weights": {"bytes": 5 << 30, "peak_bytes": 6 << 30}},
     }
 
@@ -251,3 +301,31 @@ def test_the_table_has_a_forecast_where_there_is_one():
     assert [line.split() for line in lines if line.startswith(("device", "weights"))] == [
         ["device", "memory", "now", "peak", "forecast"], ["weights", "5.00", "GiB", "6.00", "GiB", "7.00", "GiB"],
     ]
+
+
+def _link(gb, rate=None, limit=None):
+    seconds = gb / rate if rate else None
+    share = rate / limit if rate and limit else None
+    return {"bytes": int(gb * 1e9), "seconds": seconds, "gb_per_s": rate, "limit_gb_per_s": limit, "of_limit": share}
+
+
+def test_the_table_has_the_links_of_what_is_offloaded():
+    report = _account(True)
+    links = {"up": _link(123.4, 52.1, 55.0), "down": _link(98.7), "read": _link(987.6, 6.41), "write": _link(0.0)}
+    report["offload"] = {
+        "links": links, "fetch_wait_seconds": 1.5, "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
+        "drives": [{"folder": "/drives/first", "written_bytes": 12_345_600_000_000}],
+    }
+    out = io.StringIO()
+    print_table(report, Console(file=out, width=80, force_terminal=True, color_system=None))
+    for text in (out.getvalue(), table_text(report)):
+        lines = [line.split() for line in text.splitlines()]
+        assert ["link", "GB", "GB/s", "limit", "of", "limit", "busy"] in lines
+        assert ["PCIe", "up", "123.400", "52.1", "55.0", "95%", "2368.5", "ms"] in lines
+        assert ["PCIe", "down", "98.700"] in lines and ["drive", "write", "0.000"] in lines
+        assert "waited for: drives 1500.0 ms (host), copies 250.0 ms (device)" in text
+        assert "40 lent, 39 of them ready" in text
+        assert "written since the start: 12345.600 GB to /drives/first" in text
+        assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
+    report["offload"] = {**report["offload"], "links": {}, "drives": [], "copy_wait_seconds": None}
+    assert "link" not in table_text(report).split() and "waited" not in table_text(report)

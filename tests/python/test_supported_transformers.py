@@ -1,6 +1,6 @@
 """The supported versions of transformers: named once, refused outside, and what is used of them is there.
 
-CONTRIBUTING.md says how these tests, and those of loading and saving, run with another version than the pinned one.
+`make test-newest` runs these tests, and those of loading and saving, with the newest version.
 """
 
 import re

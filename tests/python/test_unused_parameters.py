@@ -7,6 +7,7 @@ from comparison import compare
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
+    DTYPES,
     VOCABULARY,
     WIDTH,
     TinyModel,
@@ -56,27 +57,28 @@ def _batches(world):
     return batches
 
 
-def _train(stage, accumulation, own, decay_unused):
+def _train(stage, accumulation, own, decay_unused, dtype="fp32"):
     _, world = rank_and_world()
     make_optimizer = _adamw if own else _momentum
     reference = PlainTrainer(
-        make_model(Experts), world, make_optimizer, accumulation=accumulation, decay_unused=decay_unused
+        make_model(Experts), world, make_optimizer, DTYPES[dtype], accumulation=accumulation, decay_unused=decay_unused
     )
-    config = config_of(stage, accumulation=accumulation, optimizer=False, strata={"decay_unused": decay_unused})
+    reference.loss_scale = 256.0 if dtype == "fp16" else 1.0
+    config = config_of(stage, dtype, accumulation, optimizer=False, strata={"decay_unused": decay_unused})
     history = compare(
         config, reference, lambda: make_model(Experts), {"optimizer": make_optimizer}, batches=_batches(world)
     )
-    initial = dict(make_model(Experts).named_parameters())
+    initial = dict(make_model(Experts).to(DTYPES[dtype]).named_parameters())
     for name in ("experts.3.weight", "layers.0.up.weight"):
         assert torch.equal(history[-1][name], initial[name]) is not decay_unused, name
     unread = history[-1]["rows.weight"][VOCABULARY:]
     assert not torch.equal(unread, initial["rows.weight"][VOCABULARY:]), "rows without a gradient decay with the others"
 
 
-def _sweep(decay_unused):
+def _sweep(decay_unused, dtype="fp32"):
     for stage in range(4):
         for own in (True, False):
-            _train(stage, 1 + (stage + own) % 2, own, decay_unused)
+            _train(stage, 1 + (stage + own) % 2, own, decay_unused, dtype)
 
 
 @pytest.mark.parametrize("world", [1, 2])

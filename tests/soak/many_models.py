@@ -54,6 +54,25 @@ _IMAGES = """
 """
 
 
+_SPEECH = """
+    Wav2Vec2 Hubert WavLM
+"""
+_BOTH = """
+    CLIPModel SiglipModel
+"""
+IMAGE_TOKEN = 5
+
+# What the classes of speech and of several inputs want besides SIZES.
+SHAPES = {
+    **dict.fromkeys(("Wav2Vec2ForCTC", "HubertForCTC", "WavLMForCTC"), {
+        "conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+        "ctc_zero_infinity": True, "feat_proj_dropout": 0.0, "final_dropout": 0.0,
+    }),
+    "WhisperForConditionalGeneration": {"num_mel_bins": 8, "suppress_tokens": None, "begin_suppress_tokens": None},
+}  # fmt: skip
+
+
 def _names(text, suffix):
     return [name if name.endswith("Model") else name + suffix for name in text.split()]
 
@@ -64,25 +83,44 @@ MODELS = {
     **dict.fromkeys(_names(_MASKED, "ForMaskedLM"), "masked"),
     **dict.fromkeys(_names(_PAIRS, "ForConditionalGeneration"), "pairs"),
     **dict.fromkeys(_names(_IMAGES, "ForImageClassification"), "images"),
+    **dict.fromkeys(_names(_SPEECH, "ForCTC"), "waves"),
+    **dict.fromkeys(_BOTH.split(), "images and texts"),
+    "LlavaForConditionalGeneration": "images in texts",
+    "WhisperForConditionalGeneration": "spectra",
 }
 MODELS["MarianMTModel"] = MODELS.pop("MarianForConditionalGeneration")
 
 
+def _known(config_class):
+    attributes = {**vars(config_class()), **getattr(config_class, "attribute_map", {})}
+    return {name: size for name, size in SIZES.items() if name in attributes}
+
+
 def tiny_config(config_class, **more):
     """The architecture's configuration with small sizes; ``more`` goes over them."""
-    attributes = {**vars(config_class()), **getattr(config_class, "attribute_map", {})}
-    known = {**{name: size for name, size in SIZES.items() if name in attributes}, **more}
-    config = config_class(**known)
+    config = config_class(**{**_known(config_class), **more})
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = SIZES["decoder_start_token_id"]  # T5's own has none
     return config
+
+
+def _config_of(name, model_class, more):
+    if MODELS.get(name) == "images and texts":
+        parts = {part: {**_known(config_class), "vision_use_head": True} for part, config_class in
+                 model_class.config_class.sub_configs.items()}
+        return model_class.config_class(**parts, projection_dim=WIDTH, **more)
+    if MODELS.get(name) == "images in texts":
+        text, vision = hf.LlamaConfig(**_known(hf.LlamaConfig)), hf.CLIPVisionConfig(**_known(hf.CLIPVisionConfig))
+        return model_class.config_class(
+            vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, **more)
+    return tiny_config(model_class.config_class, **SHAPES.get(name, {}), **more)
 
 
 def build(name, **more):
     """A model by the name of its class, on seeded random weights."""
     model_class = getattr(hf, name)
     torch.manual_seed(7)
-    model = model_class(tiny_config(model_class.config_class, **more))
+    model = model_class(_config_of(name, model_class, more))
     return model.float()
 
 
@@ -92,7 +130,19 @@ def batch(kind, config, step, rank):
     if kind == "images":
         shape = (2, getattr(config, "num_channels", 3), 16, 16)
         return {"pixel_values": torch.rand(shape, generator=generator), "labels": torch.tensor([0, 1])}
-    ids = torch.randint(3, VOCABULARY - 6, (2, 9), generator=generator)
+    lowest, length = (IMAGE_TOKEN + 1, 20) if kind == "images in texts" else (3, 9)
+    ids = torch.randint(lowest, VOCABULARY - 6, (2, length), generator=generator)
+    if kind == "waves":
+        return {"input_values": torch.randn((2, 200), generator=generator), "labels": ids[:, :4]}
+    if kind == "spectra":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=generator), "labels": ids}
+    if kind.startswith("images"):
+        pixels = {"pixel_values": torch.rand((2, 3, 16, 16), generator=generator)}
+        if kind == "images and texts":
+            return {"input_ids": ids, "return_loss": True, **pixels}
+        ids[:, :16] = IMAGE_TOKEN  # one a patch
+        return {"input_ids": ids, "labels": ids, **pixels}
     if kind == "pairs":
         return {"input_ids": ids, "labels": ids[:, :6].contiguous()}
     if kind == "masked":

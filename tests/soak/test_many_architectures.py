@@ -32,7 +32,10 @@ def _loss_of(name, step, rank):
 def _from_files(name, folder):
     import transformers
 
-    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).train()
+    model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).train()
+    for as_built, parameter in zip(build(name).parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(as_built.requires_grad)  # from_pretrained forgets what a constructor froze
+    return model
 
 
 def _train_plainly(name, folder, rank):

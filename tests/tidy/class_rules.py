@@ -1,4 +1,5 @@
-"""Rules about C++ classes: a class has one .cpp, and its header and .cpp are not long together.
+"""Rules about classes: one of C++ has one .cpp, and its header and .cpp are not long together; no body of a class of
+Python is long.
 
 A class is known by its namespaces and its name; classes within it are part of it. An anonymous
 namespace is one of its file. The lines of a class are those of the files that hold its body and its
@@ -7,6 +8,7 @@ functions, less what other classes have there.
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections import defaultdict
 from pathlib import Path
@@ -82,16 +84,26 @@ def long_classes(classes: dict[str, list[Part]], file_lines: dict[str, int]) -> 
     return findings
 
 
+def long_python_classes(name: str, text: str) -> list[str]:
+    found = [(node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1)
+             for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return [f"{name}:{first}: {word} has {lines} lines; the most is {MAX_CLASS_LINES}"
+            for word, first, lines in found if lines > MAX_CLASS_LINES]
+
+
 def check(root: Path) -> list[str]:
+    findings = []
     classes: dict[str, list[Part]] = defaultdict(list)
     file_lines = {}
     for path in listed_files(root, FOLDERS):
+        name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            findings += long_python_classes(name, text)
         if path.suffix not in (".h", ".cpp"):
             continue
-        name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         file_lines[name] = text.count("\n")
         for key, parts in class_parts(name, text).items():
             classes[key] += parts
     for parts in classes.values():
         parts.sort(key=lambda part: (part.path.endswith(".cpp"), part.path, part.first))
-    return spread_classes(classes) + long_classes(classes, file_lines)
+    return findings + spread_classes(classes) + long_classes(classes, file_lines)

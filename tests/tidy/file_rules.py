@@ -21,6 +21,8 @@ MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 # What scripts import by these names; they hold no code of their own.
 PUBLIC_NAMES = {"python/strata/utils/__init__.py", "python/strata/utils/zero_to_fp32.py"}
+ERRNO_TEXT = "src/strata/base/errno_text.h"
+STRERROR = re.compile(r"\bstrerror(_r)?\s*\(")
 BANNED_WORDS = re.compile("|".join((r"\bTO" r"DO\b", r"\bFIX" r"ME\b", r"\bX" r"XX\b", r"\bHA" r"CK\b",
                                     r"\bfor " r"now\b")))
 
@@ -80,6 +82,14 @@ def banned_words(name: str, text: str) -> list[str]:
             if (match := BANNED_WORDS.search(line))]
 
 
+def own_words_for_errno(name: str, text: str) -> list[str]:
+    """strerror() is not safe in threads, and every message has errno in one form."""
+    if not name.endswith((".h", ".cpp")):
+        return []
+    return [f"{name}:{number}: strerror: write errno_text(), of {ERRNO_TEXT}"
+            for number, line in enumerate(text.splitlines(), 1) if STRERROR.search(line)]
+
+
 def banned_name(name: str) -> list[str]:
     if name in PUBLIC_NAMES:
         return []
@@ -95,4 +105,5 @@ def check(root: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         findings += long_files_and_functions(name, text) + missing_paragraph(name, text)
         findings += long_lines(name, text) + banned_words(name, text) + banned_name(name)
+        findings += own_words_for_errno(name, text)
     return findings

@@ -1,4 +1,4 @@
-"""A rule about documents: a paragraph is short enough to be read at once.
+"""Rules about documents: a paragraph is short enough to be read at once, and so are pages that everybody reads.
 
 Each item of a list is a paragraph of its own. Tables, code, pictures and headings are none.
 """
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 MAX_PARAGRAPH_WORDS = 120
+MAX_PAGE_LINES = {"README.md": 150, "docs/ARCHITECTURE.md": 200, "docs/BENCHMARKS.md": 350}
 FENCE = re.compile(r"\s*(```|~~~)")
 LIST_ITEM = re.compile(r"\s*([-*+]|\d+[.)])\s")
 NO_TEXT = re.compile(r"\s*(#|\||<|$)")  # a heading, a row of a table, a tag, an empty line
@@ -39,9 +40,12 @@ def paragraphs(text: str) -> list[tuple[int, int]]:
 def check(root: Path) -> list[str]:
     findings = []
     for page in documents(root):
-        name = page.relative_to(root).as_posix()
+        name, text = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
+        lines, most = text.count("\n"), MAX_PAGE_LINES.get(name)
+        if most is not None and lines > most:
+            findings.append(f"{name}:1: this page has {lines} lines; the most is {most}")
         findings += [f"{name}:{first}: this paragraph has {words} words; the most is "
                      f"{MAX_PARAGRAPH_WORDS}"
-                     for first, words in paragraphs(page.read_text(encoding="utf-8"))
+                     for first, words in paragraphs(text)
                      if words > MAX_PARAGRAPH_WORDS]
     return findings

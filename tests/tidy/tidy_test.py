@@ -149,6 +149,10 @@ class FileRulesTest(TreeTest):
         self.write("python/strata/engine.py", '"""The engine."""\n' + "x = 1  # " + 112 * "a" + "\n")
         self.assert_finds(self.check(), "engine.py:2", "121 columns")
 
+    def test_words_of_ones_own_for_errno_are_found(self):
+        self.write("src/strata/io/file.cpp", "auto a = std::strerror(errno);\nauto b = my_strerror(1);\n")
+        self.assert_finds(self.check(), "file.cpp:1", "errno_text")
+
     def test_work_left_behind_is_found(self):
         for word in ("TO" "DO", "FIX" "ME", "for " "now"):
             self.write("src/strata/base/units.cpp", f"int x;  // {word}: more\n")
@@ -223,6 +227,12 @@ class ClassRulesTest(TreeTest):
         self.source("unit", "void Unit::a() {\n}\n" + "int free_function();\n" * 197)
         self.assert_finds(self.check(), "unit.h:2", "Unit has 401 lines")
 
+    def test_a_long_class_of_python_is_found(self):
+        self.write("python/strata/engine.py", "class A:\n" + "    x = 1\n" * 399)
+        self.assertEqual(self.check(), [])
+        self.write("python/strata/engine.py", "class A:\n" + "    x = 1\n" * 400)
+        self.assert_finds(self.check(), "engine.py:1", "A has 401 lines")
+
     def test_other_classes_of_its_files_do_not_count(self):
         for name in ("A", "B"):
             self.source(name, f"void {name}::run() {{\n}}\n" + "  int free_function();\n" * 100)
@@ -242,6 +252,14 @@ class TextRulesTest(TreeTest):
             self.write(page, "# Title\n\nShort.\n\n" + "Ten words stand in a line, as you can see.\n" * 12
                        + "More.\n")
             self.assert_finds(self.check(), f"{page}:5", "121 words")
+            (self.root / page).unlink()
+
+    def test_a_long_page_is_found(self):
+        for page, most in text_rules.MAX_PAGE_LINES.items():
+            self.write(page, "\n" * most)
+            self.assertEqual(self.check(), [])
+            self.write(page, "\n" * (most + 1))
+            self.assert_finds(self.check(), f"{page}:1", f"{most + 1} lines")
             (self.root / page).unlink()
 
     def test_an_item_of_a_list_is_a_paragraph(self):

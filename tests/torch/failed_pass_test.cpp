@@ -2,17 +2,17 @@
 // caller, nothing ends the process, and the engine says afterwards why it cannot go on.
 #include <gmock/gmock.h>
 
-#include <atomic>
 #include <memory>
 
+#include "device/losable_device.h"
 #include "strata/base/error.h"
-#include "strata/device/cpu_device.h"
 #include "strata/torch/scoped_call.h"
 #include "torch/live_engines.h"
 
 namespace strata::torch {
 namespace {
 
+using device::LosableDevice;
 using testing::config_of;
 using ::testing::HasSubstr;
 using testing::kHere;
@@ -20,33 +20,6 @@ using testing::make_nets;
 using testing::Net;
 using testing::run_ranks;
 using ::testing::ThrowsMessage;
-
-// The CPU, until it is lost: then nothing can be queued or waited for, as on a GPU after a fault.
-class LosableDevice final : public device::CpuDevice {
- public:
-  device::Stream& compute_stream() override { return stream_; }
-  void lose(bool lost) { lost_ = lost; }
-
- private:
-  class LosableStream final : public device::Stream {
-   public:
-    explicit LosableStream(LosableDevice& device) : device_(device) {}
-    std::unique_ptr<device::Event> record() override { return here().record(); }
-    std::unique_ptr<device::TimedEvent> record_timed() override { return here().record_timed(); }
-    void wait_for(device::Event& event) override { here().wait_for(event); }
-    void synchronize() override { here().synchronize(); }
-
-   private:
-    device::Stream& here() {
-      if (device_.lost_) throw DeviceError("the device is lost");
-      return device_.CpuDevice::compute_stream();
-    }
-    LosableDevice& device_;
-  };
-
-  std::atomic<bool> lost_{false};
-  LosableStream stream_{*this};
-};
 
 // One rank's model at stage 3 on such a device, whose scopes are timed.
 struct Rank {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace strata::torch {
 namespace {
@@ -13,16 +14,16 @@ namespace {
 // What a launcher says of this host, for the time of a test.
 class Launcher {
  public:
-  explicit Launcher(const char* ranks_here) {
-    if (const char* const text = std::getenv(kName)) before_ = text;
-    ranks_here == nullptr ? ::unsetenv(kName) : ::setenv(kName, ranks_here, 1);
+  explicit Launcher(const char* ranks_here, const char* name = "LOCAL_WORLD_SIZE") : name_(name) {
+    if (const char* const text = std::getenv(name_)) before_ = text;
+    ranks_here == nullptr ? ::unsetenv(name_) : ::setenv(name_, ranks_here, 1);
   }
-  ~Launcher() { before_ ? ::setenv(kName, before_->c_str(), 1) : ::unsetenv(kName); }
+  ~Launcher() { before_ ? ::setenv(name_, before_->c_str(), 1) : ::unsetenv(name_); }
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
  private:
-  static constexpr const char* kName = "LOCAL_WORLD_SIZE";
+  const char* name_;
   std::optional<std::string> before_;
 };
 
@@ -59,6 +60,20 @@ TEST(HostThreads, ReadWithinBounds) {
   EXPECT_EQ(reading_options(1).threads, 4);
   EXPECT_EQ(reading_options(16).threads, 12);  // the others queue copies and map memory
   EXPECT_EQ(reading_options(64).threads, 16);
+}
+
+TEST(HostThreads, AreBoundToWhatIsThisRanksAlone) {
+  const auto cores = [](const char* rank, const char* ranks, int threads) {
+    const Launcher of_rank(rank, "LOCAL_RANK");
+    const Launcher of_host(ranks);
+    return host_cores(threads);
+  };
+  EXPECT_TRUE(cores(nullptr, "2", 2).empty());
+  EXPECT_TRUE(cores("0", nullptr, 2).empty());
+  EXPECT_TRUE(cores("first", "2", 2).empty());
+  EXPECT_TRUE(cores("0", "1", 2).empty());
+  const std::vector<int> first = cores("0", "2", 2);
+  for (const int core : cores("1", "2", 2)) EXPECT_EQ(std::ranges::count(first, core), 0);
 }
 
 TEST(HostThreads, CountTheRanksOfThisHostAlone) {

@@ -4,12 +4,23 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 
 import torch
 
 from .. import _C
 from ..ranks.joint import together
 from .names import state_names
+
+# Methods of PEFT whose state is in the adapter's file as it is, so that it can be read into a model without values.
+_READABLE = {
+    "BOFT", "C3A", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "PREFIX_TUNING",
+    "PROMPT_TUNING", "VBLORA", "VERA",
+}  # fmt: skip
+# What LoRA may begin with and leave the base model's weights alone.
+_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+_PROMPTS = "prompt_embeddings"  # their name in the file, of methods that learn a prompt
+_INSTEAD = "; build the model with peft.PeftModel.from_pretrained(...) and pass it to strata.initialize"
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -30,7 +41,7 @@ def read_adapter_config(folder):
 
     Raises:
         FormatError: it names no folder of a base model that is there.
-        UsageError: peft is not installed.
+        UsageError: peft is not installed; an adapter whose values are not all in its file.
     """
     try:
         import peft
@@ -38,6 +49,7 @@ def read_adapter_config(folder):
         raise _C.UsageError(
             f"{folder} holds an adapter of PEFT, and peft is not installed: pip install peft") from error
     config = peft.PeftConfig.from_pretrained(os.fspath(folder))
+    _require_readable(config, folder)
     config.inference_mode = False
     base = config.base_model_name_or_path
     if not base or not os.path.isdir(base):
@@ -52,33 +64,96 @@ def attach_adapter(model, config):
     """The peft.PeftModel of a model with meta parameters; the adapter's are meta, too.
 
     Returns:
-        (PeftModel, {parameter's name in the adapter's file: parameter}).
+        (PeftModel, {name in the adapter's file: parameter or buffer}).
+
+    Raises:
+        UsageError: the adapter computes a buffer from the base model's weights.
     """
     import peft
 
-    values = config.init_lora_weights if hasattr(config, "init_lora_weights") else None
-    if values is not None:
-        config.init_lora_weights = False  # some ways compute with the base model's weights, which are not there
-    wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    if values is not None:
-        config.init_lora_weights = values
-    return wrapped, _in_file(wrapped, "default", state_names(wrapped)[0])
+    with _without_values(config):
+        wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    if config.is_prompt_learning:
+        learned = dict(wrapped.prompt_encoder["default"].named_parameters())
+        return wrapped, {_PROMPTS: learned["embedding.weight"]}
+    parameters, buffers = state_names(wrapped)
+    in_file = _in_file(wrapped, "default", {**parameters, **buffers})
+    _give_memory(wrapped, config, {id(tensor) for tensor in in_file.values()})
+    return wrapped, _in_file(wrapped, "default", {**parameters, **state_names(wrapped)[1]})
+
+
+def require_buffers(buffers, shapes, path):
+    """Raises FormatError where the file at ``path``, with tensors of these ``shapes``, lacks one of ``buffers``."""
+    missing = [name for name in buffers if name not in shapes]
+    if missing:
+        raise _C.FormatError(f"{path}: the adapter's buffer '{missing[0]}' is missing; save the adapter with it, which "
+                             "PEFT calls save_projection=True in some methods")
+
+
+def _require_readable(config, folder):
+    kind, init = config.peft_type.value, getattr(config, "init_lora_weights", None)
+    if kind not in _READABLE or getattr(config, "prefix_projection", False):
+        what = "prefix_projection" if kind in _READABLE else f"the method {kind}"
+        raise _C.UsageError(
+            f"{folder}: not all that an adapter with {what} trains is in its file as it is{_INSTEAD}"
+        )
+    if not any(init is known or init == known for known in _INITS):
+        raise _C.UsageError(
+            f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights when it is "
+            f"attached, and here these are read from their own files{_INSTEAD}, or let PEFT convert the adapter: "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+
+
+@contextmanager
+def _without_values(config):
+    """Inside, attaching the adapter computes nothing with the base model's weights, which are not there."""
+    plain = {"init_lora_weights": False, "prompt_tuning_init": "RANDOM"}
+    before = {name: getattr(config, name) for name in plain if getattr(config, name, None) is not None}
+    for name in before:
+        setattr(config, name, plain[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _give_memory(wrapped, config, in_file):
+    """Replaces the adapter's meta buffers, whose ids are ``in_file``, by real ones; what is shared stays shared."""
+    made = {}
+    for path, module in wrapped.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in in_file:
+                raise _C.UsageError(
+                    f"the adapter of method {config.peft_type.value} computes '{path}.{name}' from other weights when "
+                    f"it is attached, and its file does not hold it{_INSTEAD}"
+                )
+            if id(buffer) not in made:
+                made[id(buffer)] = torch.zeros_like(buffer, device="cpu"), buffer  # keeps the old one, and so its id
+            module._buffers[name] = made[id(buffer)][0]
 
 
 def save_adapters(engine, folder):
     """Writes every adapter as PEFT's ``save_pretrained`` does. Collective.
 
-    One parameter at a time is gathered; rank 0 holds the adapters' parameters on the host meanwhile, and puts the
-    files in place when all are written.
+    One parameter at a time is gathered, and all of a prompt that is learned; rank 0 holds the adapters' parameters on
+    the host meanwhile, and puts the files in place when all are written.
 
     Raises:
         IoError: on every rank, where rank 0 cannot write.
+        UsageError: a method of PEFT that computes what it saves.
     """
     model, writes = engine.module, engine.global_rank == 0
     with together(engine._collectives, "listing the adapters"):
+        engine.core.require_own_memory()
         parameters, buffers = state_names(model)
         state = {**{name: entry for name, entry in parameters.items()}, **buffers}
-        wanted = {id(t) for adapter in model.peft_config for t in _in_file(model, adapter, state).values()}
+        named = [name for name, config in model.peft_config.items() if not config.is_prompt_learning]
+        wanted = {id(t) for adapter in named for t in _in_file(model, adapter, state).values()}
+        prompts = {id(p) for p in model.prompt_encoder.parameters()} if len(named) < len(model.peft_config) else set()
     values = {id(b): b.detach().cpu() for b in buffers.values() if id(b) in wanted}
     for index, (_, parameter, *_) in enumerate(engine._described):
         if id(parameter) in wanted:
@@ -86,10 +161,15 @@ def save_adapters(engine, folder):
             if writes:
                 values[id(parameter)] = parameter.detach().cpu().clone()
             engine.core.release([index], True)
-    with together(engine._collectives, "saving the adapters"):
-        if writes:
-            gathered = {name: values[id(t)] for name, t in state.items() if id(t) in wanted}
-            _write(model, gathered, os.fspath(folder))
+    held = [index for index, (_, parameter, *_) in enumerate(engine._described) if id(parameter) in prompts]
+    engine.core.gather(held)
+    try:
+        with together(engine._collectives, "saving the adapters"), torch.no_grad():
+            if writes:
+                gathered = {name: values[id(t)] for name, t in state.items() if id(t) in wanted}
+                _write(model, gathered, os.fspath(folder))
+    finally:
+        engine.core.release(held, True)
 
 
 def _in_file(model, adapter, state):
@@ -99,6 +179,13 @@ def _in_file(model, adapter, state):
     stand_ins = {name: torch.empty(0, device="meta") for name in state}
     name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
     chosen = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
+    computed = [name for name, stand_in in chosen.items() if id(stand_in) not in name_of]
+    if computed:
+        raise _C.UsageError(
+            f"PEFT computes '{computed[0]}' of an adapter of method {model.peft_config[adapter].peft_type.value} when "
+            "it saves it; call engine.module.save_pretrained(folder) within strata.zero.GatheredParameters("
+            "list(engine.module.parameters())), on every rank, with a folder for each"
+        )
     return {name: state[name_of[id(stand_in)]] for name, stand_in in chosen.items()}
 
 

@@ -38,8 +38,8 @@ class EngineCheckpoints:
         Args:
             save_dir: folder of the checkpoints, seen by all ranks; made if need be.
             tag: name of this one; default "global_step<n>". The same on every rank.
-            client_state: dict of the script's own values: numbers, texts, bytes, tensors, dicts, lists, tuples.
-                Rank 0's is kept.
+            client_state: dict of the script's own values: numbers, texts, bytes, tensors, dicts, lists, tuples,
+                numpy's numbers and arrays. Rank 0's is kept.
             save_latest: let ``save_dir/latest`` name it, which ``load_checkpoint`` without a tag follows.
             exclude_frozen_parameters: leave parameters out that need no gradient.
 
@@ -47,9 +47,10 @@ class EngineCheckpoints:
             True.
 
         Raises:
-            UsageError: for a tag that is no plain name, or differs between ranks; for a value that cannot be kept;
-                after an update, or loading, that failed half-way.
-            IoError: on every rank, where one of them cannot write, or another job saves into the folder.
+            UsageError: for a tag that is no plain name, differs between ranks, or is the name of something that is no
+                checkpoint; for a value that cannot be kept; after an update, or loading, that failed half-way.
+            IoError: on every rank, where one of them cannot write, the disk has no room for all of it, or another job
+                saves into the folder.
         """
         from .training import save_checkpoint  # not before somebody saves
 
@@ -64,9 +65,9 @@ class EngineCheckpoints:
 
         Args:
             load_dir: folder of the checkpoints.
-            tag: which one; default the one that ``load_dir/latest`` names.
-            load_module_strict: an error where model and checkpoint have not the same parameters; False: what they have
-                not in common is skipped and listed.
+            tag: which one, the same on every rank; default the one that ``load_dir/latest`` names.
+            load_module_strict: an error where model and checkpoint have not the same parameters and buffers, in their
+                shapes; False: what they have not in common is skipped and listed.
             load_optimizer_states: and the param groups' values, such as a live learning rate.
             load_lr_scheduler_states: of the configuration's scheduler, or of the script's.
             load_module_only: nothing but values of parameters and buffers.
@@ -76,9 +77,10 @@ class EngineCheckpoints:
             (path of the checkpoint, client state). (None, None), with a warning, where ``load_dir`` has no ``latest``.
 
         Raises:
-            FormatError: on every rank, for a checkpoint of another model, and for one that is damaged: file, tensor
-                and place are named.
+            FormatError: on every rank, for a checkpoint of another model, for one that is damaged (file, tensor and
+                place are named), and for a link that leads out of its folder.
             IoError: there is no such checkpoint, or a file of it is missing.
+            UsageError: ranks ask for different tags; the optimizer has another number of param groups.
         """
         from .training import load_checkpoint
 

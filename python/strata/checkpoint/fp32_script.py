@@ -2,7 +2,8 @@
 
 import logging
 import os
-from contextlib import suppress
+
+from .. import _C
 
 logger = logging.getLogger("strata")
 
@@ -23,21 +24,18 @@ if __name__ == "__main__":
 
 
 def place_script(folder):
-    """Puts ``zero_to_fp32.py`` into ``folder``. Where that fails a warning says so: the checkpoints are as good
-    without."""
+    """Puts ``zero_to_fp32.py`` into ``folder``. Where that fails a warning says so: a checkpoint needs no script."""
     path = os.path.join(folder, _NAME)
-    own = f"{path}.{os.getpid()}.part"
     try:
         if _is_there(path):
             return
-        with open(own, "w", encoding="utf-8") as file:
-            file.write(_TEXT)
-        os.chmod(own, os.stat(own).st_mode | 0o100)
-        os.replace(own, path)
-    except OSError as error:
+        with _C.AtomicFile(path) as script:
+            with open(script.fileno(), "w", encoding="utf-8", closefd=False) as file:
+                file.write(_TEXT)
+            script.publish()
+            os.fchmod(script.fileno(), os.fstat(script.fileno()).st_mode | 0o100)
+    except (OSError, _C.IoError) as error:
         logger.warning("cannot write '%s': %s", path, error)
-        with suppress(OSError):
-            os.remove(own)
 
 
 def _is_there(path):

@@ -1,6 +1,7 @@
 """Values of a script as JSON and tensors, and back: what a checkpoint keeps without pickle.
 
-Dicts, lists, tuples, numbers, texts, bytes, None, ``argparse.Namespace``, tensors, and numpy's numbers and arrays.
+Dicts, lists, tuples, numbers (complex ones, too), texts, bytes, None, ``argparse.Namespace``, tensors, and numpy's
+numbers and arrays.
 Anything else is refused by its place, since what cannot be read back without running code is not written.
 """
 
@@ -16,9 +17,10 @@ _MARK = "$"  # of an object that stands for a value that JSON lacks
 
 
 def to_plain(value, tensors, where):
-    """JSON for ``value``; its tensors are added to ``tensors``, {name: tensor}, under names that begin with ``where``.
+    """JSON for ``value``; its tensors are added to ``tensors`` under names of their own that begin with ``where``.
 
     Args:
+        tensors: {name: tensor}; None: their bytes are in the JSON itself, which is for a few elements each.
         where: what the value is called in messages, "client_state" say.
 
     Raises:
@@ -30,9 +32,10 @@ def to_plain(value, tensors, where):
         return value if abs(value) < 2**63 else {_MARK: "int", "text": str(value)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK: "float", "text": repr(float(value))}
+    if isinstance(value, complex):
+        return {_MARK: "complex", "parts": [to_plain(part, tensors, where) for part in (value.real, value.imag)]}
     if isinstance(value, torch.Tensor):
-        tensors[where] = value
-        return {_MARK: "tensor", "name": where}
+        return _from_tensor(value, tensors, where)
     if isinstance(value, dict):
         return _from_dict(value, tensors, where)
     if isinstance(value, (list, tuple)):
@@ -62,9 +65,14 @@ def from_plain(value, read):
     if kind == "dict":
         return {from_plain(k, read): from_plain(v, read) for k, v in value["items"]}
     if kind == "tensor":
-        return read(value["name"])
+        return _read(value, read)
     if kind == "array":
-        return read(value["name"]).numpy()
+        return _read(value, read).numpy()
+    if kind == "inline tensor":
+        bits = torch.frombuffer(bytearray(base64.b64decode(value["base64"])), dtype=torch.uint8)
+        return bits.view(getattr(torch, value["dtype"])).view(value["shape"])
+    if kind == "complex":
+        return complex(*(from_plain(part, read) for part in value["parts"]))
     if kind == "tuple":
         return tuple(from_plain(v, read) for v in value["items"])
     if kind == "namespace":
@@ -74,6 +82,33 @@ def from_plain(value, read):
     if kind in ("int", "float"):
         return {"int": int, "float": float}[kind](value["text"])
     raise _C.FormatError(f"a checkpoint holds a value of an unknown kind '{kind}'; it was written by a newer version")
+
+
+def _from_tensor(tensor, tensors, where):
+    if tensors is None:
+        tensor = tensor.detach().cpu().contiguous()
+        bits = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+        return {_MARK: "inline tensor", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
+                "base64": base64.b64encode(bits).decode()}
+    if not tensor.is_complex():
+        return {_MARK: "tensor", "name": _add(tensor, tensors, where)}
+    parts = torch.view_as_real(tensor.detach().resolve_conj())  # safetensors has no complex numbers
+    return {_MARK: "tensor", "name": _add(parts, tensors, where), "complex": True}
+
+
+def _add(tensor, tensors, where):
+    """The name under which it was added: {"a.b": ...} and {"a": {"b": ...}} are two places."""
+    name, number = where, 1
+    while name in tensors:
+        number += 1
+        name = f"{where}#{number}"
+    tensors[name] = tensor
+    return name
+
+
+def _read(value, read):
+    tensor = read(value["name"])
+    return torch.view_as_complex(tensor) if value.get("complex") else tensor
 
 
 def _from_dict(value, tensors, where):
@@ -89,7 +124,6 @@ def _from_numpy(value, tensors, where):
 
     if isinstance(value, numpy.generic):
         return to_plain(value.item(), tensors, where)
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-        tensors[where] = torch.from_numpy(numpy.ascontiguousarray(value))
-        return {_MARK: "array", "name": where}
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        return {**_from_tensor(torch.from_numpy(numpy.ascontiguousarray(value)), tensors, where), _MARK: "array"}
     raise _C.UsageError(f"{where}: a checkpoint keeps numpy arrays of numbers; found one of {value.dtype}")

@@ -31,6 +31,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     if is_peft_model(model):
         return save_adapters(engine, folder)
     with together(collectives, "saving the weights"):
+        engine.core.require_own_memory()
         shard_max = _parse_size(max_shard_size)
         weights, buffers = _state_leaves(engine)
         tensors = saved_tensors(model, {**weights, **buffers[0]})

@@ -2,7 +2,8 @@
 
 What a checkpoint's tensors are called in a model, and how they are made of each other, is known to functions of
 transformers that it does not promise to keep. They are all named here and taken from here, so that another version is
-refused before it does something else with a checkpoint. CONTRIBUTING.md says how a newer version is tried.
+refused before it does something else with a checkpoint. `make test-newest` tries the newest one; CONTRIBUTING.md has
+the runs.
 """
 
 import importlib

@@ -4,6 +4,7 @@ The engine writes and reads shards; here is what belongs to the script: the stat
 what an optimizer of the user's keeps, buffers, and the script's own values.
 """
 
+import functools
 import json
 import logging
 import os
@@ -14,6 +15,14 @@ from .. import _C
 from ..ranks.joint import together
 from .names import state_names
 from .fp32_script import place_script
+from .optimizer_states import (
+    load_optimizer,
+    of_all_ranks,
+    optimizer_state,
+    require_same_groups,
+    states_of_segments,
+    targets_of_segments,
+)
 from .plain_values import from_plain, to_plain
 from .supported_transformers import is_transformers_model
 
@@ -28,6 +37,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
     folder = os.fspath(folder)
     engine._settle_schedule()
     with together(collectives, _SAVING):
+        engine.core.require_own_memory()
         if tag is None:
             tag = f"global_step{engine.global_steps}"
         if engine._unapplied and engine.global_rank == 0:
@@ -36,7 +46,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         training = {
             "client_state": to_plain(dict(client_state or {}), tensors, "client_state"),
             "scheduler": _scheduler_state(engine, tensors),
-            "optimizer": _optimizer_state(engine, tensors),
+            "optimizer": optimizer_state(engine, tensors),
             "config": dict(line.split(" = ", 1) for line in engine._config.digest().splitlines()),
             "written_by": {"strata": _version(), "torch": torch.__version__},
             "without_frozen": bool(exclude_frozen_parameters),
@@ -44,10 +54,10 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         aliases = _aliases(engine)
         extras = [_extra("client", name, 0, t) for name, t in tensors.items()] if engine.global_rank == 0 else []
         buffers = {name: _on_host(b) for name, b in _buffers(engine).items()}
-        states = _states_of_segments(engine)
+        states = states_of_segments(engine)
         texts = _texts(engine.module) if engine.global_rank == 0 else []
     if training["optimizer"] is not None and "scalars" in training["optimizer"]:
-        training["optimizer"]["scalars"] = _of_all_ranks(engine, training["optimizer"]["scalars"])
+        training["optimizer"]["scalars"] = of_all_ranks(engine, training["optimizer"]["scalars"])
     extras = _of_rank_0(engine, extras) + _extra_buffers(engine, buffers)
     engine.checkpoint_saver().save(
         folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters,
@@ -66,8 +76,11 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
     """
     collectives = engine._collectives
     engine.wait_for_checkpoint()  # it may be the one to load
+    _require_same_tag(collectives, tag)
+    path = None
     with together(collectives, _LOADING):
-        path = _find(os.fspath(folder), tag)
+        if tag is not None or engine.global_rank == 0:  # `latest` may change while ranks read it
+            path = _find(os.fspath(folder), tag)
     paths = collectives.all_gather_text(path or "")
     if not paths[0]:
         if engine.global_rank == 0:
@@ -77,28 +90,38 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
     checkpoint = _C.TrainingCheckpoint(collectives, paths[0])
     training = json.loads(checkpoint.training)
     optimizer_states = optimizer_states and not module_only and engine.optimizer is not None
-    with together(collectives, _LOADING):
-        targets, tensors = _targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
-        _tell_of_differences(engine, checkpoint, strict, optimizer_states)
-    checkpoint.load(engine.core, optimizer_states, strict, bool(training.get("without_frozen")), targets)
-    read = {}
 
+    @functools.cache
     def read_client(name):
-        if name not in read:
-            read[name] = checkpoint.read("client", name)
-        return read[name]
+        return checkpoint.read("client", name)
 
-    with together(collectives, _LOADING):
-        _load_buffers(engine, checkpoint)
-        if not module_only:
-            checkpoint.restore_progress(engine.core)
-            engine._unapplied = 0
-        if optimizer_states:
-            checkpoint.restore_optimizer_steps(engine.core)
-            _load_optimizer(engine, training.get("optimizer"), targets, tensors, read_client)
-        if scheduler_states and not module_only:
-            _load_scheduler(engine, training.get("scheduler"), read_client)
+    with together(collectives, _LOADING):  # what can be refused, or is damaged, is found before anything is stored
+        targets, tensors = targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
         client_state = from_plain(training.get("client_state", {}), read_client)
+        optimizer = from_plain(training.get("optimizer"), read_client) if optimizer_states else None
+        scheduler = from_plain(training.get("scheduler"), read_client) if scheduler_states and not module_only else None
+        require_same_groups(engine, optimizer)
+        buffers = _named_buffers(engine, checkpoint)
+        specs = [(name, list(buffer.shape)) for buffer, names in buffers for name in names]
+        values = _read_buffers(engine, checkpoint, buffers)
+        _tell_of_differences(engine, checkpoint, specs, strict, optimizer_states)
+    checkpoint.load(engine.core, optimizer_states, strict, bool(training.get("without_frozen")), targets, specs)
+    try:
+        with together(collectives, _LOADING):
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+            if not module_only:
+                checkpoint.restore_progress(engine.core)
+                engine._unapplied = 0
+            if optimizer_states:
+                checkpoint.restore_optimizer_steps(engine.core)
+                load_optimizer(engine, optimizer, tensors)
+            if scheduler is not None:
+                _load_scheduler(engine, scheduler)
+    except Exception as error:
+        _C.loading_failed(engine.core, str(error))
+        raise
     return paths[0], client_state
 
 
@@ -122,15 +145,33 @@ def _find(folder, tag):
     raise _C.IoError(f"there is no whole checkpoint '{tag}' in '{folder}'; {there}")
 
 
-def _tell_of_differences(engine, checkpoint, strict, optimizer_states):
+def _require_same_tag(collectives, tag):
+    """Ranks ask for one checkpoint. UsageError on every rank."""
+    asked = [json.loads(text) for text in collectives.all_gather_text(json.dumps(None if tag is None else str(tag)))]
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            names = ["no tag" if t is None else f"'{t}'" for t in (asked[0], other)]
+            raise _C.UsageError("the ranks ask for different checkpoints; give the same tag on every rank; rank 0 has "
+                                f"{names[0]}, rank {rank} has {names[1]}")
+
+
+_NAMED = 8  # names that a warning lists
+
+
+def _tell_of_differences(engine, checkpoint, buffers, strict, optimizer_states):
     if engine.global_rank != 0:
         return
     if not strict:
-        for what, names in zip(("not in the checkpoint", "not in the model", "of another shape"),
-                               checkpoint.differences(engine.core)):
-            if names:
-                logger.warning("%d parameters are %s and were skipped: %s%s", len(names), what, ", ".join(names[:8]),
-                               ", ..." if len(names) > 8 else "")
+        for things, unlike in zip(("parameters", "buffers"), checkpoint.differences(engine.core, buffers)):
+            for what, names in zip(("not in the checkpoint", "not in the model", "of another shape"), unlike):
+                if not names:
+                    continue
+                more = len(names) - _NAMED
+                logger.warning("%d %s are %s and were skipped: %s%s", len(names), things, what,
+                               ", ".join(names[:_NAMED]),
+                               f" and {more} more, which are logged at level INFO" if more > 0 else "")
+                if more > 0:
+                    logger.info("%s that are %s: %s", things, what, ", ".join(names))
     if optimizer_states and engine.optimizer.inner is None and not {"exp_avg", "exp_avg_sq"} <= set(checkpoint.kinds):
         if json.loads(checkpoint.training).get("global_steps"):
             logger.warning("the checkpoint has no states of Adam; they begin at zero")
@@ -144,15 +185,26 @@ def _buffers(engine):
     return dict(state_names(engine.module)[1])
 
 
-def _load_buffers(engine, checkpoint):
-    there = {(role, name) for role, name, *_ in checkpoint.tensors()}
+def _named_buffers(engine, checkpoint):
+    """[(buffer, [its names in the checkpoint])]; one that it lacks has the model's first name."""
+    there = {name for role, name, *_ in checkpoint.tensors() if role == "buffer"}
+    by_tensor = {}
+    for name, buffer in _buffers(engine).items():
+        by_tensor.setdefault(id(buffer), (buffer, []))[1].append(name)
+    return [(buffer, [n for n in names if n in there] or names[:1]) for buffer, names in by_tensor.values()]
+
+
+def _read_buffers(engine, checkpoint, buffers):
+    """[(buffer, its new value)] of those that the checkpoint has in their shapes."""
+    there = {(role, name): list(shape) for role, name, shape, *_ in checkpoint.tensors()}
     same_world = checkpoint.world_size == engine.world_size
-    with torch.no_grad():
-        for name, buffer in _buffers(engine).items():
-            own = "rank buffer", f"{engine.global_rank}:{name}"
-            found = own if same_world and own in there else ("buffer", name)
-            if found in there:
-                buffer.copy_(checkpoint.read(*found).view(buffer.shape))
+    values = []
+    for buffer, names in buffers:
+        own = "rank buffer", f"{engine.global_rank}:{names[0]}"
+        found = own if same_world and own in there else ("buffer", names[0])
+        if there.get(found) == list(buffer.shape):
+            values.append((buffer, checkpoint.read(*found)))
+    return values
 
 
 def _aliases(engine):
@@ -225,119 +277,10 @@ def _scheduler_state(engine, tensors):
     return {"class": type(scheduler).__name__, "state": to_plain(scheduler.state_dict(), tensors, "scheduler")}
 
 
-def _load_scheduler(engine, saved, read):
-    if engine.lr_scheduler is None or saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
+def _load_scheduler(engine, saved):
+    if engine.lr_scheduler is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
         return
     if saved["class"] not in (None, type(engine.lr_scheduler).__name__) and engine.global_rank == 0:
         logger.warning("the checkpoint's scheduler is a %s, this one a %s", saved["class"],
                        type(engine.lr_scheduler).__name__)
-    engine.lr_scheduler.load_state_dict(from_plain(saved["state"], read))
-
-
-# --- the optimizer ---
-
-
-def _optimizer_state(engine, tensors):
-    """Param groups, and of an optimizer of the user's what is not kept element by element."""
-    optimizer = engine.optimizer
-    if optimizer is None:
-        return None
-    groups = [
-        {k: to_plain(v, tensors, f"optimizer.param_groups[{i}].{k}") for k, v in group.items() if k != "params"}
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-    state = {"class": type(optimizer.inner or optimizer).__name__, "param_groups": groups}
-    if optimizer.inner is not None:
-        mine = {}
-        for index, segment, values in _segments(engine):
-            name = engine.core.parameter_name(index)
-            scalars = {k: v for k, v in values.items() if not _by_element(v, segment)}
-            mine[name] = {k: to_plain(_scalar(v, name, k), tensors, f"{name}.{k}") for k, v in scalars.items()}
-        state["scalars"] = mine
-    return state
-
-
-def _scalar(value, name, key):
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.numel() != 1:
-        raise _C.UsageError(f"the optimizer's state '{key}' of '{name}' has {value.numel()} elements; kept are states "
-                            "of one element, and of as many as the parameter has")
-    return value.item()
-
-
-def _by_element(value, segment):
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == segment.numel()
-
-
-def _of_all_ranks(engine, mine):
-    """Scalars of every parameter; a rank knows those of which it owns a part."""
-    merged = {}
-    for text in reversed(engine._collectives.all_gather_text(json.dumps(mine))):
-        merged.update(json.loads(text))
-    return merged
-
-
-def _segments(engine):
-    """[(parameter, segment, what the inner optimizer keeps of it)]."""
-    inner = engine.optimizer.inner
-    segments = [segment for group in inner.param_groups for segment in group["params"]]
-    by_pointer = {segment.data_ptr(): segment for segment in segments if segment.numel()}
-    result = []
-    for _, param, weight in engine.core.segments():
-        if weight.numel():
-            segment = by_pointer[weight.data_ptr()]
-            result.append((param, segment, inner.state.get(segment, {})))
-    return result
-
-
-def _states_of_segments(engine):
-    if engine.optimizer is None or engine.optimizer.inner is None:
-        return []
-    return [
-        (param, key, value.detach().contiguous())
-        for param, segment, values in _segments(engine) for key, value in values.items() if _by_element(value, segment)
-    ]  # fmt: skip
-
-
-def _targets_of_segments(engine, checkpoint):
-    """([(parameter, kind, tensor to fill)], [(segment, key, the same tensor)])."""
-    targets, tensors = [], []
-    if engine.optimizer.inner is None:
-        return targets, tensors
-    for param, segment, _ in _segments(engine):
-        name = engine.core.parameter_name(param)
-        for kind in checkpoint.kinds[1:]:
-            dtype = checkpoint.dtype_of(name, kind)
-            if dtype is not None:
-                tensors.append((segment, kind, torch.zeros(segment.shape, dtype=dtype, device=segment.device)))
-                targets.append((param, kind, tensors[-1][2]))
-    return targets, tensors
-
-
-def _load_optimizer(engine, saved, targets, tensors, read):
-    optimizer = engine.optimizer
-    if saved is None:
-        return
-    groups = saved["param_groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise _C.UsageError(f"the optimizer has {len(optimizer.param_groups)} param groups, the checkpoint's had "
-                            f"{len(groups)}; make them alike, or ask for load_optimizer_states=False")
-    for group, values in zip(optimizer.param_groups, groups):
-        group.update({k: from_plain(v, read) for k, v in values.items()})
-    if optimizer.inner is None:
-        return
-    if optimizer.inner.param_groups is not optimizer.param_groups:
-        for group, values in zip(optimizer.inner.param_groups, groups):
-            group.update({k: from_plain(v, read) for k, v in values.items()})
-    by_segment = {}
-    for segment, key, tensor in tensors:
-        by_segment.setdefault(id(segment), {})[key] = tensor
-    scalars = saved.get("scalars", {})
-    for param, segment, present in _segments(engine):
-        values = {k: from_plain(v, read) for k, v in scalars.get(engine.core.parameter_name(param), {}).items()}
-        for key, value in values.items():  # torch's optimizers count steps in tensors
-            values[key] = torch.tensor(float(value)) if key == "step" and not isinstance(value, torch.Tensor) else value
-        values.update(by_segment.get(id(segment), {}))
-        if values:
-            optimizer.inner.state[segment] = values
+    engine.lr_scheduler.load_state_dict(saved["state"])

@@ -138,14 +138,11 @@ def save_whole(engine, folder, filename, with_frozen):
     Raises:
         IoError: on every rank, where rank 0 cannot write.
     """
+    from .torch_file import save_whole_file  # not before somebody saves
+
     first = engine.global_rank == 0
     state_dict = whole_state_dict(engine.module, first, with_frozen)
     path = os.path.join(folder, filename)
     with together(engine._collectives, f"writing '{path}'"):
         if first:
-            try:
-                os.makedirs(folder, exist_ok=True)
-                torch.save(state_dict, path + ".part")
-                os.replace(path + ".part", path)
-            except OSError as error:
-                raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error
+            save_whole_file(state_dict, path)

@@ -1,7 +1,9 @@
 """``python -m strata.importing``: turns checkpoints of other libraries into Strata's."""
 
 import argparse
+import json
 import logging
+import os
 import sys
 
 from .. import _C
@@ -31,13 +33,17 @@ def main(arguments=None):
     dcp.add_argument("--buffer", action="append", default=[], metavar="NAME", dest="buffers",
                      help="a floating tensor of the model that is a buffer, and no frozen parameter; may be given "
                           "again")
+    for command in (deepspeed, dcp):
+        command.add_argument("--json", action="store_true", help="the report as JSON")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
-        print(_import(given))
+        path = _import(given)
     except (_C.FormatError, _C.IoError, _C.UsageError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, _C.UsageError) else 1
+    report = {"path": path, "tag": os.path.basename(path), "imported_from": given.checkpoint}
+    print(json.dumps(report, indent=2) if given.json else path)
     return 0
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -95,9 +96,9 @@ def plain_values(values, tensors, where):
     kept = {}
     for key, value in values.items():
         try:
-            found = {}
+            found = ChainMap({}, tensors)  # names differ from those that are there
             kept[key] = to_plain(value, found, f"{where}.{key}")
-            tensors.update(found)
+            tensors.update(found.maps[0])
         except _C.UsageError as error:
             logger.warning("left out: %s", error)
     return to_plain({}, {}, where) if not kept else _with_any_keys(kept, where)

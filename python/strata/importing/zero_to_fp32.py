@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from .. import _C
+from ..checkpoint.torch_file import save_whole_file
 from .deepspeed import read_deepspeed
 from .own_checkpoint import find_own, read_own
 from .whole_tensors import VALUE
@@ -164,8 +165,7 @@ def _write_pickles(state_dict, folder, most):
             if id(lazy) not in values:
                 values[id(lazy)] = _fp32(lazy.contiguous())
         path = os.path.join(folder, name)
-        torch.save({member: values[id(state_dict[member])] for member in members}, path + ".part")
-        os.replace(path + ".part", path)
+        save_whole_file({member: values[id(state_dict[member])] for member in members}, path)
         index["weight_map"].update(dict.fromkeys(members, name))
     if len(shards) > 1:
         path = os.path.join(folder, "pytorch_model.bin.index.json")

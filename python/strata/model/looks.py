@@ -159,6 +159,7 @@ class Looks:
             if publish:
                 born.core.publish(born.indices, 0)
         finally:
+            born.core.put_back(born.indices)
             if release:
                 born.core.release(born.indices, True)
 

@@ -7,6 +7,7 @@ one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do th
 
 import enum
 import itertools
+import sys
 
 import torch
 
@@ -88,7 +89,23 @@ class ShardedParameter(torch.nn.Parameter):
                 if has_been_updated:
                     core.publish([index], 0)
             finally:
+                core.put_back([index])
                 core.release([index], True)
+
+    def detach(self):
+        """As torch's. ``torch.nn.Parameter(p)`` asks for it, and wants an object of p's own class."""
+        detached = super().detach()
+        if sys._getframe(1).f_code is not torch.nn.Parameter.__new__.__code__:
+            return detached
+        return torch.Tensor._make_subclass(ShardedParameter, detached, False)
+
+    @property
+    def _is_param(self):
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value):  # by torch.nn.Parameter(p), of what it is about to return
+        self.__class__ = torch.nn.Parameter
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:

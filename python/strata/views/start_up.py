@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 
 from .. import _C
+from . import placement_view
 from .start_up_view import ProgressBar, print_table, table_text
 
 logger = logging.getLogger("strata")
@@ -76,6 +77,7 @@ class StartUp:
         path = engine._config.init_report
         own = self._account()
         on_rank_0 = engine.global_rank == 0
+        own["placement"] = self.core.placement() if on_rank_0 else None  # the same on every rank
         if on_rank_0 and (path is not None or _is_shown(own["seconds"])):
             own["link_gb_per_s"] = self.core.measure_link()
         report = merged([json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(own))])
@@ -86,6 +88,7 @@ class StartUp:
             if self._bar is not None:
                 self._bar.close()
             _show(report)
+            _show_placement(report["placement"], report["world_size"])
             if path is not None:
                 _write(path, report)
 
@@ -149,6 +152,7 @@ def merged(accounts):
     return {
         "tier": first["tier"],
         "reason": first["reason"],
+        "placement": first["placement"],
         "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
         "world_size": len(accounts),
         "phases": listed,
@@ -202,6 +206,16 @@ def _show(report):
         print_table(report)
     elif logger.isEnabledFor(logging.INFO):
         logger.info("start-up by phase:\n%s", table_text(report))
+
+
+def _show_placement(placement, world_size):
+    if placement_view.offloads(placement):
+        if sys.stderr.isatty():
+            placement_view.print_table(placement, world_size)
+        else:
+            logger.info("placement:\n%s", placement_view.table_text(placement, world_size))
+    elif placement is not None:
+        logger.info("nothing is offloaded: %s", "; ".join(placement_view.notes_of(placement)))
 
 
 def _write(path, report):

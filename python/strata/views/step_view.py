@@ -3,6 +3,7 @@
 from .tables import print_report, report_text, size_text
 
 _TRANSFERS = (("gather", "gathers"), ("reduce", "reductions"), ("refresh", "refreshes"))
+_LINKS = {"up": "PCIe up", "down": "PCIe down", "read": "drive read", "write": "drive write"}
 
 
 def table_text(report):
@@ -16,7 +17,9 @@ def print_table(report, console=None):
 
 
 def _tables(report):
-    return _transfer_lines(report), _memory_lines(report)
+    offload = report["offload"]
+    links = [_link_lines(offload["links"])] if offload and offload["links"] else []
+    return [_transfer_lines(report), *links, _memory_lines(report)]
 
 
 def _title(report):
@@ -40,6 +43,16 @@ def _transfer_lines(report):
     return lines
 
 
+def _link_lines(links):
+    lines = [("link", "GB", "GB/s", "limit", "of limit", "busy")]
+    for link, use in links.items():
+        rates = [f"{use[key]:.1f}" if use[key] is not None else "" for key in ("gb_per_s", "limit_gb_per_s")]
+        share = f"{use['of_limit']:.0%}" if use["of_limit"] is not None else ""
+        busy = _ms(use["seconds"]) if use["seconds"] is not None else ""
+        lines.append((_LINKS[link], f"{use['bytes'] * 1e-9:.3f}", *rates, share, busy))
+    return lines
+
+
 def _memory_lines(report):
     columns = {"now": "bytes", "peak": "peak_bytes", "forecast": "forecast_bytes"}
     kinds = report["device_memory"]
@@ -53,7 +66,25 @@ def _memory_lines(report):
 def _notes(report):
     uses = report["uses"]
     text = f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late"
-    return [text, f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}"]
+    counts = f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}"
+    return [text, *_offload_notes(report["offload"]), counts]
+
+
+def _offload_notes(offload):
+    if not offload:
+        return []
+    waits = []
+    if offload["drives"]:
+        waits.append(f"drives {_ms(offload['fetch_wait_seconds'])} (host)")
+    if offload["copy_wait_seconds"] is not None:
+        waits.append(f"copies {_ms(offload['copy_wait_seconds'])} (device)")
+    notes = [f"waited for: {', '.join(waits)}"] if waits else []
+    if offload["drives"]:
+        notes.append(f"parts of what is offloaded: {offload['parts']} lent, {offload['parts_ready']} of them ready")
+    return notes + [
+        f"written since the start: {drive['written_bytes'] * 1e-9:.3f} GB to {drive['folder']}"
+        for drive in offload["drives"]
+    ]
 
 
 def _ms(seconds):

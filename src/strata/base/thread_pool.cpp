@@ -7,9 +7,11 @@
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/rank_cores.h"
 
 namespace strata {
 namespace {
@@ -67,7 +69,8 @@ struct Loop {
 
 struct ThreadPool::State {
   std::vector<std::thread> workers;
-  std::mutex mutex;  // guards `loop`, `stop` and the writes of the two atomics
+  std::vector<int> cores;  // written before there are workers
+  std::mutex mutex;        // guards `loop`, `stop` and the writes of the two atomics
   std::condition_variable wake;
   std::condition_variable idle;
   Loop* loop = nullptr;  // of the caller's stack; null as soon as nobody new may enter it
@@ -77,6 +80,7 @@ struct ThreadPool::State {
   std::atomic<bool> busy{false};
 
   void work() {
+    bind_this_thread(cores);
     std::uint64_t seen = 0;
     std::unique_lock lock(mutex, std::defer_lock);
     for (;;) {
@@ -126,11 +130,12 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
+ThreadPool::ThreadPool(int threads, std::vector<int> cores) : state_(std::make_unique<State>()) {
   if (threads < 1) {
     throw UsageError(fmt::format(
         "A thread pool needs at least one thread, the caller's own; asked for: {}", threads));
   }
+  state_->cores = std::move(cores);
   state_->workers.reserve(static_cast<std::size_t>(threads - 1));
   try {
     for (int i = 1; i < threads; ++i) {

@@ -1,19 +1,22 @@
 // A fixed set of threads that share one loop. For kernels over large arrays: parallel_for splits
 // [0, count) into chunks of `grain` whose boundaries do not depend on the number of threads.
 // Threads: parallel_for is called by one thread at a time and takes part in the work itself.
+// Its own threads may be bound to cores (base/rank_cores.h); the caller's is left as it is.
 // Errors: an exception thrown by `body` is rethrown by parallel_for, the first one by chunk order.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace strata {
 
 class ThreadPool {
  public:
-  // `threads` >= 1 counts the caller: ThreadPool(1) starts no thread.
-  explicit ThreadPool(int threads);
+  // `threads` >= 1 counts the caller: ThreadPool(1) starts no thread. `cores`: what the others run
+  // on; empty: where the caller may.
+  explicit ThreadPool(int threads, std::vector<int> cores = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

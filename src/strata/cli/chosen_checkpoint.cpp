@@ -5,6 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/format/checkpoint_folder.h"
+#include "strata/format/inside_folder.h"
 #include "strata/format/message_text.h"
 
 namespace strata::cli {
@@ -15,18 +16,6 @@ namespace fs = std::filesystem;
 bool is_there(const std::string& path) {
   std::error_code error;
   return fs::symlink_status(path, error).type() != fs::file_type::not_found;
-}
-
-// The file itself, whatever links lead to it.
-void require_inside(const std::string& folder, const std::string& path) {
-  std::error_code error;
-  const fs::path file = fs::canonical(path, error);
-  const fs::path home = error ? fs::path() : fs::canonical(folder, error);
-  if (error || file.parent_path() == home) return;  // what is not there fails when it is opened
-  throw FormatError(
-      fmt::format("a file of a checkpoint is a link that leads out of its folder; copy it there if "
-                  "it belongs to it: path={} leads to={}",
-                  path, file.string()));
 }
 
 std::string listed(const std::vector<std::string>& tags) {
@@ -73,11 +62,6 @@ ChosenCheckpoint choose_checkpoint(const std::string& path) {
   return chosen;
 }
 
-format::Manifest load_manifest(const std::string& folder) {
-  require_inside(folder, folder + "/" + std::string(format::kManifestName));
-  return format::read_manifest(folder);
-}
-
 io::File open_checkpoint_file(const std::string& folder, const std::string& name, Bytes bytes) {
   const std::string path = folder + "/" + name;
   if (!is_there(path)) {
@@ -86,7 +70,7 @@ io::File open_checkpoint_file(const std::string& folder, const std::string& name
                     "file={} path={}",
                     format::in_quotes(name), path));
   }
-  require_inside(folder, path);
+  format::require_inside(folder, path);
   io::File file(path, io::File::Mode::kRead);
   if (const Bytes found = file.size(); found != bytes) {
     throw FormatError(

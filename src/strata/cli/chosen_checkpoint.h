@@ -29,8 +29,6 @@ bool holds_checkpoints(const std::string& path);
 // Which one is meant; the one that `latest` names where it is a folder of several.
 ChosenCheckpoint choose_checkpoint(const std::string& path);
 
-format::Manifest load_manifest(const std::string& folder);
-
 // A file of a checkpoint, by its name in the manifest. `bytes`: that it must have.
 io::File open_checkpoint_file(const std::string& folder, const std::string& name, Bytes bytes);
 

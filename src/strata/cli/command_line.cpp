@@ -175,10 +175,12 @@ class CommandLine {
     CLI::App& command = add(
         "plan", "Say what each device will hold, at every stage, before there is one",
         "Runs the engine without memory on the names and shapes of a model's safetensors. Exit\n"
-        "code 1: the configuration's stage does not fit the device memory that was named.\n\n"
+        "code 1: the configuration's stage does not fit the memory or space that was named.\n\n"
         "Examples:\n"
         "  strata plan --config ds.json --model Qwen3-8B --world 8 --device-memory 80GiB\n"
-        "  strata plan --config ds.json --model Qwen3-8B --world 64 --ranks-per-host 8");
+        "  strata plan --config ds.json --model Qwen3-8B --world 64 --ranks-per-host 8\n"
+        "  strata plan --config ds.json --model Qwen3-8B --world 1 --device-memory 24GiB \\\n"
+        "      --host-memory 64GiB --nvme-space 1TB");
     command.add_option("--config", config_, "DeepSpeed JSON, a file")
         ->required()
         ->check(CLI::ExistingFile);
@@ -189,6 +191,8 @@ class CommandLine {
     command.add_option("--ranks-per-host", ranks_per_host_, "Ranks of a host; all, if not given")
         ->check(CLI::Range(1, kWorldMax));
     command.add_option("--device-memory", device_memory_, "What a device has, as 80GiB");
+    command.add_option("--host-memory", host_memory_, "What a host has for its ranks, as 512GiB");
+    command.add_option("--nvme-space", nvme_space_, "What its drive has, as 4TB");
     command.add_option("--device", device_, "cuda or cpu")
         ->capture_default_str()
         ->check(CLI::IsMember({"cuda", "cpu"}));
@@ -282,9 +286,11 @@ class CommandLine {
     request.job = {world_, device_ == "cuda", ranks_per_host_};
     if (!device_memory_.empty())
       request.device_memory = parse_byte_size(device_memory_, "--device-memory");
+    if (!host_memory_.empty()) request.host_memory = parse_byte_size(host_memory_, "--host-memory");
+    if (!nvme_space_.empty()) request.nvme_space = parse_byte_size(nvme_space_, "--nvme-space");
     const MemoryPlan plan = make_plan(request);
     session_.show(text_of(plan), json_of(plan));
-    return plan.fits(plan.stage) == false ? kFoundWrong : kDone;
+    return plan.fits_all() ? kDone : kFoundWrong;
   }
 
   static constexpr int kWorldMax = 1'000'000;
@@ -300,6 +306,8 @@ class CommandLine {
   std::string max_shard_ = "5GB";
   std::string config_;
   std::string device_memory_;
+  std::string host_memory_;
+  std::string nvme_space_;
   std::string device_ = "cuda";
   std::vector<std::string> paths_;
   std::string size_;

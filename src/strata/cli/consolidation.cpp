@@ -34,7 +34,7 @@ class Consolidation {
       : folder_(folder),
         options_(options),
         io_(io),
-        manifest_(load_manifest(folder)),
+        manifest_(format::read_manifest(folder)),
         files_(open_checkpoint_files(folder, manifest_)),
         read_ring_(options.ring, ledger),
         write_ring_(options.ring, ledger) {

@@ -166,7 +166,7 @@ Inspection count_contents(const format::Manifest& manifest) {
 Inspection inspect(const std::string& path, bool verify, io::IoEngine& io,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
   ChosenCheckpoint folder = choose_checkpoint(path);
-  const format::Manifest manifest = load_manifest(folder.path);
+  const format::Manifest manifest = format::read_manifest(folder.path);
   Inspection result = count_contents(manifest);
   result.verified = verify;
   result.findings = verify ? verify_files(folder.path, manifest, io, ledger, console)

@@ -5,11 +5,10 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/cli/text_table.h"
-#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/config/config_source.h"
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/config/plan_options.h"
+#include "strata/forecast/auto_placement.h"
 
 namespace strata::cli {
 namespace {
@@ -77,12 +76,32 @@ std::vector<plan::ParamSpec> specs_of(const NamedModel& model, const engine::Con
   return specs;
 }
 
+// Where nobody says how much a device has, nothing has to leave it.
+void note_unbounded(const engine::Config& config, const PlanRequest& request,
+                    std::vector<std::string>& remarks) {
+  if (!config.offload.automatic || config.offload.device_budget) return;
+  if (!request.job.on_gpus) {
+    remarks.emplace_back(
+        "strata.placement is \"auto\", and CPU ranks offload nothing without strata.device_budget");
+  } else if (!request.device_memory) {
+    remarks.emplace_back(
+        "strata.placement is \"auto\", and all stays on the device, since neither --device-memory "
+        "nor strata.device_budget says what that has");
+  }
+}
+
 forecast::MemoryForecast forecast_at(const NamedModel& model, const engine::Config& config,
-                                     engine::UpdateRule rule, const forecast::Job& job) {
-  const std::vector<plan::ParamSpec> specs = specs_of(model, config);
+                                     engine::UpdateRule rule, const forecast::Job& job,
+                                     const PlanRequest& request) {
+  std::vector<plan::ParamSpec> specs = specs_of(model, config);
+  const forecast::Trainers trainers = forecast::trainers_of(config, rule, job);
+  const forecast::FreeMemory free =
+      forecast::free_memory_of(job, request.device_memory, request.host_memory);
+  forecast::place_automatically(specs, model.tree, config, trainers,
+                                forecast::room_for(config.offload, free));
   const plan::ModelPlan plan =
       plan::plan_units(specs, model.tree, engine::plan_options_from(config));
-  return forecast::forecast_job(specs, plan, model.tree, config, rule, job);
+  return forecast::forecast_training(specs, plan, model.tree, config, trainers);
 }
 
 std::optional<int> find_world(const NamedModel& model, const engine::Config& config,
@@ -92,82 +111,51 @@ std::optional<int> find_world(const NamedModel& model, const engine::Config& con
     job.world_size = world;
     if (job.ranks_per_host == 0) job.ranks_per_host = request.job.world_size;
     try {
-      if (forecast_at(model, config, rule, job).total <= *request.device_memory) return world;
+      const Bytes total = forecast_at(model, config, rule, job, request).total;
+      if (total <= *request.device_memory) return world;
     } catch (const ConfigError&) {
       return std::nullopt;  // shard groups that do not come out even
+    } catch (const OutOfMemoryError&) {
+      continue;  // automatic placement has no room
     }
   }
   return std::nullopt;
-}
-
-bool is_planned(memory::Kind kind) {
-  return kind != memory::Kind::kWorkspace;  // what kernels keep for themselves nobody plans
-}
-
-std::string cell(const StagePlan& stage, Bytes bytes) {
-  return stage.forecast ? to_string(bytes) : "-";
-}
-
-TextTable table_of(const MemoryPlan& plan) {
-  TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3", "host"});
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    if (!is_planned(kind)) continue;
-    std::vector<std::string> row{std::string(name_of(kind))};
-    for (const StagePlan& stage : plan.stages)
-      row.push_back(cell(stage, stage.forecast ? stage.forecast->of(kind) : Bytes()));
-    row.push_back(to_string(plan.host(kind)));
-    table.add(std::move(row));
-  }
-  table.add_line();
-  std::vector<std::string> total{"at most, together"};
-  for (const StagePlan& stage : plan.stages)
-    total.push_back(cell(stage, stage.forecast ? stage.forecast->total : Bytes()));
-  total.push_back(to_string(plan.host_total()));
-  table.add(std::move(total));
-  if (!plan.request.device_memory) return table;
-  std::vector<std::string> fits{fmt::format("fits {}", to_string(*plan.request.device_memory))};
-  for (int stage = 0; stage < 4; ++stage) {
-    const std::optional<bool> answer = plan.fits(stage);
-    fits.emplace_back(!answer ? "-" : *answer ? "yes" : "no");
-  }
-  table.add(std::move(fits));
-  return table;
-}
-
-std::string advice_of(const MemoryPlan& plan) {
-  if (!plan.request.device_memory) return "";
-  const std::optional<bool> own = plan.fits(plan.stage);
-  if (own == true) return fmt::format("stage {} of the configuration fits\n", plan.stage);
-  std::string text = fmt::format("stage {} of the configuration {}\n", plan.stage,
-                                 own ? "DOES NOT FIT" : "is refused");
-  for (int stage = 0; stage < 4; ++stage) {
-    if (plan.fits(stage) == true)
-      return text + fmt::format("write \"stage\": {}, which does\n", stage);
-  }
-  return text +
-         (plan.fits_from
-              ? fmt::format("no stage does on {}; stage 3 does from {} ranks\n",
-                            count_of(static_cast<std::size_t>(plan.request.job.world_size), "rank"),
-                            *plan.fits_from)
-              : "no stage does, nor on more ranks\n");
 }
 
 }  // namespace
 
 std::optional<bool> MemoryPlan::fits(int at_stage) const {
   const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
+  if (!entry.lacking.empty()) return false;
   if (!request.device_memory || !entry.forecast) return std::nullopt;
   return entry.forecast->total <= *request.device_memory;
 }
 
-Bytes MemoryPlan::host(memory::Kind kind) const {
-  const Bytes offloaded = stages[static_cast<std::size_t>(stage)].forecast->on_host(kind);
-  return kind == memory::Kind::kStaging ? offloaded + host_staging : offloaded;
+Bytes MemoryPlan::held_on(memory::Tier tier, memory::Kind kind) const {
+  if (!own().forecast) return Bytes();
+  return own().forecast->on(tier, kind);
 }
 
-Bytes MemoryPlan::host_total() const {
-  return stages[static_cast<std::size_t>(stage)].forecast->host + host_staging;
+Bytes MemoryPlan::total_on(memory::Tier tier) const {
+  if (!own().forecast) return Bytes();
+  return own().forecast->total_on(tier);
+}
+
+std::optional<Bytes> MemoryPlan::room_on(memory::Tier tier) const {
+  const std::optional<Bytes> shared =
+      tier == memory::Tier::kHost ? request.host_memory : request.nvme_space;
+  return shared ? std::optional(*shared / ranks_of_host) : std::nullopt;
+}
+
+std::optional<bool> MemoryPlan::fits_on(memory::Tier tier) const {
+  const std::optional<Bytes> room = room_on(tier);
+  if (!room || !own().forecast) return std::nullopt;
+  return total_on(tier) <= *room;
+}
+
+bool MemoryPlan::fits_all() const {
+  return fits(stage) != false && fits_on(memory::Tier::kHost) != false &&
+         fits_on(memory::Tier::kNvme) != false;
 }
 
 MemoryPlan make_plan(const PlanRequest& request) {
@@ -184,6 +172,8 @@ MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
   plan.stage = own.zero.stage;
   const engine::UpdateRule rule = rule_of(own, plan.remarks);
   complete_batch(own, request.job.world_size, plan.remarks);
+  plan.ranks_of_host = forecast::ranks_of_a_host(request.job);
+  note_unbounded(own, request, plan.remarks);
   plan.tensors = model.params.size();
   for (const plan::ParamSpec& spec : specs_of(model, own)) {
     plan.elements += spec.numel();
@@ -197,77 +187,20 @@ MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
   for (int stage = 0; stage < 4; ++stage) {
     StagePlan& entry = plan.stages[static_cast<std::size_t>(stage)];
     try {
-      entry.forecast = forecast_at(model, config(stage), rule, request.job);
+      entry.forecast = forecast_at(model, config(stage), rule, request.job, request);
     } catch (const ConfigError& error) {
       if (stage == plan.stage) throw;
       entry.refused = error.what();
+    } catch (const OutOfMemoryError& error) {
+      entry.lacking = error.what();
     }
   }
-  const engine::StagingOptions staging;
-  plan.host_staging = staging.buffer_bytes * staging.buffers;
   const auto fits = [&](int stage) { return plan.fits(stage) == true; };
   if (request.device_memory && !fits(0) && !fits(1) && !fits(2) && !fits(3) &&
-      plan.stages[3].forecast) {
+      plan.stages[3].refused.empty()) {
     plan.fits_from = find_world(model, config(3), rule, request);
   }
   return plan;
-}
-
-std::string text_of(const MemoryPlan& plan) {
-  std::string text = fmt::format(
-      "{}: {} of {} elements, {} of weights\n{} at stage {} of the configuration, {}\n\n",
-      plan.request.model, count_of(plan.tensors, "parameter"), with_commas(plan.elements.value),
-      to_string(plan.weights),
-      count_of(static_cast<std::size_t>(plan.request.job.world_size), "rank"), plan.stage,
-      plan.request.job.on_gpus ? "on GPUs" : "on CPUs");
-  text += table_of(plan).text() + advice_of(plan) + "\n";
-  for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
-    if (!plan.stages[stage].refused.empty())
-      text += fmt::format("stage {} is refused: {}\n", stage, plan.stages[stage].refused);
-  }
-  text +=
-      "Not counted: activations, gradients before they reach the engine, and what torch, the "
-      "driver "
-      "and\nthe collectives keep for themselves. Kinds are peaks of their own, and do not add up.\n"
-      "The host's are of each rank at the configuration's stage, while it loads or saves.\n";
-  for (const std::string& remark : plan.remarks) text += "- " + remark + "\n";
-  return text;
-}
-
-Json json_of(const MemoryPlan& plan) {
-  Json json = {{"model", plan.request.model},
-               {"world_size", plan.request.job.world_size},
-               {"parameters", plan.tensors},
-               {"elements", plan.elements.value},
-               {"weight_bytes", plan.weights.value},
-               {"stage", plan.stage},
-               {"stages", Json::array()},
-               {"host", {{"total", plan.host_total().value}}},
-               {"remarks", plan.remarks}};
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    if (plan.host(kind).value > 0) json["host"][std::string(name_of(kind))] = plan.host(kind).value;
-  }
-  json["device_memory"] =
-      plan.request.device_memory ? Json(plan.request.device_memory->value) : Json();
-  json["fits_from"] = plan.fits_from ? Json(*plan.fits_from) : Json();
-  for (int s = 0; s < 4; ++s) {
-    const StagePlan& stage = plan.stages[static_cast<std::size_t>(s)];
-    Json entry = {{"stage", s}};
-    const std::optional<bool> fits = plan.fits(s);
-    entry["fits"] = fits ? Json(*fits) : Json();
-    entry["refused"] = stage.refused.empty() ? Json() : Json(stage.refused);
-    if (stage.forecast) {
-      for (int k = 0; k < memory::kKindCount; ++k) {
-        const auto kind = static_cast<memory::Kind>(k);
-        if (is_planned(kind))
-          entry["device"][std::string(name_of(kind))] = stage.forecast->of(kind).value;
-      }
-      entry["device"]["total"] = stage.forecast->total.value;
-    }
-    json["stages"].push_back(std::move(entry));
-  }
-  return json;
 }
 
 }  // namespace strata::cli

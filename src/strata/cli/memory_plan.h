@@ -1,7 +1,8 @@
-// What each device of a job would hold at every stage, and which of them fit, as `strata plan`
-// shows it. The engine itself says so, run on a device without memory (forecast/); only the model
-// is as its files tell it (named_model.h). Values. Errors: ConfigError for a configuration that is
-// wrong, or does not suit so many ranks at its own stage; those of read_model().
+// What each device of a job would hold at every stage, its host and its drive, and which of them
+// suffice, as `strata plan` shows it. The engine itself says so, run on a device without memory
+// (forecast/); only the model is as its files tell it (named_model.h). Values. Errors: ConfigError
+// for a configuration that is wrong, or does not suit so many ranks at its own stage; those of
+// read_model().
 #pragma once
 
 #include <array>
@@ -20,11 +21,14 @@ struct PlanRequest {
   std::string model;   // a folder
   forecast::Job job;
   std::optional<Bytes> device_memory;
+  std::optional<Bytes> host_memory;  // of a host, whose ranks share it
+  std::optional<Bytes> nvme_space;   // likewise
 };
 
 struct StagePlan {
   std::optional<forecast::MemoryForecast> forecast;
-  std::string refused;  // why there is no forecast
+  std::string refused;  // why there is no forecast: the configuration
+  std::string lacking;  // or memory, where placement is automatic
 };
 
 struct MemoryPlan {
@@ -34,16 +38,23 @@ struct MemoryPlan {
   Bytes weights;  // of the whole model, in the dtypes that it computes in
   int stage = 0;  // the configuration's
   std::array<StagePlan, 4> stages;
-  Bytes host_staging;  // of each rank, pinned, while it loads or saves
+  int ranks_of_host = 1;  // that share its memory and drives
   // Where nothing fits: the least number of ranks, doubling, at which stage 3 does.
   std::optional<int> fits_from;
   std::vector<std::string> remarks;
 
-  // Absent where nobody said how much there is, or where the stage was refused.
+  const StagePlan& own() const { return stages[static_cast<std::size_t>(stage)]; }
+  // On the device. Absent where nobody said how much there is, or where the stage was refused.
   std::optional<bool> fits(int at_stage) const;
-  // Of each rank at the configuration's own stage: what is offloaded, and staging.
-  Bytes host(memory::Kind kind) const;
-  Bytes host_total() const;
+  // Of each rank at the configuration's own stage, on the host or the drive: what is offloaded, and
+  // staging. Nothing where there is no forecast.
+  Bytes held_on(memory::Tier tier, memory::Kind kind) const;
+  Bytes total_on(memory::Tier tier) const;
+  // Of these what there is for each rank, and whether that suffices; absent where nobody said.
+  std::optional<Bytes> room_on(memory::Tier tier) const;
+  std::optional<bool> fits_on(memory::Tier tier) const;
+  // Whatever was asked fits.
+  bool fits_all() const;
 };
 
 MemoryPlan make_plan(const PlanRequest& request);

@@ -161,7 +161,7 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
 }
 
 NamedModel read_training(const std::string& path) {
-  const format::Manifest manifest = load_manifest(choose_checkpoint(path).path);
+  const format::Manifest manifest = format::read_manifest(choose_checkpoint(path).path);
   std::vector<NamedTensor> tensors;
   bool tied = false;
   for (const format::ManifestTensor& tensor : manifest.tensors) {

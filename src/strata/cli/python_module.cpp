@@ -1,6 +1,7 @@
 #include "strata/cli/python_module.h"
 
 #include <fmt/format.h>
+#include <sys/auxv.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -16,9 +17,15 @@ namespace strata::cli {
 std::string find_python() {
   if (const char* const named = std::getenv("STRATA_PYTHON"); named != nullptr) return named;
   std::error_code error;
-  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
-  const auto beside = program.parent_path() / "python";
-  return !error && std::filesystem::exists(beside, error) ? beside.string() : "python3";
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
+  // As it was called: a link to a program that lies elsewhere, in a virtual environment say.
+  const auto* const called = reinterpret_cast<const char*>(::getauxval(AT_EXECFN));
+  for (const std::filesystem::path& path :
+       {program, std::filesystem::path(called == nullptr ? "" : called)}) {
+    const std::filesystem::path beside = path.parent_path() / "python";
+    if (path.has_parent_path() && std::filesystem::exists(beside, error)) return beside.string();
+  }
+  return "python3";
 }
 
 void become_python(std::vector<std::string> arguments) {

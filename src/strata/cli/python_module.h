@@ -8,7 +8,7 @@
 namespace strata::cli {
 
 // The Python that has the package: STRATA_PYTHON where that is set, else the one that was installed
-// beside this program, else python3 of PATH.
+// beside this program, or beside the link by which it was called, else python3 of PATH.
 std::string find_python();
 
 // Replaces this process by `python arguments...`.

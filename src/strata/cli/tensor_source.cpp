@@ -50,7 +50,7 @@ TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
 void TensorSource::open_training(const std::string& path, bool kinds) {
   is_training_ = true;
   path_ = choose_checkpoint(path).path;
-  const format::Manifest manifest = load_manifest(path_);
+  const format::Manifest manifest = format::read_manifest(path_);
   files_ = open_checkpoint_files(path_, manifest);
   for (const io::File& file : files_) open_.push_back(&file);
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind

@@ -69,6 +69,13 @@ class SharedBuffer {
   virtual const std::string& name() const = 0;
   // Of allocate_growing(): from now on the first `bytes` may be used. Never shrinks.
   virtual void back(Bytes /*bytes*/) {}
+  // Of allocate_growing(): whether release() can give its memory back to the device while the
+  // buffer lives.
+  virtual bool releasable() const { return false; }
+  // Does so. local() stays at its place and is touched by nobody until back() has come again; what
+  // it holds then is undefined. All ranks finish reading before it (a barrier), and read again
+  // after the back() of all (another one).
+  virtual void release() {}
 };
 
 // Where each rank keeps the slice of one thing that it holds: rank r's (r counts held slices) is at
@@ -158,6 +165,10 @@ class Collectives {
   // already lie at its place in `flat` (gather in place). `tag` names the thing in errors.
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
+
+  // Memory that peers have freed or released is theirs as long as this rank has it mapped: unmaps
+  // it, after a barrier that follows the freeing. Else that happens some time later. Local.
+  virtual void unmap_freed() {}
 
   // Where ShardPlace::parts is more than 1: in each of these slices of mine, the parts of others.
   // They are complete when it returns, as far as works are; group_barrier() has yet to come.

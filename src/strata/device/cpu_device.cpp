@@ -78,7 +78,7 @@ CpuDevice::CpuDevice(CpuDeviceOptions options)
     : ledger_(options.ledger ? std::move(options.ledger) : std::make_shared<memory::Ledger>()),
       waits_(options.waits ? std::move(options.waits) : std::make_shared<HostWaits>()),
       budget_(options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr),
-      pool_(options.threads),
+      pool_(options.threads, std::move(options.cores)),
       compute_stream_(std::make_unique<CpuStream>()) {}
 
 memory::ByteBudget::Hold CpuDevice::take_part(Bytes bytes, std::string_view what) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "strata/base/thread_pool.h"
 #include "strata/device/device.h"
@@ -17,7 +18,8 @@ namespace strata::device {
 
 struct CpuDeviceOptions {
   std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: the device makes its own
-  int threads = 1;  // that share a kernel, the caller's included; >= 1
+  int threads = 1;              // that share a kernel, the caller's included; >= 1
+  std::vector<int> cores = {};  // that its own threads are bound to; empty: to none
   // The most that the device gives out; nullopt: what the system has. Bounds the share of one rank
   // among many, and lets tests meet an exhausted device.
   std::optional<Bytes> memory_limit = std::nullopt;

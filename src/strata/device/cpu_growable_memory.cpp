@@ -70,6 +70,16 @@ void CpuGrowableMemory::grow_to(Bytes bytes) {
   backed_ = target;
 }
 
+// Pages of a file go wherever they are mapped.
+void CpuGrowableMemory::release() {
+  if (backed_ == Bytes()) return;
+  ::madvise(base_, backed_.size(), file_.valid() ? MADV_REMOVE : MADV_DONTNEED);
+  ::mprotect(base_, backed_.size(), PROT_NONE);
+  pieces_.clear();
+  backed_ = Bytes();
+  charge_ = memory::Charge(ledger_, memory::Tier::kDevice, kind_, Bytes());
+}
+
 SharedPiece CpuGrowableMemory::piece(std::size_t index) const {
   STRATA_ASSERT(file_.valid());
   const Piece& piece = pieces_.at(index);

@@ -31,6 +31,7 @@ class CpuGrowableMemory final : public GrowableMemory {
   Bytes reserved() const override { return reserved_; }
   Bytes backed() const override { return backed_; }
   void grow_to(Bytes bytes) override;
+  void release() override;
   std::size_t pieces() const override { return pieces_.size(); }
   SharedPiece piece(std::size_t index) const override;
 

@@ -137,14 +137,21 @@ CudaGrowableMemory::CudaGrowableMemory(CudaPool pool, Bytes bytes, memory::Kind 
 
 CudaGrowableMemory::~CudaGrowableMemory() {
   if (base_ == 0) return;
+  release();
+  const CudaContext::Scope scope(*pool_.context, std::nothrow);
+  pool_.context->driver().MemAddressFree(base_, reserved_.size());
+}
+
+void CudaGrowableMemory::release() {
+  if (backed_.value == 0) return;
   const CudaContext::Scope scope(*pool_.context, std::nothrow);
   const CudaDriver& cuda = pool_.context->driver();
-  if (backed_.value > 0) {
-    pool_.context->waits()->note();
-    cuda.MemUnmap(base_, backed_.size());
-  }
+  pool_.context->waits()->note();
+  cuda.MemUnmap(base_, backed_.size());
   for (const Piece& piece : pieces_) cuda.MemRelease(piece.handle);
-  cuda.MemAddressFree(base_, reserved_.size());
+  pieces_.clear();
+  backed_ = Bytes();
+  charge_ = memory::Charge(pool_.ledger, memory::Tier::kDevice, kind_, Bytes());
 }
 
 std::byte* CudaGrowableMemory::base() {

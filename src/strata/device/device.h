@@ -51,6 +51,9 @@ class GrowableMemory {
   virtual Bytes backed() const = 0;
   // Backs at least `bytes` (rounded up to the granule); never shrinks. Throws OutOfMemoryError.
   virtual void grow_to(Bytes bytes) = 0;
+  // Gives all of it back to the system. The range stays, and may be backed again. No work may use
+  // it any more.
+  virtual void release() = 0;
   // Of Device::reserve_shared(): the pieces that back it so far, and one of them for a peer to map.
   virtual std::size_t pieces() const = 0;
   virtual SharedPiece piece(std::size_t index) const = 0;

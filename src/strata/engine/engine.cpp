@@ -5,8 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/gather/scope_needs.h"
-#include "strata/engine/optimize/adam_optimizer.h"
-#include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/optimize/make_optimizer.h"
 #include "strata/engine/unit/consistency.h"
 
 namespace strata::engine {
@@ -40,22 +39,6 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
-std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule kind, const EngineOptions& options,
-                                                 OptimizerShards& shards, device::Device& device,
-                                                 offload::StateStore& states) {
-  switch (kind) {
-    case UpdateRule::kNone:
-      return nullptr;
-    case UpdateRule::kAdam:
-    case UpdateRule::kAdamW:
-      return std::make_unique<AdamOptimizer>(shards, device, states, kind == UpdateRule::kAdamW,
-                                             options.moment_dtype);
-    case UpdateRule::kExternal:
-      return std::make_unique<ExternalOptimizer>(shards, device);
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
@@ -70,6 +53,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       weights_(params, plan, options, masters_for(optimizer, options), *collectives_, *device_,
                stores_),
       recorder_(*device_, *collectives_, weights_.units()),
+      links_(*device_, {stores_.states, stores_.weights}, options_.offloads(), recorder_),
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), weights_.shards(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
@@ -79,8 +63,11 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                reducer_options(options, plan, weights_, *collectives_, *device_)),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
-      optimizer_(make_optimizer(optimizer, options_, shards_, *device_, *stores_.states)),
-      update_(weights_, gatherer_, recorder_, *collectives_, *device_) {
+      optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
+                                *stores_.states, recorder_)),
+      update_(weights_, gatherer_, recorder_, *collectives_, *device_),
+      parking_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_, *device_,
+               pass_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }
 
@@ -100,6 +87,7 @@ void Engine::prepare() {
 }
 
 void Engine::weights_changed(bool complete) {
+  parking_.require_all("loading weights");
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
   update_.complete_slices(Changed::kAll);
@@ -126,6 +114,7 @@ void Engine::gather_early(std::span<const int> units) {
 }
 
 void Engine::adopt_flat(std::span<const int> params) {
+  parking_.require_all("setting weights");
   std::vector<int> units;
   for (const int param : params) {
     const Unit& unit = weights_.unit_of(param);
@@ -148,6 +137,7 @@ void Engine::require_usable() {
 
 void Engine::begin_forward() {
   require_usable();
+  parking_.require_weights("a forward");
   trace_.begin_step(recorder_);
   recorder_.begin_phase(Activity::kForwardPass);
   stores_.advance();
@@ -156,6 +146,7 @@ void Engine::begin_forward() {
 
 void Engine::begin_backward(bool boundary, bool synchronise) {
   require_usable();
+  parking_.require_for_backward("backward()");
   pass_.require_backward_may_begin();
   recorder_.begin_phase(Activity::kBackwardPass);
   const bool reduces = synchronise && !options_.reduce_at_boundary;
@@ -207,6 +198,7 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
         "step() was called on an engine without an optimizer; give initialize() an optimizer, or "
         "an 'optimizer' section in the configuration");
   require_usable();
+  parking_.require_all("step()");
   pass_.require_gradients();
   settle_step();
   // First, since gathers of what will change must be over when the others hear from this rank.

@@ -34,11 +34,13 @@
 #include "strata/engine/optimize/update_rule.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/record/init_report.h"
+#include "strata/engine/record/links.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/record/step_report.h"
 #include "strata/engine/record/step_trace.h"
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
+#include "strata/engine/state_parking.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
 #include "strata/engine/weight_update.h"
@@ -85,6 +87,8 @@ class Engine {
   // Throws UsageError where an update, or loading, has failed half-way and nothing was loaded
   // since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
+  // Lends the memory of states to others for a while.
+  StateParking& parking() { return parking_; }
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
@@ -109,7 +113,7 @@ class Engine {
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
-  // Of the last step; waits for the device where it has not computed it yet.
+  // Both are the last step's, and wait for the device where it has not computed them yet.
   double grad_norm() { return check_.last_norm(); }
   bool last_step_applied() { return check_.last_applied(); }
   // All steps that were skipped. `wait`: for the device; else the last one may be missing.
@@ -123,10 +127,11 @@ class Engine {
 
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }
-  // Of the last step; nullopt before the first is over. `wait`: for the device to finish that step;
-  // else of the last one that it has finished.
+  // The last step's; nullopt before the first is over. With `wait` the host waits until the device
+  // has finished that step; else the report is of the last one that it has finished. With `wait`
+  // and where something is offloaded, the first call measures the limits of the links.
   std::optional<StepReport> step_report(bool wait = true) {
-    return make_step_report(recorder_, wait, collectives_->shard_place().held_count());
+    return make_step_report(recorder_, wait, collectives_->shard_place().held_count(), &links_);
   }
   const StepTrace& trace() const { return trace_; }
   void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
@@ -148,6 +153,7 @@ class Engine {
   InitReport init_report_;
   Weights weights_;
   StepRecorder recorder_;
+  Links links_;
   StepTrace trace_;
   Gatherer gatherer_;
   Reducer reducer_;
@@ -156,6 +162,7 @@ class Engine {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   WeightUpdate update_;
   PassState pass_;
+  StateParking parking_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };
 

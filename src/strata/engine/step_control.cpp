@@ -29,11 +29,17 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;
-  options.states = {config.offload.optimizer, config.offload.optimizer_tiers(),
-                    config.offload.optimizer_folder, config.offload.staging};
-  options.weights = {config.offload.param, config.offload.param_tiers(),
-                     config.offload.param_folder,
-                     std::max(kLeastStaging, bytes_of(config.offload.param_staging, dtype))};
+  const OffloadConfig& offload = config.offload;
+  options.states = {offload.optimizer, offload.optimizer_tiers(), offload.optimizer_folders,
+                    offload.staging};
+  options.weights = {offload.param, offload.param_tiers(), offload.param_folders,
+                     bytes_of(offload.param_staging, dtype)};
+  for (offload::StatePlace* const place : {&options.states, &options.weights}) {
+    place->asked = place->budget;
+    place->budget = std::max(kLeastStaging, place->budget);
+    place->io = offload.io;
+    place->verify = offload.verify;
+  }
   if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;
@@ -116,6 +122,7 @@ void StepControl::abandon_backward() noexcept {
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
   const bool boundary = ends_step();
+  if (boundary) engine_.parking().require_all("step()");  // before anything has changed
   engine_.end_micro_step();
   ++micro_steps_;
   if (!boundary) return std::nullopt;

@@ -25,8 +25,8 @@ class StepControl {
   // `config.batch` must be complete.
   StepControl(Engine& engine, const Config& config);
 
-  // What the loss is multiplied by before autograd runs: the loss scale, divided by the
-  // accumulation steps when `scale_by_accumulation`.
+  // The factor of the loss before autograd runs: the loss scale, divided by the accumulation steps
+  // with `scale_by_accumulation`.
   double loss_factor(bool scale_by_accumulation) const;
 
   // True when the next step() updates the weights: at every accumulation_steps-th micro-step, or as
@@ -48,7 +48,7 @@ class StepControl {
   // boundary.
   std::optional<StepResult> step(std::span<const GroupScalars> groups);
 
-  // What a checkpoint holds of it. A state that is set begins a step.
+  // A checkpoint holds this. Setting it begins a step.
   struct State {
     std::int64_t micro_steps = 0;
     std::int64_t global_steps = 0;
@@ -60,7 +60,7 @@ class StepControl {
 
   std::int64_t micro_steps() const { return micro_steps_; }
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
-  // Of the boundaries; `wait` is Engine::skipped_steps()'s.
+  // How many boundaries were skipped; `wait` is Engine::skipped_steps()'s.
   std::int64_t skipped_steps(bool wait = true) const { return engine_.skipped_steps(wait); }
   // Whether the last boundary changed the weights; waits for the device where that is not known.
   bool last_step_applied() const { return global_steps_ > 0 && engine_.last_step_applied(); }
@@ -69,7 +69,7 @@ class StepControl {
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
-  // Of the last boundary; waits for the device where it has not computed it yet.
+  // The last boundary's; waits for the device where it has not computed it yet.
   std::optional<double> grad_norm() const {
     return global_steps_ > 0 ? std::optional(engine_.grad_norm()) : std::nullopt;
   }

@@ -2,10 +2,16 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "strata/base/error.h"
 #include "strata/comm/carriers.h"
 
 namespace strata::forecast {
+
+int ranks_of_a_host(const Job& job) {
+  return job.ranks_per_host == 0 ? job.world_size : std::min(job.ranks_per_host, job.world_size);
+}
 
 comm::Traits traits_of_job(const engine::Config& config, const Job& job) {
   if (job.world_size < 1 || job.ranks_per_host < 0) {

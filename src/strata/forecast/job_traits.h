@@ -15,6 +15,9 @@ struct Job {
   int ranks_per_host = 0;  // consecutive ones; 0: all ranks are on one host
 };
 
+// That share a host's memory and drives.
+int ranks_of_a_host(const Job& job);
+
 comm::Traits traits_of_job(const engine::Config& config, const Job& job);
 
 }  // namespace strata::forecast

@@ -1,9 +1,12 @@
 #include "strata/forecast/memory_forecast.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <memory>
 
 #include "strata/engine/checkpoint/async_saver.h"
+#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
@@ -54,15 +57,20 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
       model.run(engine, micro + 1 == training.micro_steps, arrival);
     if (engine.optimizer() != nullptr) engine.step(groups, 1.0, /*skip_on_overflow=*/false);
   }
+  // A checkpoint is loaded, or saved at once, beside all of that.
+  const std::unique_ptr<device::HostMemory> ring =
+      device->allocate_host(engine::StagingRing::room({}), memory::Kind::kStaging);
   MemoryForecast forecast;
   const memory::Ledger& ledger = *device->ledger();
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
     forecast.by_kind[static_cast<std::size_t>(k)] = ledger.peak(memory::Tier::kDevice, kind);
     forecast.host_by_kind[static_cast<std::size_t>(k)] = ledger.peak(memory::Tier::kHost, kind);
+    forecast.nvme_by_kind[static_cast<std::size_t>(k)] = ledger.peak(memory::Tier::kNvme, kind);
   }
   forecast.total = ledger.peak(memory::Tier::kDevice);
   forecast.host = ledger.peak(memory::Tier::kHost);
+  forecast.nvme = ledger.peak(memory::Tier::kNvme);
   return forecast;
 }
 
@@ -78,11 +86,24 @@ MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const pl
     for (std::size_t k = 0; k < one.by_kind.size(); ++k) {
       most.by_kind[k] = std::max(most.by_kind[k], one.by_kind[k]);
       most.host_by_kind[k] = std::max(most.host_by_kind[k], one.host_by_kind[k]);
+      most.nvme_by_kind[k] = std::max(most.nvme_by_kind[k], one.nvme_by_kind[k]);
     }
     most.total = std::max(most.total, one.total);
     most.host = std::max(most.host, one.host);
+    most.nvme = std::max(most.nvme, one.nvme);
   }
   return most;
+}
+
+std::string kinds_on(const MemoryForecast& forecast, memory::Tier tier) {
+  std::string text;
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<memory::Kind>(k);
+    const Bytes bytes = forecast.on(tier, kind);
+    if (bytes.value > 0)
+      text += fmt::format("{}{} {}", text.empty() ? "" : ", ", name_of(kind), to_string(bytes));
+  }
+  return text.empty() ? "nothing" : text;
 }
 
 }  // namespace strata::forecast

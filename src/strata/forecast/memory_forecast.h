@@ -1,5 +1,5 @@
-// What a rank's device, and the host for it, will hold of the engine: the engine itself, run for
-// some steps on a device without memory (dry_device.h). Whatever it decides, about gathering,
+// What a rank's device, and host and drives for it, will hold of the engine: the engine itself, run
+// for some steps on a device without memory (dry_device.h). Whatever it decides, about gathering,
 // keeping, reducing, is what it will decide; nothing is estimated. Only the order in which
 // gradients come within a block is not known: of several the one that holds most counts. What the
 // model computes with, its activations and gradients before they reach the engine, is not in it,
@@ -11,6 +11,7 @@
 
 #include <array>
 #include <span>
+#include <string>
 
 #include "strata/engine/engine.h"
 #include "strata/forecast/dry_collectives.h"
@@ -23,13 +24,28 @@ namespace strata::forecast {
 struct MemoryForecast {
   std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
   Bytes total;                                      // the peak of their sum
-  // Of pinned host memory: what is offloaded, what a drive is staged through, and the copy of a
-  // checkpoint that is written beside training.
+  // Of pinned host memory: what is offloaded, what a drive is staged through, the ring that a rank
+  // has while it loads or saves, and the copy of a checkpoint that is written beside training.
   std::array<Bytes, memory::kKindCount> host_by_kind{};
   Bytes host;
+  // Of drives, which is taken once and stays.
+  std::array<Bytes, memory::kKindCount> nvme_by_kind{};
+  Bytes nvme;
   Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
   Bytes on_host(memory::Kind kind) const { return host_by_kind[static_cast<std::size_t>(kind)]; }
+  Bytes on(memory::Tier tier, memory::Kind kind) const {
+    const auto& kinds = tier == memory::Tier::kDevice ? by_kind
+                        : tier == memory::Tier::kHost ? host_by_kind
+                                                      : nvme_by_kind;
+    return kinds[static_cast<std::size_t>(kind)];
+  }
+  Bytes total_on(memory::Tier tier) const {
+    return tier == memory::Tier::kDevice ? total : tier == memory::Tier::kHost ? host : nvme;
+  }
 };
+
+// "weights 1.50 GiB, staging 48.0 MiB": the kinds that the tier holds anything of; "nothing".
+std::string kinds_on(const MemoryForecast& forecast, memory::Tier tier);
 
 // How a model is trained.
 struct Training {

@@ -12,7 +12,7 @@ BlockWriter::BlockWriter(const std::string& folder, std::string name, Bytes byte
       calls_(calls),
       entry_{std::move(name), bytes, BlockChecksums(BlockChecksums::block_for(bytes), {})},
       file_(calls.create(fmt::format("{}/{}", folder, entry_.name)).direct()) {
-  file_.reserve(bytes);
+  calls_.reserve(file_, bytes);
 }
 
 std::unique_ptr<io::Transfer> BlockWriter::write(std::span<const std::byte> bytes) {

@@ -59,6 +59,18 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
+// Whatever has the tag's name is replaced; only a checkpoint may be.
+void require_replaceable(const std::string& folder, const std::string& tag) {
+  const std::string path = joined(folder, tag);
+  std::error_code error;
+  const bool taken = fs::exists(fs::symlink_status(path, error));
+  if (!taken || has_manifest(path)) return;
+  throw UsageError(
+      fmt::format("something else has the name of the checkpoint's folder, and saving would remove "
+                  "it: it has no {}. Give another tag, or move it away: path={}",
+                  kManifestName, path));
+}
+
 // What is made here survives a failure of the power, as what is saved in it does.
 void make_with_parents(const std::string& folder, io::FolderCalls& calls) {
   std::vector<fs::path> missing;
@@ -132,6 +144,7 @@ NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCall
   make_with_parents(folder_, calls_);
   lock();
   recover_replaced();
+  require_replaceable(folder_, tag_);
   remove_leftovers();
   const std::string made = io::temporary_name(joined(folder_, fmt::format(".{}", tag_)));
   calls_.make_folder(made);
@@ -178,11 +191,13 @@ void NewCheckpoint::recover_replaced() {
     const std::string tag = name.substr(1, name.size() - 1 - kReplaced.size());
     const std::string path = joined(folder_, name);
     if (!is_plain_file_name(tag) || !is_own_folder(path)) continue;
+    std::error_code error;
     if (has_manifest(joined(folder_, tag))) {
       calls_.remove_tree(path);
-    } else {
-      calls_.remove_tree(joined(folder_, tag));
+    } else if (!fs::exists(fs::symlink_status(joined(folder_, tag), error))) {
       calls_.rename(path, joined(folder_, tag));
+    } else {
+      continue;  // somebody's; whoever saves under this tag is told
     }
     changed = true;
   }
@@ -198,7 +213,7 @@ void NewCheckpoint::remove_leftovers() {
 
 void NewCheckpoint::put_text(const std::string& path, std::string_view text, io::IoEngine& io) {
   io::File file = calls_.create(path);
-  file.reserve(Bytes(text.size()));
+  calls_.reserve(file, Bytes(text.size()));
   if (!text.empty()) io.write(file, Bytes(), std::as_bytes(std::span(text)))->wait();
   calls_.sync_file(file);
   calls_.open_to_others(file);
@@ -224,6 +239,7 @@ void NewCheckpoint::publish(const Manifest& manifest, const NewCheckpointOptions
 
 void NewCheckpoint::take_place() {
   const std::string path = joined(folder_, tag_);
+  require_replaceable(folder_, tag_);  // it may have come while files were written
   std::error_code error;
   if (!fs::exists(fs::symlink_status(path, error))) {
     calls_.rename(staging_, path);

@@ -9,7 +9,8 @@
 //
 // Threads: one; a NewCheckpoint may be made by one thread and published by another. Ownership: a
 // NewCheckpoint holds the folder's lock, and removes what it has written unless it was published.
-// Errors: IoError, FormatError; UsageError for a tag that is no name.
+// Errors: IoError, FormatError; UsageError for a tag that is no name, or whose name something else
+// than a checkpoint has.
 #pragma once
 
 #include <optional>
@@ -46,7 +47,8 @@ struct NewCheckpointOptions {
 class NewCheckpoint {
  public:
   // Makes the folder if need be and takes its lock, so that of two jobs that save into one folder
-  // the second one fails; removes what a killed save has left.
+  // the second one fails; removes what a killed save has left. What has the tag's name, and no
+  // manifest, is refused here and again before it would be replaced.
   NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls);
   ~NewCheckpoint();
   NewCheckpoint(const NewCheckpoint&) = delete;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/format/inside_folder.h"
 #include "strata/format/manifest_check.h"
 #include "strata/format/message_text.h"
 #include "strata/io/file.h"
@@ -54,6 +55,7 @@ void append(Manifest& manifest, ManifestPart part) {
 
 Manifest read_manifest(const std::string& folder) {
   const std::string path = fmt::format("{}/{}", folder, kManifestName);
+  require_inside(folder, path);
   const io::File file(path, io::File::Mode::kRead);
   const Bytes bytes = file.size();
   if (bytes > kManifestBytesMax) {

@@ -92,7 +92,8 @@ std::string to_text(const Manifest& manifest);
 // Believes nothing: every name, index, range and size is checked, extents of one tensor and kind
 // neither overlap nor leave a hole, extents lie within their files. `path` names it in messages.
 Manifest parse_manifest(std::string_view text, std::string_view path);
-// Reads and parses FOLDER/manifest.json. IoError where there is none.
+// Reads and parses FOLDER/manifest.json. IoError where there is none, FormatError where that is a
+// link out of the folder.
 Manifest read_manifest(const std::string& folder);
 
 // What one rank wrote, to be told to the one that makes the manifest of all.

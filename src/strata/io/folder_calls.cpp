@@ -3,9 +3,11 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -42,6 +44,18 @@ void KernelFolderCalls::make_folder(const std::string& path) {
 
 File KernelFolderCalls::create(const std::string& path) {
   return File(path, File::Mode::kCreateNew);
+}
+
+std::optional<Bytes> KernelFolderCalls::free_space(const std::string& folder) {
+  struct statvfs status {};
+  // Some file systems of networks say that they have no blocks at all.
+  if (::statvfs(folder.c_str(), &status) != 0 || status.f_blocks == 0) return std::nullopt;
+  return Bytes(static_cast<std::int64_t>(status.f_bavail) *
+               static_cast<std::int64_t>(status.f_frsize));
+}
+
+void KernelFolderCalls::reserve(File& file, Bytes bytes) {
+  file.reserve(bytes);
 }
 
 void KernelFolderCalls::sync_file(File& file) {

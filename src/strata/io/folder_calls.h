@@ -3,6 +3,7 @@
 // which asks the system. Threads: safe everywhere. Errors: IoError with the path and errno's text.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "strata/io/file.h"
@@ -14,8 +15,13 @@ class FolderCalls {
   virtual ~FolderCalls() = default;
   // A new folder; its parents must be there, and nothing of that name.
   virtual void make_folder(const std::string& path) = 0;
+  // What the file system of a folder that is there has left for this process; absent where it does
+  // not say.
+  virtual std::optional<Bytes> free_space(const std::string& folder) = 0;
   // A new file, as File::Mode::kCreateNew has it.
   virtual File create(const std::string& path) = 0;
+  // Takes a new file's space: File::reserve().
+  virtual void reserve(File& file, Bytes bytes) = 0;
   // The file's bytes survive from now on; its name, after sync_folder().
   virtual void sync_file(File& file) = 0;
   // What was made, renamed and removed in the folder survives from now on.
@@ -34,7 +40,9 @@ class FolderCalls {
 class KernelFolderCalls final : public FolderCalls {
  public:
   void make_folder(const std::string& path) override;
+  std::optional<Bytes> free_space(const std::string& folder) override;
   File create(const std::string& path) override;
+  void reserve(File& file, Bytes bytes) override;
   void sync_file(File& file) override;
   void sync_folder(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;

@@ -19,8 +19,10 @@
 // unmapped nor are its pages given back. A registration may outlive the engine.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -31,12 +33,19 @@
 
 namespace strata::io {
 
+struct TransferTimes {
+  std::chrono::steady_clock::time_point begin;  // when something first worked on it
+  std::chrono::steady_clock::time_point end;
+};
+
 class Transfer {
  public:
   virtual ~Transfer() = default;
   virtual bool done() = 0;
   // Throws IoError; called again, it reports the same.
   virtual void wait() = 0;
+  // When it ran, of one that is done; nullopt: that is not known.
+  virtual std::optional<TransferTimes> times() const { return std::nullopt; }
 };
 
 class MemoryRegistration {

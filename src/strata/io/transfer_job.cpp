@@ -12,6 +12,7 @@ class JobTransfer final : public Transfer {
   ~JobTransfer() override { job_->wait_quietly(); }
   bool done() override { return job_->done(); }
   void wait() override { job_->wait(); }
+  std::optional<TransferTimes> times() const override { return job_->times(); }
 
  private:
   std::shared_ptr<TransferJob> job_;
@@ -35,6 +36,7 @@ std::optional<TransferJob::Piece> TransferJob::claim() {
   const std::lock_guard lock(mutex_);
   if (error_ != nullptr || claimed_ == pieces_) return std::nullopt;
   const std::int64_t index = claimed_++;
+  if (index == 0) times_.begin = std::chrono::steady_clock::now();
   const Bytes begin = index == 0 ? Bytes() : piece_ * index + first_extra_;
   const Bytes end = claimed_ == pieces_ ? range_.wanted() : piece_ * claimed_ + first_extra_;
   return Piece{index, range_.piece(begin, end - begin), claimed_ == pieces_};
@@ -49,7 +51,9 @@ void TransferJob::settle(std::int64_t index, std::exception_ptr error) {
     error_ = std::move(error);
     error_index_ = index;
   }
-  if (finished()) finished_.notify_all();
+  if (!finished()) return;
+  times_.end = std::chrono::steady_clock::now();
+  finished_.notify_all();
 }
 
 bool TransferJob::done() {
@@ -66,6 +70,12 @@ void TransferJob::wait() {
 void TransferJob::wait_quietly() {
   std::unique_lock lock(mutex_);
   finished_.wait(lock, [this] { return finished(); });
+}
+
+std::optional<TransferTimes> TransferJob::times() const {
+  const std::lock_guard lock(mutex_);
+  if (!finished() || pieces_ == 0) return std::nullopt;
+  return times_;
 }
 
 bool TransferJob::finished() const {

@@ -38,6 +38,8 @@ class TransferJob {
   // Blocks until no piece is being served. Rethrows the failure.
   void wait();
   void wait_quietly();
+  // From the first claim to the last piece's end; nullopt where it is not done, or had no bytes.
+  std::optional<TransferTimes> times() const;
 
  private:
   bool finished() const;
@@ -46,12 +48,13 @@ class TransferJob {
   const Bytes piece_;
   const Bytes first_extra_;  // what the first piece has beyond piece_
   const std::int64_t pieces_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable finished_;
   std::int64_t claimed_ = 0;
   std::int64_t settled_ = 0;
   std::int64_t error_index_ = 0;
   std::exception_ptr error_;
+  TransferTimes times_;
 };
 
 // The Transfer of a job.

@@ -64,6 +64,7 @@ struct AdamScalars {
   double eps = 1e-8;
   double weight_decay = 0.0;
   bool decoupled = true;        // true: AdamW; false: Adam with L2 added to the gradient
+  bool bias_correction = true;  // false: moments count as they are, and `step` does not
   std::int64_t step = 1;        // of this update, counted from 1 (bias correction)
   float gradient_scale = 1.0F;  // multiplies the gradient first: clipping and loss scale together
   // Where not null it is read for gradient_scale when the step runs, by whoever runs it (a device's

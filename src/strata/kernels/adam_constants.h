@@ -16,9 +16,9 @@ struct AdamConstants {
   float lerp_weight;        // exp_avg = base + lerp_weight * (gradient - exp_avg)
   float beta2;
   float square_weight;     // 1 - beta2
-  float correction2_root;  // sqrt(1 - beta2^step)
+  float correction2_root;  // sqrt(1 - beta2^step); 1 without bias correction
   float eps;
-  float negative_step_size;  // -lr / (1 - beta1^step)
+  float negative_step_size;  // -lr / (1 - beta1^step); -lr without
 
   explicit AdamConstants(const AdamScalars& s)
       : gradient_scale(s.gradient_scale),
@@ -28,11 +28,14 @@ struct AdamConstants {
         lerp_weight(static_cast<float>(1.0 - s.beta1) - (lerp_from_gradient ? 1.0F : 0.0F)),
         beta2(static_cast<float>(s.beta2)),
         square_weight(static_cast<float>(1.0 - s.beta2)),
-        correction2_root(static_cast<float>(
-            std::pow(1.0 - std::pow(s.beta2, static_cast<double>(s.step)), 0.5))),
+        correction2_root(static_cast<float>(std::pow(correction(s, s.beta2), 0.5))),
         eps(static_cast<float>(s.eps)),
-        negative_step_size(
-            static_cast<float>(-(s.lr / (1.0 - std::pow(s.beta1, static_cast<double>(s.step)))))) {}
+        negative_step_size(static_cast<float>(-(s.lr / correction(s, s.beta1)))) {}
+
+ private:
+  static double correction(const AdamScalars& s, double beta) {
+    return s.bias_correction ? 1.0 - std::pow(beta, static_cast<double>(s.step)) : 1.0;
+  }
 };
 
 // Throws UsageError when lengths, the step or the 16-bit type do not fit.

@@ -45,6 +45,10 @@ MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access acc
   return map(protection, MAP_SHARED, fd, offset, bytes, purpose);
 }
 
+void MappedMemory::give_back() const {
+  if (!bytes_.empty()) ::madvise(bytes_.data(), bytes_.size(), MADV_DONTNEED);
+}
+
 MappedMemory::MappedMemory(MappedMemory&& other) noexcept
     : bytes_(std::exchange(other.bytes_, {})) {}
 

@@ -29,6 +29,9 @@ class MappedMemory {
   ~MappedMemory();
 
   std::span<std::byte> bytes() const { return bytes_; }
+  // Of anonymous() memory: its pages go back to the system, and are new ones when they are touched
+  // again.
+  void give_back() const;
 
  private:
   explicit MappedMemory(std::span<std::byte> bytes) : bytes_(bytes) {}

@@ -1,88 +1,96 @@
 #include "strata/offload/block_file.h"
 
-#include <fcntl.h>
-#include <sys/statvfs.h>
-#include <unistd.h>
+#include <fmt/format.h>
 
-#include <cerrno>
 #include <utility>
 
-#include "strata/base/errno_text.h"
-#include "strata/base/error.h"
-#include "strata/io/file.h"
+#include "strata/io/striping.h"
+#include "strata/offload/drive_file.h"
 
 namespace strata::offload {
 namespace {
 
-class SingleBlockFile final : public BlockFile {
+class StripedBlockFile final : public BlockFile {
  public:
-  // `folder`: null where somebody else keeps it.
-  SingleBlockFile(std::shared_ptr<io::IoEngine> io, const std::string& path,
-                  std::unique_ptr<SwapFolder> folder)
-      : folder_(std::move(folder)),
-        io_(std::move(io)),
-        file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
+  StripedBlockFile(std::shared_ptr<io::IoEngine> io, std::vector<DriveFile> files)
+      : io_(std::move(io)), files_(std::move(files)), striping_(speeds_of(files_, *io_)) {
+    path_ = files_.front().file().path();
+    if (files_.size() > 1) path_ += fmt::format(" and {} more", files_.size() - 1);
+  }
 
-  const std::string& path() const override { return file_.path(); }
+  const std::string& path() const override { return path_; }
 
   void grow(Bytes size) override {
-    const Bytes more = size - size_;
-    if (more.value <= 0) return;
-    // Asked first: to fill a drive to its end would take from others what they are about to write.
-    if (const Bytes free = free_bytes(); free < more) refuse(more, free, ENOSPC);
-    int code = 0;
-    do {
-      code = ::posix_fallocate(file_.fd(), size_.value, more.value);
-    } while (code == EINTR);
-    if (code != 0) {
-      // What was taken of it.
-      [[maybe_unused]] const int result = ::ftruncate(file_.fd(), size_.value);
-      refuse(more, free_bytes(), code);
+    std::vector<Bytes> before;
+    for (const DriveFile& file : files_) before.push_back(file.size());
+    try {
+      for (std::size_t part = 0; part < files_.size(); ++part)
+        files_[part].grow(striping_.share_of(part, size));
+    } catch (...) {
+      for (std::size_t part = 0; part < files_.size(); ++part) files_[part].shrink(before[part]);
+      throw;
     }
-    size_ = size;
   }
 
   std::unique_ptr<io::Transfer> read(Bytes offset, std::span<std::byte> target) override {
-    return io_->read(file_, offset, target);
+    return transfer(offset, target, [this](const auto&... range) { return io_->read(range...); });
   }
   std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
-    return io_->write(file_, offset, source);
+    for (const io::Striping::Run& run : striping_.runs_of(offset, Bytes(source.size())))
+      files_[run.part].note_written(run.bytes);
+    return transfer(offset, source, [this](const auto&... range) { return io_->write(range...); });
+  }
+  void expect_memory(std::span<std::byte> memory) override {
+    registration_ = io_->register_memory(memory);
+  }
+  std::vector<DriveWear> wear() const override {
+    std::vector<DriveWear> wear;
+    for (const DriveFile& file : files_) wear.push_back(file.wear());
+    return wear;
   }
 
  private:
-  Bytes free_bytes() const {
-    struct statvfs status {};
-    if (::fstatvfs(file_.fd(), &status) != 0) return Bytes();
-    const Bytes block(static_cast<std::int64_t>(status.f_frsize));
-    return block * static_cast<std::int64_t>(status.f_bavail);
+  static std::vector<double> speeds_of(std::vector<DriveFile>& files, io::IoEngine& io) {
+    if (files.size() == 1) return {1.0};
+    std::vector<double> speeds;
+    for (DriveFile& file : files) speeds.push_back(measure_speed(file, io));
+    return speeds;
   }
 
-  [[noreturn]] void refuse(Bytes more, Bytes free, int code) const {
-    throw OutOfMemoryError(fmt::format(
-        "there is too little space for states on the drive: {} wanted beside {} taken, {} "
-        "free; free some, choose another drive or shard over more ranks: path={} wanted={} "
-        "free={} {}",
-        to_string(more), to_string(size_), to_string(free), path(), more.value, free.value,
-        errno_text(code)));
+  template <typename Span, typename Start>
+  std::unique_ptr<io::Transfer> transfer(Bytes offset, Span memory, const Start& start) {
+    std::vector<std::unique_ptr<io::Transfer>> transfers;
+    for (const io::Striping::Run& run : striping_.runs_of(offset, Bytes(memory.size()))) {
+      transfers.push_back(start(files_[run.part].file(), run.offset,
+                                memory.subspan(run.begin.size(), run.bytes.size())));
+    }
+    return io::joined(std::move(transfers));
   }
 
-  const std::unique_ptr<SwapFolder> folder_;  // removed when the file is closed
   const std::shared_ptr<io::IoEngine> io_;
-  const io::File file_;
-  Bytes size_;
+  std::vector<DriveFile> files_;
+  const io::Striping striping_;
+  std::string path_;
+  std::unique_ptr<io::MemoryRegistration> registration_;  // null: none was asked for
 };
 
 }  // namespace
 
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            const std::string& path) {
-  return std::make_unique<SingleBlockFile>(std::move(io), path, nullptr);
+  std::vector<DriveFile> files;
+  files.emplace_back(path, nullptr);
+  return std::make_unique<StripedBlockFile>(std::move(io), std::move(files));
 }
 
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
-                                           std::unique_ptr<SwapFolder> folder) {
-  const std::string path = fmt::format("{}/states", folder->path());
-  return std::make_unique<SingleBlockFile>(std::move(io), path, std::move(folder));
+                                           std::vector<std::unique_ptr<SwapFolder>> folders) {
+  std::vector<DriveFile> files;
+  for (std::unique_ptr<SwapFolder>& folder : folders) {
+    const std::string path = fmt::format("{}/states", folder->path());
+    files.emplace_back(path, std::move(folder));
+  }
+  return std::make_unique<StripedBlockFile>(std::move(io), std::move(files));
 }
 
 }  // namespace strata::offload

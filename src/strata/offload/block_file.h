@@ -1,5 +1,5 @@
 // What lies behind the blocks of a store on a drive: one range of bytes from 0 on that grows and is
-// read and written at multiples of 4 KiB. One file; several as one are another implementation.
+// read and written at multiples of 4 KiB. In one file, or in several, on as many drives.
 // Threads: one at a time. Ownership: the BlockFile outlives its transfers, as io::IoEngine says.
 // Errors: OutOfMemoryError from grow(); IoError from the transfers.
 #pragma once
@@ -7,9 +7,11 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "strata/base/units.h"
 #include "strata/io/io_engine.h"
+#include "strata/offload/store_counts.h"
 #include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
@@ -23,14 +25,20 @@ class BlockFile {
   virtual void grow(Bytes size) = 0;
   virtual std::unique_ptr<io::Transfer> read(Bytes offset, std::span<std::byte> target) = 0;
   virtual std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) = 0;
+  // Most transfers go to and from this memory, which outlives the file: it may be registered with
+  // the I/O engine.
+  virtual void expect_memory(std::span<std::byte> /*memory*/) {}
+  // Of each folder that it lies in.
+  virtual std::vector<DriveWear> wear() const { return {}; }
 };
 
 // A new file of this path, which only its owner may read; past the page cache where the file
 // system offers that.
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            const std::string& path);
-// In a folder that goes with it.
+// In folders that go with it, of one or several drives. Of several each is measured for a moment,
+// and the faster ones get more of the bytes (io/striping.h).
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
-                                           std::unique_ptr<SwapFolder> folder);
+                                           std::vector<std::unique_ptr<SwapFolder>> folders);
 
 }  // namespace strata::offload

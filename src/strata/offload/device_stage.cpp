@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/base/first_error.h"
 
 namespace strata::offload {
 namespace {
@@ -39,17 +40,19 @@ class DeviceStage::Copy final : public Lease {
   const Access access_;
 };
 
-DeviceStage::DeviceStage(device::Device& device, Bytes largest)
+DeviceStage::DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch)
     : device_(device),
+      watch_(watch),
       share_(std::min(largest, kShareMax)),
       memory_(device.allocate(room_of_pieces(share_) * kSharesHeld, memory::Kind::kStaging)),
       coming_(device.create_stream()),
       leaving_(device.create_stream()) {}
 
 DeviceStage::~DeviceStage() {
-  coming_->synchronize();
-  device_.compute_stream().synchronize();
-  leaving_->synchronize();
+  FirstError lost;  // of a device that has failed: it runs nothing, and there is nobody to tell
+  lost.attempt([this] { coming_->synchronize(); });
+  lost.attempt([this] { device_.compute_stream().synchronize(); });
+  lost.attempt([this] { leaving_->synchronize(); });
 }
 
 void DeviceStage::begin() {
@@ -68,15 +71,16 @@ std::unique_ptr<Lease> DeviceStage::bring(std::span<const std::byte> host) {
 std::unique_ptr<Lease> DeviceStage::bring(Lease* lease, std::span<std::byte> host, Access access) {
   throw_failure();
   std::shared_ptr<Taken> taken = take(Bytes(static_cast<std::int64_t>(host.size())));
-  device_.copy(bytes_of(*taken, host.size()), host, *coming_);
-  device_.compute_stream().wait_for(*coming_->record());
+  watch_.copy(Link::kUp, Bytes(host.size()), *coming_,
+              [&] { device_.copy(bytes_of(*taken, host.size()), host, *coming_); });
+  watch_.await_copies([&] { device_.compute_stream().wait_for(*coming_->record()); });
   if (lease != nullptr && access == Access::kRead) lease->used_in(*coming_);
   return std::make_unique<Copy>(*this, std::move(taken), lease, host, access);
 }
 
 void DeviceStage::join() {
   throw_failure();
-  device_.compute_stream().wait_for(*leaving_->record());
+  watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });
 }
 
 // The oldest first: what lies where the next is to be is what was taken longest ago.
@@ -111,7 +115,8 @@ void DeviceStage::take_back(Taken& taken, Lease* lease, std::span<std::byte> hos
     const std::unique_ptr<device::Event> worked = device_.compute_stream().record();
     leaving_->wait_for(*worked);
     if (access == Access::kReadWrite) {
-      device_.copy(host, bytes_of(taken, host.size()), *leaving_);
+      watch_.copy(Link::kDown, Bytes(host.size()), *leaving_,
+                  [&] { device_.copy(host, bytes_of(taken, host.size()), *leaving_); });
       if (lease != nullptr) lease->used_in(*leaving_);
     }
     taken.free = leaving_->record();

@@ -8,7 +8,7 @@
 // held. Threads: one. Ownership: the device outlives the stage, the stage its copies, and a copy
 // dies before the lease that it is of. Errors: OutOfMemoryError from the constructor. An error
 // while a copy is given back is thrown by the next bring() or join(); what it should have changed
-// is lost.
+// is lost. Where the device has failed, what is destroyed throws nothing.
 #pragma once
 
 #include <cstddef>
@@ -19,19 +19,21 @@
 #include <span>
 
 #include "strata/device/device.h"
+#include "strata/offload/link_watch.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
 
 class DeviceStage {
  public:
-  // `largest`: what anybody would bring at once. Where that is much, share() is less.
-  DeviceStage(device::Device& device, Bytes largest);
+  // `largest`: what anybody would bring at once. Where that is much, share() is less. `watch` is
+  // told of every copy.
+  DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch);
   ~DeviceStage();  // waits for what goes on
   DeviceStage(const DeviceStage&) = delete;
   DeviceStage& operator=(const DeviceStage&) = delete;
 
-  // That may be held at once, in at most kPieces pieces.
+  // The bytes that may be held at once, in at most kPieces pieces.
   Bytes share() const { return share_; }
   static constexpr std::int64_t kPieces = 16;
 
@@ -47,7 +49,7 @@ class DeviceStage {
 
  private:
   class Copy;
-  // Of the ring. Given back: it is free after `free`.
+  // A piece of the ring. Once it is given back (`back`), it is free after the event `free`.
   struct Taken {
     Bytes begin;
     Bytes end;
@@ -61,6 +63,7 @@ class DeviceStage {
   void throw_failure();
 
   device::Device& device_;
+  LinkWatch& watch_;
   const Bytes share_;
   const std::unique_ptr<device::Memory> memory_;
   const std::unique_ptr<device::Stream> coming_;

@@ -26,7 +26,7 @@ class DriveBlocks {
   BlockId add(BlockSpec spec);
   const std::string& name_of(BlockId block) const { return at(block).name; }
   Bytes size_of(BlockId block) const { return at(block).size; }
-  // Of the part's first byte on the drive.
+  // Where the part's first byte lies on the drive.
   Bytes offset_of(const Part& part) const { return at(part.block).offset + part.begin; }
   Bytes end() const { return end_; }
 
@@ -38,12 +38,12 @@ class DriveBlocks {
   // what was written; `path` is for the message.
   void accept_read(const Part& part, std::span<std::byte> pages, const std::string& path) const;
 
-  // What happened to a part; its block is not to be trusted from now on. Returns the whole message.
+  // Notes that a part failed: nobody may trust its block from now on. Returns the whole message.
   std::string fail(const Part& part, const std::string& what, const std::string& why);
   // IoError if the block has failed, as it did first.
   void require_good(BlockId block) const;
   bool good(BlockId block) const { return at(block).failure.empty(); }
-  // Of the first block that failed; empty: none did.
+  // The message of the first block that failed; empty: none did.
   const std::string& first_failure() const { return first_failure_; }
 
  private:

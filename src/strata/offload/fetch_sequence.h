@@ -21,11 +21,11 @@ class FetchSequence {
   // `part` is fetched. Returns what was expected before it and is not any more.
   std::vector<Part> note(const Part& part);
 
-  // What comes after all that is expected; nothing where that is not known.
+  // The part that comes after all that are expected; nothing where that is not known.
   std::optional<Part> following() const;
   // How many fetches lie between two of the same part, the longest of late; 0: not known.
   std::int64_t round() const { return round_; }
-  // That part is expected from now on.
+  // Expects the part from now on.
   void expect_following();
 
  private:

@@ -1,7 +1,5 @@
 #include "strata/offload/make_store.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -73,12 +71,18 @@ std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& de
 
 MadeStore make_state_store(const StatePlace& place, device::Device& device, int rank) {
   std::string remark;
+  const auto say = [&](const std::string& text) {
+    if (!text.empty()) remark += (remark.empty() ? "" : "; ") + text;
+  };
   const auto on_drive = [&]() -> std::shared_ptr<StateStore> {
-    auto folder = std::make_unique<SwapFolder>(place.folder, rank);
-    io::ChosenEngine io = io::make_io_engine();
-    remark = folder->remark();
-    if (!io.refused.empty()) remark += fmt::format("{}{}", remark.empty() ? "" : "; ", io.refused);
-    return drive_store(place, device, make_block_file(std::move(io.engine), std::move(folder)));
+    std::vector<std::unique_ptr<SwapFolder>> folders;
+    for (const std::string& path : place.folders) {
+      folders.push_back(std::make_unique<SwapFolder>(path, rank));
+      say(folders.back()->remark());
+    }
+    io::ChosenEngine io = io::make_io_engine(place.io);
+    say(io.refused);
+    return drive_store(place, device, make_block_file(std::move(io.engine), std::move(folders)));
   };
   std::shared_ptr<StateStore> store = store_of(place, device, on_drive);
   return {std::move(store), std::move(remark)};

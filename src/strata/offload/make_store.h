@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "strata/device/device.h"
+#include "strata/io/engine_choice.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
@@ -16,10 +17,12 @@ namespace strata::offload {
 struct StatePlace {
   memory::Tier tier = memory::Tier::kDevice;  // of blocks that name none
   std::vector<memory::Tier> others;           // that blocks name
-  // On a drive: a folder that exists, and the bytes of host memory to stage through.
-  std::string folder;
+  // On drives: folders that exist, one on each, and the bytes of host memory to stage through.
+  std::vector<std::string> folders;
   Bytes budget;
+  io::EngineOptions io = {};
   bool verify = false;  // checksums of what is written and read
+  Bytes asked{};        // of the budget, where more is taken
 
   bool uses(memory::Tier wanted) const {
     return tier == wanted || std::ranges::find(others, wanted) != others.end();

@@ -9,6 +9,7 @@
 #include "strata/base/error.h"
 #include "strata/memory/byte_budget.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/offload/parked_copy.h"
 #include "strata/offload/pinned_memory.h"
 
 namespace strata::offload {
@@ -56,10 +57,18 @@ memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& bu
 
 }  // namespace
 
+// Of blocks that were added together, of one kind.
+struct MemoryStore::Buffer {
+  memory::Kind kind;
+  std::unique_ptr<device::Memory> memory;  // null: parked
+  std::unique_ptr<ParkedCopy> parked = nullptr;
+  Bytes bytes = {};
+};
+
 struct MemoryStore::Block {
   std::string name;
   Bytes size;
-  std::shared_ptr<device::Memory> memory;
+  std::shared_ptr<Buffer> buffer;
   Bytes offset;
   std::multiset<Part> leased;  // empty ones any number of times
 };
@@ -73,7 +82,7 @@ class MemoryStore::PartLease final : public Lease {
   PartLease& operator=(const PartLease&) = delete;
   std::span<std::byte> bytes() override {
     const Bytes begin = block_->offset + leased_->begin;
-    return block_->memory->bytes().subspan(begin.size(), leased_->bytes().size());
+    return block_->buffer->memory->bytes().subspan(begin.size(), leased_->bytes().size());
   }
 
  private:
@@ -87,7 +96,8 @@ std::unique_ptr<MemoryStore> MemoryStore::on_device(device::Device& device) {
     device.fill_zero(memory->bytes(), device.compute_stream());
     return memory;
   };
-  return std::unique_ptr<MemoryStore>(new MemoryStore(memory::Tier::kDevice, std::move(allocate)));
+  return std::unique_ptr<MemoryStore>(
+      new MemoryStore(memory::Tier::kDevice, std::move(allocate), &device));
 }
 
 std::unique_ptr<MemoryStore> MemoryStore::on_host(HostStoreOptions options) {
@@ -107,11 +117,12 @@ std::unique_ptr<MemoryStore> MemoryStore::on_host(HostStoreOptions options) {
                                       .touch = options.touch});
     return std::make_unique<PlainMemory>(std::move(buffer), std::move(hold));
   };
-  return std::unique_ptr<MemoryStore>(new MemoryStore(memory::Tier::kHost, std::move(allocate)));
+  return std::unique_ptr<MemoryStore>(
+      new MemoryStore(memory::Tier::kHost, std::move(allocate), nullptr));
 }
 
-MemoryStore::MemoryStore(memory::Tier tier, Allocate allocate)
-    : tier_(tier), allocate_(std::move(allocate)) {}
+MemoryStore::MemoryStore(memory::Tier tier, Allocate allocate, device::Device* device)
+    : tier_(tier), allocate_(std::move(allocate)), device_(device) {}
 
 std::vector<BlockId> MemoryStore::add_all(std::vector<BlockSpec> blocks) {
   std::map<memory::Kind, Bytes> used;
@@ -124,11 +135,13 @@ std::vector<BlockId> MemoryStore::add_all(std::vector<BlockSpec> blocks) {
     added.push_back(std::make_shared<Block>(
         Block{std::move(spec.name), spec.bytes, nullptr, offset, /*leased=*/{}}));
   }
-  std::map<memory::Kind, std::shared_ptr<device::Memory>> memory;
-  for (const auto& [kind, bytes] : used) memory[kind] = allocate_(bytes, kind);
+  std::map<memory::Kind, std::shared_ptr<Buffer>> buffers;
+  for (const auto& [kind, bytes] : used)
+    buffers[kind] = std::make_shared<Buffer>(Buffer{kind, allocate_(bytes, kind), nullptr, bytes});
+  for (const auto& [kind, buffer] : buffers) buffers_.push_back(buffer);
   std::vector<BlockId> ids;
   for (std::size_t i = 0; i < added.size(); ++i) {
-    added[i]->memory = memory.at(blocks[i].kind);
+    added[i]->buffer = buffers.at(blocks[i].kind);
     ids.push_back(static_cast<BlockId>(blocks_.size()));
     blocks_.push_back(std::move(added[i]));
   }
@@ -142,13 +155,7 @@ Bytes MemoryStore::size_of(BlockId block) const {
 std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_together(std::span<const Part> parts,
                                                                 Access /*access*/) {
   require_apart(parts);
-  for (const Part& part : parts) {
-    const Block& block = *block_of(part.block);
-    require_part(part, block.name, block.size);
-    for (const Part& leased : block.leased) {
-      if (leased.overlaps(part)) throw_leased(leased, block.name);
-    }
-  }
+  for (const Part& part : parts) require_fetchable(*block_of(part.block), part);
   std::vector<std::unique_ptr<Lease>> leases;
   for (const Part& part : parts)
     leases.push_back(std::make_unique<PartLease>(block_of(part.block), part));
@@ -156,6 +163,44 @@ std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_together(std::span<const 
   counts_.parts += count;
   counts_.parts_ready += count;
   return leases;
+}
+
+void MemoryStore::require_fetchable(const Block& block, const Part& part) const {
+  require_part(part, block.name, block.size);
+  if (block.buffer->memory == nullptr) throw_parked(fmt::format("block '{}'", block.name));
+  for (const Part& leased : block.leased) {
+    if (leased.overlaps(part)) throw_leased(leased, block.name);
+  }
+}
+
+void MemoryStore::park(memory::Kind kind, bool pinned) {
+  if (device_ == nullptr) return;
+  for (const auto& block : blocks_) {
+    if (block->buffer->kind == kind && !block->leased.empty())
+      throw_leased(*block->leased.begin(), block->name);
+  }
+  std::vector<std::pair<Buffer*, std::unique_ptr<ParkedCopy>>> copies;
+  for (const auto& buffer : buffers_) {
+    if (buffer->kind != kind || buffer->memory == nullptr) continue;
+    copies.emplace_back(buffer.get(),
+                        std::make_unique<ParkedCopy>(*device_, buffer->bytes, kind, pinned));
+  }
+  for (auto& [buffer, copy] : copies) copy->take(buffer->memory->bytes());
+  device_->compute_stream().synchronize();
+  for (auto& [buffer, copy] : copies) {
+    buffer->parked = std::move(copy);
+    buffer->memory.reset();
+  }
+}
+
+void MemoryStore::unpark() {
+  for (const auto& buffer : buffers_) {
+    if (buffer->parked == nullptr) continue;
+    buffer->memory = allocate_(buffer->bytes, buffer->kind);
+    buffer->parked->give_back(buffer->memory->bytes());
+    device_->compute_stream().synchronize();
+    buffer->parked.reset();
+  }
 }
 
 const std::shared_ptr<MemoryStore::Block>& MemoryStore::block_of(BlockId block) const {

@@ -4,7 +4,7 @@
 // so that its kernels read and write a lease where it lies, over the link, in the order of their
 // stream. Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own
 // alive. Errors: OutOfMemoryError from add_all(), also where the system does not let host memory be
-// pinned; UsageError for a part that does not exist or is leased already.
+// pinned; UsageError for a part that does not exist, is leased already or is parked.
 #pragma once
 
 #include <functional>
@@ -44,19 +44,26 @@ class MemoryStore final : public StateStore {
   Bytes size_of(BlockId block) const override;
   std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
                                                      Access access) override;
+  void park(memory::Kind kind, bool pinned) override;
+  void unpark() override;
   StoreCounts counts() const override { return counts_; }
 
  private:
+  struct Buffer;
   struct Block;
   class PartLease;
   // Makes memory of zeroes, charged to the kind.
   using Allocate = std::function<std::unique_ptr<device::Memory>(Bytes, memory::Kind)>;
 
-  MemoryStore(memory::Tier tier, Allocate allocate);
+  // `device`: whose memory it is that can be parked; null: none is.
+  MemoryStore(memory::Tier tier, Allocate allocate, device::Device* device);
+  void require_fetchable(const Block& block, const Part& part) const;
   const std::shared_ptr<Block>& block_of(BlockId block) const;
 
   const memory::Tier tier_;
   const Allocate allocate_;
+  device::Device* const device_;
+  std::vector<std::shared_ptr<Buffer>> buffers_;
   std::vector<std::shared_ptr<Block>> blocks_;  // by id
   StoreCounts counts_;
 };

@@ -36,7 +36,9 @@ NvmeStore::NvmeStore(device::Device& device, NvmeStoreOptions options)
       file_(std::move(options.file)),
       blocks_(std::make_shared<DriveBlocks>(device.ledger(), options.verify)),
       cache_(std::make_shared<PartCache>(device, arena_, blocks_, file_)),
-      read_ahead_(options.read_ahead) {}
+      read_ahead_(options.read_ahead) {
+  file_->expect_memory(arena_->memory());
+}
 
 NvmeStore::~NvmeStore() = default;
 
@@ -99,6 +101,14 @@ void NvmeStore::flush() {
 
 StoreCounts NvmeStore::counts() const {
   return cache_->counts();
+}
+
+void NvmeStore::watch(LinkWatch* watch) {
+  cache_->watch(watch);
+}
+
+DriveLimit NvmeStore::measure_drives() {
+  return measure_drive(*file_, blocks_->end());
 }
 
 void NvmeStore::look_ahead() {

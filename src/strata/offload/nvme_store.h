@@ -50,6 +50,9 @@ class NvmeStore final : public StateStore {
   void advance() override;
   void flush() override;
   StoreCounts counts() const override;
+  void watch(LinkWatch* watch) override;
+  std::vector<DriveWear> wear() const override { return file_->wear(); }
+  DriveLimit measure_drives() override;
 
  private:
   class PartLease;

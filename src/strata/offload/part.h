@@ -15,7 +15,7 @@ namespace strata::offload {
 
 using BlockId = std::int32_t;
 
-// What a drive reads and writes as one: parts begin at multiples of it, and end at one or where
+// The unit of a drive's reads and writes: parts begin at multiples of it, and end at one or where
 // their block ends.
 inline constexpr Bytes kPartAlignment = 4_KiB;
 

@@ -52,6 +52,7 @@ class PartCache final : public StagingArena::Holder {
   void flush();
   bool give_way() override;
   StoreCounts counts() { return resident_.counts(); }
+  void watch(LinkWatch* watch) { resident_.watch(watch); }
 
  private:
   class Claim;

@@ -115,6 +115,7 @@ void ResidentParts::finish_read(Place place) {
   try {
     const std::unique_ptr<io::Transfer> transfer = std::move(place->transfer);
     transfer->wait();
+    tell(Link::kRead, place, *transfer);
     blocks_->accept_read(place->part, place->extent.bytes(), file_->path());
   } catch (const std::exception& error) {
     lose_read(place, error.what());
@@ -142,11 +143,18 @@ void ResidentParts::finish_write(Place place) {
   try {
     const std::unique_ptr<io::Transfer> transfer = std::move(place->transfer);
     transfer->wait();
+    tell(Link::kWrite, place, *transfer);
   } catch (const std::exception& error) {
     lose_written(place, error.what());
     return;
   }
   rest(place);
+}
+
+void ResidentParts::tell(Link link, Place place, const io::Transfer& transfer) {
+  if (watch_ == nullptr) return;
+  if (const auto times = transfer.times())
+    watch_->note_transfer(link, Bytes(place->extent.bytes().size()), *times);
 }
 
 void ResidentParts::finish_work(Place place) {

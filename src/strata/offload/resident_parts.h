@@ -24,6 +24,7 @@
 #include "strata/memory/arena.h"
 #include "strata/offload/block_file.h"
 #include "strata/offload/drive_blocks.h"
+#include "strata/offload/link_watch.h"
 
 namespace strata::offload {
 
@@ -61,13 +62,13 @@ class ResidentParts {
   void move(Place place, State state);
   void drop(Place place);
   void set_ahead(Place place, bool ahead);
-  // What was read ahead and waits to be lent.
+  // The bytes that were read ahead and wait to be lent.
   Bytes ahead_bytes() const { return ahead_bytes_; }
   // Nothing goes on with it any more: claimed, or on its way to the drive, or kept or spare.
   void rest(Place place);
   // Reads it, or makes it zeroes where it was never written.
   void fill(Place place);
-  // Was lent. `event` comes when the device has done with it; null: it has.
+  // Takes back what was lent. `event` comes when the device has done with it; null: it has.
   void settle(Place place, std::unique_ptr<device::Event> event);
   void lose_written(Place place, const std::string& why);
   // Waits for what goes on with it: reading, settling or writing.
@@ -76,18 +77,21 @@ class ResidentParts {
   void expel(Place place);
   // Begins and finishes what can be without waiting.
   void advance();
-  // Of that, finishes writes.
+  // The part of advance() that finishes writes.
   void collect();
 
-  // What a write met and nobody was told yet; empty: nothing.
+  // The error of a write that nobody was told yet; empty: none.
   std::string take_write_failure() { return std::exchange(write_failure_, {}); }
   StoreCounts& counts() { return counts_; }
+  // Is told of every transfer that is complete; null: nobody is.
+  void watch(LinkWatch* watch) { watch_ = watch; }
 
  private:
   void finish_read(Place place);
   void finish_write(Place place);
   void finish_work(Place place);
   void begin_write(Place place);
+  void tell(Link link, Place place, const io::Transfer& transfer);
   void lose_read(Place place, const std::string& why);
 
   const std::shared_ptr<DriveBlocks> blocks_;
@@ -97,6 +101,7 @@ class ResidentParts {
   Bytes ahead_bytes_;
   std::string write_failure_;
   StoreCounts counts_;
+  LinkWatch* watch_ = nullptr;
 };
 
 }  // namespace strata::offload

@@ -39,7 +39,7 @@ class StagingArena {
   // `budget` is rounded down to whole pages and is what it charges, as staging on the host.
   StagingArena(device::Device& device, Bytes budget);
 
-  // What is free now, if that suffices.
+  // So many bytes of what is free now; nothing where they are not there.
   std::optional<memory::Extent> try_take(Bytes bytes);
   // One for each size, or nothing where nobody can give way any more.
   std::optional<std::vector<memory::Extent>> take_together(std::span<const Bytes> sizes);

@@ -9,6 +9,8 @@
 // Room. Everything that is held at once is fetched in one call: leases of lease_budget() bytes in
 // all, each rounded up to kPartAlignment, are always given where none is held. Where some are held
 // already a call may fail, and never waits for ever.
+// Parking. For a while memory of the device can be given to somebody else: park() moves blocks of a
+// kind that rest there to the host, unpark() brings them back. What rests elsewhere stays.
 // Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is
 // destroyed; parts that are leased at the same time do not overlap.
 // Errors: OutOfMemoryError from add_all(), and what was added stays as it was. IoError from
@@ -28,6 +30,8 @@
 #include "strata/base/units.h"
 #include "strata/device/device.h"
 #include "strata/memory/ledger.h"
+#include "strata/offload/drive_limit.h"
+#include "strata/offload/link_watch.h"
 #include "strata/offload/part.h"
 #include "strata/offload/store_counts.h"
 
@@ -87,7 +91,24 @@ class StateStore {
   virtual void advance() {}
   // Returns when all that was given back lies where it rests.
   virtual void flush() {}
+
+  // Memory of the device that holds blocks of this kind is free when this returns; their content is
+  // on the host, in pinned memory where `pinned`. Until unpark() to fetch one of them is a
+  // UsageError. Those that are parked stay so. Throws OutOfMemoryError, and UsageError where one is
+  // leased: nothing has changed then.
+  virtual void park(memory::Kind /*kind*/, bool /*pinned*/) {}
+  // All that is parked has its place and its bits again; leases are of other memory than before.
+  // Throws OutOfMemoryError: what has not come back stays parked, and may come later.
+  virtual void unpark() {}
   virtual StoreCounts counts() const { return {}; }
+
+  // --- drives; of stores in memory there is nothing to tell ---
+  // Who is told of transfers; null: nobody.
+  virtual void watch(LinkWatch* /*watch*/) {}
+  virtual std::vector<DriveWear> wear() const { return {}; }
+  // Measures them. Takes some hundredths of a second, and waits for nothing that goes on. Errors as
+  // measure_drive() says.
+  virtual DriveLimit measure_drives() { return {}; }
 };
 
 }  // namespace strata::offload

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "strata/base/units.h"
 
@@ -36,6 +37,12 @@ struct StoreCounts {
             written - before.written,
             seconds_waited - before.seconds_waited};
   }
+};
+
+// What was written to a folder since the start, whoever asked for it: what its drive wears by.
+struct DriveWear {
+  std::string folder;
+  Bytes written;
 };
 
 }  // namespace strata::offload

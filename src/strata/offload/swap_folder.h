@@ -31,7 +31,7 @@ class SwapFolder {
   std::string_view file_system() const { return file_system_; }  // "tmpfs"; empty: not a known one
   // How many folders of jobs that are gone were removed.
   int removed() const { return removed_; }
-  // What users should be told once, of a path that is not on a drive; empty: nothing.
+  // A remark for users, once, on a path that is not on a drive; empty: there is none.
   std::string remark() const;
 
  private:

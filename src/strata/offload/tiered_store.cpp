@@ -1,5 +1,7 @@
 #include "strata/offload/tiered_store.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -71,10 +73,36 @@ void TieredStore::flush() {
   for (const auto& store : stores_) store->flush();
 }
 
+void TieredStore::park(memory::Kind kind, bool pinned) {
+  for (const auto& store : stores_) store->park(kind, pinned);
+}
+
+void TieredStore::unpark() {
+  for (const auto& store : stores_) store->unpark();
+}
+
 StoreCounts TieredStore::counts() const {
   StoreCounts all;
   for (const auto& store : stores_) all = all + store->counts();
   return all;
+}
+
+void TieredStore::watch(LinkWatch* watch) {
+  for (const auto& store : stores_) store->watch(watch);
+}
+
+std::vector<DriveWear> TieredStore::wear() const {
+  std::vector<DriveWear> all;
+  for (const auto& store : stores_) std::ranges::move(store->wear(), std::back_inserter(all));
+  return all;
+}
+
+// One of them at most is on drives.
+DriveLimit TieredStore::measure_drives() {
+  for (const auto& store : stores_) {
+    if (store->tier() == memory::Tier::kNvme) return store->measure_drives();
+  }
+  return {};
 }
 
 }  // namespace strata::offload

@@ -13,7 +13,7 @@ namespace strata::offload {
 
 class TieredStore final : public StateStore {
  public:
-  // Of different tiers, at least one.
+  // At least one store, each of a tier of its own.
   explicit TieredStore(std::vector<std::shared_ptr<StateStore>> stores)
       : stores_(std::move(stores)) {}
 
@@ -25,7 +25,12 @@ class TieredStore final : public StateStore {
   Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;
+  void park(memory::Kind kind, bool pinned) override;
+  void unpark() override;
   StoreCounts counts() const override;
+  void watch(LinkWatch* watch) override;
+  std::vector<DriveWear> wear() const override;
+  DriveLimit measure_drives() override;
 
  private:
   struct Place {

@@ -144,8 +144,7 @@ void Trainer::require_root(const ::torch::nn::Module& root) const {
 void Trainer::backward(const at::Tensor& loss) {
   model_->begin_backward();
   try {
-    const double factor = model_->control().loss_factor(true);
-    (factor == 1.0 ? loss : loss.to(at::kFloat) * factor).backward();
+    model_->factored(loss, /*by_accumulation=*/true).backward();
     model_->end_backward();
   } catch (...) {
     model_->abandon_backward();

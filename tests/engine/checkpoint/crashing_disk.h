@@ -85,6 +85,14 @@ class CrashingDisk final : public io::FolderCalls {
     names_.push_back([this, path] { kernel_.remove_tree(path); });
     return file;
   }
+  std::optional<Bytes> free_space(const std::string& folder) override {
+    return kernel_.free_space(folder);
+  }
+  void reserve(io::File& file, Bytes bytes) override {
+    const std::lock_guard lock(mutex_);
+    next("reserve");
+    kernel_.reserve(file, bytes);
+  }
   void sync_file(io::File& file) override {
     const std::lock_guard lock(mutex_);
     next("sync_file");

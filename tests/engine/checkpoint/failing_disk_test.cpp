@@ -1,35 +1,37 @@
-// Whatever fails while a checkpoint is being saved, and whenever: afterwards the folder holds the
-// old one or the new one, whole, and the next save works. By seed; STRATA_FAULT_SEEDS says how
-// many.
+// Whatever fails while a checkpoint is being saved, at once or beside training, and whenever:
+// afterwards the folder holds the old one or the new one, whole, and the next save works. By seed;
+// STRATA_FAULT_SEEDS says how many, of each way.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 
 #include "engine/checkpoint/crashing_disk.h"
-#include "engine/checkpoint/training_ranks.h"
+#include "engine/checkpoint/saving_ways.h"
 #include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/training_loader.h"
-#include "strata/engine/checkpoint/training_saver.h"
 
 namespace strata::engine {
 namespace {
 
 using testing::CrashingDisk;
 using testing::CrashingIo;
+using testing::SavingWay;
 using testing::TrainedRank;
+
+constexpr int kMostOperations = 75;  // of a save
 
 int seeds() {
   const char* const text = std::getenv("STRATA_FAULT_SEEDS");
-  return text != nullptr ? std::atoi(text) : 200;
+  return text != nullptr ? std::atoi(text) : 100;
 }
 
 // Two ranks over one disk.
 class Job {
  public:
-  explicit Job(unsigned seed) : seed_(seed), disk_(seed, graveyard_.path()) {}
+  Job(unsigned seed, SavingWay way) : seed_(seed), way_(way), disk_(seed, graveyard_.path()) {}
 
   // The first error of a rank; empty: it was saved.
   std::string save(unsigned states, const std::string& tag) {
@@ -37,12 +39,13 @@ class Job {
       TrainedRank rank(ranks, DType::kBFloat16, 3);
       rank.set_states(states);
       auto calls = std::make_shared<testing::FaultyCalls>(seed_ + states);
-      CrashingIo io(disk_, calls);
+      const auto io = std::make_shared<CrashingIo>(disk_, calls);
+      const std::shared_ptr<io::FolderCalls> disk(&disk_, [](io::FolderCalls*) {});
       SaveRequest request;
       request.folder = folder_.path();
       request.tag = tag;
       request.publish.keep = 2;
-      save_training(*rank.engine, request, io, disk_, {3, 1_MiB});
+      testing::save_by(way_, rank, request, io, disk);
     });
     return outcomes[0].empty() ? outcomes[1] : outcomes[0];
   }
@@ -77,6 +80,7 @@ class Job {
   }
 
   unsigned seed_;
+  SavingWay way_;
   testing::TemporaryFolder folder_;
   testing::TemporaryFolder graveyard_;
   CrashingDisk disk_;
@@ -87,16 +91,16 @@ std::string tag_of(unsigned states, bool same) {
 }
 
 // What one seed decides: which operation fails and how, and whether tags are replaced.
-std::string outcome_of(unsigned seed, bool forgetful = false) {
+std::string outcome_of(unsigned seed, SavingWay way, bool forgetful = false) {
   std::mt19937 random(seed);
-  Job job(seed);
+  Job job(seed, way);
   const bool same_tag = random() % 2 == 0;
   job.disk().set_can_exchange(random() % 3 != 0);
   if (std::string error = job.save(1, tag_of(1, same_tag)); !error.empty()) return error;
   job.disk().restart();
   if (forgetful) job.disk().forget_syncs();
   const auto fault = random() % 2 == 0 ? CrashingDisk::Fault::kPower : CrashingDisk::Fault::kError;
-  job.disk().fail_at(static_cast<int>(random() % 45), fault);
+  job.disk().fail_at(static_cast<int>(random() % kMostOperations), fault);
   const std::string failed = job.save(2, tag_of(2, same_tag));
   const bool crashed = job.disk().power_failed();
   if (crashed || fault == CrashingDisk::Fault::kPower) job.disk().restart();
@@ -110,27 +114,35 @@ std::string outcome_of(unsigned seed, bool forgetful = false) {
   return job.newest() == "3" ? "" : "the next save holds " + job.newest();
 }
 
-TEST(FailingDisk, LeavesTheOldOrTheNewCheckpointWhole) {
+class FailingDisk : public ::testing::TestWithParam<SavingWay> {};
+
+TEST_P(FailingDisk, LeavesTheOldOrTheNewCheckpointWhole) {
   for (unsigned seed = 0; seed < static_cast<unsigned>(seeds()); ++seed)
-    ASSERT_EQ(outcome_of(seed), "") << "seed " << seed;
+    ASSERT_EQ(outcome_of(seed, GetParam()), "") << "seed " << seed;
 }
 
 // The disk finds what is not brought to disk, so that the test above can fail.
-TEST(FailingDisk, LosesWhatWasNotBroughtToDisk) {
+TEST_P(FailingDisk, LosesWhatWasNotBroughtToDisk) {
   int lost = 0;
-  for (unsigned seed = 0; seed < 60; ++seed)
-    lost += outcome_of(seed, /*forgetful=*/true).empty() ? 0 : 1;
-  EXPECT_GT(lost, 5);
+  for (unsigned seed = 0; seed < 40; ++seed)
+    lost += outcome_of(seed, GetParam(), /*forgetful=*/true).empty() ? 0 : 1;
+  EXPECT_GT(lost, 3);
 }
 
 // Of every operation of a save one fails at some seed.
-TEST(FailingDisk, FaultsReachEveryOperation) {
-  Job job(7);
+TEST_P(FailingDisk, FaultsReachEveryOperation) {
+  Job job(7, GetParam());
   EXPECT_EQ(job.save(1, "a"), "");
   const int before = job.disk().operations();
   EXPECT_EQ(job.save(2, "b"), "");
-  EXPECT_LE(job.disk().operations() - before, 45);
+  const int operations = job.disk().operations() - before;
+  EXPECT_LE(operations, kMostOperations);
+  EXPECT_GT(operations, kMostOperations / 2);  // else most seeds would see no fault
 }
+
+INSTANTIATE_TEST_SUITE_P(Ways, FailingDisk,
+                         ::testing::Values(SavingWay::kAtOnce, SavingWay::kBesideTraining),
+                         testing::name_of);
 
 }  // namespace
 }  // namespace strata::engine

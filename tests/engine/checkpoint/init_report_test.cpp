@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "strata/device/cpu_device.h"
+#include "strata/engine/record/link_speed.h"
 
 namespace strata::engine {
 namespace {
@@ -47,7 +48,8 @@ TEST(InitReport, KnowsTheMostThatTheDeviceHeld) {
 
 TEST(InitReport, ALinkThatIsNoneHasNoSpeed) {
   device::CpuDevice device;
-  EXPECT_EQ(measure_link(device), 0.0);
+  EXPECT_EQ(measure_link(device).up_gb_per_s, 0.0);
+  EXPECT_EQ(measure_link(device).down_gb_per_s, 0.0);
 }
 
 }  // namespace

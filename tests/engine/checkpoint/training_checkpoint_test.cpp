@@ -167,6 +167,15 @@ TEST_F(Damaged, AMissingFileIsNamedBeforeAnythingIsStored) {
   EXPECT_THAT(load_errors(), Each(AllOf(HasSubstr("cannot open"), HasSubstr("optimizer-00000"))));
 }
 
+TEST_F(Damaged, AFileThatIsALinkOutOfTheFolderIsNotFollowed) {
+  for (const std::string name : {"model-00001-of-00002.safetensors", "manifest.json"}) {
+    std::filesystem::rename(path(name), folder_ / "outside");
+    std::filesystem::create_symlink(folder_ / "outside", path(name));
+    EXPECT_THAT(load_errors(), Each(AllOf(HasSubstr("leads out of its folder"), HasSubstr(name))));
+    std::filesystem::rename(folder_ / "outside", path(name));
+  }
+}
+
 TEST_F(Damaged, ADamagedManifestIsRefusedOnEveryRank) {
   flip(path("manifest.json"), 40);
   EXPECT_THAT(load_errors(), Each(HasSubstr("manifest")));

@@ -21,17 +21,17 @@ TEST(Config, PlacesOptimizerStates) {
       parsed(R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu",
                  "nvme_path": "/local_nvme", "pin_memory": true}}})");
   EXPECT_EQ(host.offload.optimizer, memory::Tier::kHost);
-  EXPECT_EQ(host.offload.optimizer_folder, "");
+  EXPECT_TRUE(host.offload.optimizer_folders.empty());
   const Config drive =
       parsed(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
                  "nvme_path": "/drive", "buffer_count": 5, "buffer_size": 1e6}}})");
   EXPECT_EQ(drive.offload.optimizer, memory::Tier::kNvme);
-  EXPECT_EQ(drive.offload.optimizer_folder, "/drive");
+  EXPECT_EQ(drive.offload.optimizer_folders, std::vector<std::string>{"/drive"});
   EXPECT_EQ(drive.offload.staging, Bytes(20'000'000));
   const Config tight =
       parsed(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
                  "nvme_path": "/drive", "buffer_count": 1, "buffer_size": 100}}})");
-  EXPECT_EQ(tight.offload.staging, 1_MiB);
+  EXPECT_EQ(tight.offload.staging, Bytes(400)) << "raised where it is taken";
   EXPECT_EQ(parsed(R"({"zero_optimization": {"stage": 1, "cpu_offload": true}})").offload.optimizer,
             memory::Tier::kHost);
   EXPECT_EQ(parsed("{}").offload.optimizer, memory::Tier::kDevice);
@@ -219,6 +219,19 @@ TEST(Config, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
   EXPECT_FALSE(c.scheduler.has_value());
 }
 
+TEST(Config, WantsAStageAndASchedulerThatSomebodyChose) {
+  const Config c =
+      parsed(R"({"zero_optimization": {"stage": "auto"}, "scheduler": {"type": "auto"}})");
+  EXPECT_THAT(problem_of(c, "zero_optimization"), StartsWith("zero_optimization.stage: \"auto\""));
+  EXPECT_THAT(problem_of(c, "scheduler"), StartsWith("scheduler.type: \"auto\" is filled in"));
+  EXPECT_EQ(c.open.size(), 2U);
+}
+
+TEST(Config, KeepsWhatItWasGivenWithoutEffect) {
+  const Config c = parsed(R"({"zero_optimization": {"sub_group_size": 1e6}})");
+  EXPECT_EQ(c.hint_values.at("zero_optimization.sub_group_size"), "1000000");
+}
+
 TEST(Config, WantsTheClassOfAnOptimizerThatTrains) {
   for (const char* sign :
        {R"({"optimizer": {"params": {"lr": 1}}})", R"({"optimizer": {}, "gradient_clipping": 1})",
@@ -294,7 +307,7 @@ TEST(Config, MapsOldSpellings) {
   EXPECT_EQ(c.precision.param_dtype, DType::kBFloat16);
   EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(c.zero.max_live_parameters, Numel(7));
-  EXPECT_NE(reason_of(c, "aio.intra_op_parallelism"), "no hint");
+  EXPECT_EQ(c.offload.io.depth, 4 * 32);
 }
 
 TEST(Config, ListsHintsWithTheirReason) {

@@ -72,7 +72,8 @@ TEST(KeyTable, AcceptsEveryKeyAtItsDefault) {
 
 TEST(KeyTable, RefusesAWrongTypeAtEveryKeyByItsPath) {
   for (const Key& key : config_keys()) {
-    const json wrong = key.kind == Kind::kText ? json(1) : json("\x01wrong");
+    const bool takes_text = key.kind == Kind::kText || key.kind == Kind::kTexts;
+    const json wrong = takes_text ? json(1) : json("\x01wrong");
     const std::string message = refusal_of(document_of(key.path, wrong).dump());
     EXPECT_EQ(message.substr(0, key.path.size() + 2), std::string(key.path) + ": ") << message;
     EXPECT_NE(message.find("; found "), std::string::npos) << message;

@@ -89,14 +89,17 @@ TEST(OptimizerConfig, TakesParametersWithoutATypeForTheCallersOwn) {
 
 TEST(OptimizerConfig, HandsTorchNumbersAndNamesWhatNobodyFilledIn) {
   const Config c = parsed(optimizer(
-      "SGD", R"({"lr": "0.1", "momentum": "auto", "weight_decay": "auto", "fused": "x"})"));
-  EXPECT_EQ(c.optimizer->torch_params, R"({"fused":"x","lr":0.1})");
+      "SGD", R"({"lr": "0.1", "momentum": "auto", "weight_decay": "auto", "fused": false})"));
+  EXPECT_EQ(c.optimizer->torch_params, R"({"fused":false,"lr":0.1})");
   ASSERT_EQ(c.open.size(), 2U);
   EXPECT_EQ(c.open[0].problem,
             "optimizer.params.momentum: \"auto\" is filled in by frameworks such as transformers' "
             "Trainer, and here nobody has; write what torch.optim.SGD shall get, for example "
             "\"momentum\": 0; found \"auto\"");
   EXPECT_EQ(c.open[1].path, "optimizer.params.weight_decay");
+  EXPECT_EQ(refusal_of(optimizer("SGD", R"({"lr": "0.1x"})")),
+            "optimizer.params.lr: wanted a number, true or false for torch.optim.SGD; found "
+            "\"0.1x\"");
 }
 
 }  // namespace

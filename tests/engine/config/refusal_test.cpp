@@ -145,7 +145,7 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
        "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
        "zero_optimization.offload_param.nvme_path: wanted the path of a folder on the drive that "
-       "the weights go to; found none"},
+       "the weights go to, or a list of such; found none"},
       {R"({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})",
        "zero_optimization.offload_param.device: weights that are offloaded are sharded ones: "
        "wanted "

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "engine/core/offloaded_cases.h"
+#include "engine/core/parking_cases.h"
 #include "engine/core/shard_group_cases.h"
 #include "engine/core/short_passes.h"
 #include "engine/core/training_step_cases.h"
@@ -96,6 +97,10 @@ TEST_P(LateStep, CountsWhatTheHostWaitsForWithinIt) {
   const std::int64_t own = host_waits(model, GetParam(), 0);
   EXPECT_GE(own, 0);
   EXPECT_EQ(host_waits(model, GetParam(), 2), own + 2);
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereStatesAreAwayBetweenPasses) {
+  expect_bits_with_states_away(GetParam(), Over::kLatePeers);
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, LateStep, ::testing::Values(0, 1, 2, 3),

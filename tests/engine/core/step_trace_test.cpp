@@ -154,6 +154,26 @@ TEST(StepTrace, SpansOfTwoStepsThatOverlapGetTracksSideBySide) {
   EXPECT_NE(spans.at("a"), spans.at("b"));
 }
 
+TEST(StepTrace, WhatGoesOverLinksHasTracksOfItsOwnAndAllItsBytesGoOverThem) {
+  StepRecord record;
+  record.epoch = 1000.0;
+  record.spans = {{Activity::kUpload, -1, 600_B, 1.0, 3.0},
+                  {Activity::kCopyWait, -1, 0_B, 1.0, 2.0},
+                  {Activity::kDriveWrite, -1, 500_B, -2.0, 3.0}};  // began in the step before
+  const std::string text = trace_text_of(0, 1, std::span(&record, 1), {});
+  const json trace = json::parse(chrome_trace(std::span(&text, 1)));
+  auto [spans, names] = tracks_of(trace);
+  EXPECT_EQ(names[spans["upload"]], "uploads");
+  EXPECT_EQ(names[spans["copy wait"]], "waits");
+  EXPECT_EQ(names[spans["drive write"]], "drive writes");
+  for (const json& event : trace.at("traceEvents")) {
+    const std::string name = event.at("name");
+    if (name != "upload" && name != "drive write") continue;
+    EXPECT_EQ(event.at("args").at("GB/s"), name == "upload" ? 300 * 1e-9 : 100 * 1e-9);
+    EXPECT_EQ(event.at("ts"), name == "upload" ? 1e6 : 0.0) << "nothing is before the first";
+  }
+}
+
 TEST(StepTrace, RanksAreBroughtTogetherByTheClocksOfTheirHosts) {
   std::vector<std::string> texts;
   for (const double epoch : {1000.5, 1000.0}) {

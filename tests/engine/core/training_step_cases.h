@@ -71,6 +71,8 @@ struct Case {
   RankOptions options;
   double loss_scale = 1.0;
   Over over = Over::kThreads;
+  // What ranks do between their passes: after each one, and after each step.
+  std::function<void(FakeRank& rank)> between = nullptr;
   std::string name() const {
     return fmt::format("{} stage {} world {} accumulation {} boundary {} clipping {}",
                        name_of(dtype), options.engine.stage, world, accumulation,
@@ -137,6 +139,7 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
         add_all(rank, by_rank[static_cast<std::size_t>(r)],
                 script.arrival ? script.arrival(step, micro, r) : std::vector<int>{}, boundary);
         reference.add(by_rank, boundary || !c.options.engine.reduce_at_boundary);
+        if (c.between) c.between(rank);
       }
       const double norm = reference.step(groups_of(step), c.loss_scale);
       const StepResult result = rank.engine().step(groups_of(step), c.loss_scale, false);
@@ -145,6 +148,7 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
       ASSERT_EQ(rank.engine().grad_norm(), norm) << "step " << step;
       rank.expect_weights(reference.weights());
       expect_same_weights(rank, reference);
+      if (c.between) c.between(rank);
     }
   }));
 }

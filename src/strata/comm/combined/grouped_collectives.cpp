@@ -104,6 +104,9 @@ class GroupedCollectives final : public Collectives {
   std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
     return core_->guarded([&] { return core_->inside().allocate_growing(std::move(name), bytes); });
   }
+  void unmap_freed() override {
+    core_->guarded([&] { core_->inside().unmap_freed(); });
+  }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {

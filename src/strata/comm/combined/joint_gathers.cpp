@@ -37,6 +37,7 @@ class JointGathers final : public Collectives {
   std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
     return inner_->allocate_growing(std::move(name), bytes);
   }
+  void unmap_freed() override { inner_->unmap_freed(); }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {

@@ -27,6 +27,9 @@ class SplitCollectives final : public Collectives {
   std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
     return pair_->guarded([&] { return owner().allocate_growing(std::move(name), bytes); });
   }
+  void unmap_freed() override {
+    pair_->guarded([&] { owner().unmap_freed(); });
+  }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {

@@ -6,14 +6,17 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <fstream>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <thread>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
+#include "strata/io/atomic_file.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::comm {
 namespace {
@@ -27,6 +30,28 @@ std::optional<std::string> read_file(const std::filesystem::path& path) {
   text << file.rdbuf();
   return std::move(text).str();
 }
+
+// Text in a file beside `path`, closed, so that other hosts see all of it. It goes with this
+// object.
+class Temporary {
+ public:
+  Temporary(const std::string& path, const std::string& text) : path_(io::temporary_name(path)) {
+    io::File file(path_, io::File::Mode::kCreateNew);
+    try {
+      io::write_fully(file, Bytes(), std::as_bytes(std::span(text)));
+    } catch (...) {
+      ::unlink(path_.c_str());
+      throw;
+    }
+  }
+  ~Temporary() { ::unlink(path_.c_str()); }
+  Temporary(const Temporary&) = delete;
+  Temporary& operator=(const Temporary&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+};
 
 }  // namespace
 
@@ -59,30 +84,18 @@ std::vector<std::string> FileBootstrap::exchange(const std::string& text) {
 }
 
 void FileBootstrap::write_own(const std::string& text) {
-  const std::filesystem::path path = path_of(exchanges_, rank_);
-  const std::filesystem::path temporary = path.string() + fmt::format(".{}", ::getpid());
-  {
-    std::ofstream file(temporary, std::ios::binary);
-    file << text;
-    file.flush();
-    if (!file) {
-      throw IoError(fmt::format("cannot write for the other ranks ({}: {})", temporary.string(),
-                                std::strerror(errno)));
-    }
-  }
+  const std::string path = path_of(exchanges_, rank_).string();
+  const Temporary temporary(path, text);
   // A link appears whole, and fails where a rename would replace another start's file.
-  const int failed = ::link(temporary.c_str(), path.c_str()) == 0 ? 0 : errno;
-  ::unlink(temporary.c_str());
-  if (failed == EEXIST) {
+  if (::link(temporary.path().c_str(), path.c_str()) == 0) return;
+  const int code = errno;
+  if (code == EEXIST) {
     throw CommError(
         fmt::format("two starts, or two ranks of one number, met in one directory: give "
                     "each start an empty one ({} exists)",
-                    path.string()));
+                    path));
   }
-  if (failed != 0) {
-    throw IoError(fmt::format("cannot write for the other ranks ({}: {})", path.string(),
-                              std::strerror(failed)));
-  }
+  throw IoError(fmt::format("cannot write for the other ranks ({}: {})", path, errno_text(code)));
 }
 
 std::vector<std::string> FileBootstrap::read_all() {

@@ -1,6 +1,7 @@
 // Bootstrap through files of one directory that all ranks see: for programs without torch, and
 // tests. The directory must be new to the job: make one for each start, and remove it when the job
-// has ended. Threads: one. Errors: CommError that names the ranks that did not write within the
+// has ended. Only its owner may read what is written there; links that lie there are not followed.
+// Threads: one. Errors: CommError that names the ranks that did not write within the
 // timeout, or says that the directory holds files of another start; IoError.
 #pragma once
 

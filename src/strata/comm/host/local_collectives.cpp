@@ -53,6 +53,8 @@ class LocalBuffer final : public SharedBuffer {
   }
 
   std::span<std::byte> local() override { return memory_->bytes(); }
+  bool releasable() const override { return true; }
+  void release() override { memory_->give_back(); }
   const std::string& name() const override { return name_; }
 
  private:

@@ -7,11 +7,11 @@
 #include <sys/syscall.h>
 
 #include <cerrno>
-#include <cstring>
 #include <fstream>
 #include <new>
 #include <nlohmann/json.hpp>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::comm {
@@ -30,7 +30,7 @@ FileDescriptor open_process(int rank, pid_t pid) {
     throw CommError(fmt::format(
         "cannot watch the process of rank {}: it has ended, or it is in another PID namespace "
         "(process {}; pidfd_open: {})",
-        rank, pid, std::strerror(errno)));
+        rank, pid, errno_text(errno)));
   }
   return process;
 }
@@ -42,7 +42,7 @@ FileDescriptor open_segment(int rank, const SegmentAddress& address) {
     throw CommError(fmt::format(
         "cannot open the shared memory of rank {}: run all ranks of this host as one user in one "
         "container, or use the gloo backend ({}: {})",
-        rank, path, std::strerror(errno)));
+        rank, path, errno_text(errno)));
   }
   struct stat status {};
   if (::fstat(segment.get(), &status) != 0 ||

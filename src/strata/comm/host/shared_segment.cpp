@@ -5,11 +5,11 @@
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <cstring>
 #include <new>
 #include <random>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::comm {
@@ -26,7 +26,7 @@ FileDescriptor create_memfd(int rank) {
   FileDescriptor file(::memfd_create("strata", MFD_CLOEXEC));
   if (!file.valid()) {
     throw CommError(fmt::format("rank {} cannot create shared memory (memfd_create: {})", rank,
-                                std::strerror(errno)));
+                                errno_text(errno)));
   }
   return file;
 }
@@ -37,7 +37,7 @@ void grow(int fd, Bytes bytes, const std::string& name) {
         fmt::format("cannot grow the shared memory for '{}': check the limits of the process "
                     "(ulimit -f) and the "
                     "memory that is free (segment of {}; {})",
-                    name, to_string(bytes), std::strerror(errno)));
+                    name, to_string(bytes), errno_text(errno)));
   }
 }
 
@@ -57,6 +57,8 @@ class SegmentBuffer final : public SharedBuffer {
 
   std::span<std::byte> local() override { return memory_->bytes(); }
   const std::string& name() const override { return name_; }
+  bool releasable() const override { return true; }
+  void release() override { segment_->take_pages(id_of(name_)); }
 
  private:
   std::shared_ptr<SharedSegment> segment_;
@@ -110,14 +112,17 @@ std::optional<BufferView> SharedSegment::find(std::uint64_t id) const {
 void SharedSegment::free(std::uint64_t id) {
   const auto found = living_.find(id);
   if (found == living_.end()) return;
-  const Living gone = std::move(found->second);
+  take_pages(id);
+  header_->directory.erase(found->second.slot);
   living_.erase(found);
-  header_->directory.erase(gone.slot);
-  // Takes the pages back even while peers have them mapped.
-  if (gone.place.bytes > 0) {
-    ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, gone.place.offset,
-                align_up(Bytes(gone.place.bytes), kSmallAlignment).value);
-  }
+}
+
+// Even while peers have them mapped.
+void SharedSegment::take_pages(std::uint64_t id) const {
+  const BufferPlace& place = living_.at(id).place;
+  if (place.bytes == 0) return;
+  ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, place.offset,
+              align_up(Bytes(place.bytes), kSmallAlignment).value);
 }
 
 }  // namespace strata::comm

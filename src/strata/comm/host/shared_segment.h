@@ -47,6 +47,7 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
   };
 
   void free(std::uint64_t id);
+  void take_pages(std::uint64_t id) const;
 
   int rank_;
   FileDescriptor file_;

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <random>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::comm {
@@ -22,7 +23,7 @@ constexpr std::size_t kDescriptorsMax = 64;
 FileDescriptor new_socket() {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (socket.valid()) return socket;
-  throw CommError(fmt::format("the system has no local socket to give: {}", std::strerror(errno)));
+  throw CommError(fmt::format("the system has no local socket to give: {}", errno_text(errno)));
 }
 
 // In the namespace of names without files: its first byte is zero.
@@ -48,7 +49,7 @@ FileDescriptor listen_at_new_address(std::string& address) {
   const socklen_t length = fill(name, address);
   if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0 ||
       ::listen(socket.get(), SOMAXCONN) != 0) {
-    throw CommError(fmt::format("a local socket cannot listen: {}", std::strerror(errno)));
+    throw CommError(fmt::format("a local socket cannot listen: {}", errno_text(errno)));
   }
   return socket;
 }
@@ -60,7 +61,7 @@ FileDescriptor connect_to(const std::string& address) {
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
     if (errno == EINTR) continue;
     throw CommError(fmt::format("a rank of this host cannot be reached by a local socket ({}): {}",
-                                address, std::strerror(errno)));
+                                address, errno_text(errno)));
   }
   return socket;
 }
@@ -70,7 +71,7 @@ FileDescriptor accept_from(int listener) {
   if (!socket.valid()) {
     if (errno == ECONNABORTED || errno == EINTR || errno == EAGAIN) return socket;
     throw CommError(
-        fmt::format("a connection of another rank cannot be accepted: {}", std::strerror(errno)));
+        fmt::format("a connection of another rank cannot be accepted: {}", errno_text(errno)));
   }
   ucred other{};
   socklen_t length = sizeof other;

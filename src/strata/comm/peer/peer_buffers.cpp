@@ -46,6 +46,16 @@ class PeerBuffers::Buffer final : public SharedBuffer {
     memory_->grow_to(bytes);
   }
 
+  bool releasable() const override { return true; }
+  // To peers it is another buffer of this name from now on, whose pieces they map anew.
+  void release() override {
+    if (owner_->before_free_) owner_->before_free_();
+    const std::lock_guard lock(owner_->mutex_);
+    memory_->release();
+    number_ = owner_->next_number_++;
+    owner_->flags_.freed(owner_->rank_).fetch_add(1);
+  }
+
   std::uint64_t number() const { return number_; }
 
   // The mutex is held.
@@ -154,6 +164,11 @@ std::optional<PeerBuffers::View> PeerBuffers::look(PeerChannel& channel, const P
     if (!more) break;
   }
   return View{known->second.pieces->base(), known->second.bytes, known->second.pieces->mapped()};
+}
+
+void PeerBuffers::unmap_freed() {
+  const std::lock_guard lock(mapping_mutex_);
+  unmap_gone();
 }
 
 bool PeerBuffers::may_be_freed(int rank) const {

@@ -59,6 +59,8 @@ class PeerBuffers {
   // Whether a peer may have freed what is mapped; and asks it, and notes what is gone.
   bool may_be_freed(int rank) const;
   void note_freed(PeerChannel& channel, int rank);
+  // What note_freed() found.
+  void unmap_freed();
 
  private:
   class Buffer;

@@ -8,10 +8,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <limits>
 #include <span>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
 #include "strata/comm/peer/descriptor_socket.h"
@@ -34,7 +34,7 @@ bool wait_until(Clock::time_point give_up, std::span<pollfd> waiting) {
         waiting.data(), waiting.size(),
         static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max())));
     if (ready >= 0) return ready > 0;
-    if (errno != EINTR) throw CommError(fmt::format("poll failed: {}", std::strerror(errno)));
+    if (errno != EINTR) throw CommError(fmt::format("poll failed: {}", errno_text(errno)));
   }
 }
 
@@ -48,7 +48,7 @@ PeerChannel::PeerChannel(Collectives& control, Service& service, std::chrono::mi
   const std::string error = error_of([&] {
     wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC));
     if (!wake_.valid())
-      throw CommError(fmt::format("the system has no event to give: {}", std::strerror(errno)));
+      throw CommError(fmt::format("the system has no event to give: {}", errno_text(errno)));
     listener = listen_at_new_address(address);
   });
   const std::vector<std::string> addresses =
@@ -193,11 +193,12 @@ bool PeerChannel::serve_once() {
     waiting.push_back({peer.gone ? -1 : peer.socket.get(), POLLIN, 0});
     failed = failed || !peer.failure.empty();
   }
-  wait_until(failed ? Clock::now() + kRemind : Clock::time_point::max(), waiting);
+  wait_until(failed ? Clock::now() + kRemind : next_look_, waiting);
   if (waiting[0].revents != 0) return false;
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     if (waiting[i + 1].revents != 0) receive(peers_[i]);
   }
+  note_late();
   for (const Peer& peer : peers_) {
     if (!peer.failure.empty())
       service_.failed(fmt::format("rank {} {}", names_.of(peer.rank), peer.failure));
@@ -215,6 +216,17 @@ void PeerChannel::repeat_until_stopped(const std::string& failure) noexcept {
     while (!heard_.wait_for(lock, kRemind, [&] { return stopping_; })) service_.failed(message);
   } catch (const std::exception&) {
     service_.failed({});  // no memory for the words
+  }
+}
+
+void PeerChannel::note_late() {
+  const Clock::time_point now = Clock::now();
+  const auto failed = [](const Peer& peer) { return !peer.failure.empty(); };
+  if (now < next_look_ || std::ranges::any_of(peers_, failed)) return;
+  next_look_ = now + timeout_ / FlagWatch::kLooks;
+  const std::optional<LatePeer> late = service_.late_peer();
+  for (Peer& peer : peers_) {
+    if (late && peer.rank == late->rank) peer.failure = late->failure;
   }
 }
 

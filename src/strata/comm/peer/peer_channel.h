@@ -25,6 +25,7 @@
 #include "strata/base/file_descriptor.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/comm_options.h"
+#include "strata/comm/peer/flag_watch.h"
 #include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
@@ -40,6 +41,9 @@ class PeerChannel {
     // A peer failed or ended, or this rank hears its peers no more; `message` names the rank.
     // Called again and again from then on.
     virtual void failed(const std::string& message) noexcept = 0;
+    // A peer that lives and lets this rank wait for too long; asked FlagWatch::kLooks times in a
+    // timeout.
+    virtual std::optional<LatePeer> late_peer() = 0;
   };
 
   // Collective: meets the other ranks by way of `control`. `timeout`: how long a peer that lives
@@ -75,6 +79,7 @@ class PeerChannel {
   bool serve_once();
   void receive(Peer& peer);
   void reply(const Peer& peer, const Question& question);
+  void note_late();
   void note_ended();
   void repeat_until_stopped(const std::string& failure) noexcept;
   void wait_for_end_of(int rank);
@@ -86,7 +91,8 @@ class PeerChannel {
   FileDescriptor wake_;                  // an event that ends the thread
   std::vector<FileDescriptor> outward_;  // by rank; mine is empty
   std::set<int> silent_;                 // ranks that did not answer in time; of the asking thread
-  std::vector<Peer> peers_;              // the thread's own
+  std::vector<Peer> peers_;              // the thread's own, like the next
+  std::chrono::steady_clock::time_point next_look_;
   std::atomic<bool> asks_no_more_ = false;
   std::mutex mutex_;
   std::condition_variable heard_;

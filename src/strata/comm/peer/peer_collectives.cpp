@@ -52,6 +52,7 @@ class PeerCollectives final : public Collectives {
     link_->map_ahead(*buffer);
     return buffer;
   }
+  void unmap_freed() override { link_->unmap_freed(); }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override;

@@ -27,7 +27,8 @@ namespace strata::comm {
 inline constexpr Bytes kReducePiece = 32_MiB;
 
 struct PeerOptions {
-  // How long this rank waits for a peer's answer, and for a buffer that a peer has not allocated.
+  // How long this rank waits for a peer's answer, for a buffer that a peer has not allocated, and
+  // how long its streams wait for a peer's.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   RankNames names = {};
 };

@@ -51,10 +51,8 @@ void PeerInbox::open(std::size_t index) {
   const std::optional<std::uint32_t> after = ring_.after(index);
   STRATA_ASSERT(after);
   if (*after == 0) return;
-  for (int turn = 0; turn < link_->peers(); ++turn) {
-    link_->device().wait_flag(link_->flag(Kind::kRead, link_->peer(turn), link_->rank()), *after,
-                              link_->transfers());
-  }
+  for (int turn = 0; turn < link_->peers(); ++turn)
+    link_->wait_for(Kind::kRead, link_->peer(turn), *after, link_->transfers());
 }
 
 template <typename Part>

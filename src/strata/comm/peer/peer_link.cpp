@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <thread>
 #include <utility>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
 #include "strata/memory/host_buffer.h"
@@ -34,11 +34,11 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
       world_size_(control_->world_size()),
       timeout_(options.timeout),
       names_(options.names),
+      watch_(timeout_),
       buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
       transfers_(device_->create_stream()) {
   std::string error;
-  // Rank 0 pins before it shares: pinning may migrate pages, which fails while another rank pins
-  // them.
+  // Rank 0 pins before it shares: to pin may migrate pages, which fails while others pin them.
   if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
   channel_ = std::make_unique<PeerChannel>(*control_, *this, timeout_, names_);
   if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
@@ -62,8 +62,7 @@ FileDescriptor PeerLink::make_flags_file() {
   const Bytes bytes = flags_bytes();
   FileDescriptor file(::memfd_create("strata-flags", MFD_CLOEXEC));
   if (!file.valid() || ::ftruncate(file.get(), bytes.value) != 0)
-    throw CommError(
-        fmt::format("no shared memory of {}: {}", to_string(bytes), std::strerror(errno)));
+    throw CommError(fmt::format("no shared memory of {}: {}", to_string(bytes), errno_text(errno)));
   flags_file_ = FileDescriptor(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
   return file;
 }
@@ -195,6 +194,13 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
   }
 }
 
+void PeerLink::unmap_freed() {
+  controlled("to unmap what peers have freed", [&] {
+    for (int turn = 0; turn < peers(); ++turn) buffers_->note_freed(*channel_, peer(turn));
+    buffers_->unmap_freed();
+  });
+}
+
 std::vector<std::uint64_t> PeerLink::meet(const std::string& what, std::uint64_t number) {
   return controlled(what, [&] { return comm::meet(*control_, what, names_, number); });
 }
@@ -210,9 +216,9 @@ void PeerLink::barrier() {
     device_->write_flag(flag(PeerFlags::Kind::kGathered, rank_, peer(turn)), barriers_,
                         *transfers_);
   }
-  for (int turn = 0; turn < peers(); ++turn) {
-    device_->wait_flag(flag(PeerFlags::Kind::kBarrier, peer(turn), rank_), barriers_, *transfers_);
-  }
+  for (int turn = 0; turn < peers(); ++turn)
+    wait_for(PeerFlags::Kind::kBarrier, peer(turn), barriers_, *transfers_);
+  require_usable();
 }
 
 void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> mine) {
@@ -235,19 +241,16 @@ void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> min
   for (int turn = 0; turn < peers(); ++turn)
     device_->write_flag(flag(PeerFlags::Kind::kGiven, rank_, peer(turn)), exchanges_, compute);
   for (int turn = 0; turn < peers(); ++turn)
-    device_->wait_flag(flag(PeerFlags::Kind::kGiven, peer(turn), rank_), exchanges_, compute);
-  for (int r = 0; r < world_size_; ++r) {
-    device_->copy(all.subspan(static_cast<std::size_t>(r) * mine.size(), mine.size()), line_of(r),
-                  compute);
-  }
+    wait_for(PeerFlags::Kind::kGiven, peer(turn), exchanges_, compute);
+  require_usable();
+  for (int r = 0; r < world_size_; ++r)
+    device_->copy(all.subspan(mine.size() * std::size_t(r), mine.size()), line_of(r), compute);
 }
 
 void PeerLink::wait_for_readers() noexcept {
   try {
-    for (int turn = 0; turn < peers(); ++turn) {
-      device_->wait_flag(flag(PeerFlags::Kind::kGathered, peer(turn), rank_), barriers_,
-                         *transfers_);
-    }
+    for (int turn = 0; turn < peers(); ++turn)
+      wait_for(PeerFlags::Kind::kGathered, peer(turn), barriers_, *transfers_);
     transfers_->synchronize();
     device_->compute_stream().synchronize();
   } catch (const std::exception&) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/peer/flag_watch.h"
 #include "strata/comm/peer/peer_buffers.h"
 #include "strata/comm/peer/peer_channel.h"
 #include "strata/comm/peer/peer_collectives.h"
@@ -37,8 +38,12 @@ class PeerLink final : public PeerChannel::Service {
   device::Device& device() { return *device_; }
   const std::shared_ptr<PeerBuffers>& buffers() { return buffers_; }
   device::Flag& flag(PeerFlags::Kind kind, int from, int to) { return flags_.at(kind, from, to); }
-  // Peers in the order in which this rank turns to them: its right neighbour first, so that not all
-  // read from the same one.
+  // Later work of the stream runs when the peer's flag has reached `value`. A peer that lets it
+  // wait for longer than the timeout ends this link, and with it the wait.
+  void wait_for(PeerFlags::Kind kind, int peer, std::uint32_t value, device::Stream& stream) {
+    watch_.wait_for(*device_, kind, peer, flag(kind, peer, rank_), value, stream);
+  }
+  // In the order in which this rank turns to peers, so that not all read from the same one.
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
 
@@ -57,6 +62,7 @@ class PeerLink final : public PeerChannel::Service {
   void map_ahead(const SharedBuffer& buffer);
   // Maps a buffer that every rank has, and throws where that cannot be; nothing has failed then.
   void map_from_all(const std::string& name, Bytes bytes);
+  void unmap_freed();  // of Collectives
 
   void require_usable();
   // The failure of this rank; the peers hear of it.
@@ -84,6 +90,7 @@ class PeerLink final : public PeerChannel::Service {
 
   std::optional<SharedParts> share(const std::string& key, std::size_t first) override;
   void failed(const std::string& message) noexcept override;
+  std::optional<LatePeer> late_peer() override { return watch_.look(); }
 
  private:
   FileDescriptor make_flags_file();     // rank 0, who gives it to the others
@@ -107,6 +114,7 @@ class PeerLink final : public PeerChannel::Service {
   memory::MappedMemory flags_memory_;
   std::unique_ptr<device::HostRegistration> flags_pinned_;
   PeerFlags flags_;
+  FlagWatch watch_;
   std::shared_ptr<PeerBuffers> buffers_;
   std::uint32_t barriers_ = 0;
   std::uint32_t exchanges_ = 0;
@@ -117,7 +125,6 @@ class PeerLink final : public PeerChannel::Service {
   std::mutex mutex_;
   std::string failure_;  // guarded by mutex_, like the next
   std::string told_;
-
   std::unique_ptr<device::Stream> transfers_;
   std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
   std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it

@@ -52,10 +52,8 @@ void PeerReductions::begin(device::Stream& writer, WorkTimes* times) {
   for (int turn = 0; turn < link_.peers(); ++turn) {
     device.write_flag(link_.flag(Kind::kWritten, link_.rank(), link_.peer(turn)), count_, writer);
   }
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.wait_flag(link_.flag(Kind::kWritten, link_.peer(turn), link_.rank()), count_,
-                     link_.transfers());
-  }
+  for (int turn = 0; turn < link_.peers(); ++turn)
+    link_.wait_for(Kind::kWritten, link_.peer(turn), count_, link_.transfers());
   if (times != nullptr) times->begin = link_.transfers().record_timed();
 }
 
@@ -79,11 +77,8 @@ bool PeerReductions::read_by_all(std::uint32_t number) const {
 
 void PeerReductions::wait_for_readers(std::uint32_t number) {
   if (read_by_all(number)) return;
-  device::Device& device = link_.device();
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    device.wait_flag(link_.flag(Kind::kRead, link_.peer(turn), link_.rank()), number,
-                     device.compute_stream());
-  }
+  for (int turn = 0; turn < link_.peers(); ++turn)
+    link_.wait_for(Kind::kRead, link_.peer(turn), number, link_.device().compute_stream());
 }
 
 PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,

@@ -12,7 +12,6 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/block_writer.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::engine {
@@ -104,6 +103,7 @@ void AsyncSaver::start(const SaveRequest& request) {
   {
     ShardStates states(engine_);
     job->saved = plan_together(engine_, states, request.content);
+    require_room(collectives, job->saved, job->folder, *calls_);
     together(collectives, kSavingAsync, [&] { copy_shards(*job, states); });
   }
   job->request.content = {};  // what it refers to is copied
@@ -152,13 +152,14 @@ void AsyncSaver::write_and_publish(Job& job) {
 
 void AsyncSaver::write_files(Job& job) {
   format::ManifestPart part;
+  std::deque<format::BlockWriter> writers = make_files(job.saved, job.folder, *io_, *calls_);
   for (std::size_t i = 0; i < job.saved.files.size(); ++i) {
     const ShardFile& file = job.saved.files[i];
     for (format::ManifestExtent& extent : file.extents(job.saved.kinds)) {
       extent.file = i;
       part.extents.push_back(extent);
     }
-    format::BlockWriter writer(job.folder, file.name(), file.bytes(), *io_, *calls_);
+    format::BlockWriter& writer = writers.front();
     const Bytes piece = align_up(kWritePiece, writer.block());
     std::deque<std::unique_ptr<io::Transfer>> writes;
     while (writer.written() < file.bytes()) {
@@ -170,6 +171,7 @@ void AsyncSaver::write_files(Job& job) {
     }
     for (; !writes.empty(); writes.pop_front()) writes.front()->wait();
     part.files.push_back(writer.finish());
+    writers.pop_front();
   }
   if (job.checkpoint) {
     for (const auto& [name, text] : job.request.texts) job.checkpoint->write_text(name, text, *io_);

@@ -21,8 +21,8 @@
 
 namespace strata::engine {
 
-// What a save of this rank copies to the host, when the optimizer has its states: its files, but
-// for buffers and what a script brings, for which there is some room.
+// The bytes that a save of this rank copies to the host when the optimizer has its states: its
+// files without buffers and the script's tensors, for which there is some room.
 Bytes copied_bytes(Engine& engine);
 
 class AsyncSaver {

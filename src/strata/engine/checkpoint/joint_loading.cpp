@@ -88,6 +88,7 @@ std::vector<Meeting> plan_meetings(const Weights& weights, const format::WeightM
 LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
                                   std::optional<Bytes> enough) {
   comm::Collectives& collectives = engine.collectives();
+  engine.parking().require_all("loading weights");
   // Nobody stores before all have let go of what they had gathered.
   together(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank

@@ -24,7 +24,7 @@ struct ExtraTensor {
   int rank = 0;                      // that writes it
 };
 
-// What an optimizer of the user's keeps of this rank's part of a parameter, element by element.
+// A state of an optimizer of the user's: one element for each of this rank's part of a parameter.
 struct ExtraState {
   int param = 0;
   std::string kind;
@@ -50,7 +50,7 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
                               const SavedContent& content,
                               std::span<const std::string> kinds_of_all);
 
-// Of this rank's: those of the engine's optimizer, and of the content's states.
+// The kinds that this rank saves: those of the engine's optimizer and of the content's states.
 std::vector<std::string> kinds_of(Engine& engine, const ShardStates& states,
                                   const SavedContent& content);
 

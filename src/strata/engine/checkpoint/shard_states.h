@@ -30,7 +30,7 @@ class ShardStates {
   ShardStates(const ShardStates&) = delete;
   ShardStates& operator=(const ShardStates&) = delete;
 
-  // Of a unit; kValue first.
+  // The kinds that a unit has; kValue first.
   std::vector<std::string_view> kinds_of(int unit) const;
   // The same, as if the optimizer were prepared: what loading can store.
   std::vector<std::string_view> storable_kinds_of(int unit) const;

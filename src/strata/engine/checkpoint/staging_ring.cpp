@@ -12,14 +12,14 @@ Bytes granule_of(const StagingOptions& options) {
   return small ? memory::Arena::kDefaultGranule : io::File::kDirectBlock;
 }
 
-Bytes room_of(const StagingOptions& options) {
+}  // namespace
+
+Bytes StagingRing::room(const StagingOptions& options) {
   return align_up(options.buffer_bytes, granule_of(options)) * options.buffers;
 }
 
-}  // namespace
-
 void StagingRing::expect(const StagingOptions& options, device::Device& device) {
-  device.expect_host(room_of(options), memory::Kind::kStaging);
+  device.expect_host(room(options), memory::Kind::kStaging);
 }
 
 StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
@@ -29,7 +29,7 @@ StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
         fmt::format("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
                     options.buffers, options.buffer_bytes.value));
   }
-  memory_ = device.allocate_host(room_of(options), memory::Kind::kStaging);
+  memory_ = device.allocate_host(room(options), memory::Kind::kStaging);
   memory::Arena arena(memory_->bytes(), granule_of(options));
   for (int i = 0; i < options.buffers; ++i) {
     auto extent = arena.try_allocate(buffer_bytes_);

@@ -29,6 +29,8 @@ struct StagingOptions {
 
 class StagingRing {
  public:
+  // The memory of a ring with these options.
+  static Bytes room(const StagingOptions& options);
   // Tells a device that a ring with these options will be made: it makes its memory beside the
   // caller.
   static void expect(const StagingOptions& options, device::Device& device);
@@ -38,6 +40,9 @@ class StagingRing {
   ~StagingRing();
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
+
+  // Reads into the buffers, and writes from them, cost less by this engine from now on.
+  void register_with(io::IoEngine& io) { registration_ = io.register_memory(memory_->bytes()); }
 
   std::size_t size() const { return slots_.size(); }
   Bytes buffer_bytes() const { return buffer_bytes_; }
@@ -65,6 +70,7 @@ class StagingRing {
 
   Bytes buffer_bytes_;
   std::unique_ptr<device::HostMemory> memory_;  // pinned at once, which costs less than in parts
+  std::unique_ptr<io::MemoryRegistration> registration_;  // null: no engine knows the memory
   std::vector<Slot> slots_;
 };
 

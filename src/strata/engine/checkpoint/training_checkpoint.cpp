@@ -3,11 +3,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <set>
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
+#include "strata/format/inside_folder.h"
 #include "strata/format/message_text.h"
+#include "strata/io/descriptor_limit.h"
 
 namespace strata::engine {
 namespace {
@@ -19,6 +20,11 @@ using format::TensorRole;
 constexpr std::string_view kOpening = "opening the checkpoint";
 constexpr std::size_t kNamed = 12;  // names that a message lists
 constexpr Bytes kWholePiece = 8_MiB;
+
+std::string both_shapes(const std::string& name, const std::vector<std::int64_t>& model,
+                        const std::vector<std::int64_t>& checkpoint) {
+  return fmt::format("{}: {} in the model, {} in the checkpoint", name, model, checkpoint);
+}
 
 }  // namespace
 
@@ -67,8 +73,8 @@ TrainingCheckpoint open_training(comm::Collectives& collectives, const std::stri
   return {std::move(folder), std::move(manifest)};
 }
 
-Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
-  Differences differences;
+UnlikeNames compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
+  UnlikeNames differences;
   std::set<std::size_t> used;
   const Weights& weights = engine.weights();
   for (int p = 0; p < weights.param_count(); ++p) {
@@ -80,10 +86,8 @@ Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
     }
     used.insert(*tensor);
     const std::vector<std::int64_t>& shape = checkpoint.manifest().tensors[*tensor].shape;
-    if (shape != param.shape) {
-      differences.misshapen.push_back(
-          fmt::format("{}: {} in the model, {} in the checkpoint", param.name, param.shape, shape));
-    }
+    if (shape != param.shape)
+      differences.misshapen.push_back(both_shapes(param.name, param.shape, shape));
   }
   for (std::size_t i = 0; i < checkpoint.manifest().tensors.size(); ++i) {
     const format::ManifestTensor& tensor = checkpoint.manifest().tensors[i];
@@ -93,10 +97,46 @@ Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
   return differences;
 }
 
-CheckpointFiles::CheckpointFiles(const TrainingCheckpoint& checkpoint) : checkpoint_(checkpoint) {
-  for (const format::ManifestFile& entry : checkpoint.manifest().files) {
-    io::File& file = files_.emplace_back(fmt::format("{}/{}", checkpoint.path(), entry.name),
-                                         io::File::Mode::kRead);
+std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
+                                       const std::string& name, int rank, int world_size) {
+  if (checkpoint.manifest().world_size == world_size) {
+    const auto own = checkpoint.find(TensorRole::kRankBuffer, fmt::format("{}:{}", rank, name));
+    if (own) return own;
+  }
+  return checkpoint.find(TensorRole::kBuffer, name);
+}
+
+UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
+                            std::span<const BufferSpec> buffers, int rank, int world_size) {
+  UnlikeNames differences;
+  std::set<std::string> names;
+  for (const BufferSpec& buffer : buffers) {
+    names.insert(buffer.name);
+    const auto tensor = find_buffer(checkpoint, buffer.name, rank, world_size);
+    if (!tensor) {
+      differences.missing.push_back(buffer.name);
+      continue;
+    }
+    const std::vector<std::int64_t>& shape = checkpoint.manifest().tensors[*tensor].shape;
+    if (shape != buffer.shape)
+      differences.misshapen.push_back(both_shapes(buffer.name, buffer.shape, shape));
+  }
+  for (const format::ManifestTensor& tensor : checkpoint.manifest().tensors) {
+    if (tensor.role == TensorRole::kBuffer && !names.contains(tensor.name))
+      differences.unexpected.push_back(tensor.name);
+  }
+  return differences;
+}
+
+CheckpointFiles::CheckpointFiles(const TrainingCheckpoint& checkpoint,
+                                 const std::set<std::size_t>& wanted)
+    : checkpoint_(checkpoint), files_(checkpoint.manifest().files.size()) {
+  io::allow_descriptors(wanted.size() * 2);  // each may be opened again, past the page cache
+  for (const std::size_t place : wanted) {
+    const format::ManifestFile& entry = checkpoint.manifest().files[place];
+    const std::string path = fmt::format("{}/{}", checkpoint.path(), entry.name);
+    format::require_inside(checkpoint.path(), path);
+    const io::File& file = files_[place].emplace(path, io::File::Mode::kRead);
     if (file.size() != entry.bytes) {
       throw FormatError(fmt::format(
           "a file of a checkpoint has another size than it was written with; it is cut off or was "
@@ -108,7 +148,7 @@ CheckpointFiles::CheckpointFiles(const TrainingCheckpoint& checkpoint) : checkpo
 
 std::vector<const io::File*> CheckpointFiles::pointers() const {
   std::vector<const io::File*> all;
-  for (const io::File& file : files_) all.push_back(&file);
+  for (const auto& file : files_) all.push_back(file ? &*file : nullptr);
   return all;
 }
 
@@ -127,7 +167,7 @@ void CheckpointFiles::look(std::size_t file, Bytes offset, std::span<const std::
       fmt::format("bytes of a checkpoint are not what was written (their checksum differs), of {}; "
                   "load another "
                   "checkpoint, or copy the file again: path={} begin={} end={}",
-                  owners(file, wrong), files_[file].path(), wrong.value,
+                  owners(file, wrong), at(file).path(), wrong.value,
                   std::min(wrong + entry.checksums.block(), entry.bytes).value));
 }
 
@@ -159,8 +199,10 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
                 std::span<std::byte> target, std::string_view kind) {
   STRATA_ASSERT(Bytes(target.size()) == whole_bytes(checkpoint, tensor, kind));
   const Manifest& manifest = checkpoint.manifest();
-  const CheckpointFiles files(checkpoint);
   std::vector<std::size_t> extents = checkpoint.extents(tensor, kind);
+  std::set<std::size_t> wanted;
+  for (const std::size_t i : extents) wanted.insert(manifest.extents[i].file);
+  const CheckpointFiles files(checkpoint, wanted);
   std::ranges::sort(extents, {}, [&](std::size_t i) { return manifest.extents[i].begin; });
   std::vector<std::byte> blocks;
   for (const std::size_t i : extents) {

@@ -6,10 +6,11 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -50,22 +51,39 @@ class TrainingCheckpoint {
 // Collective. `path`: rank 0's counts; it reads the manifest for all.
 TrainingCheckpoint open_training(comm::Collectives& collectives, const std::string& path);
 
-// What the model and the checkpoint have not in common.
-struct Differences {
-  std::vector<std::string> missing;     // parameters that the checkpoint lacks
-  std::vector<std::string> unexpected;  // parameters that the model lacks
+// A persistent buffer of this rank's model.
+struct BufferSpec {
+  std::string name;
+  std::vector<std::int64_t> shape;
+};
+
+// What the model and the checkpoint have not in common, of parameters or of buffers.
+struct UnlikeNames {
+  std::vector<std::string> missing;     // that the checkpoint lacks
+  std::vector<std::string> unexpected;  // that the model lacks
   std::vector<std::string> misshapen;   // "name: [2, 3] in the model, [3, 2] in the checkpoint"
   bool none() const { return missing.empty() && unexpected.empty() && misshapen.empty(); }
 };
-Differences compare(const TrainingCheckpoint& checkpoint, Engine& engine);
+UnlikeNames compare(const TrainingCheckpoint& checkpoint, Engine& engine);
+// The buffers of `rank` of `world_size`, all of them.
+UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
+                            std::span<const BufferSpec> buffers, int rank, int world_size);
+// Which tensor a rank's buffer goes on from: its own where the same number of ranks saved and this
+// one's differed, else rank 0's; nullopt: there is none.
+std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
+                                       const std::string& name, int rank, int world_size);
 
-// The checkpoint's files, open. FormatError for one that has another size than it was written with.
+// Files of the checkpoint, open. Nobody opens files that he reads nothing of: of many ranks' files
+// the limit of descriptors is near. FormatError for one that has another size than it was written
+// with, and for a link that leads out of the folder.
 class CheckpointFiles {
  public:
-  explicit CheckpointFiles(const TrainingCheckpoint& checkpoint);
+  // `wanted`: places in the manifest.
+  CheckpointFiles(const TrainingCheckpoint& checkpoint, const std::set<std::size_t>& wanted);
 
+  // By places in the manifest; null: not open.
   std::vector<const io::File*> pointers() const;
-  const io::File& at(std::size_t file) const { return files_[file]; }
+  const io::File& at(std::size_t file) const { return files_[file].value(); }
   // The largest block of checksums: what lies in it is whole blocks of every file.
   Bytes block() const;
   // FormatError for a block, of whole ones, that is not what was written.
@@ -75,7 +93,7 @@ class CheckpointFiles {
   std::string owners(std::size_t file, Bytes wrong) const;
 
   const TrainingCheckpoint& checkpoint_;
-  std::deque<io::File> files_;
+  std::vector<std::optional<io::File>> files_;
 };
 
 // Fills `target` with all bytes of a tensor, or of what is kept beside its value, verified. It has

@@ -31,19 +31,22 @@ struct Entry {
   const StateTarget* target = nullptr;  // not null: memory of another optimizer
 };
 
+// What this rank keeps of each.
+std::vector<format::ParamRange> wanted_of(Engine& engine, std::span<const Entry> entries) {
+  std::vector<format::ParamRange> ranges;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const auto [begin, end] = engine.weights().owned_range(entries[i].param);
+    if (begin < end) ranges.push_back({i, begin, end});
+  }
+  return ranges;
+}
+
 class TrainingSink final : public ValueSink {
  public:
   TrainingSink(Engine& engine, std::span<const Entry> entries)
       : engine_(engine), states_(engine), entries_(entries) {}
 
-  std::vector<format::ParamRange> wanted() const override {
-    std::vector<format::ParamRange> ranges;
-    for (std::size_t i = 0; i < entries_.size(); ++i) {
-      const auto [begin, end] = engine_.weights().owned_range(entries_[i].param);
-      if (begin < end) ranges.push_back({i, begin, end});
-    }
-    return ranges;
-  }
+  std::vector<format::ParamRange> wanted() const override { return wanted_of(engine_, entries_); }
   void enqueue_store(std::size_t item, Numel begin, Numel numel, const std::byte* source,
                      DType source_dtype) override {
     const Entry& entry = entries_[item];
@@ -151,15 +154,19 @@ StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
   return sources;
 }
 
-void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine, bool without_frozen) {
-  Differences differences = compare(checkpoint, engine);
-  if (without_frozen) {
+void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
+                        const LoadRequest& request) {
+  UnlikeNames differences = compare(checkpoint, engine);
+  const comm::Collectives& ranks = engine.collectives();
+  const UnlikeNames buffers =
+      compare_buffers(checkpoint, request.buffers, ranks.rank(), ranks.world_size());
+  if (request.without_frozen) {
     std::set<std::string> frozen;
     for (const plan::ParamSpec& param : engine.weights().params())
       if (!param.trainable) frozen.insert(param.name);
     std::erase_if(differences.missing, [&](const auto& name) { return frozen.contains(name); });
   }
-  if (differences.none()) return;
+  if (differences.none() && buffers.none()) return;
   std::string text;
   const auto add = [&](std::string_view what, const std::vector<std::string>& names) {
     if (!names.empty()) text += fmt::format("; {} {}: {}", names.size(), what, listed(names));
@@ -167,6 +174,9 @@ void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine, bo
   add("parameters are not in the checkpoint", differences.missing);
   add("are not in the model", differences.unexpected);
   add("have another shape", differences.misshapen);
+  add("buffers are not in the checkpoint", buffers.missing);
+  add("buffers are not in the model", buffers.unexpected);
+  add("buffers have another shape", buffers.misshapen);
   throw FormatError(
       fmt::format("the checkpoint is of another model{}. To load what both have, ask for "
                   "load_module_strict=False: path={}",
@@ -200,12 +210,16 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
   std::optional<StateSources> sources;
   std::optional<format::WeightMap> map;
   engine.settle_step();
+  engine.parking().require_all("loading a checkpoint");
   together(collectives, kLoadingTraining, [&] {
-    if (request.strict) require_same_model(checkpoint, engine, request.without_frozen);
-    files.emplace(checkpoint);
-    engine.prepare();
+    if (request.strict) require_same_model(checkpoint, engine, request);
     sources.emplace(sources_of(engine, checkpoint, request));
     map.emplace(sources->map());
+    std::set<std::size_t> wanted;
+    for (const format::RangeCopy& copy : map->intersect(wanted_of(engine, sources->entries)))
+      wanted.insert(copy.file);
+    files.emplace(checkpoint, wanted);
+    engine.prepare();
   });
   // Nobody stores before all have let go of what they had gathered.
   together(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });

@@ -5,8 +5,9 @@
 //
 // Threads: the engine's. Memory: one StagingRing. Errors, on every rank alike: FormatError for a
 // manifest or a block that is not what was written, by file, tensor and place, and for a checkpoint
-// of another model; IoError for files that are missing or too short. After an error while values
-// were being stored the engine neither trains nor saves until something was loaded whole.
+// of another model, by parameters and buffers; IoError for files that are missing or too short.
+// After an error while values were being stored the engine neither trains nor saves until something
+// was loaded whole.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +36,8 @@ struct LoadRequest {
   // Frozen parameters that the checkpoint lacks are no difference: it was saved without them.
   bool without_frozen = false;
   std::vector<StateTarget> targets;
+  // Of this rank's model, all of them: compared as parameters are. Their owner reads them.
+  std::vector<BufferSpec> buffers;
 };
 
 // Collective: values, and the optimizer's states where they are asked for. The caller restores

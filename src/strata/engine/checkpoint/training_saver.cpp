@@ -3,11 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
+#include <string>
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/block_writer.h"
 #include "strata/format/message_text.h"
 
 namespace strata::engine {
@@ -27,10 +28,8 @@ void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
 }
 
 // Goes through the file in buffers: the next ones are being filled and written while one is hashed.
-format::ManifestFile write_file(const ShardFile& file, const std::string& folder,
-                                ShardStates& states, device::Device& device, StagingRing& ring,
-                                io::IoEngine& io, io::FolderCalls& calls) {
-  format::BlockWriter writer(folder, file.name(), file.bytes(), io, calls);
+format::ManifestFile write_file(const ShardFile& file, format::BlockWriter& writer,
+                                ShardStates& states, device::Device& device, StagingRing& ring) {
   const Bytes piece = ring.buffer_bytes();
   STRATA_ASSERT(piece % writer.block() == Bytes());
   const auto turns = static_cast<std::size_t>(align_up(file.bytes(), piece) / piece);
@@ -84,6 +83,32 @@ SavedShards plan_together(Engine& engine, const ShardStates& states, const Saved
   return plan_saved_shards(engine, states, content, kinds);
 }
 
+void require_room(comm::Collectives& collectives, const SavedShards& saved,
+                  const std::string& folder, io::FolderCalls& calls) {
+  Bytes mine;
+  for (const ShardFile& file : saved.files) mine += file.bytes();
+  const std::vector<std::string> texts = collectives.all_gather_text(std::to_string(mine.value));
+  together(collectives, kSavingTraining, [&] {
+    if (collectives.rank() != 0) return;
+    Bytes wanted;
+    for (const std::string& text : texts) wanted += Bytes(std::int64_t{std::stoll(text)});
+    const std::optional<Bytes> free = calls.free_space(folder);
+    if (!free || wanted <= *free) return;
+    throw IoError(
+        fmt::format("a checkpoint is larger than what its file system has free; free space there, "
+                    "or give another folder: path={} wanted={} ({}) free={} ({})",
+                    folder, wanted.value, to_string(wanted), free->value, to_string(*free)));
+  });
+}
+
+std::deque<format::BlockWriter> make_files(const SavedShards& saved, const std::string& folder,
+                                           io::IoEngine& io, io::FolderCalls& calls) {
+  std::deque<format::BlockWriter> writers;
+  for (const ShardFile& file : saved.files)
+    writers.emplace_back(folder, file.name(), file.bytes(), io, calls);
+  return writers;
+}
+
 format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, int stage,
                              std::span<const std::string> parts) {
   format::Manifest manifest;
@@ -106,6 +131,7 @@ void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& cal
   require_same_tag(collectives, request.tag);
   together(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
+    engine.parking().require_all("saving a checkpoint");
     format::require_tag(request.tag);
     if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
   });
@@ -120,6 +146,9 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
       collectives.all_gather_text(checkpoint ? checkpoint->staging() : std::string()).front();
   ShardStates states(engine);
   SavedShards saved = plan_together(engine, states, request.content);
+  require_room(collectives, saved, folder, calls);
+  std::deque<format::BlockWriter> writers;
+  together(collectives, kSavingTraining, [&] { writers = make_files(saved, folder, io, calls); });
   std::string part;
   together(collectives, kSavingTraining, [&] {
     if (checkpoint) {
@@ -133,7 +162,8 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
         extent.file = written.files.size();
         written.extents.push_back(extent);
       }
-      written.files.push_back(write_file(file, folder, states, engine.device(), ring, io, calls));
+      written.files.push_back(write_file(file, writers.front(), states, engine.device(), ring));
+      writers.pop_front();
     }
     part = to_text(written);
   });

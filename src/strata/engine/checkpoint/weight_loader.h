@@ -73,7 +73,7 @@ struct LoadSource {
 class ValueSink {
  public:
   virtual ~ValueSink() = default;
-  // What this rank keeps of the map's parameters.
+  // The ranges of the map's parameters that this rank keeps.
   virtual std::vector<format::ParamRange> wanted() const = 0;
   // Queues on the compute stream: the elements have these values. The source stays until the stream
   // has come so far.

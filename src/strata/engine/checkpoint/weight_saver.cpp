@@ -19,10 +19,12 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
       tensors_(std::move(tensors)),
       io_(io),
       writes_(engine.collectives().rank() == 0),
-      shard_gather_(engine.weights().shards(), engine.collectives(), engine.device()) {
+      shard_gather_(engine.weights().shards(), engine.collectives(), engine.device(),
+                    engine.recorder()) {
   engine_.settle_step();  // what it has left to say is better said before a checkpoint
   together(engine_.collectives(), kSaving, [&] {
     engine_.require_intact_weights();
+    engine_.parking().require_weights("saving weights");
     for (const SavedTensor& tensor : tensors_) check_tensor(tensor);
     plan_runs();
     Bytes largest;

@@ -170,6 +170,31 @@ void note_missing_type(const json& document, Remarks* remarks) {
                    sign)});
 }
 
+// Weights that groups of ranks hold, or that peers are told to read, stay on the device. What
+// "auto" does not look at, and what only "auto" looks at, are hints.
+void restrict_automatic(Config& config, const Settings& s, Remarks* remarks) {
+  OffloadConfig& offload = config.offload;
+  const comm::CarrierSettings& carriers = config.strata.carriers;
+  if (config.zero.shard_group_size != 0 || carriers.gather == comm::CarrierKind::kPeer ||
+      carriers.collectives == comm::CollectivesKind::kPeer)
+    offload.places_weights = false;
+  const auto note = [&](std::string_view path, bool given, std::string_view reason) {
+    if (given) remarks->hints.push_back({std::string(path), std::string(reason)});
+  };
+  if (offload.automatic) {
+    for (const std::string_view section : {"offload_param", "offload_optimizer"}) {
+      const std::string path = fmt::format("zero_optimization.{}.device", section);
+      note(path, s.text(path) != "none", "strata.placement is \"auto\", which chooses places");
+    }
+    constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
+    note(kRatio, s.number(kRatio) < 1.0, "strata.placement is \"auto\", which chooses places");
+  } else {
+    constexpr std::string_view kReason = "it is for strata.placement \"auto\"";
+    note("strata.device_budget", offload.device_budget.has_value(), kReason);
+    note("strata.host_budget", offload.host_budget.has_value(), kReason);
+  }
+}
+
 bool is_in(std::string_view path, std::string_view section) {
   return section.empty() || path == section ||
          (path.starts_with(section) && path.substr(section.size()).starts_with('.'));
@@ -187,6 +212,7 @@ Config Config::parse(std::string_view text_or_path) {
   config.offload = read_offload(s, config.zero.stage);
   config.precision = read_precision(s);
   config.strata = read_strata(s);
+  restrict_automatic(config, s, &remarks);
   config.strata.carriers.joint_gathers = config.offload.offloads_params();
   config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
                   .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),
@@ -208,6 +234,7 @@ Config Config::parse(std::string_view text_or_path) {
   if (has_scheduler) config.scheduler = read_scheduler(&s, &remarks);
   STRATA_ASSERT(s.first_unread().empty());
   config.hints = std::move(remarks.hints);
+  config.hint_values = std::move(remarks.hint_values);
   config.open = std::move(remarks.open);
   config.settings_ = s.canonical();
   return config;

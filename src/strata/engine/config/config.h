@@ -114,7 +114,8 @@ struct Config {
   std::optional<SchedulerConfig> scheduler;  // absent also while a setting of it is open
   StrataConfig strata;
   std::vector<Hint> hints;
-  std::vector<OpenSetting> open;  // their fields here hold defaults
+  std::map<std::string, std::string> hint_values;  // as JSON, by path, of those that were given
+  std::vector<OpenSetting> open;                   // their fields here hold defaults
 
  private:
   std::map<std::string, std::string> settings_;  // path to canonical text, for digest()

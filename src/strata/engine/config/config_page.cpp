@@ -35,9 +35,9 @@ optim, sched, bf16, fp16 or strata. Any other is your own, and is listed with th
 top-level keys with a dot in their name, which some frameworks write.)
 
 `null` means *not given*, and so does `"auto"`, which frameworks replace. Some values have to be
-chosen: an `"auto"` that nobody replaced is an error of `initialize` in `gradient_clipping`, and for
-the numbers of the optimizer and the scheduler, unless you pass these yourself. A configuration for
-training whose `optimizer` has no `type` is one, too.
+chosen: an `"auto"` that nobody replaced is an error of `initialize` in `gradient_clipping` and
+`zero_optimization.stage`, and for the scheduler's type and the numbers of the optimizer and the
+scheduler, unless you pass these yourself. A configuration for training whose `optimizer` has no `type` is one, too.
 
 A number may be a text (`"3"`, `"0.01"`), and `1` and `0` are read as true and false. Sizes may be
 written as `5e8`; fractions of an element are cut off. Bytes may be written as `"512MiB"` (KiB, MiB,

@@ -114,12 +114,14 @@ std::string wanted(const Key& key) {
       return fmt::format("one of {} (in any case)", spelled_choices(key.limits));
     case Kind::kStrings:
       return "a list of texts";
+    case Kind::kTexts:
+      return "a text or a list of texts";
     case Kind::kNumbers:
       return with_limits("a list of numbers,", key.limits);
     case Kind::kPerGroup:
       return with_limits("a number, or a list of one number a parameter group,", key.limits);
-    case Kind::kObjects:
-      return "a list of objects [{ ... }]";
+    case Kind::kRules:
+      return "a list of objects [{ ... }], or \"auto\"";
     case Kind::kSection:
     case Kind::kParams:
     case Kind::kSwitch:

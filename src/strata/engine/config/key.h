@@ -21,10 +21,11 @@ enum class Kind : std::uint8_t {
   kChoice,    // text, one of `limits`
   kWord,      // the same, in any case of letters
   kStrings,   // a list of texts
+  kTexts,     // a text, or a list of texts; a list in canonical form
   kNumbers,   // a list of numbers of one length: `limits` says which
   kPerGroup,  // a number, or a list of one number a parameter group
   kSection,   // an object whose keys have rows of their own
-  kObjects,   // a list of objects, which whoever reads it checks
+  kRules,     // a list of objects, which whoever reads it checks, or "auto"
   kParams,    // an object that the optimizer or scheduler of that name checks
   kSwitch,    // an object of a feature that is off unless one of the keys in `limits` is set
 };

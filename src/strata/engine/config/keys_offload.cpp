@@ -11,7 +11,6 @@ using enum Treatment;
 
 #define PARAM "zero_optimization.offload_param."
 #define OPTIM "zero_optimization.offload_optimizer."
-#define NOT_OFFLOADED "nothing is offloaded by this version"
 
 constexpr std::array kOffloadKeys{
     Key{"zero_optimization.offload_param", kSection, "{}", "", kHonoured,
@@ -20,17 +19,19 @@ constexpr std::array kOffloadKeys{
         "where this rank's shards of parameters rest at stage 3, but for persistent ones: \"cpu\", "
         "pinned memory of the host; \"nvme\", a drive",
         ""},
-    Key{PARAM "nvme_path", kText, "null", "", kHonoured,
-        "folder on the drive; it must exist, and shards of a rank go to a folder of its own in it",
+    Key{PARAM "nvme_path", kTexts, "null", "", kHonoured,
+        "folder on the drive, or one on each of several, which share the bytes by their measured "
+        "speeds; it must exist, and shards of a rank go to a folder of its own in it",
         ""},
     Key{PARAM "buffer_count", kInteger, "5", ">= 0", kHonoured,
         "times buffer_size: elements of the parameters' dtype that memory has room for through "
         "which a drive is read and written; parameters share it, whatever their sizes",
         ""},
     Key{PARAM "buffer_size", kNumel, "100000000", ">= 0", kHonoured, "see buffer_count", ""},
-    Key{PARAM "max_in_cpu", kNumel, "1000000000", ">= 0", kHint,
-        "elements of a drive's parameters kept on the host",
-        "what fits into buffer_count times buffer_size is not read from the drive again"},
+    Key{PARAM "max_in_cpu", kNumel, "0", ">= 0", kHonoured,
+        "elements more that this memory has room for: what fits into it is not read from the drive "
+        "again; DeepSpeed's default is 1e9",
+        ""},
     Key{PARAM "pin_memory", kFlag, "true", "", kHint, "page-locked memory",
         "memory of offloaded parameters is locked where a GPU reads it, and nowhere else"},
 
@@ -40,8 +41,9 @@ constexpr std::array kOffloadKeys{
         "where optimizer state, masters and reduced gradients rest: \"cpu\", pinned memory of the "
         "host; \"nvme\", a drive, with gradients on the host",
         ""},
-    Key{OPTIM "nvme_path", kText, "null", "", kHonoured,
-        "folder on the drive; it must exist, and states of a rank go to a folder of its own in it",
+    Key{OPTIM "nvme_path", kTexts, "null", "", kHonoured,
+        "folder on the drive, or one on each of several, which share the bytes by their measured "
+        "speeds; it must exist, and states of a rank go to a folder of its own in it",
         ""},
     Key{OPTIM "buffer_count", kInteger, "4", ">= 0", kHonoured,
         "times buffer_size: elements of fp32 that memory has room for through which a drive is "
@@ -65,20 +67,26 @@ constexpr std::array kOffloadKeys{
     Key{OPTIM "cpuadam_cores_perc", kNumber, "0.8", "0..1", kHint,
         "share of cores for the host step", "strata.threads sets the threads of host kernels"},
 
-    Key{"aio", kSection, "{}", "", kHint, "reads and writes of offloaded state", NOT_OFFLOADED},
-    Key{"aio.block_size", kBytes, "1048576", "> 0", kHint, "bytes of one request", NOT_OFFLOADED},
-    Key{"aio.queue_depth", kInteger, "8", "> 0", kHint, "requests in flight", NOT_OFFLOADED},
-    Key{"aio.intra_op_parallelism", kInteger, "1", "> 0", kHint, "threads of one transfer",
-        NOT_OFFLOADED},
-    Key{"aio.single_submit", kFlag, "false", "", kHint, "one request a submission", NOT_OFFLOADED},
+    Key{"aio", kSection, "{}", "", kHonoured,
+        "how drives are read and written; `strata bench-io` measures which values suit a drive",
+        ""},
+    Key{"aio.block_size", kBytes, "1048576", "> 0", kHonoured,
+        "bytes of one request, rounded up to 4 KiB; at most 1 GiB", ""},
+    Key{"aio.queue_depth", kInteger, "32", "> 0", kHonoured,
+        "requests under way at once for each intra_op_parallelism; at most 4096 in all, and 64 "
+        "where threads serve drives because the kernel refuses io_uring",
+        ""},
+    Key{"aio.intra_op_parallelism", kInteger, "1", "> 0", kHonoured, "see queue_depth", ""},
+    Key{"aio.single_submit", kFlag, "false", "", kHint, "one request a submission",
+        "requests that wait are handed over together"},
     Key{"aio.overlap_events", kFlag, "true", "", kHint, "submit while completions arrive",
-        NOT_OFFLOADED},
-    Key{"aio.use_gds", kFlag, "false", "", kHint, "drive to GPU without the host", NOT_OFFLOADED},
+        "completions are always taken as they come"},
+    Key{"aio.use_gds", kFlag, "false", "", kHint, "drive to GPU without the host",
+        "drives are read and written through pinned memory of the host"},
 };
 
 #undef PARAM
 #undef OPTIM
-#undef NOT_OFFLOADED
 
 }  // namespace
 

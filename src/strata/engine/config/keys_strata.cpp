@@ -52,7 +52,8 @@ constexpr std::array kStrataKeys{
         "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
     Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
         "threads of a rank that work on host memory; null or \"auto\": cores / ranks of the host, "
-        "at most 32 (rank 0 at its start more, where it reads a whole model on the host)",
+        "at most 32 (rank 0 at its start more, where it reads a whole model on the host); on cores "
+        "of the rank's own where a launcher starts several on a host",
         ""},
     Key{"strata.init", kSection, "{}", "", kHonoured, "how a model gets into the engine", ""},
     Key{"strata.init.tier", kChoice, "\"auto\"", "auto|device_copy|device_grow|distributed|host",
@@ -83,13 +84,28 @@ constexpr std::array kStrataKeys{
         "ui.perfetto.dev: gathers, reductions, waits, computing, the optimizer, by unit; null: "
         "nowhere",
         ""},
-    Key{"strata.placement", kObjects, "[]", "", kHonoured,
+    Key{"strata.placement", kRules, "[]", "", kHonoured,
         "rules for single parameters, the first that names one counts: `match`, a pattern of "
         "names, "
         "or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, where its weights "
         "and "
         "optimizer state rest: \"device\", \"host\", \"nvme\"; folders and staging are those of "
-        "offload_param and offload_optimizer",
+        "offload_param and offload_optimizer. \"auto\": the device is filled first, then the host, "
+        "then the drive of an nvme_path, with what a step uses least in the last of them",
+        ""},
+    Key{"strata.device_budget", kBytes, "null", "> 0", kHonoured,
+        "bytes of its device that a rank's engine may hold at its peak where placement is "
+        "\"auto\"; activations come on top. null or \"auto\": two thirds of what is free at the "
+        "start; on CPU ranks: no bound, so that nothing is offloaded",
+        ""},
+    Key{"strata.host_budget", kBytes, "null", "> 0", kHonoured,
+        "bytes of host memory, likewise, that a rank may take for what is offloaded and staged; "
+        "null or \"auto\": a rank's share of three quarters of what is available at the start",
+        ""},
+    Key{"strata.verify_drives", kFlag, "false", "", kHonoured,
+        "a checksum of each page that is written to a drive under offload is kept in memory (8 "
+        "bytes for 4 KiB), and compared when the page is read: a drive that gives back something "
+        "else is an error",
         ""},
     Key{"strata.trace_steps", kInteger, "3", "1..100", kHonoured,
         "steps that are in the timeline, after two that warm up", ""},

@@ -57,7 +57,8 @@ constexpr std::array kTrainingKeys{
     Key{"zero_allow_untested_optimizer", kFlag, "false", "", kHint, "allow optimizers of one's own",
         "every elementwise torch.optim optimizer is allowed"},
     Key{"zero_force_ds_cpu_optimizer", kFlag, "true", "", kHint,
-        "insist on the host optimizer under offload", "nothing is offloaded by this version"},
+        "insist on the host optimizer under offload",
+        "the engine's own Adam updates offloaded states, on the GPU where there is one"},
     Key{"vocabulary_size", kInteger, "null", "", kHint, "size of the vocabulary",
         "it was only ever checked for alignment"},
 
@@ -78,7 +79,7 @@ constexpr std::array kAdam{
     Key{PARAM "torch_adam", kFlag, "false", "", kHonoured,
         "use torch.optim's class instead of the engine's kernel", ""},
     Key{PARAM "bias_correction", kFlag, "true", "", kRefused, "Adam without bias correction",
-        "write true or remove the key"},
+        "remove the key, and pass strata.ops.adam.FusedAdam with it to initialize"},
     Key{PARAM "amsgrad", kFlag, "false", "", kRefused, "the AMSGrad variant",
         "add \"torch_adam\": true, which offers it"},
     Key{PARAM "maximize", kFlag, "false", "", kRefused, "ascent instead of descent",

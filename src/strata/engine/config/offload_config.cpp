@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
@@ -21,6 +22,13 @@ constexpr std::string_view kParamDevice = "zero_optimization.offload_param.devic
 constexpr std::string_view kParamFolder = "zero_optimization.offload_param.nvme_path";
 constexpr std::string_view kParamCount = "zero_optimization.offload_param.buffer_count";
 constexpr std::string_view kParamSize = "zero_optimization.offload_param.buffer_size";
+constexpr std::string_view kMaxInCpu = "zero_optimization.offload_param.max_in_cpu";
+constexpr std::string_view kBlockSize = "aio.block_size";
+constexpr std::string_view kQueueDepth = "aio.queue_depth";
+constexpr std::string_view kParallelism = "aio.intra_op_parallelism";
+constexpr std::string_view kVerify = "strata.verify_drives";
+constexpr std::string_view kDeviceBudget = "strata.device_budget";
+constexpr std::string_view kHostBudget = "strata.host_budget";
 
 // Numbers that nobody has memory for are a budget without a bound.
 Numel elements_of(std::int64_t count, std::int64_t elements) {
@@ -30,31 +38,73 @@ Numel elements_of(std::int64_t count, std::int64_t elements) {
   return Numel(count * elements);
 }
 
+std::vector<std::string> folders_in(const Settings& settings, std::string_view key) {
+  return settings.maybe<std::vector<std::string>>(key).value_or(std::vector<std::string>());
+}
+
 // Empty where nothing goes to a drive.
-std::string folder_for(bool on_drive, const Settings& settings, std::string_view key,
-                       std::string_view what) {
-  const auto folder = settings.maybe<std::string>(key);
-  if (!on_drive) return "";
-  if (folder && !folder->empty()) return *folder;
+std::vector<std::string> folders_for(bool on_drive, const Settings& settings, std::string_view key,
+                                     std::string_view what) {
+  auto folders = folders_in(settings, key);
+  if (!on_drive) return {};
+  if (!folders.empty() && std::ranges::find(folders, "") == folders.end()) return folders;
   throw ConfigError(fmt::format(
-      "{}: wanted the path of a folder on the drive that the {} go to; found none", key, what));
+      "{}: wanted the path of a folder on the drive that the {} go to, or a list of such; found {}",
+      key, what, folders.empty() ? "none" : "an empty one"));
+}
+
+io::EngineOptions io_options(const Settings& settings) {
+  constexpr std::int64_t kDepthMax = 4096;
+  constexpr std::int64_t kThreadsMax = 64;
+  const std::int64_t depth = std::min(settings.integer(kQueueDepth), kDepthMax);
+  const std::int64_t all = std::min(settings.integer(kParallelism), kDepthMax) * depth;
+  io::EngineOptions options;
+  options.piece =
+      align_up(std::min(Bytes(settings.integer(kBlockSize)), 1_GiB), io::File::kDirectBlock);
+  options.depth = static_cast<int>(std::min(all, kDepthMax));
+  options.threads = static_cast<int>(std::min(all, kThreadsMax));
+  return options;
 }
 
 bool names(memory::Tier first, const std::vector<memory::Tier>& others, memory::Tier wanted) {
   return first == wanted || std::ranges::find(others, wanted) != others.end();
 }
 
+Numel param_staging(const Settings& settings) {
+  return elements_of(settings.integer(kParamCount), settings.integer(kParamSize)) +
+         elements_of(1, settings.integer(kMaxInCpu));
+}
+
 void read_param(const Settings& settings, int stage, OffloadConfig& config) {
   config.param = tier_named(settings.text(kParamDevice));
-  config.param_staging = elements_of(settings.integer(kParamCount), settings.integer(kParamSize));
-  config.param_folder = folder_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
-                                   settings, kParamFolder, "weights");
+  config.param_staging = param_staging(settings);
+  config.param_folders = folders_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
+                                     settings, kParamFolder, "weights");
   if (config.offloads_params() && stage != 3) {
     throw ConfigError(fmt::format(
         "{}: weights that are offloaded are sharded ones: wanted zero_optimization.stage 3, or "
         "device \"none\"; found stage {}",
         kParamDevice, stage));
   }
+}
+
+std::optional<Bytes> bytes_at(const Settings& settings, std::string_view key) {
+  const auto value = settings.maybe<std::int64_t>(key);
+  return value ? std::optional(Bytes(*value)) : std::nullopt;
+}
+
+// Devices and share have no effect; a folder for one of the two serves both.
+OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig config) {
+  config.optimizer = memory::Tier::kDevice;
+  config.ratio = 1.0;
+  settings.at(kParamDevice);
+  config.places_weights = stage == 3;
+  config.param_staging = param_staging(settings);
+  config.param_folders = folders_in(settings, kParamFolder);
+  config.optimizer_folders = folders_in(settings, kOptimizerFolder);
+  if (config.param_folders.empty()) config.param_folders = config.optimizer_folders;
+  if (config.optimizer_folders.empty()) config.optimizer_folders = config.param_folders;
+  return config;
 }
 
 }  // namespace
@@ -77,6 +127,7 @@ std::vector<memory::Tier> OffloadConfig::optimizer_tiers() const {
 }
 
 bool OffloadConfig::offloads_params() const {
+  if (automatic) return places_weights;
   const std::vector<memory::Tier> tiers = param_tiers();
   return names(param, tiers, memory::Tier::kHost) || names(param, tiers, memory::Tier::kNvme);
 }
@@ -86,14 +137,20 @@ OffloadConfig read_offload(const Settings& settings, int stage) {
   const std::string device = settings.text(kOptimizerDevice);
   config.optimizer = tier_named(device);
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
-  config.staging = std::max(kLeastStaging, bytes_of(elements, DType::kFloat32));
+  config.staging = bytes_of(elements, DType::kFloat32);
   config.ratio = settings.number(kRatio);
+  config.io = io_options(settings);
+  config.verify = settings.flag(kVerify);
   config.rules = read_placement(settings);
+  config.automatic = places_automatically(settings);
+  config.device_budget = bytes_at(settings, kDeviceBudget);
+  config.host_budget = bytes_at(settings, kHostBudget);
+  if (config.automatic) return read_automatic(settings, stage, std::move(config));
   read_param(settings, stage, config);
   const std::vector<memory::Tier> tiers = config.optimizer_tiers();
   const auto has = [&](memory::Tier tier) { return names(config.optimizer, tiers, tier); };
-  config.optimizer_folder =
-      folder_for(has(memory::Tier::kNvme), settings, kOptimizerFolder, "states");
+  config.optimizer_folders =
+      folders_for(has(memory::Tier::kNvme), settings, kOptimizerFolder, "states");
   if ((has(memory::Tier::kHost) || has(memory::Tier::kNvme)) && stage < 1) {
     throw ConfigError(fmt::format(
         "{}: states that are offloaded are sharded ones: wanted zero_optimization.stage 1, 2 or 3, "

@@ -2,42 +2,57 @@
 // offload_param. Plain values. Errors: ConfigError where settings contradict each other.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "strata/base/units.h"
 #include "strata/engine/config/placement.h"
+#include "strata/io/engine_choice.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::engine {
 
 class Settings;
 
-// With less a part of a unit's states does not always fit.
-constexpr Bytes kLeastStaging = 1_MiB;
+// One part is read, one is worked on and one is written, each at least as large as what a drive
+// moves at full speed.
+constexpr Bytes kLeastStaging = 3_MiB;
 
 struct OffloadConfig {
   // Of the optimizer's states and fp32 masters. Reduced gradients rest on the host where this is
   // not the device.
   memory::Tier optimizer = memory::Tier::kDevice;
-  std::string optimizer_folder;  // on a drive
+  std::vector<std::string> optimizer_folders;  // on drives
   // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
+  // kLeastStaging is taken where this is less.
   Bytes staging;
 
   double ratio = 1.0;  // of the elements whose states are offloaded
 
   // Of weights that are sharded and not persistent.
   memory::Tier param = memory::Tier::kDevice;
-  std::string param_folder;  // on a drive
-  // To stage weights that lie on a drive: elements of their own dtype.
+  std::vector<std::string> param_folders;  // on drives
+  // To stage weights that lie on a drive, and to keep some: elements of their own dtype.
   Numel param_staging;
+
+  io::EngineOptions io;  // of transfers from and to drives
+  bool verify = false;   // checksums of what is read from them
 
   // Before all of these, for single parameters.
   std::vector<PlacementRule> rules;
+
+  // Instead of all of these: places come from what memory there is (forecast/auto_placement.h).
+  // The folders are those that there are, of which each stands for both.
+  bool automatic = false;
+  bool places_weights = false;  // too
+  std::optional<Bytes> device_budget;
+  std::optional<Bytes> host_budget;
+
   // Tiers that rules name for weights, and for states.
   std::vector<memory::Tier> param_tiers() const;
   std::vector<memory::Tier> optimizer_tiers() const;
-  bool offloads_params() const;
+  bool offloads_params() const;  // or may
 };
 
 // `stage`: of zero_optimization.

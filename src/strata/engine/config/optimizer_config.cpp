@@ -34,7 +34,7 @@ constexpr std::array<Unsupported, 16> kUnsupported{{
     {"onebitadam", "it compresses communication"},
     {"zerooneadam", "it compresses communication"},
     {"muon", "it needs whole matrices"},
-    {"lion", "torch.optim has no such class"},
+    {"lion", "pass strata.ops.lion.FusedLion to initialize"},
     {"muadam", "it needs the mup package's own groups"},
     {"muadamw", "it needs the mup package's own groups"},
     {"musgd", "it needs the mup package's own groups"},
@@ -90,7 +90,13 @@ json torch_arguments(const std::string& torch_class, const json& params, Remarks
                           key == nullptr ? "0" : key->fallback));
       continue;
     }
-    kept[name] = with_numbers(value);
+    json argument = with_numbers(value);
+    if (argument.is_string()) {
+      throw ConfigError(fmt::format(
+          "optimizer.params.{}: wanted a number, true or false for torch.optim.{}; found {}", name,
+          torch_class, shown(value)));
+    }
+    kept[name] = std::move(argument);
   }
   return kept;
 }

@@ -87,6 +87,20 @@ void keep_share(std::vector<plan::ParamSpec>& params, double ratio) {
   }
 }
 
+std::string text_of(const PlacementRule& rule) {
+  std::string text = rule.match;
+  if (rule.larger_than.value >= 0) text += fmt::format(" over {}", to_string(rule.larger_than));
+  std::string_view before = ": ";
+  const auto add = [&](std::string_view what, std::optional<memory::Tier> tier) {
+    if (!tier) return;
+    text += fmt::format("{}{} on {}", before, what, memory::name_of(*tier));
+    before = ", ";
+  };
+  add("weights", rule.param);
+  add("states", rule.optimizer);
+  return text;
+}
+
 }  // namespace
 
 memory::Tier tier_named(std::string_view device) {
@@ -94,8 +108,13 @@ memory::Tier tier_named(std::string_view device) {
   return device == "nvme" ? memory::Tier::kNvme : memory::Tier::kDevice;
 }
 
+bool places_automatically(const Settings& settings) {
+  return settings.at(kPlacement) == "auto";
+}
+
 std::vector<PlacementRule> read_placement(const Settings& settings) {
   std::vector<PlacementRule> rules;
+  if (places_automatically(settings)) return rules;
   for (const json& object : settings.at(kPlacement)) rules.push_back(rule_of(rules.size(), object));
   return rules;
 }
@@ -110,6 +129,27 @@ void place_params(std::vector<plan::ParamSpec>& params, const OffloadConfig& off
   }
   if (offload.optimizer != memory::Tier::kDevice && offload.ratio < 1.0)
     keep_share(params, offload.ratio);
+}
+
+std::vector<RuleUse> rule_uses(const std::vector<plan::ParamSpec>& params,
+                               const OffloadConfig& offload) {
+  std::vector<RuleUse> uses;
+  for (const PlacementRule& rule : offload.rules) uses.push_back({text_of(rule), 0, Bytes()});
+  for (const plan::ParamSpec& param : params) {
+    bool weights = false;
+    bool states = !param.trainable;
+    for (std::size_t r = 0; r < uses.size(); ++r) {
+      const PlacementRule& rule = offload.rules[r];
+      if (!names(rule, param)) continue;
+      const bool places = (rule.param && !weights) || (rule.optimizer && !states);
+      weights = weights || rule.param;
+      states = states || rule.optimizer;
+      if (!places) continue;
+      ++uses[r].params;
+      uses[r].bytes += bytes_of(param.numel(), param.dtype);
+    }
+  }
+  return uses;
 }
 
 }  // namespace strata::engine

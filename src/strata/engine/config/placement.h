@@ -6,6 +6,7 @@
 // Pure functions of plain values. Errors: ConfigError for rules that say nothing or too much.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,9 +30,22 @@ struct PlacementRule {
 // "none" or "device", "cpu" or "host", "nvme".
 memory::Tier tier_named(std::string_view device);
 
+// Whether strata.placement is "auto", instead of rules.
+bool places_automatically(const Settings& settings);
 std::vector<PlacementRule> read_placement(const Settings& settings);
 
 // Writes ParamSpec::place of each, in their order.
 void place_params(std::vector<plan::ParamSpec>& params, const OffloadConfig& offload);
+
+// What a rule has placed.
+struct RuleUse {
+  std::string rule;  // "*embed*: weights on the host", as people read it
+  std::int64_t params = 0;
+  Bytes bytes;  // of the whole parameters, in their own dtype
+};
+
+// One for each rule, in their order; also for those that no parameter met.
+std::vector<RuleUse> rule_uses(const std::vector<plan::ParamSpec>& params,
+                               const OffloadConfig& offload);
 
 }  // namespace strata::engine

@@ -1,6 +1,7 @@
 // What reading a configuration leaves to be said. Plain values.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct OpenSetting {
 
 struct Remarks {
   std::vector<Hint> hints;
+  std::map<std::string, std::string>
+      hint_values;  // as JSON, by path; also of sections that are off
   std::vector<OpenSetting> open;
 };
 

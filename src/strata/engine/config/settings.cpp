@@ -23,7 +23,10 @@ constexpr std::array<std::string_view, 4> kFilledByCallers{
 
 // Training would go wrong with a default where callers fill in what the user chose.
 bool must_be_filled_in(const Key& key) {
-  if (key.path == "gradient_clipping") return true;
+  for (const std::string_view path :
+       {"gradient_clipping", "zero_optimization.stage", "scheduler.type"}) {
+    if (key.path == path) return true;
+  }
   const std::string_view section = parent_of(key.path);
   const bool number = key.kind == Kind::kNumber || key.kind == Kind::kNumbers ||
                       key.kind == Kind::kInteger || key.kind == Kind::kPerGroup;
@@ -77,7 +80,7 @@ class Reader {
  private:
   bool is_given(const Key& key, const json& value, std::string_view prefix) {
     if (value.is_null()) return false;
-    if (value != "auto") return true;
+    if (value != "auto" || key.kind == Kind::kRules) return true;
     if (must_be_filled_in(key)) {
       remarks_->open.push_back(unresolved_auto(
           key.path, fmt::format("{} ({})", wanted(key), key.meaning), example_of(key)));
@@ -113,6 +116,7 @@ class Reader {
     if (key.treatment == Treatment::kHonoured) {
       settings_->set(std::string(key.path), std::move(checked));
     } else if (key.treatment == Treatment::kHint) {
+      remarks_->hint_values.emplace(key.path, canonical_text(checked));
       if (!quiet) remarks_->hints.push_back({std::string(key.path), std::string(key.note)});
     } else if (checked != json::parse(key.fallback)) {
       refuse_feature(key, value);

@@ -262,12 +262,15 @@ json check_value(const Key& key, const json& given) {
       return check_choice(key, value);
     case Kind::kStrings:
       return check_strings(key, value);
+    case Kind::kTexts:
+      return check_strings(key, value.is_string() ? json::array({value}) : value);
     case Kind::kNumbers:
       return check_numbers(key, value, 2);
     case Kind::kPerGroup:
       return value.is_array() ? check_numbers(key, value, std::nullopt)
                               : json(finite_of(key, value));
-    case Kind::kObjects:
+    case Kind::kRules:
+      if (value == "auto") return value;
       if (!value.is_array() || !std::ranges::all_of(value, &json::is_object)) refuse(key, value);
       return value;
     case Kind::kParams:

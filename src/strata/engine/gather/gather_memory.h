@@ -31,6 +31,8 @@ class GatherMemory {
   void set_total_limit(Bytes limit) { pool_.set_total_limit(limit); }
   // Frees what a repeated pass had no use for.
   void end_round() { pool_.end_round(); }
+  // Frees what nobody uses. Ranks that agree do so together.
+  void trim() { pool_.trim(); }
 
   // `shortage` empty: the memory. Else there is none, on this rank or, where they agree, on the one
   // that it names; buffers that nobody uses have been freed.

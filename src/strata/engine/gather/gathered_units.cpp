@@ -12,7 +12,7 @@ GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards&
                              ParameterViews& views, StepRecorder& recorder,
                              const plan::FetchOrder& order, const GatherBounds& bounds)
     : units_(units),
-      gathers_(shards, collectives, device),
+      gathers_(shards, collectives, device, recorder),
       views_(views),
       recorder_(recorder),
       order_(order),
@@ -215,6 +215,11 @@ void GatheredUnits::evict_all() {
   for (const Unit& u : units_) {
     if (!u.whole && !pinned(u.id)) drop(u.id);
   }
+}
+
+void GatheredUnits::free_memory() {
+  evict_all();
+  memory_.trim();
 }
 
 }  // namespace strata::engine

@@ -76,6 +76,7 @@ class GatheredUnits {
   // `bounds.max_reuse`.
   void drop_what_is_not_reused_soon(int current);
   void evict_all();
+  void free_memory();
   void end_round() { memory_.end_round(); }
 
   Bytes live() const { return live_; }  // of gathered units and those being gathered

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
+#include "strata/offload/parked_copy.h"
 
 namespace strata::engine {
 
@@ -25,6 +26,7 @@ void Gatherer::start_pass() {
 }
 
 bool Gatherer::gathered(int index) const {
+  if (unit(index).parked) return false;
   return unit(index).whole ? whole_.is_complete(index) : gathered_.gathered(index);
 }
 
@@ -33,6 +35,8 @@ std::span<std::byte> Gatherer::flat(int index) const {
 }
 
 void Gatherer::acquire(int index) {
+  if (unit(index).parked)
+    offload::throw_parked(fmt::format("unit '{}' of the weights", unit(index).name()));
   order_.note_use(index);
   if (unit(index).whole) {
     whole_.complete(index);

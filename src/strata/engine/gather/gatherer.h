@@ -13,7 +13,8 @@
 // The rest: one thread at a time. Errors: CommError from the collectives; OutOfMemoryError, after
 // all that no one pins has been evicted, which says what is pinned. The unit is released and
 // unpinned then, and may be acquired again. A prefetch for which memory does not suffice is left
-// out, on all ranks where gathers are collectives (GatherMemory).
+// out, on all ranks where gathers are collectives (GatherMemory). UsageError from acquire() of a
+// unit that is parked.
 #pragma once
 
 #include <cstdint>
@@ -76,6 +77,12 @@ class Gatherer {
   void abandon_refresh() { whole_.abandon(); }
   // Frees what no one pins.
   void evict_all() { gathered_.evict_all(); }
+  // The same, and what is kept for later gathers. Where gathers are collectives, with all ranks.
+  void free_memory() { gathered_.free_memory(); }
+  // Weights::park(), and back: whole units lose their memory, and have it again. Nothing is
+  // gathered, and no refresh runs.
+  void detach_whole() { whole_.detach(); }
+  void attach_whole() { whole_.attach(); }
 
   Bytes live() const { return gathered_.live(); }  // of gathered units and those being gathered
   // Buffers made since construction.

@@ -38,9 +38,10 @@ class UploadWork final : public comm::Work {
 void ShardGather::upload(const Unit& unit, std::span<std::byte> own) {
   shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
                    [&](const WeightShards::Piece& piece) {
-                     device_.copy(own.subspan(bytes_of(piece.begin, unit.layout.dtype()).size(),
-                                              piece.bytes.size()),
-                                  piece.bytes, *uploads_);
+                     const std::span<std::byte> target = own.subspan(
+                         bytes_of(piece.begin, unit.layout.dtype()).size(), piece.bytes.size());
+                     watch_.copy(offload::Link::kUp, Bytes(target.size()), *uploads_,
+                                 [&] { device_.copy(target, piece.bytes, *uploads_); });
                      if (piece.lease != nullptr) piece.lease->used_in(*uploads_);
                    });
 }

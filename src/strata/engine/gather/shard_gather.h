@@ -15,13 +15,16 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
+#include "strata/offload/link_watch.h"
 
 namespace strata::engine {
 
 class ShardGather {
  public:
-  ShardGather(const WeightShards& shards, comm::Collectives& collectives, device::Device& device)
-      : shards_(shards), collectives_(collectives), device_(device) {}
+  // `watch` is told of what is copied.
+  ShardGather(const WeightShards& shards, comm::Collectives& collectives, device::Device& device,
+              offload::LinkWatch& watch)
+      : shards_(shards), collectives_(collectives), device_(device), watch_(watch) {}
 
   // `flat`: of the unit's whole size; the compute stream has done with what lay there.
   std::unique_ptr<comm::Work> start(const Unit& unit, std::span<std::byte> flat);
@@ -33,6 +36,7 @@ class ShardGather {
   const WeightShards& shards_;
   comm::Collectives& collectives_;
   device::Device& device_;
+  offload::LinkWatch& watch_;
   std::unique_ptr<device::Stream> uploads_;  // null: none yet
 };
 

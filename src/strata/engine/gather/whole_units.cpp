@@ -22,7 +22,7 @@ WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collec
 WholeUnits::~WholeUnits() {
   const std::lock_guard lock(mutex_);
   for (const Unit& u : units_) {
-    if (!u.whole) continue;
+    if (!u.whole || u.parked) continue;
     of(u.id).work.reset();  // waits
     try {
       views_.detach(u.id);
@@ -87,6 +87,20 @@ void WholeUnits::end(bool late) {
 void WholeUnits::abandon() {
   started_.clear();
   complete_all();
+}
+
+void WholeUnits::detach() {
+  const std::lock_guard lock(mutex_);
+  for (const Unit& u : units_) {
+    if (u.whole) views_.detach(u.id);
+  }
+}
+
+void WholeUnits::attach() {
+  const std::lock_guard lock(mutex_);
+  for (const Unit& u : units_) {
+    if (u.whole) views_.attach(u.id, u.resident);
+  }
 }
 
 }  // namespace strata::engine

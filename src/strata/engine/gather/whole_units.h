@@ -45,6 +45,10 @@ class WholeUnits {
   // Completes what has started, and forgets it: the shards are no good.
   void abandon();
 
+  // The parameters of complete units lose their memory, and point at it again.
+  void detach();
+  void attach();
+
  private:
   struct Slot {
     std::unique_ptr<comm::Work> work;  // null: complete

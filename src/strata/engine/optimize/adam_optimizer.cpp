@@ -6,10 +6,12 @@
 
 namespace strata::engine {
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
-                             offload::StateStore& states, bool decoupled, DType moments)
+                             offload::StateStore& states, bool decoupled, offload::LinkWatch& watch,
+                             DType moments)
     : shards_(shards),
       device_(device),
       store_(states),
+      watch_(watch),
       decoupled_(decoupled),
       moments_(moments),
       missed_(static_cast<std::size_t>(shards.weights().param_count())) {
@@ -59,7 +61,11 @@ void AdamOptimizer::make_stage() {
     if (remote.weights) bytes += unit.layout.shard_bytes();
     largest = std::max(largest, bytes);
   }
-  if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest);
+  if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest, watch_);
+}
+
+void AdamOptimizer::unpark() {
+  if (prepared() && stage_ == nullptr) make_stage();
 }
 
 // The states' part of what the stage has room for, beside gradient and weights.
@@ -210,6 +216,7 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     scalars.eps = group.eps;
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = decoupled_;
+    scalars.bias_correction = group.bias_correction;
     scalars.step = run.step;
     scalars.gradient_scale = scale.value;
     scalars.late_scale = scale.late;

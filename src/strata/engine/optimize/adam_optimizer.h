@@ -19,9 +19,10 @@ namespace strata::engine {
 class AdamOptimizer final : public ShardedOptimizer {
  public:
   // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: their type, fp32 or
-  // bf16, of units whose masters are rounded; others have fp32 ones.
+  // bf16, of units whose masters are rounded; others have fp32 ones. `watch` is told of what is
+  // copied.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
-                bool decoupled, DType moments = DType::kFloat32);
+                bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 
   void prepare() override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
@@ -31,6 +32,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   bool takes_late_scale() const override { return !has_wide_weights_; }
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
+  void park(bool /*masters*/) override { stage_.reset(); }
+  void unpark() override;
 
   bool prepared() const { return !states_.empty(); }
   // Steps that the parameter took part in, and how many there were in all: what bias correction
@@ -42,7 +45,7 @@ class AdamOptimizer final : public ShardedOptimizer {
 
   enum class Moment { kFirst, kSecond };
   DType moment_dtype(int unit) const;
-  // Of a trainable unit's shard, in moment_dtype(); after prepare(). What is written there counts.
+  // A moment of a trainable unit's shard, in moment_dtype(), after prepare(). Writing counts.
   StateBlock moment_block(int unit, Moment moment) const;
 
  private:
@@ -65,7 +68,7 @@ class AdamOptimizer final : public ShardedOptimizer {
                    std::span<const GroupScalars> groups, const GradientScale& scale);
   kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, std::byte* weight,
                               Numel begin, Numel end);
-  // What of a unit the update would have to reach over the link.
+  // Which parts of a unit the update would have to reach over the link.
   struct Remote {
     bool states = false;
     bool gradient = false;
@@ -80,6 +83,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   OptimizerShards& shards_;
   device::Device& device_;
   offload::StateStore& store_;
+  offload::LinkWatch& watch_;
   bool decoupled_;
   DType moments_;
   bool has_wide_weights_ = false;

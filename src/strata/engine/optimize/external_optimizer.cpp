@@ -9,6 +9,7 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
 
 void ExternalOptimizer::prepare() {
   if (prepared_) return;
+  segments_.clear();
   shards_.weights().back_all();  // at once: every growth costs a mapping, here and at every peer
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     auto* weight = reinterpret_cast<float*>(shards_.weights().masters().hold(shard.unit).data());
@@ -18,6 +19,14 @@ void ExternalOptimizer::prepare() {
     }
   }
   prepared_ = true;
+}
+
+void ExternalOptimizer::park(bool masters) {
+  for (auto& memory : widened_) memory.reset();
+  if (!masters) return;
+  segments_.clear();
+  shards_.weights().masters().let_go();
+  prepared_ = false;
 }
 
 // Of the trainable unit `index`; empty where none came.

@@ -1,8 +1,8 @@
 // An optimizer that the user brings (torch.optim and the like): it updates the fp32 master shards
-// in place through spans that stay valid for the engine's life, and we round the result to the
-// weights. Threads: one thread at a time. Ownership: has the Weights hold every master, so those
-// must fit in memory together; gradients are lent to it, scaled where they are, unless they are
-// kept in a narrower type; the callback is the layer above.
+// in place through spans that stay valid for the engine's life, or until masters are parked, and we
+// round the result to the weights. Threads: one thread at a time. Ownership: has the Weights hold
+// every master, so those must fit in memory together; gradients are lent to it, scaled where they
+// are, unless they are kept in a narrower type; the callback is the layer above.
 #pragma once
 
 #include <functional>
@@ -43,6 +43,9 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }
+  // Segments are others from then on: segments() has them, after unpark().
+  void park(bool masters) override;
+  void unpark() override {}
 
  private:
   std::span<float> scaled_gradient(std::size_t index, float scale);

@@ -26,7 +26,7 @@ class OptimizerShards {
   const std::vector<UnitShard>& units() const { return units_; }
   // Their numbers: these first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
-  // Of a trainable unit, in units().
+  // The place of a trainable unit in units().
   std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
   Weights& weights() { return weights_; }
   GradientShards& gradients() { return gradients_; }
@@ -45,6 +45,7 @@ struct GroupScalars {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.0;
+  bool bias_correction = true;
 };
 
 // What multiplies every gradient first: clipping and loss scale.
@@ -75,6 +76,10 @@ class ShardedOptimizer {
   // The late scale of the last step() was NaN, so it was none.
   virtual void forget_step() { STRATA_ASSERT(false); }
   virtual std::int64_t steps() const = 0;  // updates made
+  // For a while no step comes: frees what each step uses, and, where `masters`, lets go of masters
+  // that it holds.
+  virtual void park(bool masters) = 0;
+  virtual void unpark() = 0;
 };
 
 // Its step(), with each unit's part recorded.

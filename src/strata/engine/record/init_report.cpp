@@ -52,20 +52,4 @@ void InitReport::Phase::end() {
   report_.add(name_, seconds_since(start_), done_);
 }
 
-double measure_link(device::Device& device) {
-  constexpr Bytes kSample = 64_MiB;
-  const auto there = device.allocate(kSample, memory::Kind::kStaging);
-  if (device.host_accessible(there->bytes().data())) return 0.0;
-  const auto host = device.allocate_host(kSample, memory::Kind::kStaging);
-  const auto stream = device.create_stream();
-  double best = 0.0;
-  for (int i = 0; i < 3; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    device.copy(there->bytes(), host->bytes(), *stream);
-    stream->synchronize();
-    best = std::max(best, static_cast<double>(kSample.value) / seconds_since(start) * 1e-9);
-  }
-  return best;
-}
-
 }  // namespace strata::engine

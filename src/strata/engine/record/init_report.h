@@ -83,8 +83,4 @@ class InitReport {
   Bytes least_free_;
 };
 
-// GB/s at which pinned host memory reaches the device, from a short measurement; 0 where host and
-// device are one.
-double measure_link(device::Device& device);
-
 }  // namespace strata::engine

@@ -1,7 +1,9 @@
 // What one training step did, as plain values: counts of every step, and spans, with their times,
-// of steps that were timed. Made by StepRecorder, read by the report and by the timeline.
-// Threads: values. Units: seconds, by the clock of the device where the work ran (on the CPU device
-// the host's); bytes of whole units, of which (ranks - 1) / ranks come from, or go to, other ranks.
+// of steps that were timed; those of drives, whose times cost nothing, of every step. Made by
+// StepRecorder, read by the report and by the timeline. Threads: values. Units: seconds, by the
+// clock of the device where the work ran (on the CPU device the host's; of drives always); bytes of
+// whole units, of which (ranks - 1) / ranks come from, or go to, other ranks; of copies and of
+// drives the bytes that go over the link.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +11,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/offload/store_counts.h"
 
 namespace strata::engine {
 
@@ -25,6 +28,8 @@ enum class Activity : std::uint8_t {
   kGatherWait,
   kReduceWait,
   kRefreshWait,
+  // The compute stream waits for copies between the host and the device.
+  kCopyWait,
   // Of a step's end, on the compute stream.
   kNorm,  // of the gradients, and the ranks' meeting
   kOptimizer,
@@ -34,8 +39,13 @@ enum class Activity : std::uint8_t {
   kReduce,
   // Of a reduction between peers: until theirs is ready.
   kPeersReady,
+  // What goes over the links of this rank, each copy or transfer by itself (offload/link_watch.h).
+  kUpload,
+  kDownload,
+  kDriveRead,
+  kDriveWrite,
 };
-inline constexpr int kActivityCount = 15;
+inline constexpr int kActivityCount = 20;
 
 std::string_view name_of(Activity activity);
 
@@ -60,6 +70,9 @@ struct StepCounts {
   std::int64_t late_fetches = 0;
   std::int64_t device_allocations = 0;  // by the engine
   std::int64_t host_waits = 0;          // of the engine for the device (device/host_waits.h)
+  Bytes uploaded;                       // copied from the host to a device that is apart from it
+  Bytes downloaded;
+  offload::StoreCounts stores;  // of all stores: weights and optimizer states
 };
 
 struct StepRecord {
@@ -68,7 +81,9 @@ struct StepRecord {
   double seconds = 0.0;     // from its first forward to the end of its update
   double epoch = 0.0;       // of its begin: seconds since 1970
   StepCounts counts;
-  std::vector<StepSpan> spans;  // in the order in which they were begun
+  // In the order in which they were begun; then those of drives, in that of their ends as the store
+  // saw them. What a drive began before the step, and ended in it, has a begin below 0.
+  std::vector<StepSpan> spans;
 };
 
 }  // namespace strata::engine

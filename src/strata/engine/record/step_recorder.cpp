@@ -1,7 +1,6 @@
 #include "strata/engine/record/step_recorder.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 
 #include "strata/base/error.h"
@@ -27,15 +26,6 @@ Activity wait_for(Activity transfer) {
 
 }  // namespace
 
-std::string_view name_of(Activity activity) {
-  constexpr std::array<std::string_view, kActivityCount> kNames{
-      "forward pass", "backward pass", "update",      "forward",      "recompute",
-      "backward",     "gather wait",   "reduce wait", "refresh wait", "norm",
-      "optimizer",    "gather",        "refresh",     "reduce",       "peers ready",
-  };
-  return kNames.at(static_cast<std::size_t>(activity));
-}
-
 StepRecorder::StepRecorder(device::Device& device, comm::Collectives& collectives,
                            std::span<const Unit> units)
     : device_(device), collectives_(collectives) {
@@ -56,9 +46,11 @@ void StepRecorder::begin_step(bool timed) {
   counts_ = {};
   charges_ = device_.ledger()->charges(memory::Tier::kDevice);
   waits_ = device_.host_waits()->count();
+  stores_ = store_counts();
   step_ = {};
   step_.record.timed = timed_;
   step_.record.epoch = epoch_now();
+  step_.host_begin = std::chrono::steady_clock::now();
   step_.begin = device_.compute_stream().record_timed();
 }
 
@@ -71,6 +63,7 @@ void StepRecorder::end_step() {
   step_.record.counts.device_allocations =
       device_.ledger()->charges(memory::Tier::kDevice) - charges_;
   step_.record.counts.host_waits = device_.host_waits()->count() - waits_;
+  step_.record.counts.stores = store_counts() - stores_;
   step_.end = device_.compute_stream().record_timed();
   ended_steps_.push_back(std::move(step_));
   step_ = {};
@@ -82,7 +75,7 @@ void StepRecorder::begin_phase(Activity phase) {
   const std::lock_guard lock(mutex_);
   if (phase_ != nullptr && phase_->span.activity == phase) return;
   close_span(std::exchange(phase_, nullptr));
-  phase_ = open_span(phase, -1, Bytes());
+  phase_ = open_span(phase, -1, Bytes(), device_.compute_stream());
 }
 
 void StepRecorder::end_phase() {
@@ -104,14 +97,15 @@ void StepRecorder::note_idle() {
 
 StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes bytes) {
   const std::lock_guard lock(mutex_);
-  return open_span(activity, label, bytes);
+  return open_span(activity, label, bytes, device_.compute_stream());
 }
 
-StepRecorder::Recording StepRecorder::open_span(Activity activity, int label, Bytes bytes) {
+StepRecorder::Recording StepRecorder::open_span(Activity activity, int label, Bytes bytes,
+                                                device::Stream& stream) {
   if (!timed_) return nullptr;
   auto recording = std::make_shared<Open>();
   recording->span = {activity, label, bytes};
-  recording->begin = device_.compute_stream().record_timed();
+  recording->begin = stream.record_timed();
   step_.open.push_back(recording);
   return recording;
 }
@@ -137,7 +131,7 @@ StepRecorder::Recording StepRecorder::begin_transfer(Activity activity, int labe
   const std::lock_guard lock(mutex_);
   // At each, since several engines may share the collectives.
   if (timed_) collectives_.record_times(true);
-  return open_span(activity, label, bytes);
+  return open_span(activity, label, bytes, device_.compute_stream());
 }
 
 void StepRecorder::started(const Recording& recording, comm::Work& work) {
@@ -156,6 +150,36 @@ void StepRecorder::started(const Recording& recording, comm::Work& work) {
   recording->end = times.end;
   if (times.ready != nullptr)
     add(Activity::kPeersReady, recording->span.label, times.ready, times.begin);
+}
+
+// Where host and device are one nothing is copied between them.
+void StepRecorder::copy(offload::Link link, Bytes bytes, device::Stream& stream,
+                        const Call& queue) {
+  if (!device_.runs_ahead() || bytes == Bytes()) return queue();
+  const bool up = link == offload::Link::kUp;
+  (up ? counts_.uploaded : counts_.downloaded) += bytes;
+  Recording recording;
+  {
+    const std::lock_guard lock(mutex_);
+    recording = open_span(up ? Activity::kUpload : Activity::kDownload, -1, bytes, stream);
+  }
+  queue();
+  if (recording == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  recording->end = stream.record_timed();
+}
+
+void StepRecorder::await_copies(const Call& wait) {
+  if (!device_.runs_ahead()) return wait();
+  measure(Activity::kCopyWait, -1, wait);
+}
+
+void StepRecorder::note_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) {
+  const std::lock_guard lock(mutex_);
+  if (!in_step_) return;
+  const bool read = link == offload::Link::kRead;
+  step_.transfers.push_back(
+      {{read ? Activity::kDriveRead : Activity::kDriveWrite, -1, bytes}, times});
 }
 
 void StepRecorder::add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,
@@ -203,12 +227,22 @@ bool StepRecorder::finished(Step& step, bool wait) {
 void StepRecorder::read_times(Step& step) {
   StepRecord& record = step.record;
   record.seconds = step.end->seconds_since(*step.begin);
+  const double host_epoch = record.epoch;
   if (step.idle != nullptr && step.idle->done())
     record.epoch = step.idle_epoch - step.idle->seconds_since(*step.begin);
   for (const Recording& r : step.open) {
     StepSpan span = r->span;
     span.begin = r->begin->seconds_since(*step.begin);
     span.end = std::max(span.begin, r->end->seconds_since(*step.begin));
+    record.spans.push_back(span);
+  }
+  const double ahead = host_epoch - record.epoch;
+  const auto since_begin = [&](std::chrono::steady_clock::time_point time) {
+    return ahead + std::chrono::duration<double>(time - step.host_begin).count();
+  };
+  for (auto& [span, times] : step.transfers) {
+    span.begin = since_begin(times.begin);
+    span.end = since_begin(times.end);
     record.spans.push_back(span);
   }
 }

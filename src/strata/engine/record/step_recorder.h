@@ -1,8 +1,8 @@
-// Notes what happens in training steps: counts always, and where a step is timed, spans with their
-// times. Times are those of the device: events with times are queued where the work is queued, and
-// read when the next step begins or somebody asks, so that nobody waits within a step. A step lasts
-// from the first forward after the last one to the end of the update; what happens between steps is
-// not noted.
+// Notes what happens in training steps: counts always, transfers of drives with their times, and
+// where a step is timed, spans with theirs. Times are those of the device: events with times are
+// queued where the work is queued, and read when the next step begins or somebody asks, so that
+// nobody waits within a step. A step lasts from the first forward after the last one to the end of
+// the update; what happens between steps is not noted.
 //
 // Where nothing is timed a step costs two events, and a span the look at a flag.
 //
@@ -12,6 +12,7 @@
 // Errors: DeviceError of a device that is lost.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -27,10 +28,11 @@
 #include "strata/device/device.h"
 #include "strata/engine/record/step_record.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/offload/link_watch.h"
 
 namespace strata::engine {
 
-class StepRecorder {
+class StepRecorder final : public offload::LinkWatch {
  public:
   struct Open {
     StepSpan span;  // without times
@@ -50,6 +52,10 @@ class StepRecorder {
   // Told of every step as soon as its times are there, in order.
   void set_listener(std::function<void(const StepRecord&)> listener) {
     listener_ = std::move(listener);
+  }
+  // Of all stores of this rank, since their beginning.
+  void set_store_counts(std::function<offload::StoreCounts()> counts) {
+    store_counts_ = std::move(counts);
   }
 
   // --- steps ---
@@ -82,6 +88,11 @@ class StepRecorder {
   Recording begin_transfer(Activity activity, int label, Bytes bytes);
   void started(const Recording& recording, comm::Work& work);
 
+  // --- links --- counted within steps; copies where host and device are apart
+  void copy(offload::Link link, Bytes bytes, device::Stream& stream, const Call& queue) override;
+  void await_copies(const Call& wait) override;
+  void note_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) override;
+
   // --- what was recorded ---
   // Reads the times of the steps that the device has finished; `wait`: of all that have ended.
   void resolve(bool wait);
@@ -95,13 +106,18 @@ class StepRecorder {
     std::unique_ptr<device::TimedEvent> end;
     std::unique_ptr<device::TimedEvent> idle;  // null: not noted
     double idle_epoch = 0.0;
+    std::chrono::steady_clock::time_point host_begin;
     std::vector<Recording> open;
+    std::vector<std::pair<StepSpan, io::TransferTimes>> transfers;  // of drives; without times
   };
 
   std::optional<StepRecord> take_finished(bool wait);
   // The mutex is held in all of these.
-  Recording open_span(Activity activity, int label, Bytes bytes);
+  Recording open_span(Activity activity, int label, Bytes bytes, device::Stream& stream);
   void close_span(const Recording& recording);
+  offload::StoreCounts store_counts() const {
+    return store_counts_ ? store_counts_() : offload::StoreCounts();
+  }
   void add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,
            std::shared_ptr<device::TimedEvent> end);
   static bool finished(Step& step, bool wait);
@@ -111,13 +127,15 @@ class StepRecorder {
   comm::Collectives& collectives_;
   mutable std::mutex mutex_;  // guards the spans of steps and whether they are timed
   std::function<void(const StepRecord&)> listener_;
+  std::function<offload::StoreCounts()> store_counts_;
   std::vector<std::string> labels_;
   bool wants_times_ = false;
   bool in_step_ = false;
   bool timed_ = false;  // in a step that is
   std::int64_t ended_ = 0;
-  std::int64_t charges_ = 0;  // when the step began
-  std::int64_t waits_ = 0;    // when the step began
+  std::int64_t charges_ = 0;     // when the step began
+  std::int64_t waits_ = 0;       // when the step began
+  offload::StoreCounts stores_;  // when the step began
   StepCounts counts_;
   Step step_;  // the one that runs
   Recording phase_;

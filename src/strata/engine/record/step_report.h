@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "strata/engine/record/link_report.h"
+#include "strata/engine/record/links.h"
 #include "strata/engine/record/step_record.h"
 #include "strata/engine/record/step_recorder.h"
 
@@ -34,11 +36,13 @@ struct StepReport {
   std::int64_t step = 0;  // from 1
   double seconds = 0.0;
   StepCounts counts;
-  std::optional<StepTimes> times;  // where it was timed
+  std::optional<StepTimes> times;     // where it was timed
+  std::optional<LinkReport> links{};  // where something is offloaded
 };
 
 StepReport make_step_report(const StepRecord& record, int world_size);
-// Engine::step_report().
-std::optional<StepReport> make_step_report(StepRecorder& recorder, bool wait, int world_size);
+// Engine::step_report(). `links`: null where nothing is offloaded.
+std::optional<StepReport> make_step_report(StepRecorder& recorder, bool wait, int world_size,
+                                           Links* links = nullptr);
 
 }  // namespace strata::engine

@@ -17,9 +17,23 @@ namespace {
 
 using nlohmann::json;
 
-enum Track { kPhases, kCompute, kWaits, kGathers, kReductions, kPeers, kUpdates, kTrackCount };
+enum Track {
+  kPhases,
+  kCompute,
+  kWaits,
+  kGathers,
+  kReductions,
+  kPeers,
+  kUpdates,
+  kUploads,
+  kDownloads,
+  kReads,
+  kWrites,
+  kTrackCount
+};
 constexpr std::array<std::string_view, kTrackCount> kTracks{
-    "step", "compute", "waits", "gathers", "reductions", "reductions: peers", "optimizer"};
+    "step",      "compute", "waits",     "gathers",     "reductions",  "reductions: peers",
+    "optimizer", "uploads", "downloads", "drive reads", "drive writes"};
 constexpr int kLanes = 100;  // at most so many of a track; more go into the last
 
 Track track_of(Activity activity) {
@@ -36,6 +50,7 @@ Track track_of(Activity activity) {
     case kGatherWait:
     case kReduceWait:
     case kRefreshWait:
+    case kCopyWait:
       return kWaits;
     case kNorm:
     case kOptimizer:
@@ -47,6 +62,14 @@ Track track_of(Activity activity) {
       return kReductions;
     case kPeersReady:
       return kPeers;
+    case kUpload:
+      return kUploads;
+    case kDownload:
+      return kDownloads;
+    case kDriveRead:
+      return kReads;
+    case kDriveWrite:
+      return kWrites;
   }
   STRATA_ASSERT(false);
 }
@@ -85,7 +108,9 @@ std::vector<TracedSpan> in_order(std::span<const StepRecord> records) {
   for (const StepRecord& record : records) {
     const double shift = record.epoch - records.front().epoch;
     for (const StepSpan& span : record.spans)
-      result.push_back({&span, record.number, shift + span.begin, shift + span.end});
+      // A drive's may have begun before all that is traced.
+      result.push_back({&span, record.number, std::max(0.0, shift + span.begin),
+                        std::max(0.0, shift + span.end)});
   }
   std::ranges::stable_sort(result, [](const TracedSpan& a, const TracedSpan& b) {
     return a.begin != b.begin ? a.begin < b.begin : a.end > b.end;
@@ -93,15 +118,19 @@ std::vector<TracedSpan> in_order(std::span<const StepRecord> records) {
   return result;
 }
 
+// Of a span's bytes, those that go over a link: of a unit's, those of other ranks.
+double part_that_crosses(Track track, int world_size) {
+  return track >= kUploads ? 1.0 : static_cast<double>(world_size - 1) / world_size;
+}
+
 json arguments_of(const StepSpan& span, std::int64_t step, int world_size) {
   json arguments{{"what", name_of(span.activity)}, {"step", step}};
   if (span.bytes.value == 0) return arguments;
   arguments["bytes"] = span.bytes.value;
   const double seconds = span.end - span.begin;
-  if (seconds > 0.0 && world_size > 1) {
-    const double crossed = static_cast<double>(span.bytes.value) * (world_size - 1) / world_size;
-    arguments["GB/s"] = crossed / seconds * 1e-9;
-  }
+  const double part = part_that_crosses(track_of(span.activity), world_size);
+  if (seconds > 0.0 && part > 0.0)
+    arguments["GB/s"] = static_cast<double>(span.bytes.value) * part / seconds * 1e-9;
   return arguments;
 }
 

@@ -30,6 +30,10 @@ void GradientBuffers::give_back(Buffer buffer) {
   size.free.push_back(std::move(buffer));
 }
 
+void GradientBuffers::free_unused() {
+  for (auto& [bytes, size] : sizes_) size.free.clear();
+}
+
 void GradientBuffers::end_pass() {
   const bool first = passes_ == 0;
   for (auto& [bytes, size] : sizes_) {

@@ -32,6 +32,8 @@ class GradientBuffers {
   Buffer take(Bytes bytes);
   void give_back(Buffer buffer);
   void end_pass();
+  // Frees what nobody has taken.
+  void free_unused();
   int allocations() const { return allocations_; }
 
  private:

@@ -52,19 +52,19 @@ class GradientCheck {
   // however often, and nothing is said of them. `late`: the update can take a late factor.
   Outcome check(double loss_scale, bool allows_overflow, bool late);
 
-  // Of the last step; waits for the device where it has not computed it yet.
+  // Both are the last step's, and wait for the device where it has not computed them yet.
   double last_norm();
   bool last_applied();
   // All steps so far. `wait`: for the device; else without the last one where that is not known.
   std::int64_t skipped_steps(bool wait);
-  // Of an earlier run, whose last step is taken for applied.
+  // Takes the count of an earlier run, as if its last step had been applied.
   void set_skipped_steps(std::int64_t steps);
   // Whether the last step had a late factor, was skipped, and tell_late() was not called since;
   // waits likewise.
   bool failed_late();
   // Collective, on every rank for which failed_late(). Throws where it was one too many.
   void tell_late();
-  // What the user is to be told of skipped steps, once; empty: nothing.
+  // The message on skipped steps that the user has not been told yet; empty: none.
   std::string take_warning() { return std::exchange(warning_, {}); }
 
  private:

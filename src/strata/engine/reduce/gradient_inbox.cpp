@@ -77,6 +77,12 @@ void GradientInbox::begin_pass(std::span<const int> order, std::span<const DType
   active_ = true;
 }
 
+void GradientInbox::free() {
+  STRATA_ASSERT(!active_);
+  inbox_.reset();
+  charge_ = {};
+}
+
 bool GradientInbox::takes(int unit) const {
   return active_ && inbox_->writable(progress_[static_cast<std::size_t>(unit)].index);
 }

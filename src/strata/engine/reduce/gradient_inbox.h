@@ -31,6 +31,8 @@ class GradientInbox {
   // every rank. Where there is no inbox nothing is active.
   void begin_pass(std::span<const int> order, std::span<const DType> dtypes);
   void end_pass() { active_ = false; }
+  // Frees the inbox, on every rank, after a barrier; the next pass makes another.
+  void free();
   bool active() const { return active_; }
 
   // Whether a gradient may go to its place now.

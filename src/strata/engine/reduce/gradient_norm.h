@@ -33,7 +33,7 @@ class GradientNorm {
     double norm = 0.0;
     bool finite = true;
   };
-  // Of what begin() queued; waits for the device.
+  // The finding that begin() queued; waits for the device.
   Finding finish();
   // A unit of which this rank's gradients were not finite; -1: none. After finish().
   int first_not_finite();

@@ -18,8 +18,13 @@ std::span<float> as_floats(device::Memory& memory, Numel numel) {
 }  // namespace
 
 GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
-                               memory::Tier tier)
-    : units_(units), device_(device), dtype_(dtype), tier_(tier), shards_(units.size()) {
+                               memory::Tier tier, offload::LinkWatch& watch)
+    : units_(units),
+      device_(device),
+      dtype_(dtype),
+      tier_(tier),
+      watch_(watch),
+      shards_(units.size()) {
   STRATA_ASSERT(tier == memory::Tier::kDevice || tier == memory::Tier::kHost);
 }
 
@@ -105,20 +110,39 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   const Shard& shard = shards_[static_cast<std::size_t>(unit)];
   const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
   const std::byte* source = shard.arriving->bytes().data();
-  if (shard.filled) {
-    device_.accumulate(shard.values, dtype_, source, DType::kFloat32, numel, stream);
-  } else if (dtype_ == DType::kFloat32) {
-    const std::size_t bytes = bytes_of(numel, dtype_).size();
-    device_.copy({shard.values, bytes}, {source, bytes}, stream);
-  } else {
-    device_.cast(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+  const Bytes bytes = bytes_of(numel, dtype_);
+  const auto fold = [&] {
+    if (shard.filled) {
+      device_.accumulate(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+    } else if (dtype_ == DType::kFloat32) {
+      device_.copy({shard.values, bytes.size()}, {source, bytes.size()}, stream);
+    } else {
+      device_.cast(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+    }
+  };
+  const auto read_and_fold = [&] {
+    if (!shard.filled) return fold();
+    watch_.copy(offload::Link::kUp, bytes, stream, fold);
+  };
+  if (!on_host(unit)) return fold();
+  watch_.copy(offload::Link::kDown, bytes, stream, read_and_fold);
+}
+
+void GradientShards::read_values(std::size_t first, std::size_t end, device::Stream& stream,
+                                 const offload::LinkWatch::Call& read) {
+  Bytes bytes;
+  for (std::size_t i = first; i < end; ++i) {
+    const bool far = on_host(static_cast<int>(i)) && shards_[i].arriving == nullptr;
+    if (far) bytes += bytes_of(units_[i].layout.shard(), dtype_);
   }
+  if (bytes == Bytes()) return read();
+  watch_.copy(offload::Link::kUp, bytes, stream, read);
 }
 
 // What the compute stream gets from here on finds all that was settled.
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && !arrived_.empty())
-    device_.compute_stream().wait_for(*leaving_->record());
+    watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });
 }
 
 std::span<float> GradientShards::values(int unit) {
@@ -128,8 +152,11 @@ std::span<float> GradientShards::values(int unit) {
   const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
   if (dtype_ == DType::kFloat32) return {reinterpret_cast<float*>(shard.values), numel.size()};
   const std::span<float> wide = scratch(widened_, numel);
-  device_.cast(widened_->bytes().data(), DType::kFloat32, shard.values, dtype_, numel,
-               device_.compute_stream());
+  device::Stream& stream = device_.compute_stream();
+  const auto index = static_cast<std::size_t>(unit);
+  read_values(index, index + 1, stream, [&] {
+    device_.cast(widened_->bytes().data(), DType::kFloat32, shard.values, dtype_, numel, stream);
+  });
   return wide;
 }
 
@@ -138,8 +165,13 @@ std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> 
   std::vector<kernels::GradStats> result;
   if (dtype_ == DType::kFloat32) {
     std::vector<std::span<const float>> all;
-    for (const int unit : units) all.push_back(values(unit));
-    return device_.grad_stats(all, stream);
+    Bytes far;
+    for (const int unit : units) {
+      all.push_back(values(unit));
+      if (on_host(unit)) far += Bytes(all.back().size_bytes());
+    }
+    watch_.copy(offload::Link::kUp, far, stream, [&] { result = device_.grad_stats(all, stream); });
+    return result;
   }
   for (const int unit : units) {  // widened one by one
     const std::span<const float> wide[] = {values(unit)};
@@ -176,7 +208,8 @@ void GradientShards::measure_run(std::size_t first, std::size_t end, device::Str
     shards_[i].measured = true;
     shards_[i].stale = true;
   }
-  device_.sums_of_squares(squares_memory().subspan(first, end - first), all, stream);
+  const std::span<double> sums = squares_memory().subspan(first, end - first);
+  read_values(first, end, stream, [&] { device_.sums_of_squares(sums, all, stream); });
 }
 
 std::span<const double> GradientShards::squares() {
@@ -200,9 +233,41 @@ void GradientShards::clear() {
   for (Shard& shard : shards_) {
     shard.filled = false;
     shard.measured = false;
+    shard.parked.reset();
     if (shard.arriving != nullptr) spare_.push_back(std::move(shard.arriving));  // abandoned
   }
   left_out_.clear();
+}
+
+void GradientShards::park(bool pinned) {
+  std::vector<std::pair<Shard*, std::unique_ptr<offload::ParkedCopy>>> copies;
+  for (Shard& shard : shards_) {
+    if (shard.memory == nullptr || !shard.filled) continue;
+    const Bytes bytes(shard.memory->bytes().size());
+    copies.emplace_back(&shard, std::make_unique<offload::ParkedCopy>(
+                                    device_, bytes, memory::Kind::kGradientShards, pinned));
+  }
+  wait_for_arrived();
+  for (auto& [shard, copy] : copies) copy->take(shard->memory->bytes());
+  device_.compute_stream().synchronize();
+  for (auto& [shard, copy] : copies) shard->parked = std::move(copy);
+  for (Shard& shard : shards_) {
+    if (std::exchange(shard.memory, nullptr) != nullptr) shard.values = nullptr;
+  }
+  arrived_.clear();
+  spare_.clear();
+  widened_.reset();
+}
+
+void GradientShards::unpark() {
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    Shard& shard = shards_[i];
+    if (shard.parked == nullptr) continue;
+    take_memory(static_cast<int>(i));
+    shard.parked->give_back(shard.memory->bytes());
+    device_.compute_stream().synchronize();
+    shard.parked.reset();
+  }
 }
 
 }  // namespace strata::engine

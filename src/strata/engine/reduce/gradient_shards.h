@@ -16,14 +16,16 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/offload/link_watch.h"
+#include "strata/offload/parked_copy.h"
 
 namespace strata::engine {
 
 class GradientShards {
  public:
-  // `tier`: of units that name none.
-  GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
-                 memory::Tier tier = memory::Tier::kDevice);
+  // `tier`: of units that name none. `watch` is told of what leaves the device and comes back.
+  GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype, memory::Tier tier,
+                 offload::LinkWatch& watch);
 
   // Where the next reduction of `unit` shall go, and whether it adds to what is there. With a
   // narrow dtype, and on the host, that is scratch memory which settle() folds in.
@@ -43,10 +45,10 @@ class GradientShards {
   // fp32 values of a filled shard; valid until the next call with another unit where the dtype is
   // narrow.
   std::span<float> values(int unit);
-  // Of each of these filled shards.
+  // One for each of these filled shards.
   std::vector<kernels::GradStats> statistics(std::span<const int> units);
-  // Of an fp32 shard: queues the sum of its squares, for squares(), behind the reduction that fills
-  // it, in that one's stream. Where what has arrived is not all of it, squares() sums later.
+  // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
+  // fills it, behind that. Where what has arrived is not all of it, squares() sums later.
   void measure(int unit, device::Stream& stream);
   // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
   std::span<const double> squares();
@@ -60,12 +62,18 @@ class GradientShards {
   std::size_t count() const { return shards_.size(); }  // units
   // Forgets all values and what is left out; the memory stays.
   void clear();
+  // Values on the device go to the host for a while, and all memory there is free. Between passes;
+  // nothing but filled(), on_host() and clear() may be called until unpark(). Both may throw
+  // OutOfMemoryError, and be called again: park() has done nothing then, unpark() a part.
+  void park(bool pinned);
+  void unpark();
 
  private:
   struct Shard {
     std::unique_ptr<device::Memory> memory;    // null on the host
     std::byte* values = nullptr;               // null: no memory yet
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
+    std::unique_ptr<offload::ParkedCopy> parked;
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0
@@ -81,6 +89,9 @@ class GradientShards {
   void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
   void fold_in(int unit, device::Stream& stream);
+  // Around a kernel of the stream that reads these shards, as far as they are on the host.
+  void read_values(std::size_t first, std::size_t end, device::Stream& stream,
+                   const offload::LinkWatch::Call& read);
   void wait_for_arrived();
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
@@ -90,6 +101,7 @@ class GradientShards {
   device::Device& device_;
   DType dtype_;
   memory::Tier tier_;
+  offload::LinkWatch& watch_;
   std::unique_ptr<device::Memory> host_;     // all shards, where they lie there
   std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
   std::vector<Shard> shards_;

@@ -189,7 +189,40 @@ GradientBuffers::Buffer GradientWrites::give_up_buffer(int unit, bool pushed) {
 
 void GradientWrites::drop() {
   compute_follows();
-  for (UnitBuffer& b : buffers_of_) buffers_.give_back(std::move(b.buffer));
+  for (UnitBuffer& b : buffers_of_) {
+    buffers_.give_back(std::move(b.buffer));
+    b.parked.reset();
+  }
+}
+
+void GradientWrites::park(bool pinned) {
+  compute_follows();
+  std::vector<std::pair<UnitBuffer*, std::unique_ptr<offload::ParkedCopy>>> copies;
+  for (UnitBuffer& b : buffers_of_) {
+    if (b.buffer == nullptr) continue;
+    const Bytes bytes(b.buffer->memory->local().size());
+    copies.emplace_back(&b, std::make_unique<offload::ParkedCopy>(
+                                device_, bytes, memory::Kind::kGradients, pinned));
+  }
+  for (auto& [b, copy] : copies) copy->take(b->buffer->memory->local());
+  device_.compute_stream().synchronize();
+  for (auto& [b, copy] : copies) {
+    b->parked = std::move(copy);
+    buffers_.give_back(std::move(b->buffer));
+  }
+  buffers_.free_unused();
+  inbox_.free();
+}
+
+void GradientWrites::unpark() {
+  for (const Unit& unit : units_) {
+    UnitBuffer& b = of(unit.id);
+    if (b.parked == nullptr) continue;
+    b.buffer = buffers_.take(bytes(unit.id));
+    b.parked->give_back(b.buffer->memory->local());
+    device_.compute_stream().synchronize();
+    b.parked.reset();
+  }
 }
 
 FirstError GradientWrites::abandon() noexcept {

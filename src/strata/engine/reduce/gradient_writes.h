@@ -29,6 +29,7 @@
 #include "strata/engine/reduce/gradient_buffers.h"
 #include "strata/engine/reduce/gradient_inbox.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/offload/parked_copy.h"
 
 namespace strata::engine {
 
@@ -55,8 +56,8 @@ class GradientWrites {
   void set_narrow() { wide_ = false; }
   bool wide() const { return wide_; }
 
-  // Of a unit's gradients on the wire; the same on every rank, since it depends on the passes
-  // alone.
+  // The dtype in which a unit's gradients travel; the same on every rank, since it depends on the
+  // passes alone.
   DType dtype(int unit) const { return dtype(unit, wide_); }
   Bytes bytes(int unit) const {
     return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
@@ -83,16 +84,23 @@ class GradientWrites {
   // along; one that holds gradients that came too late stays.
   GradientBuffers::Buffer give_up_buffer(int unit, bool pushed);
 
-  // What the compute stream gets from now on comes after all that was written.
+  // The compute stream runs what it gets from now on after everything that was written.
   void compute_follows();
   // Forgets what was written, as drop() does after compute_follows(), whatever fails on the way.
   FirstError abandon() noexcept;
   void drop();
 
+  // Between passes: what lies in buffers goes to the host for a while, and buffers and inbox are
+  // free. Until unpark() only drop() may be called. Both may throw OutOfMemoryError, and be called
+  // again: park() has done nothing then, unpark() a part. After a barrier.
+  void park(bool pinned);
+  void unpark();
+
  private:
   struct UnitBuffer {
     GradientBuffers::Buffer buffer;
-    std::vector<bool> written;  // slots of it that hold something
+    std::vector<bool> written;                              // slots of it that hold something
+    std::unique_ptr<offload::ParkedCopy> parked = nullptr;  // of the buffer
   };
   struct Held {
     std::shared_ptr<const void> owner;

@@ -15,7 +15,7 @@ class PackedCounts {
 
   // 1 each, but 0 for `absent`.
   std::vector<double> ones_without(std::span<const int> absent) const;
-  // Of the sum: the counts that are 0, in ascending order.
+  // The counts that are 0 in the sum, in ascending order.
   std::vector<int> zeroes(std::span<const double> sum) const;
 
  private:

@@ -25,7 +25,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       recorder_(recorder),
       options_(std::move(options)),
       buffers_(options_.name, collectives, device.ledger()),
-      shards_(units, device, options_.accumulation_dtype, options_.gradient_tier),
+      shards_(units, device, options_.accumulation_dtype, options_.gradient_tier, recorder),
       writes_(units, collectives, device, buffers_,
               {options_.name, options_.reduce_dtype, options_.max_reducing, options_.max_held}),
       arrivals_(units, collectives, most_waiting(units, writes_, options_.max_reducing)),
@@ -193,6 +193,18 @@ void Reducer::complete_groups() {
     if (of_group_[static_cast<std::size_t>(unit)]) units.push_back(unit);
   }
   if (!units.empty()) reduce_late(units);
+}
+
+void Reducer::park(bool shards, bool buffers, bool pinned) {
+  // Reductions are complete; what measures them may still run.
+  if (device::Stream* const stream = collectives_.contribution_stream()) stream->synchronize();
+  if (buffers) writes_.park(pinned);
+  if (shards) shards_.park(pinned);
+}
+
+void Reducer::unpark() {
+  writes_.unpark();
+  shards_.unpark();
 }
 
 }  // namespace strata::engine

@@ -86,6 +86,12 @@ class Reducer {
   // Collective, before a step: adds up over the groups what no last pass did.
   void complete_groups();
 
+  // Memory of gradients that is free for a while, its values on the host; between passes, after a
+  // barrier. `shards`: of reduced ones. `buffers`: of those on their way into a reduction. Until
+  // unpark() only drop_gradients() may be called. GradientShards says what may be thrown.
+  void park(bool shards, bool buffers, bool pinned);
+  void unpark();
+
   GradientShards& shards() { return shards_; }
 
  private:

@@ -13,8 +13,8 @@
 
 namespace strata::engine {
 
-// What went wrong on a rank: the name of the error's class ("IoError"; any other name stands for
-// Error) and its message. An empty kind: nothing did.
+// An error of a rank: the name of its class ("IoError"; any other name stands for Error) and its
+// message. An empty kind: there was none.
 struct Failure {
   std::string kind;
   std::string message;

@@ -15,7 +15,7 @@ namespace strata::engine {
 
 struct EngineOptions {
   std::string name = "engine";  // tells the engines of one process apart; the same on every rank
-  // What stays whole: below 3 the weights of every unit; at 3 nothing but persistent units.
+  // Below 3 the weights of every unit stay whole; at 3 only those of persistent units do.
   int stage = 3;
   // Where gradients are reduced: after every micro-step, or once, at the accumulation boundary,
   // which keeps every unit's whole gradient in between. The first is the same bits at every stage.
@@ -31,6 +31,10 @@ struct EngineOptions {
   offload::StatePlace states;   // what the optimizer keeps, and masters
   offload::StatePlace weights;  // of units that are sharded (stage 3) and not persistent
   bool offloads_weights() const { return weights.offloads(); }
+  // Whether anything rests elsewhere than on the device.
+  bool offloads() const {
+    return states.offloads() || weights.offloads() || gradient_tier == memory::Tier::kHost;
+  }
   // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
   // moments may be bf16 then, too.
   bool rounds_masters = false;

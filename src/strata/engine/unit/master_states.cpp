@@ -94,6 +94,10 @@ void MasterStates::round(int unit, Numel begin, Numel end) {
   });
 }
 
+void MasterStates::let_go() {
+  for (auto& held : held_) held.reset();
+}
+
 std::span<std::byte> MasterStates::hold(int unit) {
   STRATA_ASSERT(!of(unit).offloaded);
   if (form(unit) == plan::MasterForm::kShard) return of(unit).shard;

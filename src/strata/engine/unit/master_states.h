@@ -52,6 +52,8 @@ class MasterStates {
   // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as this lives:
   // the shard itself, or what the store has to keep leased.
   std::span<std::byte> hold(int unit);
+  // Gives back what hold() leased of all units.
+  void let_go();
 
  private:
   struct Ids {

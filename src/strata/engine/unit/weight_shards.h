@@ -3,7 +3,7 @@
 // here, in pieces as large as the store lends at once.
 //
 // Threads: one thread at a time. Ownership: borrows the units and the store. Errors: those of the
-// store.
+// store; UsageError for weights that are parked.
 #pragma once
 
 #include <cstddef>

@@ -81,6 +81,38 @@ void Weights::back_all() {
   back(static_cast<int>(units_.size()) - 1);
 }
 
+void Weights::copy_for_parking(bool pinned) {
+  back_all();
+  const Bytes all = offsets_.back();
+  if (all == Bytes()) return;
+  parked_ = std::make_unique<offload::ParkedCopy>(device_, all, memory::Kind::kWeights, pinned);
+  parked_->take(memory_->local().first(all.size()));
+  device_.compute_stream().synchronize();
+}
+
+void Weights::park() {
+  if (parked_ == nullptr) return;
+  scratch_.reset();
+  memory_->release();
+  charge_ =
+      memory::Charge(device_.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
+  for (Unit& unit : units_) unit.parked = !unit.offloaded;
+}
+
+void Weights::unpark() {
+  if (parked_ == nullptr) return;
+  const Bytes all = offsets_.back();
+  memory_->back(all);
+  parked_->give_back(memory_->local().first(all.size()));
+  device_.compute_stream().synchronize();
+  charge_.grow(all);
+  parked_.reset();
+}
+
+void Weights::settle_unparked() {
+  for (Unit& unit : units_) unit.parked = false;
+}
+
 Weights::~Weights() = default;
 
 const plan::Slot& Weights::slot_of(int param) const {

@@ -19,6 +19,7 @@
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/ledger.h"
+#include "strata/offload/parked_copy.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/master_form.h"
 
@@ -75,11 +76,25 @@ class Weights {
                                 DType source_dtype);
   // Takes the memory of every unit that has none yet.
   void back_all();
+
+  // Parking: what is in memory of the device goes to the host for a while, all of it or nothing.
+  // Whether the collectives can give its memory back; also where there is none.
+  bool can_park() const { return memory_->releasable(); }
+  // Copies it, which may throw OutOfMemoryError; drop_copy() is the way back.
+  void copy_for_parking(bool pinned);
+  void drop_copy() { parked_.reset(); }
+  // Gives the memory back to the device. No rank reads it any more. Units say that they are parked.
+  void park();
+  // Takes the memory and the values back; may throw OutOfMemoryError, and be called again. Where
+  // bytes are is as it was. Units are parked until settle_unparked(), when all ranks have done so.
+  void unpark();
+  void settle_unparked();
+
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
 
   plan::MasterForm master_form(int unit) const { return masters_.form(unit); }
-  // Of units that have their memory: all, after back_all().
+  // Both serve units that have their memory: all, after back_all().
   MasterStates& masters() { return masters_; }
   offload::StateStore& states() { return states_; }
   // The weights themselves, of sharded units.
@@ -109,6 +124,7 @@ class Weights {
   WeightShards shards_;
   MasterStates masters_;
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
+  std::unique_ptr<offload::ParkedCopy> parked_;  // null: not parked
 };
 
 }  // namespace strata::engine

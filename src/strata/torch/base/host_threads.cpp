@@ -1,7 +1,5 @@
 #include "strata/torch/base/host_threads.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -10,23 +8,12 @@
 #include <limits>
 #include <string_view>
 
+#include "strata/base/rank_cores.h"
+
 namespace strata::torch {
 namespace {
 
 constexpr int kThreadsOfALink = 8;  // copy as fast as a PCIe 5 link of 16 lanes drains
-
-int cores_of_affinity() {
-  // Machines with more cores than a cpu_set_t has bits refuse it.
-  for (int most = CPU_SETSIZE; most <= (1 << 20); most *= 4) {
-    cpu_set_t* const set = CPU_ALLOC(static_cast<std::size_t>(most));
-    if (set == nullptr) break;
-    const std::size_t bytes = CPU_ALLOC_SIZE(static_cast<std::size_t>(most));
-    const int count = ::sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
-    CPU_FREE(set);
-    if (count > 0) return count;
-  }
-  return 1;
-}
 
 int cores_of_quota(double quota, double period) {
   if (!(quota > 0.0) || !(period > 0.0)) return std::numeric_limits<int>::max();
@@ -45,21 +32,26 @@ int cores_of_group() {
   return std::numeric_limits<int>::max();
 }
 
+std::optional<int> number_in(const char* variable) {
+  const char* const text = std::getenv(variable);
+  if (text == nullptr) return std::nullopt;
+  const std::string_view written(text);
+  int number = 0;
+  const char* const end = written.data() + written.size();
+  const auto [stop, error] = std::from_chars(written.data(), end, number);
+  return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+}
+
 }  // namespace
 
 int usable_cores() {
-  return std::min(cores_of_affinity(), cores_of_group());
+  const int allowed = std::max(1, static_cast<int>(allowed_cores().size()));
+  return std::min(allowed, cores_of_group());
 }
 
 int ranks_of_host(int world_size) {
-  const char* const text = std::getenv("LOCAL_WORLD_SIZE");
-  if (text == nullptr) return world_size;
-  const std::string_view written(text);
-  int ranks = 0;
-  const auto [stop, error] =
-      std::from_chars(written.data(), written.data() + written.size(), ranks);
-  const bool makes_sense = error == std::errc() && stop == written.data() + written.size();
-  return makes_sense && ranks >= 1 ? std::min(ranks, world_size) : world_size;
+  const std::optional<int> ranks = number_in("LOCAL_WORLD_SIZE");
+  return ranks && *ranks >= 1 ? std::min(*ranks, world_size) : world_size;
 }
 
 int host_threads(std::optional<int> wanted, int world_size) {
@@ -73,6 +65,12 @@ int reference_threads(std::optional<int> wanted, int world_size) {
   const int others = ranks_of_host(world_size) - 1;
   const int left = usable_cores() - others * std::min(share, kThreadsOfALink);
   return std::clamp(left, share, 2 * kMostHostThreads);
+}
+
+std::vector<int> host_cores(int threads) {
+  const std::optional<int> rank = number_in("LOCAL_RANK");
+  const std::optional<int> ranks = number_in("LOCAL_WORLD_SIZE");
+  return rank && ranks ? cores_to_bind(*rank, *ranks, threads) : std::vector<int>();
 }
 
 io::ThreadEngineOptions reading_options(int threads) {

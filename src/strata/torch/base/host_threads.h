@@ -5,6 +5,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "strata/io/thread_engine.h"
 
@@ -26,6 +27,10 @@ int host_threads(std::optional<int> wanted, int world_size);
 // The same of rank 0 while it reads all of a model on the host and every other rank only what it
 // keeps, at the speed of its link: rank 0 takes the cores that the links leave, too.
 int reference_threads(std::optional<int> wanted, int world_size);
+
+// The cores that `threads` of this rank are bound to (base/rank_cores.h), empty where they are not.
+// Only with a launcher that says which of the host's ranks this is: LOCAL_RANK, LOCAL_WORLD_SIZE.
+std::vector<int> host_cores(int threads);
 
 // How a rank of `threads` reads files: with as many at once as the page cache needs to be read at
 // the speed of a link, and as a drive needs to be busy, all of them on the buffers of one ring. One

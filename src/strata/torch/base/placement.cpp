@@ -11,6 +11,7 @@
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
 #include "strata/device/cuda_device.h"
+#include "strata/torch/base/host_threads.h"
 
 namespace strata::torch {
 namespace {
@@ -96,6 +97,7 @@ std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
   if (!place.is_cuda()) {
     device::CpuDeviceOptions options;
     options.threads = threads;
+    options.cores = host_cores(threads);
     options.waits = std::move(waits);
     return std::make_shared<device::CpuDevice>(options);
   }

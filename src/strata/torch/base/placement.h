@@ -32,8 +32,9 @@ int usable_gpus();
 c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> present,
                           int local_rank);
 
-// `threads`: of kernels on the host. `waits`: those of another device of this rank, to be counted
-// with; null: its own.
+// `threads`: of kernels on the host, bound to this rank's cores where ranks share them
+// (host_threads.h). `waits`: those of another device of this rank, to be counted with; null: its
+// own.
 std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
                                             std::shared_ptr<device::HostWaits> waits = nullptr);
 

@@ -95,6 +95,20 @@ void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::n
   }
 }
 
+void restore_all(ShardedModel& model, TrainerState state,
+                 const engine::TrainingCheckpoint& checkpoint) {
+  const std::string& training = checkpoint.manifest().training;
+  engine::restore_progress(training, model.control(), checkpoint.path());
+  engine::restore_optimizer_steps(training, model.engine(), checkpoint.path());
+  try {
+    restore(Json::parse(training), std::move(state), checkpoint.path());
+  } catch (const Json::exception& error) {
+    throw FormatError(
+        fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
+                    error.what(), checkpoint.path()));
+  }
+}
+
 }  // namespace
 
 void save_training_of(ShardedModel& model, const ::torch::nn::Module& module, TrainerState state,
@@ -145,20 +159,19 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
   if (found.empty()) return std::nullopt;
   const engine::TrainingCheckpoint checkpoint = engine::open_training(collectives, found);
   io::ThreadEngine io(reading_options(model.threads()));
-  engine::load_training(engine, checkpoint, {}, io);
-  engine::together(collectives, kLoadingTrainer, [&] {
-    load_buffers(checkpoint, module, io);
-    const std::string& training = checkpoint.manifest().training;
-    engine::restore_progress(training, model.control(), found);
-    engine::restore_optimizer_steps(training, engine, found);
-    try {
-      restore(Json::parse(training), state, found);
-    } catch (const Json::exception& error) {
-      throw FormatError(
-          fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
-                      error.what(), found));
-    }
-  });
+  engine::LoadRequest request;
+  for (const auto& buffer : module.named_buffers())
+    request.buffers.push_back({buffer.key(), buffer.value().sizes().vec()});
+  engine::load_training(engine, checkpoint, request, io);
+  try {
+    engine::together(collectives, kLoadingTrainer, [&] {
+      load_buffers(checkpoint, module, io);
+      restore_all(model, std::move(state), checkpoint);
+    });
+  } catch (const std::exception& error) {
+    engine.loading_failed(error.what());
+    throw;
+  }
   return found;
 }
 

@@ -1,5 +1,6 @@
 #include "strata/torch/model/autograd_pass.h"
 
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -9,7 +10,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "strata/base/error.h"
+#include "strata/torch/model/scaled_run.h"
 
 namespace strata::torch {
 namespace {
@@ -73,7 +74,7 @@ struct AutogradPass::State : std::enable_shared_from_this<AutogradPass::State> {
   bool open = false;
   std::weak_ptr<Run> run;  // in which the open pass began
 
-  void begin(bool scaled) {
+  void begin() {
     if (driven || !calls.begin) return;
     if (open && !run.expired()) return;
     abandon();
@@ -82,7 +83,7 @@ struct AutogradPass::State : std::enable_shared_from_this<AutogradPass::State> {
     autograd::Engine::get_default_engine().queue_callback([state = weak_from_this(), here] {
       if (const auto s = state.lock()) s->end(*here);
     });
-    calls.begin(scaled);
+    calls.begin();
     open = true;
     run = here;
   }
@@ -115,26 +116,23 @@ void AutogradPass::expect(std::span<const at::Tensor> outputs) {
   for (autograd::Node* node : producers_of_bases(outputs)) nodes.push_back(node);
   for (autograd::Node* node : nodes) {
     run_before(*node, /*first=*/true, [state = std::weak_ptr(state_)] {
-      if (const auto s = state.lock()) s->begin(/*scaled=*/false);
+      if (const auto s = state.lock()) s->begin();
     });
   }
 }
 
-at::Tensor AutogradPass::scaled(const at::Tensor& loss, double factor) {
-  if (!loss.requires_grad()) {
-    throw UsageError(
-        "scale(loss) needs a loss that comes from the model, with gradients enabled; found one "
-        "that requires no gradient");
-  }
+at::Tensor AutogradPass::scaled(const at::Tensor& loss, double factor, double loss_scale) {
   at::Tensor result = loss.to(at::kFloat) * factor;
-  run_before(*result.grad_fn(), /*first=*/true, [state = std::weak_ptr(state_)] {
-    if (const auto s = state.lock()) s->begin(/*scaled=*/true);
+  run_before(*result.grad_fn(), /*first=*/true, [state = std::weak_ptr(state_), loss_scale] {
+    autograd::Engine::get_default_engine().queue_callback(
+        [run = std::make_shared<ScaledRun>(loss_scale)] {});  // which goes with the run
+    if (const auto s = state.lock()) s->begin();
   });
   return result;
 }
 
 void AutogradPass::begin() {
-  state_->begin(/*scaled=*/false);
+  state_->begin();
 }
 
 void AutogradPass::settle() {

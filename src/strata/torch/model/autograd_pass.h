@@ -46,10 +46,10 @@ void run_before(::torch::autograd::Node& node, bool first, std::function<void()>
 class AutogradPass {
  public:
   struct Calls {
-    std::function<bool()> stores;            // whether the graph that runs stores our gradients
-    std::function<void(bool scaled)> begin;  // of a scaled loss
-    std::function<void()> end;               // abandon() follows if it throws
-    std::function<void()> abandon;           // throws nothing
+    std::function<bool()> stores;  // whether the graph that runs stores our gradients
+    std::function<void()> begin;
+    std::function<void()> end;      // abandon() follows if it throws
+    std::function<void()> abandon;  // throws nothing
   };
   explicit AutogradPass(Calls calls);
   ~AutogradPass();
@@ -57,8 +57,9 @@ class AutogradPass {
   AutogradPass& operator=(const AutogradPass&) = delete;
 
   void expect(std::span<const at::Tensor> outputs);
-  // `loss` times `factor`: a pass that begins there is of a scaled loss.
-  at::Tensor scaled(const at::Tensor& loss, double factor);
+  // `loss`, which requires a gradient, times `factor`. What runs from there is of a loss that was
+  // scaled by `loss_scale` (ScaledRun), for other models, too.
+  at::Tensor scaled(const at::Tensor& loss, double factor, double loss_scale);
   // From within autograd: the pass begins unless it runs.
   void begin();
   // Abandons a pass that an error has ended. Called before anything else is done with the engine.

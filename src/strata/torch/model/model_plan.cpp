@@ -39,16 +39,21 @@ engine::EngineOptions engine_options_of(const PlannedModel& model, const engine:
   return forecast::engine_options_of(model.specs, config);
 }
 
-PlannedModel plan_model(const ModelInput& input, const engine::Config& config) {
+PlannedModel plan_model(const ModelInput& input, const engine::Config& config,
+                        const forecast::Trainers& trainers, const forecast::Room& room) {
   std::vector<plan::ParamSpec> specs = param_specs(input, config);
+  forecast::place_automatically(specs, input.tree, config, trainers, room);
   plan::ModelPlan plan = plan::plan_units(specs, input.tree, engine::plan_options_from(config));
   return {std::move(specs), std::move(plan), input.tree};
 }
 
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, const forecast::Job& job) {
-  const PlannedModel model = plan_model(input, config);
-  return forecast::forecast_job(model.specs, model.plan, model.tree, config, rule, job);
+                                      engine::UpdateRule rule, const forecast::Job& job,
+                                      const forecast::FreeMemory& free) {
+  const forecast::Trainers trainers = forecast::trainers_of(config, rule, job);
+  const PlannedModel model =
+      plan_model(input, config, trainers, forecast::room_for(config.offload, free));
+  return forecast::forecast_training(model.specs, model.plan, model.tree, config, trainers);
 }
 
 }  // namespace strata::torch

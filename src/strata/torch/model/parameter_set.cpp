@@ -1,6 +1,8 @@
 #include "strata/torch/model/parameter_set.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -35,6 +37,10 @@ void point(const at::Tensor& variable, const at::Tensor& view) {
   variable.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
 }
 
+at::Tensor as_raw_bytes(const at::Tensor& tensor) {
+  return tensor.detach().contiguous().reshape({-1}).view(at::kByte);
+}
+
 }  // namespace
 
 ParameterSet::ParameterSet(std::vector<at::Tensor> variables, c10::Device place)
@@ -51,11 +57,13 @@ int ParameterSet::index_of(const at::Tensor& variable) const {
 void ParameterSet::bind(const engine::Weights& weights) {
   STRATA_ASSERT(views_.empty());
   views_.resize(variables_.size());
+  unit_of_.resize(variables_.size());
   for (const engine::Unit& unit : weights.units()) {
     UnitStorage storage{.impl = make_storage(place_), .params = unit.spec.params};
     for (const plan::Slot& slot : unit.layout.slots()) {
       views_[static_cast<std::size_t>(slot.param)] =
           make_view(storage.impl, weights.param(slot.param), slot.offset);
+      unit_of_[static_cast<std::size_t>(slot.param)] = static_cast<int>(units_.size());
     }
     units_.push_back(std::move(storage));
   }
@@ -124,17 +132,13 @@ void ParameterSet::attach(int unit, std::span<std::byte> flat) {
   }
   UnitStorage& storage = units_[index];
   give_memory(storage, flat);
-  for (const int param : storage.params) {
-    point(variables_[static_cast<std::size_t>(param)], views_[static_cast<std::size_t>(param)]);
-  }
+  point_all(storage, Pointed::kAtUnit);
 }
 
 void ParameterSet::detach(int unit) {
   if (units_.empty()) return;
   UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
-  for (const int param : storage.params) {
-    point(variables_[static_cast<std::size_t>(param)], empties_[static_cast<std::size_t>(param)]);
-  }
+  point_all(storage, Pointed::kAtNothing);
   give_memory(storage, {});
 }
 
@@ -145,10 +149,82 @@ bool ParameterSet::await(int unit) {
   // Ours are the storage itself, what awaits it, a view for each parameter, and the parameter.
   if (storage.impl.use_count() > 2 + 2 * storage.params.size()) return false;
   storage.awaited->set_nbytes(storage.impl->nbytes());  // who copies it must not find it empty
-  for (std::size_t i = 0; i < storage.params.size(); ++i) {
-    point(variables_[static_cast<std::size_t>(storage.params[i])], storage.awaited_views[i]);
-  }
+  point_all(storage, Pointed::kAtAwaited);
   return true;
+}
+
+void ParameterSet::point_all(UnitStorage& storage, Pointed at) {
+  for (std::size_t i = 0; i < storage.params.size(); ++i) {
+    const int param = storage.params[i];
+    const auto index = static_cast<std::size_t>(param);
+    if (lost_ < 0 && replaced(param) &&
+        !(storage.pointed == Pointed::kAtUnit && at == Pointed::kAtNothing &&
+          has_values_of_unit(param))) {
+      lost_ = param;
+    }
+    point(variables_[index], at == Pointed::kAtUnit      ? views_[index]
+                             : at == Pointed::kAtNothing ? empties_[index]
+                                                         : storage.awaited_views[i]);
+  }
+  storage.pointed = at;
+}
+
+bool ParameterSet::replaced(int param) const {
+  if (units_.empty()) return false;
+  const auto index = static_cast<std::size_t>(param);
+  const at::Tensor& variable = variables_[index];
+  const c10::StorageImpl* storage = variable.storage().unsafeGetStorageImpl();
+  const UnitStorage& unit = units_[static_cast<std::size_t>(unit_of_[index])];
+  if (unit.pointed == Pointed::kAtNothing)
+    return storage != empties_[index].storage().unsafeGetStorageImpl();
+  if (storage != unit.impl.get() && storage != unit.awaited.get()) return true;
+  const at::Tensor& view = views_[index];
+  return variable.storage_offset() != view.storage_offset() || variable.sizes() != view.sizes() ||
+         variable.strides() != view.strides();
+}
+
+bool ParameterSet::has_values_of_unit(int param) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  const at::Tensor& view = views_[static_cast<std::size_t>(param)];
+  if (variable.scalar_type() != view.scalar_type() || variable.sizes() != view.sizes() ||
+      variable.is_meta()) {
+    return false;
+  }
+  return at::equal(as_raw_bytes(variable.to(place_)), as_raw_bytes(view));
+}
+
+int ParameterSet::find_changed() {
+  for (int param = 0; param < size(); ++param) {
+    if (!replaced(param)) continue;
+    const UnitStorage& unit =
+        units_[static_cast<std::size_t>(unit_of_[static_cast<std::size_t>(param)])];
+    if (unit.pointed != Pointed::kAtUnit || !has_values_of_unit(param)) return param;
+    put_back(param);
+  }
+  return -1;
+}
+
+void ParameterSet::take_in(int param) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  STRATA_ASSERT(variable.sizes() == views_[static_cast<std::size_t>(param)].sizes());
+  views_[static_cast<std::size_t>(param)].copy_(variable.detach());
+}
+
+void ParameterSet::put_back(int param) {
+  if (units_.empty()) return;
+  const auto index = static_cast<std::size_t>(param);
+  const UnitStorage& unit = units_[static_cast<std::size_t>(unit_of_[index])];
+  if (replaced(param)) {
+    at::Tensor there = unit.pointed == Pointed::kAtNothing ? empties_[index] : views_[index];
+    if (unit.pointed == Pointed::kAtAwaited) {
+      const auto position = std::ranges::find(unit.params, param) - unit.params.begin();
+      there = unit.awaited_views[static_cast<std::size_t>(position)];
+    }
+    point(variables_[index], there);
+  }
+  if (lost_ == param) lost_ = -1;
 }
 
 void ParameterSet::make_awaited(int unit) {

@@ -10,6 +10,10 @@
 // (AwaitedStorage) until its attach(), unless somebody holds a view of its memory: such a reader
 // could not be made to wait.
 //
+// A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). Nobody tells us, so
+// who depends on it asks: replaced(). Where the next attach() or detach() comes first, that is kept
+// for lost().
+//
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
 // but for readers of awaited parameters and await_no_more().
 // Ownership: shares the user's tensors until unbind(); the memory behind them belongs to the
@@ -67,20 +71,35 @@ class ParameterSet final : public engine::ParameterViews {
   // Whether a tensor that is neither the user's parameter nor ours has to do with this sharded
   // unit's memory: a view of it, or what autograd saved. It may say yes in vain.
   bool held_elsewhere(int unit) const;
+  // Whether the user's tensor has other memory than it was given here.
+  bool replaced(int param) const;
+  // The first that is, and whose values are not those of the unit to the bit; -1: none. Others are
+  // put back. Only a tensor that is replaced is looked at, and the host waits for its values.
+  int find_changed();
+  // A parameter whose replaced memory is lost, since its unit came or went meanwhile; -1: none.
+  int lost() const { return lost_; }
+  // Copies the values that a replaced tensor has into its gathered unit: of its shape, any dtype.
+  void take_in(int param);
+  // Points the user's tensor at the unit's memory again; what is lost of it is forgotten.
+  void put_back(int param);
   // By tensor identity; -1: none of these.
   int index_of(const at::Tensor& variable) const;
   int size() const { return static_cast<int>(variables_.size()); }
   c10::Device place() const { return place_; }
 
  private:
+  enum class Pointed { kAtNothing, kAtUnit, kAtAwaited };
   struct UnitStorage {
     c10::intrusive_ptr<c10::StorageImpl> impl;
     std::vector<int> params;
+    Pointed pointed = Pointed::kAtUnit;               // where bind() leaves them
     c10::intrusive_ptr<AwaitedStorage> awaited = {};  // null: they never were
     std::vector<at::Tensor> awaited_views = {};       // by position in `params`
   };
 
   void make_awaited(int unit);
+  void point_all(UnitStorage& storage, Pointed at);
+  bool has_values_of_unit(int param) const;
   void give_memory(UnitStorage& storage, std::span<std::byte> memory) const;
 
   std::vector<at::Tensor> variables_;
@@ -90,7 +109,9 @@ class ParameterSet final : public engine::ParameterViews {
   std::atomic<bool> may_await_{true};
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> empties_;
+  std::vector<int> unit_of_;  // by parameter
   std::vector<UnitStorage> units_;
+  int lost_ = -1;
   std::vector<std::span<std::byte>> early_;  // attached before bind(), by unit
 };
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/torch/model/scaled_run.h"
 
 namespace strata::torch {
 namespace {
@@ -27,9 +28,8 @@ TrainingPasses::TrainingPasses(engine::Engine& engine, const ParameterSet& param
     : engine_(engine),
       control_(engine, config),
       scales_loss_(config.precision.scales_loss()),
-      pass_({[this] { return hooks_.stored_by_running_graph(); },
-             [this](bool scaled) { begin_found(scaled); }, [this] { end_found(); },
-             [this] { abandon_backward(); }}),
+      pass_({[this] { return hooks_.stored_by_running_graph(); }, [this] { begin_found(); },
+             [this] { end_found(); }, [this] { abandon_backward(); }}),
       hooks_(engine, parameters, pass_),
       scopes_(engine, scopes_of(model), [this](std::span<const at::Tensor> outputs) {
         if (in_root_ == 0) pass_.expect(outputs);
@@ -73,9 +73,10 @@ void TrainingPasses::end_backward() {
   control_.end_backward();
 }
 
-void TrainingPasses::begin_found(bool scaled) {
+void TrainingPasses::begin_found() {
   scopes_.failure().rethrow();
-  if (scales_loss_ && !scaled) {
+  const std::optional<double> loss_scale = ScaledRun::scale_here();
+  if (scales_loss_ && !loss_scale) {
     throw UsageError(
         "fp16 needs a scaled loss, and backward() was called on one that is not; call "
         "engine.scale(loss).backward(), or engine.backward(loss)");
@@ -88,8 +89,10 @@ void TrainingPasses::begin_found(bool scaled) {
     control_.begin_backward();
     scopes_.begin_backward();
   }
-  const double steps = static_cast<double>(control_.accumulation_steps());
-  hooks_.set_factor(AutogradPass::divided() ? 1.0 : 1.0 / steps);
+  const double scale = control_.loss_scaler().scale();  // 1 but in fp16
+  const double to_ours = scale / loss_scale.value_or(scale);
+  const auto steps = static_cast<double>(control_.accumulation_steps());
+  hooks_.set_factor(AutogradPass::divided() ? to_ours : to_ours / steps);
 }
 
 void TrainingPasses::end_found() {
@@ -106,7 +109,21 @@ void TrainingPasses::abandon_backward() noexcept {
 }
 
 at::Tensor TrainingPasses::scale(const at::Tensor& loss) {
-  return scales_loss_ ? pass_.scaled(loss, control_.loss_scaler().scale()) : loss;
+  if (!scales_loss_) return loss;
+  if (!loss.requires_grad()) {
+    throw UsageError(
+        "scale(loss) needs a loss that comes from the model, with gradients enabled; found one "
+        "that requires no gradient");
+  }
+  const double scale = control_.loss_scaler().scale();
+  return pass_.scaled(loss, scale, scale);
+}
+
+at::Tensor TrainingPasses::factored(const at::Tensor& loss, bool by_accumulation) {
+  const double factor = control_.loss_factor(by_accumulation);
+  if (scales_loss_ && loss.requires_grad())
+    return pass_.scaled(loss, factor, control_.loss_scaler().scale());
+  return factor == 1.0 ? loss : loss.to(at::kFloat) * factor;
 }
 
 std::optional<engine::StepResult> TrainingPasses::step(
@@ -117,6 +134,16 @@ std::optional<engine::StepResult> TrainingPasses::step(
   scopes_.end_micro_step();
   const Scopes::Claim claim(scopes_);
   return control_.step(groups);
+}
+
+void TrainingPasses::let_go() {
+  pass_.settle();
+  scopes_.failure().rethrow();
+  if (engine_.forward_seen()) {
+    scopes_.release_idle_reads();
+  } else {
+    scopes_.end_micro_step();
+  }
 }
 
 }  // namespace strata::torch

@@ -4,9 +4,10 @@
 // A backward pass is either told (begin_backward() to end_backward(), around autograd's run), or
 // autograd runs alone and the pass is found (AutogradPass). A found pass has the same effect as one
 // that is told: its gradients are divided by the accumulation steps as they come, unless the graph
-// belongs to a loss that another engine has divided. In fp16 its loss must come from scale(). A
-// found pass within the root's forward (a loss that differentiates its own parts) keeps its
-// gradients on the rank for the pass that follows.
+// belongs to a loss that another engine has divided, and brought from the scale of the loss to this
+// engine's own. In fp16 the loss must come from scale(), of any engine. A found pass within the
+// root's forward (a loss that differentiates its own parts) keeps its gradients on the rank for the
+// pass that follows.
 //
 // A pass that fails is abandoned; the error that ended it is its caller's. What fails while it is
 // abandoned is kept, and thrown by the next call: the engine is in no state to go on then.
@@ -51,11 +52,18 @@ class TrainingPasses {
   void abandon_backward() noexcept;
   // The loss from which autograd may run alone: times the loss scale in fp16, else itself.
   at::Tensor scale(const at::Tensor& loss);
+  // What to run autograd from between begin_backward() and end_backward(): the loss, scaled, and
+  // divided by the accumulation steps if `by_accumulation`.
+  at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
 
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
+  // Between passes: lets go of what was gathered for reads outside scopes, but for what the graph
+  // of a forward may have saved.
+  void let_go();
+
  private:
-  void begin_found(bool scaled);
+  void begin_found();
   void end_found();
 
   engine::Engine& engine_;

@@ -12,8 +12,9 @@
 
 namespace strata::torch {
 
-ValueAccess::ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes)
-    : engine_(engine), parameters_(parameters), scopes_(scopes) {}
+ValueAccess::ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes,
+                         const engine::PrecisionConfig& precision)
+    : engine_(engine), parameters_(parameters), scopes_(scopes), precision_(precision) {}
 
 std::vector<int> ValueAccess::units_of(std::span<const int> params) const {
   std::set<int> units;
@@ -52,7 +53,12 @@ void ValueAccess::publish(std::span<const int> params, int root) {
     throw UsageError(
         fmt::format("modifier_rank must be a rank of this job, 0 to {}; got {}", world - 1, root));
   }
+  for (const int param : params) require_publishable(param);
   for (const int param : params) {
+    if (parameters_.replaced(param)) {
+      if (collectives.rank() == root) parameters_.take_in(param);
+      parameters_.put_back(param);
+    }
     const engine::Unit& unit = engine_.weights().unit_of(param);
     const plan::Slot& slot = engine_.weights().slot_of(param);
     const auto flat = engine_.gatherer().flat(unit.id);
@@ -64,6 +70,35 @@ void ValueAccess::publish(std::span<const int> params, int root) {
   engine_.adopt_flat(params);
   // Peers may gather from now on. A rank that waits here has read everything that it still wanted.
   collectives.barrier();
+}
+
+void ValueAccess::require_publishable(int param) const {
+  if (!parameters_.replaced(param)) return;
+  const at::Tensor& given = parameters_.variable(param);
+  const at::Tensor& wanted = parameters_.full_view(param);
+  const DType own = from_scalar_type(given.scalar_type());
+  if (given.sizes() == wanted.sizes() && !given.is_meta() &&
+      to_scalar_type(precision_.weight_dtype(own)) == wanted.scalar_type())
+    return;
+  throw UsageError(fmt::format(
+      "parameter '{}' was given a tensor of another shape or dtype (param.data = tensor, or "
+      "module.to(dtype)) when it was sharded already; build it so, before the engine or zero.Init "
+      "takes it, or write param.data.copy_(tensor); wanted {} {}, found {} {}",
+      engine_.weights().param(param).name, c10::toString(wanted.scalar_type()),
+      fmt::join(wanted.sizes(), "x"), c10::toString(given.scalar_type()),
+      fmt::join(given.sizes(), "x")));
+}
+
+void ValueAccess::require_own_memory() {
+  const int lost = parameters_.lost();
+  const int param = lost >= 0 ? lost : parameters_.find_changed();
+  if (param < 0) return;
+  for (int i = 0; i < parameters_.size(); ++i) parameters_.put_back(i);
+  throw UsageError(fmt::format(
+      "parameter '{}' was given other memory (param.data = tensor, vector_to_parameters, set_()), "
+      "which the engine neither reads nor updates; it has its own again now. Write values within "
+      "strata.zero.GatheredParameters(params, modifier_rank=0), where such an assignment counts",
+      engine_.weights().param(param).name));
 }
 
 bool ValueAccess::read(int param) {

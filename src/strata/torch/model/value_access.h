@@ -16,6 +16,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "strata/engine/config/precision_config.h"
 #include "strata/engine/engine.h"
 #include "strata/torch/model/parameter_set.h"
 #include "strata/torch/model/scopes.h"
@@ -24,15 +25,23 @@ namespace strata::torch {
 
 class ValueAccess {
  public:
-  ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes);
+  // `precision`: what a parameter computes in whose values are of another dtype.
+  ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes,
+              const engine::PrecisionConfig& precision);
 
   // Gathers the units of these parameters and keeps them until release(). Nests.
   void gather(std::span<const int> params);
   // `discard`: the last release() of a unit frees its memory, unless a scope uses it. What was
   // written to the gathered copies is lost, but for what publish() has made everybody's.
   void release(std::span<const int> params, bool discard);
-  // Collective: what `root` holds now for these gathered parameters becomes everybody's value.
+  // Collective: what `root` holds now for these gathered parameters becomes everybody's value, also
+  // in memory that the script gave them. UsageError on a rank whose parameter has another shape or
+  // a dtype that the precision does not convert.
   void publish(std::span<const int> params, int root);
+  // UsageError where a script gave a parameter other memory with other values than its unit has,
+  // past publish(): training would neither see nor change it. It is given back its own then. Cheap:
+  // some comparisons a parameter.
+  void require_own_memory();
   // A parameter wanted outside any scope; false if it is there already.
   bool read(int param);
   bool gathered(int param) const;
@@ -54,10 +63,12 @@ class ValueAccess {
 
  private:
   std::vector<int> units_of(std::span<const int> params) const;
+  void require_publishable(int param) const;
 
   engine::Engine& engine_;
   ParameterSet& parameters_;
   Scopes& scopes_;
+  const engine::PrecisionConfig& precision_;
   std::unordered_map<int, int> held_;  // by unit: gather() without release()
   std::vector<int> saved_;             // units that were released though others held them
   struct Step {

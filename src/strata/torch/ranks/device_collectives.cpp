@@ -135,6 +135,7 @@ class DeviceCollectives final : public comm::Collectives {
     const std::span<std::byte> span{memory->base(), bytes.size()};
     BufferActions actions;
     actions.back = [grown = memory.get()](Bytes wanted) { grown->grow_to(wanted); };
+    actions.release = [grown = memory.get()] { grown->release(); };
     actions.before_free = [device = device_] { wait_for_stream(*device); };
     return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span,
                                          std::move(actions));

@@ -30,4 +30,9 @@ void NamedBuffer::back(Bytes bytes) {
   if (actions_.back) actions_.back(bytes);
 }
 
+void NamedBuffer::release() {
+  if (actions_.before_free) actions_.before_free();
+  if (actions_.release) actions_.release();
+}
+
 }  // namespace strata::torch

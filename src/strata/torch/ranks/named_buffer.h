@@ -17,6 +17,7 @@ using BufferNames = std::set<std::string>;  // of the living buffers of one rank
 struct BufferActions {
   std::function<void(Bytes)> back = nullptr;    // what SharedBuffer::back() does
   std::function<void()> before_free = nullptr;  // runs before the memory goes
+  std::function<void()> release = nullptr;      // SharedBuffer::release(); null: not releasable
 };
 
 class NamedBuffer final : public comm::SharedBuffer {
@@ -31,6 +32,8 @@ class NamedBuffer final : public comm::SharedBuffer {
   std::span<std::byte> local() override { return memory_; }
   const std::string& name() const override { return name_; }
   void back(Bytes bytes) override;
+  bool releasable() const override { return actions_.release != nullptr; }
+  void release() override;
 
  private:
   std::string name_;

@@ -6,6 +6,7 @@
 #include "strata/base/error.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
+#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {
@@ -16,13 +17,18 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
   return variables;
 }
 
+forecast::Trainers trainers_with(engine::UpdateRule rule, const ModelRuntime& runtime) {
+  return {rule, runtime.collectives->traits(), runtime.device->runs_ahead()};
+}
+
 }  // namespace
 
 ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config,
                            engine::UpdateRule rule, ModelRuntime runtime, std::string name)
     : config_(config),
       runtime_(std::move(runtime)),
-      model_(plan_model(input, config)),
+      room_(agreed_room(input, config, runtime_)),
+      model_(plan_model(input, config, trainers_with(rule, runtime_), room_)),
       rule_(rule),
       parameters_(variables_of(input), runtime_.place) {
   StartedModel started = start_model(input, model_, config_, runtime_, parameters_,
@@ -30,7 +36,8 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   engine_ = std::move(started.engine);
   passes_ = std::move(started.passes);
   originals_ = std::move(started.replaced);
-  values_ = std::make_unique<ValueAccess>(*engine_, parameters_, passes_->scopes());
+  values_ =
+      std::make_unique<ValueAccess>(*engine_, parameters_, passes_->scopes(), config_.precision);
   parameters_.on_wanted([this](int unit) { values_->complete(unit); });
 }
 
@@ -83,11 +90,13 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
 
 void ShardedModel::begin_forward() {
   require_alive();
+  engine_->parking().require_weights("a forward");
   passes_->begin_forward();
 }
 
 void ShardedModel::enter_root() {
-  require_alive();
+  require_own_memory();
+  engine_->parking().require_weights("a forward");  // also one without gradients
   passes_->enter_root();
 }
 
@@ -98,6 +107,11 @@ void ShardedModel::leave_root(std::span<const at::Tensor> outputs) {
 at::Tensor ShardedModel::scale(const at::Tensor& loss) {
   require_alive();
   return passes_->scale(loss);
+}
+
+at::Tensor ShardedModel::factored(const at::Tensor& loss, bool by_accumulation) {
+  require_alive();
+  return passes_->factored(loss, by_accumulation);
 }
 
 void ShardedModel::begin_backward() {
@@ -116,9 +130,21 @@ void ShardedModel::abandon_backward() noexcept {
 }
 
 std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {
-  require_alive();
+  require_own_memory();
   values_->note_step();
   return passes_->step(groups);
+}
+
+bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
+  require_alive();
+  passes_->let_go();
+  const Scopes::Claim claim(passes_->scopes());
+  return engine_->parking().park(states, pinned);
+}
+
+void ShardedModel::unpark() {
+  require_alive();
+  engine_->parking().unpark();
 }
 
 void ShardedModel::gather(std::span<const int> params) {
@@ -148,6 +174,15 @@ bool ShardedModel::held_elsewhere(int param) const {
   return values_->held_elsewhere(param);
 }
 
+void ShardedModel::put_back(std::span<const int> params) {
+  for (const int param : params) parameters_.put_back(param);
+}
+
+void ShardedModel::require_own_memory() {
+  require_alive();
+  values_->require_own_memory();
+}
+
 at::Tensor ShardedModel::local_part(int param) const {
   require_alive();
   return values_->local_part(param);
@@ -155,6 +190,7 @@ at::Tensor ShardedModel::local_part(int param) const {
 
 void ShardedModel::lend_values(int param, const std::function<void(const at::Tensor&)>& use) {
   const int params[] = {param};
+  require_own_memory();
   gather(params);
   FirstError first;
   first.attempt([&] { use(parameters_.full_view(param)); });
@@ -169,6 +205,7 @@ void ShardedModel::wait_for_all() {
 
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
+  if (engine_->parking().away().weights) engine_->parking().unpark();  // parameters keep values
   passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;

@@ -62,7 +62,11 @@ class ShardedModel final : public ParameterOwner {
   void end_backward();
   void abandon_backward() noexcept;
   at::Tensor scale(const at::Tensor& loss);
+  at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
+  // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
+  bool park(const engine::StateSet& states, bool pinned);
+  void unpark();
 
   // --- values: ValueAccess says what they do ---
   void gather(std::span<const int> params);
@@ -71,6 +75,9 @@ class ShardedModel final : public ParameterOwner {
   bool read(int param);
   bool gathered(int param) const;
   bool held_elsewhere(int param) const;
+  bool replaced(int param) const { return parameters_.replaced(param); }
+  void put_back(std::span<const int> params);
+  void require_own_memory();
   at::Tensor local_part(int param) const;
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
@@ -82,8 +89,11 @@ class ShardedModel final : public ParameterOwner {
   c10::Device place() const { return runtime_.place; }
   int threads() const { return runtime_.threads; }  // that work on host memory
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
-  // What the ledger will say of the device when this model has been trained for some steps.
+  // What the ledger will say when this model has been trained for some steps.
   forecast::MemoryForecast memory_forecast();
+  // What a rank may hold, on which all agreed where placement is automatic.
+  const forecast::Room& room() const { return room_; }
+  const std::vector<plan::ParamSpec>& specs() const { return model_.specs; }
   // Collective, so that no peer still reads what goes. Parameters that are whole get memory of
   // their own, unless it does not suffice; the others do with `keep_values` and are empty without.
   void destroy(bool keep_values);
@@ -103,6 +113,7 @@ class ShardedModel final : public ParameterOwner {
 
   engine::Config config_;
   ModelRuntime runtime_;
+  forecast::Room room_;
   PlannedModel model_;
   engine::UpdateRule rule_;
   ParameterSet parameters_;

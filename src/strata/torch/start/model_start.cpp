@@ -8,11 +8,13 @@
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/consistency.h"
+#include "strata/memory/available_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/start/adoption.h"
 #include "strata/torch/start/init_choice.h"
 #include "strata/torch/start/original_values.h"
+#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {
@@ -46,6 +48,16 @@ void compare_ranks(const ModelInput& input, const PlannedModel& model, const eng
       plan::describe(model.specs, model.plan) + describe_values(input.parameters));
 }
 
+// What users are told of a budget that would have one part wait for another.
+std::string raised_budget(const offload::StatePlace& place, const char* what) {
+  if (place.budget <= place.asked) return "";
+  return fmt::format(
+      "{} on a drive are staged through {}, although buffer_count times buffer_size is {}: one "
+      "part "
+      "is read, one is worked on and one is written at once",
+      what, to_string(place.budget), to_string(place.asked));
+}
+
 class ModelStart {
  public:
   ModelStart(const ModelInput& input, const PlannedModel& model, const engine::Config& config,
@@ -62,6 +74,7 @@ class ModelStart {
  private:
   std::shared_ptr<offload::StateStore> make_store(const offload::StatePlace& place,
                                                   const char* what);
+  void require_room(const engine::EngineOptions& options) const;
   void make_engine(StartOptions options, const plan::InitChoice& choice);
   void bring_values(const plan::InitChoice& choice);
   void undo() noexcept;
@@ -84,18 +97,33 @@ std::shared_ptr<offload::StateStore> ModelStart::make_store(const offload::State
   const auto make = [&] {
     made = offload::make_state_store(place, *runtime_.device, collectives.rank());
   };
-  if (place.tier == memory::Tier::kNvme) {
-    engine::together(collectives, fmt::format("making room for {}", what), make);
-  } else {
+  if (!place.uses(memory::Tier::kNvme)) {
     make();
+    return made.store;
   }
-  if (!made.remark.empty() && collectives.rank() == 0) TORCH_WARN(made.remark);
+  engine::together(collectives, fmt::format("making room for {}", what), make);
+  if (collectives.rank() == 0) {
+    if (!made.remark.empty()) TORCH_WARN(made.remark);
+    const std::string raised = raised_budget(place, what);
+    if (!raised.empty()) TORCH_WARN(raised);
+  }
   return made.store;
+}
+
+void ModelStart::require_room(const engine::EngineOptions& options) const {
+  const auto on_drive = memory::Tier::kNvme;
+  if (!options.states.uses(on_drive) && !options.weights.uses(on_drive)) return;
+  comm::Collectives& collectives = *runtime_.collectives;
+  engine::together(collectives, "looking for staging memory", [&] {
+    require_staging_room(options, ranks_of_host(collectives.world_size()),
+                         memory::available_memory());
+  });
 }
 
 void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
+  require_room(engine_options);
   engine::Stores stores{make_store(engine_options.states, "the optimizer's states"),
                         make_store(engine_options.weights, "the weights")};
   started_.engine = std::make_unique<engine::Engine>(

@@ -1,4 +1,4 @@
-#include "strata/io/striped_file.h"
+#include "strata/io/striping.h"
 
 #include <algorithm>
 #include <cmath>
@@ -17,14 +17,13 @@ namespace {
 constexpr int kChunksMax = 16;
 constexpr double kGoodEnough = 0.02;
 
-class StripedTransfer final : public Transfer {
+class JoinedTransfer final : public Transfer {
  public:
-  explicit StripedTransfer(std::vector<std::unique_ptr<Transfer>> parts)
+  explicit JoinedTransfer(std::vector<std::unique_ptr<Transfer>> parts)
       : parts_(std::move(parts)) {}
   bool done() override {
     return std::ranges::all_of(parts_, [](const auto& part) { return part->done(); });
   }
-  // Of several failures the one at the lowest offset.
   void wait() override {
     std::exception_ptr first;
     for (const auto& part : parts_) {
@@ -36,21 +35,30 @@ class StripedTransfer final : public Transfer {
     }
     if (first != nullptr) std::rethrow_exception(first);
   }
+  std::optional<TransferTimes> times() const override {
+    std::optional<TransferTimes> all;
+    for (const auto& part : parts_) {
+      const std::optional<TransferTimes> times = part->times();
+      if (!times) return std::nullopt;
+      if (!all) all = times;
+      all = {std::min(all->begin, times->begin), std::max(all->end, times->end)};
+    }
+    return all;
+  }
 
  private:
   std::vector<std::unique_ptr<Transfer>> parts_;
 };
 
-std::vector<std::int64_t> chunks_by_speed(const std::vector<StripePart>& parts) {
-  double fastest = 0;
-  for (const StripePart& part : parts) fastest = std::max(fastest, part.speed);
+std::vector<std::int64_t> chunks_by_speed(const std::vector<double>& speeds) {
+  const double fastest = *std::ranges::max_element(speeds);
   std::vector<std::int64_t> best;
   double least = std::numeric_limits<double>::infinity();
   for (int most = 1; most <= kChunksMax && least > kGoodEnough; ++most) {
     std::vector<std::int64_t> chunks;
     double worst = 0;  // relative error of a part's share
-    for (const StripePart& part : parts) {
-      const double wanted = part.speed / fastest * most;
+    for (const double speed : speeds) {
+      const double wanted = speed / fastest * most;
       chunks.push_back(std::max<std::int64_t>(1, std::llround(wanted)));
       worst = std::max(worst, std::abs(static_cast<double>(chunks.back()) / wanted - 1));
     }
@@ -62,48 +70,41 @@ std::vector<std::int64_t> chunks_by_speed(const std::vector<StripePart>& parts) 
 
 }  // namespace
 
-StripedFile::StripedFile(std::vector<StripePart> parts, Bytes bytes, Bytes chunk)
-    : parts_(std::move(parts)), bytes_(bytes), chunk_(chunk) {
-  const bool speeds = std::ranges::all_of(
-      parts_, [](const StripePart& part) { return part.speed > 0 && std::isfinite(part.speed); });
-  if (parts_.empty() || !speeds || bytes < 0_B || chunk < 1_B) {
+Striping::Striping(const std::vector<double>& speeds, Bytes chunk) : chunk_(chunk) {
+  const bool known =
+      std::ranges::all_of(speeds, [](double speed) { return speed > 0 && std::isfinite(speed); });
+  if (speeds.empty() || !known || chunk < 1_B) {
     throw UsageError(fmt::format(
-        "a striped file needs files, speeds above 0, and chunks of at least a byte: files={} "
-        "bytes={} chunk={}",
-        parts_.size(), bytes.value, chunk.value));
+        "to stripe bytes takes parts, speeds above 0, and chunks of at least a byte: parts={} "
+        "chunk={}",
+        speeds.size(), chunk.value));
   }
-  chunks_a_round_ = chunks_by_speed(parts_);
+  chunks_a_round_ = chunks_by_speed(speeds);
   // Who is furthest behind its share comes next, so that each part's chunks are spread.
   const std::int64_t length =
       std::accumulate(chunks_a_round_.begin(), chunks_a_round_.end(), std::int64_t{0});
-  std::vector<std::int64_t> given(parts_.size());
+  std::vector<std::int64_t> given(speeds.size());
   for (std::int64_t turn = 1; turn <= length; ++turn) {
     std::vector<std::int64_t> behind;
-    for (std::size_t part = 0; part < parts_.size(); ++part)
+    for (std::size_t part = 0; part < speeds.size(); ++part)
       behind.push_back(turn * chunks_a_round_[part] - length * given[part]);
     const auto next = static_cast<std::size_t>(std::ranges::max_element(behind) - behind.begin());
     round_.push_back({next, given[next]++});
   }
-  for (std::size_t part = 0; part < parts_.size(); ++part) {
-    File& file = parts_[part].file;
-    if (file.size() < share_of(part)) file.reserve(share_of(part));
-  }
 }
 
-Bytes StripedFile::share_of(std::size_t part) const {
-  const std::int64_t chunks = (bytes_ + chunk_ - 1_B) / chunk_;
+Bytes Striping::share_of(std::size_t part, Bytes bytes) const {
+  const std::int64_t chunks = bytes / chunk_;  // whole ones
   const auto length = static_cast<std::int64_t>(round_.size());
   std::int64_t mine = chunks / length * chunks_a_round_[part];
   for (std::int64_t turn = 0; turn < chunks % length; ++turn)
     mine += round_[static_cast<std::size_t>(turn)].part == part ? 1 : 0;
-  return chunk_ * mine;
+  const bool has_rest = round_[static_cast<std::size_t>(chunks % length)].part == part;
+  return chunk_ * mine + (has_rest ? bytes % chunk_ : Bytes());
 }
 
-std::vector<StripedFile::Run> StripedFile::runs_of(Bytes offset, Bytes bytes) const {
-  if (offset < 0_B || offset > bytes_ || bytes > bytes_ - offset) {
-    throw UsageError(fmt::format("the range is not in the striped file: offset={} bytes={} size={}",
-                                 offset.value, bytes.value, bytes_.value));
-  }
+std::vector<Striping::Run> Striping::runs_of(Bytes offset, Bytes bytes) const {
+  STRATA_ASSERT(offset >= 0_B);
   std::vector<Run> runs;
   const auto length = static_cast<std::int64_t>(round_.size());
   for (Bytes begin; begin < bytes;) {
@@ -124,24 +125,9 @@ std::vector<StripedFile::Run> StripedFile::runs_of(Bytes offset, Bytes bytes) co
   return runs;
 }
 
-std::unique_ptr<Transfer> StripedFile::read(IoEngine& io, Bytes offset,
-                                            std::span<std::byte> target) const {
-  std::vector<std::unique_ptr<Transfer>> transfers;
-  for (const Run& run : runs_of(offset, Bytes(target.size()))) {
-    transfers.push_back(io.read(parts_[run.part].file, run.offset,
-                                target.subspan(run.begin.size(), run.bytes.size())));
-  }
-  return std::make_unique<StripedTransfer>(std::move(transfers));
-}
-
-std::unique_ptr<Transfer> StripedFile::write(IoEngine& io, Bytes offset,
-                                             std::span<const std::byte> source) const {
-  std::vector<std::unique_ptr<Transfer>> transfers;
-  for (const Run& run : runs_of(offset, Bytes(source.size()))) {
-    transfers.push_back(io.write(parts_[run.part].file, run.offset,
-                                 source.subspan(run.begin.size(), run.bytes.size())));
-  }
-  return std::make_unique<StripedTransfer>(std::move(transfers));
+std::unique_ptr<Transfer> joined(std::vector<std::unique_ptr<Transfer>> transfers) {
+  if (transfers.size() == 1) return std::move(transfers.front());
+  return std::make_unique<JoinedTransfer>(std::move(transfers));
 }
 
 }  // namespace strata::io

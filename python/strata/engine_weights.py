@@ -1,0 +1,92 @@
+"""The engine's weights as whole state dicts, under DeepSpeed's names."""
+
+from collections import OrderedDict
+
+from . import _C
+from .checkpoint.whole_weights import save_whole, set_whole_weights, whole_state_dict
+
+
+class EngineWeights:
+    """What ``Engine`` does with its weights as one dict; it has ``_config``, ``core``, ``module`` and
+    ``global_rank``."""
+
+    def module_state_dict(self, exclude_frozen_parameters=False):
+        """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective)."""
+        self.core.require_weights("a state dict")
+        self.core.require_own_memory()
+        if self._config.stage >= 3:
+            return whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
+        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: value for name, value in self.module.state_dict().items()
+                if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(self, state_dict, strict=True):
+        """Gives the model the values of a state dict of whole tensors. Collective; rank 0's count. Masters follow;
+        the optimizer's states stay.
+
+        Returns:
+            (missing keys, unexpected keys).
+
+        Raises:
+            UsageError: with ``strict``, where names do not fit; shapes that do not.
+        """
+        return set_whole_weights(self, state_dict, strict)
+
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        """{name: tensor} under the model's own names, those of ``engine.module``.
+
+        At stage 3 it is collective: parameters are gathered one at a time and copied to the host of rank 0, which needs
+        room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages 0 to
+        2 every rank has all of it, and this is ``engine.module.state_dict()``.
+        """
+        self.core.require_weights("a state dict")
+        self.core.require_own_memory()
+        if self._config.stage < 3:
+            return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found = whole_state_dict(self.module, self.global_rank == 0) or {}
+        destination = OrderedDict() if destination is None else destination
+        destination.update((prefix + name, value) for name, value in found.items())
+        return destination
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
+        "module". Collective; rank 0's names and values count, other ranks may pass {}. Masters follow; the optimizer's
+        states stay.
+
+        Returns:
+            (missing keys, unexpected keys).
+
+        Raises:
+            UsageError: on every rank: with ``strict``, where names do not fit; shapes that do not; with ``assign``.
+        """
+        if assign:
+            raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
+                                "and values are copied")
+        wrapped = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
+        if wrapped and not hasattr(self.module, "module"):
+            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        return set_whole_weights(self, state_dict, strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """Whole weights on the host of rank 0, None on the others. Collective."""
+        return whole_state_dict(self.module, self.global_rank == 0, not exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+        """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
+        room for all of them; ``save_pretrained`` needs none.
+
+        Returns:
+            bool: False, and nothing is written, at stage 3 where the configuration does not allow it
+            (``stage3_gather_16bit_weights_on_model_save``).
+
+        Raises:
+            IoError: on every rank, where rank 0 cannot write.
+        """
+        if self._config.stage >= 3 and not self._config.gather_16bit_weights_on_model_save:
+            return False
+        save_whole(self, save_dir, save_filename, not exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model

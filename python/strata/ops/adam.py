@@ -1,0 +1,162 @@
+"""Adam and AdamW of ``deepspeed.ops.adam``: on the host by the engine's own kernel, on a GPU by torch's fused one."""
+
+import inspect
+
+import torch
+
+from .. import _C
+from ..ranks.runtime import rank_and_world_size
+from .elementwise import ElementwiseOptimizer, described
+
+# After so many steps no beta below 1 leaves anything to correct.
+_NO_CORRECTION = 1e30
+
+
+class _Adam(ElementwiseOptimizer):
+    moments = ("exp_avg", "exp_avg_sq")
+    _host = None  # the threads, from the first step on
+
+    def __init__(self, params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, fp32_states):
+        self.adam_w_mode = bool(adam_w_mode)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                    "bias_correction": bias_correction, "amsgrad": amsgrad}  # fmt: skip
+        super().__init__(params, defaults, fp32_states)
+
+    def _update_on_host(self, group, parameters, counts):
+        if self._host is None:
+            self._host = _C.HostAdam(rank_and_world_size()[1])
+        states = [self.state[p] for p in parameters]
+        tensors = [(p, p.grad, state["exp_avg"], state["exp_avg_sq"], count)
+                   for p, state, count in zip(parameters, states, counts, strict=True)]  # fmt: skip
+        beta1, beta2 = group["betas"]
+        self._host.step(
+            tensors, float(group["lr"]), float(beta1), float(beta2), float(group["eps"]),
+            float(group["weight_decay"]), self.adam_w_mode, bool(group["bias_correction"]),
+        )  # fmt: skip
+
+
+class DeepSpeedCPUAdam(_Adam):
+    """Adam and AdamW over parameters in host memory, in one pass on all cores of the rank.
+
+    The bits are those of the engine's Adam (``strata::kernels::adam_step``): computed in fp32, 16-bit weights rounded
+    once a step. Given to ``strata.initialize``, the engine updates its shards with these settings instead, wherever
+    they lie. Where ranks share a host, each takes its part of the cores, and the threads are bound to them.
+
+    Args:
+        model_params: parameters, or dicts of param groups; float32, bfloat16 or float16, in any mix, on the CPU. They
+            need not be contiguous; others are copied for the update.
+        lr: float, learning rate.
+        bias_correction: bool; False uses the moments as they are.
+        betas: (float, float), decay of the two moments.
+        eps: float, added to the denominator.
+        weight_decay: float.
+        amsgrad: must be False.
+        adamw_mode: True decays weights apart from the gradient (AdamW), False adds the decay to it (Adam).
+        fp32_optimizer_states: False keeps moments in the parameter's dtype; in fp32 they are more exact. In an engine
+            the configuration decides.
+
+    Attributes:
+        state: of each parameter ``step`` (int), ``exp_avg`` and ``exp_avg_sq``, of its shape.
+
+    Raises:
+        UsageError: ``amsgrad`` or ``maximize``, also in a param group.
+    """
+
+    def __init__(self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0,
+                 amsgrad=False, adamw_mode=True, fp32_optimizer_states=True):  # fmt: skip
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode,
+                         fp32_optimizer_states)  # fmt: skip
+
+    def _check(self, parameter):
+        super()._check(parameter)
+        if parameter.device.type != "cpu":
+            raise _C.UsageError("DeepSpeedCPUAdam updates parameters in host memory; take FusedAdam, or give the "
+                                f"optimizer to strata.initialize before its first step; found {described(parameter)}")
+
+    def update(self, group, parameters, counts):
+        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
+        self._update_on_host(group, parameters, counts)
+
+
+class FusedAdam(_Adam):
+    """Adam and AdamW over parameters on GPUs, in few kernels; those in host memory are updated as by DeepSpeedCPUAdam.
+
+    On a GPU this is torch's fused Adam over the whole list, which computes in fp32 and rounds once, too. Given to
+    ``strata.initialize``, the engine's own kernel does it.
+
+    Args:
+        params: parameters, or dicts of param groups; float32, bfloat16 or float16, in any mix.
+        lr, bias_correction, betas, eps, weight_decay, amsgrad: as of DeepSpeedCPUAdam.
+        adam_w_mode: True: AdamW; False: Adam.
+        set_grad_none: what ``zero_grad()`` does: True drops gradients, False zeroes them.
+
+    Attributes:
+        state: of each parameter ``step`` (int), ``exp_avg`` and ``exp_avg_sq``, of its shape and dtype.
+
+    Raises:
+        UsageError: ``amsgrad`` or ``maximize``, also in a param group.
+    """
+
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
+                 weight_decay=0.0, amsgrad=False, set_grad_none=True):  # fmt: skip
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, False)
+
+    def zero_grad(self, set_to_none=None):
+        """Drops gradients, or zeroes them; None: as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def update(self, group, parameters, counts):
+        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
+        on_host, on_gpus = [], {}
+        for parameter, count in zip(parameters, counts, strict=True):
+            if parameter.device.type == "cpu":
+                on_host.append((parameter, count))
+            else:
+                on_gpus.setdefault((parameter.device, parameter.dtype, count), []).append(parameter)
+        if on_host:
+            self._update_on_host(group, *zip(*on_host, strict=True))
+        for (device, _, count), members in on_gpus.items():
+            self._update_on_gpu(group, members, count, device)
+
+    def _update_on_gpu(self, group, parameters, count, device):
+        states = [self.state[p] for p in parameters]
+        beta1, beta2 = group["betas"]
+        # Filled on the device: a copy from the host would wait.
+        counted = torch.full((), count if group["bias_correction"] else _NO_CORRECTION, device=device)
+        (torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_)(
+            parameters,
+            [_laid_out_as(p, p.grad) for p in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [counted] * len(parameters),
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _laid_out_as(parameter, gradient):
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+_UPDATES = (DeepSpeedCPUAdam.update, FusedAdam.update)
+
+
+def adam_mode(optimizer):
+    """What the engine has to compute in the optimizer's place: "adamw" or "adam"; None for other classes, and for
+    subclasses that update in a way of their own."""
+    if not isinstance(optimizer, _Adam):
+        return None
+    kind = type(optimizer)
+    same_step = inspect.unwrap(kind.step) is inspect.unwrap(ElementwiseOptimizer.step)  # torch wraps it to profile it
+    if not same_step or kind.update not in _UPDATES:
+        return None
+    return "adamw" if optimizer.adam_w_mode else "adam"

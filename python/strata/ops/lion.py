@@ -1,0 +1,66 @@
+"""Lion of ``deepspeed.ops.lion``, in torch's own operations. Idea: Chen et al. 2023."""
+
+import torch
+
+from .elementwise import ElementwiseOptimizer, in_fp32, write_back
+
+
+class _Lion(ElementwiseOptimizer):
+    moments = ("exp_avg",)
+
+    def __init__(self, params, lr, betas, weight_decay, fp32_states):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, fp32_states)
+
+    def update(self, group, parameters, counts):
+        """Called by ``step()``: parameters of ``group`` with gradients."""
+        kept = [self.state[p]["exp_avg"] for p in parameters]
+        weights, averages, gradients = in_fp32(parameters), in_fp32(kept), in_fp32([p.grad for p in parameters])
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        directions = torch._foreach_mul(averages, beta1)
+        torch._foreach_add_(directions, gradients, alpha=1 - beta1)
+        torch._foreach_sign_(directions)
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, directions, alpha=-lr)
+        torch._foreach_mul_(averages, beta2)
+        torch._foreach_add_(averages, gradients, alpha=1 - beta2)
+        write_back(parameters, weights)
+        write_back(kept, averages)
+
+
+class DeepSpeedCPULion(_Lion):
+    """Lion, computed in fp32. Works on any device, and in an engine on its fp32 shards.
+
+    Args:
+        model_params: parameters, or dicts of param groups; float32, bfloat16 or float16.
+        lr: float, learning rate: how far each weight moves in a step.
+        betas: (float, float): of the direction, and of the average that is kept.
+        weight_decay: float, apart from the gradient.
+        fp32_optimizer_states: False keeps the average in the parameter's dtype.
+
+    Attributes:
+        state: of each parameter ``step`` (int) and ``exp_avg``, of its shape.
+
+    Raises:
+        UsageError: ``amsgrad`` or ``maximize`` in a param group.
+    """
+
+    def __init__(self, model_params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0, fp32_optimizer_states=True):
+        super().__init__(model_params, lr, betas, weight_decay, fp32_optimizer_states)
+
+
+class FusedLion(_Lion):
+    """The same with the average in the parameter's dtype.
+
+    Args:
+        params, lr, betas, weight_decay: as of DeepSpeedCPULion.
+        set_grad_none: what ``zero_grad()`` does: True drops gradients, False zeroes them.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True):
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, betas, weight_decay, False)
+
+    def zero_grad(self, set_to_none=None):
+        """Drops gradients, or zeroes them; None: as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -1,0 +1,85 @@
+"""States that leave the device for a while: ``engine.offload_states()`` and ``engine.reload_states()``."""
+
+import logging
+
+from . import _C
+
+logger = logging.getLogger("strata")
+
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+
+
+class StateParking:
+    """What ``Engine`` gives others of its device's memory between two phases of training."""
+
+    _told_of_weights = False
+
+    def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
+        """Moves states of training from the device to host memory, whose memory on the device is free for others when
+        this returns. ``reload_states()`` brings them back, bit for bit. Collective; between passes, also with
+        gradients of a step that is not over. What rests on the host or on a drive already stays there, and what is
+        away already is left alone.
+
+        Until then ``step()``, checkpoints, and reading or setting states of parameters raise UsageError; so does
+        ``backward()`` without gradient memory, and a forward or a read of a parameter without weights. Parameters of
+        weights that are away have the shape [0]; what a script has made of their memory (``p.data``, a view) must not
+        be used. With the weights at their place the model may be evaluated, gathered and saved (``save_pretrained``).
+
+        The weights stay, with one warning, where the ranks' collectives cannot give their memory back (gloo, drivers
+        without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then. Of
+        an optimizer of the script's, "optim_states" moves the tensors that it keeps in ``state`` on the device; the
+        parameters in its groups are empty while masters or weights are away, and have other memory afterwards.
+
+        Args:
+            include: which states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
+                ``exp_avg_sq``), "hp_params" (masters, or what is kept of them beside the weights), "lp_params" (the
+                weights), "lp_grads" (reduced gradients) and "contiguous_grad_buffer" (gradients on their way there).
+                None: all. The same on every rank.
+            device: "cpu", or DeepSpeed's ``OffloadDeviceEnum.cpu``; "none" does nothing but warn.
+            pin_memory: into pinned host memory, as far as the system lets this process pin some.
+            non_blocking: has no effect: memory is free only when the copies are complete.
+
+        Raises:
+            UsageError: for other states and devices; within a backward pass or ``GatheredParameters``.
+            OutOfMemoryError: on every rank, where a host has no room. States count as away then, except weights:
+                ``reload_states()`` brings back what has gone.
+        """
+        where = _text(device)
+        if where == "none":
+            logger.warning("offload_states: device is 'none', so nothing is moved; write \"cpu\"")
+            return
+        if where != "cpu":
+            raise _C.UsageError("offload_states moves states to the host: write device=\"cpu\"; to rest on a drive is "
+                                f"for zero_optimization.offload_optimizer; found {where!r}")
+        states = STATES if include is None else [_text(name) for name in include]
+        for name in states:
+            if name not in STATES:
+                raise _C.UsageError(f"offload_states: include names states of {', '.join(STATES)}; found {name!r}")
+        outside = getattr(self.core, "segment_states", None)  # where an optimizer of the user's updates the shards
+        if outside is not None:
+            outside.park(states, pin_memory)
+        weights_follow = self.core.park(list(states), pin_memory)
+        if not weights_follow and not self._told_of_weights and self.global_rank == 0:
+            self._told_of_weights = True
+            logger.warning("offload_states: the weights (lp_params) stay on the device, since %s cannot give their "
+                           "memory back; the other states are moved", self.collectives_name)
+
+    def reload_states(self, non_blocking=False):
+        """Brings everything back that ``offload_states()`` moved. Collective. Does nothing where nothing is away.
+
+        Args:
+            non_blocking: has no effect: all is in place when this returns.
+
+        Raises:
+            OutOfMemoryError: on every rank, where a device has no room. What is not back stays on the host; free
+                memory, and call it again.
+        """
+        self.core.unpark()
+        outside = getattr(self.core, "segment_states", None)
+        if outside is not None:
+            outside.unpark(self.core)
+
+
+def _text(name):
+    """Of a word, or of a member of an enumeration of words."""
+    return str(getattr(name, "value", name))

@@ -1,0 +1,41 @@
+// Cores of a host, and which of them are a rank's own. Ranks of one host that may all run anywhere
+// meet on the same cores, and the system moves their threads away from the memory that it has put
+// near them. So each rank's threads are bound to its part: whole cores with all their hardware
+// threads, and those of one memory node beside each other.
+// Threads: any. Errors: none; what the system does not tell is left out.
+#pragma once
+
+#include <filesystem>
+#include <span>
+#include <vector>
+
+namespace strata {
+
+// One hardware thread, as Linux numbers it.
+struct HostCore {
+  int id = 0;
+  int node = 0;      // of its memory
+  int physical = 0;  // the least id of those that share the core with it
+  bool operator==(const HostCore&) const = default;
+};
+
+// Those that this thread may run on, in ascending order; empty where the system does not say.
+std::vector<int> allowed_cores();
+
+// The same with their places. `system`: Linux's folder of them.
+std::vector<HostCore> places_of(std::span<const int> cores,
+                                const std::filesystem::path& system = "/sys/devices/system/cpu");
+
+// What is rank `rank`'s of `ranks` on this host, in ascending order: parts as equal as whole cores
+// make them. Empty where there are more ranks than hardware threads.
+std::vector<int> part_of_rank(std::vector<HostCore> cores, int rank, int ranks);
+
+// What `threads` of this rank are bound to; empty: they are not. They are where ranks share a host,
+// unless this process may not use all of its cores, since somebody has divided them then, or a rank
+// has more threads than cores.
+std::vector<int> cores_to_bind(int rank, int ranks, int threads);
+
+// From now on this thread runs on these only; where the system refuses, as before.
+void bind_this_thread(std::span<const int> cores);
+
+}  // namespace strata

@@ -1,0 +1,52 @@
+// What the links of this rank did in a step, where something is offloaded, and what the step waited
+// for: the link between host and device both ways, and drives both ways. Threads: values. Units:
+// seconds; GB/s (1e9), of bytes as they go over the link, in the time in which at least one copy or
+// transfer ran.
+//
+// What `of_limit` means. The limit is the best that a short measurement found: of copies one way at
+// a time (link_speed.h), of the drives behind all stores together (offload/drive_limit.h); or the
+// best of a step that was asked for, where that is more. So it is what the link can do for a
+// moment, alone. Ranks that share a link or a drive have their own limits, each as found beside
+// what the others did then, and together they may be above what there is. A kernel that works on
+// the host's memory counts as a copy of what it reads and writes, and is slower than one.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "strata/engine/record/step_record.h"
+#include "strata/offload/block_file.h"
+#include "strata/offload/link_watch.h"
+
+namespace strata::engine {
+
+struct LinkUse {
+  offload::Link link{};
+  Bytes bytes;  // of the step
+  // In which at least one ran. Absent: of copies where the step was not timed. A drive's are those
+  // of transfers that ended in the step.
+  std::optional<double> seconds;
+  std::optional<double> gb_per_s;        // absent: not known, or none ran
+  std::optional<double> limit_gb_per_s;  // absent: not measured
+  std::optional<double> of_limit() const {
+    if (!gb_per_s || !limit_gb_per_s) return std::nullopt;
+    return *gb_per_s / *limit_gb_per_s;
+  }
+};
+
+struct LinkReport {
+  std::vector<LinkUse> uses;  // of the links that there are
+  // That the host waited in fetch(), for reads and for room; that the compute stream waited for
+  // copies of states and gradients (absent: not timed). It waits for weights as for a gather.
+  double fetch_wait = 0.0;
+  std::optional<double> copy_wait;
+  std::int64_t parts = 0;  // that stores lent in the step
+  std::int64_t parts_ready = 0;
+  std::vector<offload::DriveWear> wear;  // of each folder, since the start
+};
+
+// Without limits and wear, of a rank that has these links.
+LinkReport make_link_report(const StepRecord& record, bool copies, bool drives);
+
+}  // namespace strata::engine

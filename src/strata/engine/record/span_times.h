@@ -1,0 +1,16 @@
+// How long the spans of one activity took in a step that was recorded. Threads: values. Units:
+// seconds. Errors: none.
+#pragma once
+
+#include "strata/engine/record/step_record.h"
+
+namespace strata::engine {
+
+// All added up.
+double summed(const StepRecord& record, Activity activity);
+// In which at least one ran.
+double covered(const StepRecord& record, Activity activity);
+// Of those spans.
+Bytes moved(const StepRecord& record, Activity activity);
+
+}  // namespace strata::engine

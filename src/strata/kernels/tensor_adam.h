@@ -1,0 +1,35 @@
+// Adam and AdamW over tensors of fp32, bf16 or fp16 in any mix, all of one step at once: what a
+// program without an engine updates. The update is that of kernels/adam.h in fp32: 16-bit elements
+// are widened piece by piece, in the cache, and what is written back is rounded once. Tensors of
+// one call share the threads, so many small ones cost as little as a large one. Threads: pure
+// functions of their arrays; work is split over `pool` when one is given. Results do not depend on
+// it. Errors: UsageError for another element type, before anything is written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
+#include "strata/kernels/adam.h"
+
+namespace strata::kernels {
+
+// Arrays of `numel` elements, aligned as their elements are, that do not overlap.
+struct AdamTensor {
+  std::byte* weight = nullptr;
+  DType weight_dtype = DType::kFloat32;
+  std::byte* exp_avg = nullptr;
+  std::byte* exp_avg_sq = nullptr;
+  DType moment_dtype = DType::kFloat32;
+  const std::byte* gradient = nullptr;
+  DType gradient_dtype = DType::kFloat32;
+  Numel numel;
+  std::int64_t step = 1;  // of this update, counted from 1
+};
+
+// `scalars` but for their step, which is each tensor's own; their late_scale is null.
+void adam_step(std::span<const AdamTensor> tensors, const AdamScalars& scalars, ThreadPool* pool);
+
+}  // namespace strata::kernels

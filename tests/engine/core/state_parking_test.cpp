@@ -1,0 +1,129 @@
+// States that leave the device between passes and come back: the bits of training, and what is said
+// while they are away.
+#include "strata/engine/state_parking.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/core/offloaded_cases.h"
+#include "engine/core/parking_cases.h"
+
+namespace strata::engine::fake {
+namespace {
+
+class ParkedSteps : public ::testing::TestWithParam<int> {};
+
+TEST_P(ParkedSteps, HaveTheBitsOfThePlainLoop) {
+  for (const Over over : {Over::kThreads, Over::kPeers, Over::kPeersGather, Over::kPeersReduce})
+    expect_bits_with_states_away(GetParam(), over);
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, ParkedSteps, ::testing::Values(0, 1, 2, 3),
+                         [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
+
+// What rests on the host or a drive stays there, weights of units that stay whole go.
+TEST(StateParking, LeavesAloneWhatRestsElsewhere) {
+  for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme}) {
+    const testing::TemporaryFolder folder;
+    const FakeModel model(uneven_builder(DType::kBFloat16));
+    Case c{DType::kBFloat16, 2, 1, {}, 1.0};
+    c.options.engine.stage = 2;
+    place_states(c.options.engine, tier, folder.path());
+    c.between = [](FakeRank& rank) { go_away_and_come_back(rank, true); };
+    expect_bits_of_reference(model, c, plain_script(model));
+  }
+}
+
+// Evaluation goes on while only what steps need is away.
+TEST(StateParking, LetsForwardAndBackwardRunWithoutOptimizerStates) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.engine.stage = 3;
+    FakeRank rank(model, options, std::move(collectives));
+    rank.forward();
+    StateParking& parking = rank.engine().parking();
+    ASSERT_TRUE(parking.park({.moments = true, .masters = true}, true));
+    add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);
+    EXPECT_THAT(
+        testing::message_of<UsageError>([&] { rank.engine().step(groups_of(0), 1.0, false); }),
+        ::testing::HasSubstr("away are optim_states, hp_params"));
+    parking.unpark();
+    EXPECT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
+  }));
+}
+
+TEST(StateParking, RefusesAUnitInUseAndABackwardPassAndOtherStatesOnOtherRanks) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.engine.stage = 3;
+    FakeRank rank(model, options, std::move(collectives));
+    StateParking& parking = rank.engine().parking();
+    const auto refusal = [&] { parking.park(kAllStates, true); };
+    if (r == 1) rank.gatherer().acquire(0);
+    EXPECT_THAT(testing::message_of<UsageError>(refusal), ::testing::HasSubstr("rank 1"));
+    if (r == 1) rank.gatherer().release(0);
+    EXPECT_FALSE(parking.away().any());
+    rank.forward();
+    rank.engine().begin_backward(true);
+    EXPECT_THAT(testing::message_of<UsageError>(refusal),
+                ::testing::HasSubstr("within a backward pass"));
+    rank.engine().abandon_backward();
+    EXPECT_THAT(testing::message_of<ConfigError>(
+                    [&] { parking.park({.moments = r == 0, .masters = r == 1}, true); }),
+                ::testing::HasSubstr("hp_params"));
+    parking.park(kAllStates, true);
+    parking.unpark();
+  }));
+}
+
+// One rank's device is full of somebody else's memory when states are to come back.
+TEST(StateParking, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
+  const FakeModel model(small_builder(DType::kBFloat16));
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.device =
+        std::make_shared<device::CpuDevice>(device::CpuDeviceOptions{.memory_limit = 1_MiB});
+    FakeRank rank(model, options, std::move(collectives));
+    rank.forward();
+    add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);
+    ASSERT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
+    const std::vector<std::byte> before = rank.weight(0);
+    StateParking& parking = rank.engine().parking();
+    parking.park(kAllStates, true);
+    std::unique_ptr<device::Memory> others;
+    if (r == 0)
+      others = options.device->allocate(options.device->free_bytes(), memory::Kind::kStaging);
+    EXPECT_THROW(parking.unpark(), OutOfMemoryError);
+    EXPECT_TRUE(parking.away().any());
+    EXPECT_THROW(rank.engine().begin_forward(), UsageError);
+    others.reset();
+    parking.unpark();
+    EXPECT_EQ(rank.weight(0), before);
+    rank.forward();
+    add_all(rank, all_gradients(model, 1, 0, r), {}, /*boundary=*/true);
+    EXPECT_TRUE(rank.engine().step(groups_of(1), 1.0, false).applied);
+  }));
+}
+
+// Gradients that are dropped while they are away do not come back.
+TEST(StateParking, ForgetsGradientsThatAreDroppedMeanwhile) {
+  const FakeModel model(small_builder(DType::kFloat32));
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    FakeRank rank(model, options, std::move(collectives));
+    rank.forward();
+    add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/false);
+    StateParking& parking = rank.engine().parking();
+    parking.park(kAllStates, false);
+    rank.engine().zero_gradients();
+    EXPECT_EQ(rank.ledger().held(memory::Tier::kHost, memory::Kind::kGradientShards), 0_B);
+    parking.unpark();
+    EXPECT_EQ(rank.ledger().held(memory::Tier::kDevice, memory::Kind::kGradientShards), 0_B);
+    EXPECT_THROW(rank.engine().step(groups_of(0), 1.0, false), UsageError);
+  }));
+}
+
+}  // namespace
+}  // namespace strata::engine::fake

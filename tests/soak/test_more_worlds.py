@@ -1,0 +1,41 @@
+"""Jobs of tests/python at numbers of ranks and in precisions that are not worth their time in every run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
+
+import test_engine_names as names  # noqa: E402
+import test_micro_steps as micro  # noqa: E402
+import test_passes as passes  # noqa: E402
+import test_skipped_steps as skipped  # noqa: E402
+import test_unused_parameters as unused  # noqa: E402
+import test_zero_init as init  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+JOBS = {
+    "micro-steps by plain": (3, micro._micro_steps, (list(micro.MICRO_STEPS), "plain")),
+    **{f"micro-steps by {how}": (3, micro._micro_steps, ([n for n in micro.MICRO_STEPS if "tensor's" not in n], how))
+       for how in ("engine", "module")},
+    "a pass that autograd runs": (3, passes._found, ((0, 1, 2),)),
+    "parameters and optimizers": (3, passes._parameters_and_optimizers, ()),
+    "unused": (3, unused._sweep, (False,)),
+    **{f"unused, decaying, {world}": (world, unused._sweep, (True,)) for world in (1, 3)},
+    **{f"unused in {dtype}": (world, unused._sweep, (False, dtype)) for world, dtype in ((2, "bf16"), (3, "fp16"))},
+    **{f"skipped, {world}, {dtype}": (world, skipped._all_stages, (dtype,))
+       for world, dtype in ((2, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16"))},
+    "zero.Init": (3, init._trained, ((0, 1, 2), "fp32")),
+    "zero.Init of transformers": (3, init._released_transformers, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_more_worlds(job):
+    world, function, arguments = JOBS[job]
+    run_ranks(world, function, *arguments, timeout=600.0)
+
+
+def test_names_of_the_engine_on_three_ranks(tmp_path):
+    run_ranks(3, names._all, str(tmp_path), timeout=600.0)
