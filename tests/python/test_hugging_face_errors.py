@@ -1,4 +1,4 @@
-"""What goes wrong over the stand-in is said by whoever knows it: Trainer's, Accelerate's and PEFT's own words survive."""
+"""What goes wrong over the stand-in is said by who knows it: Trainer's, Accelerate's and PEFT's own words survive."""
 
 import pytest
 import torch

@@ -13,7 +13,8 @@ from launching import environment_of, run, torchrun  # noqa: E402
 pytest.importorskip("trl")
 SCRIPT = Path(__file__).with_name("trl_jobs.py")
 CASES = ["sft", "sft-lora", "dpo", "dpo-lora", "grpo", "grpo-lora"]
-# DPO divides small differences of sums; the others agree to 1e-7. Where GRPO has no advantage its gradients are nearly 0.
+# DPO divides small differences of sums; the others agree to 1e-7. Where GRPO has no advantage, its gradients are
+# nearly 0.
 RELATIVE = 1e-5
 
 
