@@ -48,8 +48,8 @@ def zero(stage, **more):
     }
 
 
-def offloaded():
-    config = zero(3, optimizer={"type": "AdamW", "params": dict(ADAMW)}, zero_force_ds_cpu_optimizer=False)
+def offloaded(**more):
+    config = zero(3, **more)
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": False}
     return config
@@ -59,7 +59,8 @@ CONFIGS = {
     "trainer-1": lambda: zero(1),
     "trainer-2": lambda: zero(2, optimizer={"type": "AdamW", "params": dict(ADAMW)}, scheduler=copy.deepcopy(WARMUP)),
     "trainer-3": lambda: zero(3),
-    "trainer-3-offload": offloaded,
+    "trainer-3-offload": lambda: offloaded(optimizer={"type": "AdamW", "params": dict(ADAMW)}),
+    "cpuadam-3": offloaded,  # Accelerate makes a DeepSpeedCPUAdam of Trainer's AdamW
     "evaluated-3": lambda: zero(3),
     "lora-3": lambda: zero(3),
     "olora-3": lambda: zero(3),

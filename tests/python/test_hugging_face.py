@@ -58,7 +58,7 @@ def by_strata(folder):
     environment = with_pth(_new(folder / "site"), environment_of(STRATA_COMPAT="deepspeed"))
     run([*torchrun(1), SCRIPT, folder, "strata1", *CASES[1]], environment)
     resumed = [f"resume:{case}" for case in RESUMED]
-    cases = [*CASES[2], *resumed, "load"]
+    cases = [*CASES[2], *resumed, "cpuadam-3", "load"]
     run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "strata2", *cases], environment_of())
     return {world: _told(folder, f"strata{world}", world) for world in CASES}
 
@@ -85,6 +85,13 @@ def test_training_is_that_of_deepspeed(by_strata, by_deepspeed, world, case):
                 assert ours[name] == value, name
             else:
                 assert ours[name] == pytest.approx(value, rel=RELATIVE), name
+
+
+def test_adam_on_the_host_is_trainers_adamw(by_strata, by_deepspeed):
+    """DeepSpeed would compile its own for minutes; its numbers without offload are the same."""
+    for ours, theirs in zip(by_strata[2], by_deepspeed[2]):
+        assert ours["cpuadam-3"]["losses"] == pytest.approx(theirs["trainer-3"]["losses"], rel=RELATIVE)
+        assert ours["cpuadam-3"]["norms"] == pytest.approx(theirs["trainer-3"]["norms"], rel=RELATIVE)
 
 
 @pytest.mark.parametrize("case", RESUMED)
@@ -121,3 +128,32 @@ def test_from_pretrained_reads_shards_from_the_files(by_strata):
         assert told[name]["kept"] == (["model.embed_tokens.weight"] if name == "tied" else []), name
         assert len(told[name]["said"]) == (name == "pickled")
     assert "is no .safetensors file" in told["pickled"]["said"][0]
+
+
+def _example(name):
+    return Path(__file__).resolve().parents[2] / "examples" / name
+
+
+def _loss_of(text):
+    (loss,) = re.findall(r"^step \d+: loss ([\d.]+) nats", text, re.MULTILINE)
+    return float(loss)
+
+
+def test_the_trainer_example_trains_goes_on_and_says_what_it_learned(tmp_path):
+    arguments = [
+        "--deepspeed", _example("ds_trainer.json"), "--output_dir", tmp_path, "--use_cpu", "--save_steps=6",
+        "--learning_rate=3e-3", "--report_to=none", "--disable_tqdm=True", "--per_device_train_batch_size=4",
+    ]  # fmt: skip
+    start = [find_program(), "run", "--num_gpus=2", _example("train_hf_trainer.py"), *arguments]
+    first = run([*start, "--max_steps=8"], environment_of())
+    second = run([*start, "--max_steps=12"], environment_of())
+    before, after = (_loss_of(text) for text in (first, second))
+    assert after < before < 5.0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 256
+
+
+def test_the_accelerate_example_trains(tmp_path):
+    config = _example("ds_config.json")
+    command = [_example("train_accelerate.py"), "--steps=12", "--config", config, "--output", tmp_path]
+    assert _loss_of(run([*torchrun(2), *command], environment_of())) < 5.0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 256

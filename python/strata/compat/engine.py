@@ -43,8 +43,8 @@ class DeepSpeedEngine(Engine):
     ):  # fmt: skip
         """As Strata's; an engine without an optimizer takes the weights alone."""
         return super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer, load_lr_scheduler_states,
-            load_module_only, custom_load_fn,
+            load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer,
+            load_lr_scheduler_states, load_module_only, custom_load_fn,
         )  # fmt: skip
 
     def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
