@@ -35,11 +35,11 @@ struct JobRequest {
 
 // Where the program runs.
 struct Machine {
-  std::map<std::string, std::string> environment;
-  std::vector<std::pair<std::string, std::string>> passed_on;  // to other hosts, besides
+  std::map<std::string, std::string> environment = {};
+  std::vector<std::pair<std::string, std::string>> passed_on = {};  // to other hosts, besides
   int gpus = 0;
-  std::string folder;    // the working one
-  std::string hostfile;  // its text; empty: there is none
+  std::string folder = {};    // the working one
+  std::string hostfile = {};  // its text; empty: there is none
 };
 
 struct JobStart {
