@@ -208,7 +208,7 @@ class EngineNames(EngineWeights, StateParking):
         """(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate); float32 is the first
         where each parameter keeps its own."""
         model = self._config.dtype
-        return _ELEMENT_TYPES[model or "fp32"], self._config.grad_accum_dtype
+        return getattr(torch, model or "float32"), self._config.grad_accum_dtype
 
     def steps_per_print(self):
         """int or None: steps between two lines of progress."""

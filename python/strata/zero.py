@@ -1,6 +1,7 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
 import types
+import weakref
 
 import torch
 
@@ -71,6 +72,7 @@ class GatheredParameters:
             raise
         self._versions = {key: _version(parameter) for key, parameter in self._managed.items()}
         self._memory = {key: _memory(parameter) for key, parameter in self._managed.items()}
+        self._nodes = {key: _node(parameter) for key, parameter in self._managed.items()}
         return self
 
     def __exit__(self, kind, value, traceback):
@@ -82,6 +84,7 @@ class GatheredParameters:
                     core.publish(indices, self._modifier_rank)
                 for parameter in self._managed.values():
                     parameter._strata_published = _version(parameter)
+                self._require_gradients()
             else:
                 self._require_unchanged()
         except BaseException:
@@ -101,6 +104,16 @@ class GatheredParameters:
         held, self._held = self._held, []
         for core, indices in held:
             core.release(indices, True)
+
+    def _require_gradients(self):
+        for key, parameter in self._managed.items():
+            if _node(parameter) is not self._nodes[key]:
+                core, index = owner_of(parameter)
+                raise _C.UsageError(
+                    f"parameter '{core.parameter_name(index)}' was changed by set_() or given a tensor of another dtype; "
+                    "autograd stores its gradients where the engine does not see them since then. Build the engine "
+                    "again, and write param.data = tensor.to(param.dtype), or param.copy_(tensor)"
+                )
 
     def _require_unchanged(self):
         changed = [
@@ -133,6 +146,15 @@ def _require_rank(modifier_rank):
 
 def _version(parameter):
     return 0 if parameter.is_inference() else parameter._version
+
+
+def _node(parameter):
+    """The node that stores the gradient of a parameter that an engine trains; None for others."""
+    of_engine = isinstance(getattr(parameter, "_strata_core", None), weakref.ref)
+    if not of_engine or not parameter.requires_grad or parameter.is_inference():
+        return None
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _memory(parameter):

@@ -2,6 +2,7 @@
 counts, or is an error that says what to write."""
 
 import pytest
+import strata
 import torch
 from comparison import adamw
 from devices import ON_GPU, test_device
@@ -60,7 +61,7 @@ def _that_counts():
             head.data = torch.full_like(head, 0.05 * (1 + pair.rank))
             vector_to_parameters(torch.arange(11.0, device=bias.device) + pair.rank, [bias])
             if pair.rank == 0:
-                other.set_(torch.full_like(other, 0.25))
+                other.data = torch.full_like(other, 0.25)
         pair.train()
         pair.train()
         if stage < 3 or pair.world == 1:  # memory of one's own with the same values changes nothing
@@ -105,10 +106,16 @@ def _that_does_not(folder):
         for how, found in (({"shape": (3,)}, "found Float 3"), ({"dtype": torch.float64}, "found Double 11x16")):
             told = error_of(within, 0, **how)
             assert f"'{name}'" in told and "wanted Float 11x16" in told and found in told, told
+        engine.destroy()
+        pair = _Pair(stage)
+        head, engine = pair.named[name], pair.engine
         with pytest.raises(ValueError, match="half way"), GatheredParameters([head], modifier_rank=0):
-            assign()
+            assign(head=head)
             raise ValueError("half way")
         pair.train()
+        with pytest.raises(strata.UsageError, match=f"'{name}' was changed by set_"), torch.no_grad():
+            with GatheredParameters([head], modifier_rank=0):
+                head.set_(torch.ones_like(head))
         engine.destroy()
 
 
