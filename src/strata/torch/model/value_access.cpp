@@ -1,6 +1,7 @@
 #include "strata/torch/model/value_access.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/StreamGuard.h>
 #include <fmt/ranges.h>
 
