@@ -97,7 +97,8 @@ TEST(AutoPlacement, LeavesAllOnADeviceThatHasRoom) {
     const Placed all = placed(config_of(3), room);
     EXPECT_EQ(all.count(Tier::kDevice, true), 8);
     EXPECT_EQ(all.count(Tier::kDevice, false), 8);
-    EXPECT_EQ(all.forecast.host + all.forecast.nvme, 0_B);
+    EXPECT_EQ(all.forecast.on_host(memory::Kind::kOptimizerState), 0_B);
+    EXPECT_EQ(all.forecast.nvme, 0_B);
   }
 }
 
@@ -145,7 +146,7 @@ TEST(AutoPlacement, FillsTheHostBeforeTheDrive) {
                 placed(config_of(3), {device, gradients});
               }),
               AllOf(HasSubstr("the host does not suffice"), HasSubstr("lower buffer_count"),
-                    HasSubstr("staging 3.81 MiB"), HasSubstr("of its device")));
+                    HasSubstr("staging 51.8 MiB"), HasSubstr("of its device")));
 }
 
 // Where the device runs ahead what is offloaded is staged on it, which takes more than one unit's

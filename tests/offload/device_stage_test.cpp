@@ -105,7 +105,8 @@ TEST(LostDevice, EndsItsStageAndTheCopiesWithoutEndingTheProcess) {
   const BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
   const auto lease = store->fetch(Part{block, 0_B, 4_KiB}, Access::kReadWrite);
   {
-    DeviceStage stage(device, kLargest);
+    LinkWatch watch;
+    DeviceStage stage(device, kLargest, watch);
     stage.begin();
     const auto held = stage.bring(*lease, lease->bytes(), Access::kRead);
     stage.bring(*lease, lease->bytes(), Access::kReadWrite).reset();

@@ -74,7 +74,8 @@ def _automatic(folder):
         return strata.memory_forecast(torch.nn.Sequential(*layers), config, world, device="cpu", tier=tier)["total"]
 
     device = foreseen("device") * 2 // 3
-    host = foreseen("host", device_budget=device) * 3 // 4
+    ring = foreseen("host")  # through which a rank loads and saves
+    host = ring + (foreseen("host", device_budget=device) - ring) * 3 // 4
     budgets = {"device_budget": device, "host_budget": host}
     found = []
     for section in ({}, auto["strata"], auto["strata"] | budgets):
@@ -93,8 +94,7 @@ def _automatic(folder):
         if not section:
             assert placement is None
         elif section == auto["strata"]:
-            assert placement["budgets"]["device"] is None and not any(
-                sizes["host"] for sizes in placement["kinds"].values()), "CPU ranks need a budget"
+            assert placement["budgets"]["device"] is None and not offloads(placement), "CPU ranks need a budget"
         else:
             kinds, report = placement["kinds"], engine.memory_report()
             assert kinds["total"]["device"] <= device and kinds["total"]["host"] <= host, (kinds, budgets)
@@ -159,3 +159,6 @@ def test_the_table_fits_a_terminal():
         assert "states on the drive of /drive1" in text and "device 20.00 GiB" in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     assert offloads(placement) and not offloads(None)
+    only_the_ring = {"staging": KINDS["staging"], "total": (0, 3 * GIB, 0)}
+    assert not offloads({"kinds": {kind: dict(zip(("device", "host", "nvme"), sizes))
+                                   for kind, sizes in only_the_ring.items()}})

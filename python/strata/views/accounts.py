@@ -11,7 +11,7 @@ class Accounts:
     def memory_forecast(self, tier="device"):
         """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
         ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
-        will hold of host memory for what is offloaded; loading and saving take theirs beside that.
+        will hold of host memory for what is offloaded, staged, loaded and saved; ``tier="nvme"``: of drives.
 
         Found by running the engine for three steps on a device without memory, in milliseconds; every rank may ask
         for itself. The model's activations, its gradients before they reach the engine, and what torch and the

@@ -7,8 +7,11 @@ _WIDEST_RULE = 48  # signs of a rule, so that its line fits a terminal of 80
 
 
 def offloads(placement):
-    """bool: something rests elsewhere than on the device."""
-    return placement is not None and any(placement["kinds"]["total"][tier] for tier in ("host", "nvme"))
+    """bool: something rests elsewhere than on the device. The ring of loading and saving is staging, and does not."""
+    if placement is None:
+        return False
+    resting = [sizes for kind, sizes in placement["kinds"].items() if kind not in ("staging", "total")]
+    return any(sizes[tier] for sizes in resting for tier in ("host", "nvme"))
 
 
 def table_text(placement, world_size):

@@ -101,9 +101,9 @@ class CommandLine {
   void add_run() {
     CLI::App& command = *app_.add_subcommand(
         "run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place");
-    command.usage("strata run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]");
     command.footer(
-        "Options are those of DeepSpeed's launcher; torchrun starts the ranks, ssh reaches "
+        "After the options come the script and its own arguments. Options are those of DeepSpeed's "
+        "launcher; torchrun starts the ranks, ssh reaches "
         "hosts.\n\n"
         "Examples:\n"
         "  strata run train.py --deepspeed ds.json             on all GPUs\n"

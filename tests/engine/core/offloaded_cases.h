@@ -18,7 +18,7 @@ inline plan::ModelBuilder uneven_builder(DType dtype) {
 }
 
 inline void place_states(EngineOptions& options, memory::Tier tier, const std::string& folder) {
-  options.states = {tier, {}, folder, kTightStaging, /*verify=*/true};
+  options.states = {tier, {}, {folder}, kTightStaging, {}, /*verify=*/true};
   options.gradient_tier = memory::Tier::kHost;
 }
 

@@ -14,7 +14,7 @@ class OffloadedWeights : public ::testing::TestWithParam<Tiers> {
     const auto [weights, states] = GetParam();
     EngineOptions options;
     options.stage = 3;
-    options.weights = {weights, {}, folder_.path(), kTightStaging, /*verify=*/true};
+    options.weights = {weights, {}, {folder_.path()}, kTightStaging, {}, /*verify=*/true};
     if (states != memory::Tier::kDevice) place_states(options, states, folder_.path());
     return options;
   }

@@ -166,7 +166,10 @@ std::optional<PeerBuffers::View> PeerBuffers::look(PeerChannel& channel, const P
   return View{known->second.pieces->base(), known->second.bytes, known->second.pieces->mapped()};
 }
 
-void PeerBuffers::unmap_freed() {
+void PeerBuffers::unmap_freed(PeerChannel& channel, int world_size) {
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (rank != rank_) note_freed(channel, rank);
+  }
   const std::lock_guard lock(mapping_mutex_);
   unmap_gone();
 }

@@ -59,8 +59,8 @@ class PeerBuffers {
   // Whether a peer may have freed what is mapped; and asks it, and notes what is gone.
   bool may_be_freed(int rank) const;
   void note_freed(PeerChannel& channel, int rank);
-  // What note_freed() found.
-  void unmap_freed();
+  // Asks all peers, and unmaps what is gone.
+  void unmap_freed(PeerChannel& channel, int world_size);
 
  private:
   class Buffer;

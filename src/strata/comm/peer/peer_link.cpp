@@ -195,10 +195,7 @@ void PeerLink::map_from_all(const std::string& name, Bytes bytes) {
 }
 
 void PeerLink::unmap_freed() {
-  controlled("to unmap what peers have freed", [&] {
-    for (int turn = 0; turn < peers(); ++turn) buffers_->note_freed(*channel_, peer(turn));
-    buffers_->unmap_freed();
-  });
+  controlled("unmapping what was freed", [&] { buffers_->unmap_freed(*channel_, world_size_); });
 }
 
 std::vector<std::uint64_t> PeerLink::meet(const std::string& what, std::uint64_t number) {

@@ -1,5 +1,6 @@
 #include "strata/torch/model/training_passes.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
 #include <utility>

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
+#include <fmt/ranges.h>
 
 #include <set>
 #include <utility>

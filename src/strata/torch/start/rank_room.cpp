@@ -63,7 +63,8 @@ void require_staging_room(const engine::EngineOptions& options, int ranks_of_hos
   if (wanted <= available / ranks_of_host) return;
   throw OutOfMemoryError(fmt::format(
       "the host has less memory than what drives are to be staged through (buffer_count times "
-      "buffer_size); lower one of them: some megabytes suffice. Wanted by each of {} ranks of this "
+      "buffer_size, and max_in_cpu); lower one of them: some megabytes suffice. Wanted by each of "
+      "{} ranks of this "
       "host: {} ({}); available for each: {}",
       ranks_of_host, to_string(wanted), parts, to_string(available / ranks_of_host)));
 }
