@@ -7,7 +7,6 @@
 #include "strata/engine/checkpoint/training_progress.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/format/checkpoint_folder.h"
-#include "strata/io/engine_choice.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
@@ -184,10 +183,8 @@ class Opened {
       request.targets.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
                                  static_cast<std::byte*>(tensor.mutable_data_ptr())});
     }
-    const io::ThreadEngineOptions reading = torch::reading_options(model.threads());
-    const io::ChosenEngine io =
-        io::make_io_engine({.piece = reading.piece, .threads = reading.threads});
-    engine::load_training(model.engine(), checkpoint_, request, *io.engine);
+    io::ThreadEngine io(torch::reading_options(model.threads()));
+    engine::load_training(model.engine(), checkpoint_, request, io);
   }
 
   void restore_progress(ShardedModel& model) const {

@@ -6,6 +6,7 @@ same forward and backward, and differ in the last bits of the norm and the updat
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,17 +140,23 @@ def _loss_of(text):
     return float(loss)
 
 
-def test_the_trainer_example_trains_goes_on_and_says_what_it_learned(tmp_path):
+def test_the_trainer_example_trains_and_goes_on_under_another_launcher(tmp_path):
+    config, script = _example("ds_trainer.json"), _example("train_hf_trainer.py")
     arguments = [
-        "--deepspeed", _example("ds_trainer.json"), "--output_dir", tmp_path, "--use_cpu", "--save_steps=6",
+        script, "--output_dir", tmp_path / "out", "--use_cpu", "--save_steps=6",
         "--learning_rate=3e-3", "--report_to=none", "--disable_tqdm=True", "--per_device_train_batch_size=4",
     ]  # fmt: skip
-    start = [find_program(), "run", "--num_gpus=2", _example("train_hf_trainer.py"), *arguments]
+    start = [find_program(), "run", "--num_gpus=2", *arguments, "--deepspeed", config]
     first = run([*start, "--max_steps=8"], environment_of())
-    second = run([*start, "--max_steps=12"], environment_of())
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes=2", "--num_machines=1",
+        "--machine_rank=0", "--dynamo_backend=no", "--deepspeed_config_file", config,
+    ]  # fmt: skip
+    environment = with_pth(_new(tmp_path / "site"), environment_of(STRATA_COMPAT="deepspeed"))
+    second = run([*launch, *arguments, "--max_steps=12"], environment)
     before, after = (_loss_of(text) for text in (first, second))
     assert after < before < 5.0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 256
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "trained").config.vocab_size == 256
 
 
 def test_the_accelerate_example_trains(tmp_path):

@@ -239,7 +239,7 @@ def test_what_is_offloaded_is_foreseen(tmp_path):
     assert told["none"][1]["optimizer state"] == told["none"][1]["gradient shards"] == 0
     assert told["cpu"][0]["optimizer state"] == 0 < told["cpu"][1]["optimizer state"]
     assert told["cpu"][1]["optimizer state"] == told["none"][0]["optimizer state"]
-    assert told["none"][1]["staging"] == RING
+    assert RING <= told["none"][1]["staging"] < RING + 4096
     assert STAGING <= told["nvme"][1]["staging"] - RING < STAGING + 4096
     assert told["nvme"][2]["total"] > told["nvme"][2]["optimizer state"] >= told["none"][0]["optimizer state"]
     assert told["none"][2]["total"] == told["cpu"][2]["total"] == 0

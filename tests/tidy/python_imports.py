@@ -96,7 +96,8 @@ def upward_imports(modules: dict[str, Module]) -> list[str]:
                 continue  # reported at that module
             if height(room) > height(module.room):
                 higher = f"the higher room {room}" if room else "the root"
-                findings.append(f"{module.path}:{line}: room {module.room} imports {target} of {higher}")
+                own = f"room {module.room}" if module.room else "the root"
+                findings.append(f"{module.path}:{line}: {own} imports {target} of {higher}")
     return findings
 
 

@@ -56,6 +56,14 @@ class PythonImportsTest(unittest.TestCase):
         self.write("views/table.py", "from .. import __version__\n")
         self.assert_finds("python/strata/views/table.py:1", "imports strata of the root")
 
+    def test_what_is_above_the_root_imports_it_and_not_the_other_way(self):
+        self.write("engine.py")
+        self.write("compat/__init__.py")
+        self.write("compat/engine.py", "from ..engine import Engine\n")
+        self.assertEqual(self.check(), [])
+        self.write("zero.py", "from .compat import engine\n")
+        self.assert_finds("python/strata/zero.py:1", "the root imports strata.compat.engine", "higher room compat")
+
     def test_an_upward_import_within_a_function_is_found(self):
         self.write("engine.py")
         self.write("model/ownership.py", "def owner():\n    if True:\n        from ..engine import Engine\n")

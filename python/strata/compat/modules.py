@@ -68,9 +68,9 @@ def _find(module, names, name):
     full = f"{module.__name__}.{name}"
     if name in names:
         target = names[name]
+        if full == "deepspeed.DeepSpeedEngine" and "strata.compat.engine" not in sys.modules:
+            return _target("strata.compat.engine_stand_in:DeepSpeedEngine")  # of a job that has no engine yet
         found = refused(full, target) if isinstance(target, Refusal) else _target(target)
-        if name == "DeepSpeedEngine" and "strata.compat.engine" not in sys.modules:
-            return found  # of a job that has no engine yet
         module.__dict__[name] = found
         return found
     if not name.startswith("__") and is_known(full):

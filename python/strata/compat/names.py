@@ -83,7 +83,7 @@ _MAJOR, _MINOR, _PATCH = (int(part) for part in VERSION.partition("+")[0].split(
 
 _OFFERED = {
     "": {
-        "DeepSpeedEngine": "strata.compat.engine_stand_in:DeepSpeedEngine",
+        **_ENGINE,
         "DeepSpeedOptimizer": f"{_OPTIMIZERS}:DeepSpeedOptimizer",
         "HAS_TRITON": False,
         "OnDevice": "strata.compat.on_device:OnDevice",

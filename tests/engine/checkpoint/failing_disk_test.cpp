@@ -21,7 +21,7 @@ using testing::CrashingIo;
 using testing::SavingWay;
 using testing::TrainedRank;
 
-constexpr int kMostOperations = 75;  // of a save
+constexpr int kMostOperations = 50;  // of a save
 
 int seeds() {
   const char* const text = std::getenv("STRATA_FAULT_SEEDS");

@@ -41,9 +41,6 @@ class StagingRing {
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
 
-  // Reads into the buffers, and writes from them, cost less by this engine from now on.
-  void register_with(io::IoEngine& io) { registration_ = io.register_memory(memory_->bytes()); }
-
   std::size_t size() const { return slots_.size(); }
   Bytes buffer_bytes() const { return buffer_bytes_; }
 
@@ -70,7 +67,6 @@ class StagingRing {
 
   Bytes buffer_bytes_;
   std::unique_ptr<device::HostMemory> memory_;  // pinned at once, which costs less than in parts
-  std::unique_ptr<io::MemoryRegistration> registration_;  // null: no engine knows the memory
   std::vector<Slot> slots_;
 };
 

@@ -157,7 +157,6 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
   const Sources sources(source, copies);
   device::Stream& stream = engine.device().compute_stream();
   StagingRing ring(source.staging, engine.device());
-  ring.register_with(source.io);
   io::ReadChoice choice;
   if (source.way) {
     const InitReport::Phase phase(engine.init_report(), "probe", {});
