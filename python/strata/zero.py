@@ -67,6 +67,8 @@ class GatheredParameters:
                 indices = sorted(indices)
                 core.gather(indices)
                 self._held.append((core, indices))
+                if self._modifier_rank is not None:
+                    core.wait_for_all()  # others may still read what the last step left in the memory that is edited
         except BaseException:
             self._release()
             raise
