@@ -72,9 +72,8 @@ class GatheredParameters:
         except BaseException:
             self._release()
             raise
-        self._versions = {key: _version(parameter) for key, parameter in self._managed.items()}
-        self._memory = {key: _memory(parameter) for key, parameter in self._managed.items()}
-        self._nodes = {key: _node(parameter) for key, parameter in self._managed.items()}
+        self._versions, self._memory, self._nodes = (
+            {key: state(parameter) for key, parameter in self._managed.items()} for state in (_version, _memory, _node))
         return self
 
     def __exit__(self, kind, value, traceback):
@@ -112,9 +111,9 @@ class GatheredParameters:
             if _node(parameter) is not self._nodes[key]:
                 core, index = owner_of(parameter)
                 raise _C.UsageError(
-                    f"parameter '{core.parameter_name(index)}' was changed by set_() or given a tensor of another dtype; "
-                    "autograd stores its gradients where the engine does not see them since then. Build the engine "
-                    "again, and write param.data = tensor.to(param.dtype), or param.copy_(tensor)"
+                    f"parameter '{core.parameter_name(index)}' was changed by set_() or given a tensor of another "
+                    "dtype, after which autograd passes its gradients by the engine. Build the engine again, and write "
+                    "param.data = tensor.to(param.dtype), or param.copy_(tensor)"
                 )
 
     def _require_unchanged(self):
@@ -142,8 +141,7 @@ class GatheredParameters:
 def _require_rank(modifier_rank):
     world = rank_and_world_size()[1]
     if modifier_rank is not None and not 0 <= modifier_rank < world:
-        raise _C.UsageError(
-            f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
+        raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
 
 
 def _version(parameter):
@@ -152,8 +150,7 @@ def _version(parameter):
 
 def _node(parameter):
     """The node that stores the gradient of a parameter that an engine trains; None for others."""
-    of_engine = isinstance(getattr(parameter, "_strata_core", None), weakref.ref)
-    if not of_engine or not parameter.requires_grad or parameter.is_inference():
+    if not isinstance(getattr(parameter, "_strata_core", None), weakref.ref) or not parameter.requires_grad:
         return None
     with torch.enable_grad():
         return torch.autograd.graph.get_gradient_edge(parameter).node
