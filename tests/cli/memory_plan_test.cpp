@@ -23,14 +23,14 @@ constexpr const char* kConfig = R"({
   "zero_optimization": {"stage": 3}})";
 
 // A decoder of 12 layers, in no order.
-std::vector<NamedTensor> decoder() {
-  std::vector<NamedTensor> tensors{{"model.norm.weight", {64}},
-                                   {"model.embed_tokens.weight", {1000, 64}}};
+std::vector<NamedTensor> decoder(std::int64_t width = 64) {
+  std::vector<NamedTensor> tensors{{"model.norm.weight", {width}},
+                                   {"model.embed_tokens.weight", {1000, width}}};
   for (int i = 11; i >= 0; --i) {
     const std::string layer = fmt::format("model.layers.{}.", i);
-    tensors.push_back({layer + "input_layernorm.weight", {64}});
-    tensors.push_back({layer + "mlp.up_proj.weight", {256, 64}});
-    tensors.push_back({layer + "self_attn.q_proj.weight", {64, 64}});
+    tensors.push_back({layer + "input_layernorm.weight", {width}});
+    tensors.push_back({layer + "mlp.up_proj.weight", {4 * width, width}});
+    tensors.push_back({layer + "self_attn.q_proj.weight", {width, width}});
   }
   return tensors;
 }
@@ -156,6 +156,7 @@ TEST_F(Plan, CoversHostAndDrive) {
 }
 
 TEST_F(Plan, PlacesByItself) {
+  write_model(folder_ / "model.safetensors", decoder(1024));
   const auto write = [&](const char* section) {
     write_text(folder_ / "ds.json", fmt::format(R"({{"train_micro_batch_size_per_gpu": 1,
       "bf16": {{"enabled": true}}, "zero_optimization": {{"stage": 3, "reduce_bucket_size": 1,
@@ -169,6 +170,7 @@ TEST_F(Plan, PlacesByItself) {
   const auto whole = result.json()["stages"][3]["device"]["total"].get<std::int64_t>();
   const auto budget = whole * 7 / 10;
   const auto json = plan({"--json", "--device-memory", std::to_string(budget * 3 / 2)}).json();
+  ASSERT_TRUE(json["stages"][3]["lacking"].is_null()) << json["stages"][3]["lacking"];
   EXPECT_LE(json["stages"][3]["device"]["total"], budget + 3);
   EXPECT_GT(json["host"]["optimizer state"], 0);
   EXPECT_TRUE(json["stages"][3]["fits"]);

@@ -93,7 +93,7 @@ std::optional<Bytes> bytes_at(const Settings& settings, std::string_view key) {
   return value ? std::optional(Bytes(*value)) : std::nullopt;
 }
 
-// Devices and share have no effect; a folder for one of the two serves both.
+// Devices and share have no effect; a folder for one of the two serves both, an empty text is none.
 OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig config) {
   config.optimizer = memory::Tier::kDevice;
   config.ratio = 1.0;
@@ -102,6 +102,8 @@ OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig 
   config.param_staging = param_staging(settings);
   config.param_folders = folders_in(settings, kParamFolder);
   config.optimizer_folders = folders_in(settings, kOptimizerFolder);
+  std::erase(config.param_folders, "");
+  std::erase(config.optimizer_folders, "");
   if (config.param_folders.empty()) config.param_folders = config.optimizer_folders;
   if (config.optimizer_folders.empty()) config.optimizer_folders = config.param_folders;
   return config;
