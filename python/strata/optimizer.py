@@ -17,6 +17,8 @@ class _WithoutCompiler(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         """As torch's."""
+        from .ops.elementwise import add_group_without_compiler  # not at `import strata`
+
         add_group_without_compiler(self, param_group)
 
     def state_dict(self):
@@ -66,9 +68,7 @@ class ShardedOptimizer(_WithoutCompiler):
                 "lr 0 for those that shall not train yet, or call engine.destroy(keep_values=True) and initialize() "
                 "again"
             )
-        from .ops.elementwise import add_group_without_compiler  # not at `import strata`
-
-        add_group_without_compiler(self, param_group)
+        super().add_param_group(param_group)
 
     def bind(self, model):
         """Called by the engine: ``model`` is its _C.ShardedModel."""
