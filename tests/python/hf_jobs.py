@@ -239,6 +239,7 @@ def run_loading(folder, out, case):
         handler = logging.Handler()
         handler.emit = lambda record, said=said: said.append(record.getMessage())
         logging.getLogger("strata").addHandler(handler)
+        logging.getLogger("strata").setLevel(logging.WARNING)  # Trainer has set it to its own level
         alive = HfDeepSpeedConfig(zero(3))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         del alive
