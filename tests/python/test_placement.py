@@ -99,6 +99,8 @@ def _automatic(folder):
             kinds, report = placement["kinds"], engine.memory_report()
             assert kinds["total"]["device"] <= device and kinds["total"]["host"] <= host, (kinds, budgets)
             assert all(kinds["exp_avg"][tier] > 0 for tier in ("host", "nvme")), kinds
+            assert kinds["weights"]["host"] == kinds["weights"]["nvme"] == 0, "states leave the device first"
+            assert placement["folders"] == {"states": folder}, "the drive holds no weights"
             assert placement["budgets"] == {"device": device, "host": host}
             for tier in ("device", "host", "nvme"):
                 held = report.get((tier, "optimizer state"), (0, 0))[1]
@@ -121,7 +123,7 @@ def test_what_goes_where_may_be_left_to_the_engine(world, tmp_path):
         pytest.skip("NCCL wants a GPU for each rank")
     lines, *others = run_ranks(world, _automatic, str(tmp_path))
     (table,) = [line for line in lines if line.startswith("placement:")]
-    assert "together, at most" in table and f"weights and states on the drive of {tmp_path}" in table
+    assert "together, at most" in table and f"\nstates on the drive of {tmp_path}" in table
     assert any("nothing is offloaded: placement auto" in line for line in lines)
     assert not any("placement" in line for said in others for line in said)
 
@@ -158,6 +160,8 @@ def test_the_table_fits_a_terminal():
         assert "states on nvme" in text
         assert "states on the drive of /drive1" in text and "device 20.00 GiB" in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
+    on_one_drive = placement | {"folders": {"weights": "/drive0", "states": "/drive0"}}
+    assert "\nweights and states on the drive of /drive0\n" in table_text(on_one_drive, 8)
     assert offloads(placement) and not offloads(None)
     only_the_ring = {"staging": KINDS["staging"], "total": (0, 3 * GIB, 0)}
     assert not offloads({"kinds": {kind: dict(zip(("device", "host", "nvme"), sizes))
