@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <exception>
+
 #include "bindings.h"
 #include "strata/torch/base/autocast.h"
 
@@ -164,6 +166,12 @@ ParameterDict* as_parameter_dict(PyObject* self) {
   return reinterpret_cast<ParameterDict*>(self);
 }
 
+// As an error that a bound function throws: of its own Python class.
+void set_python_error(const std::exception_ptr& error) {
+  const py::cpp_function rethrow([&error] { std::rethrow_exception(error); });
+  Py_XDECREF(PyObject_CallObject(rethrow.ptr(), nullptr));
+}
+
 bool gather_if_released(PyObject* self, PyObject* value) {
   const at::Tensor& tensor = THPVariable_Unpack(value);
   if (tensor.numel() != 0 || as_parameter_dict(self)->model == nullptr) return true;
@@ -175,8 +183,8 @@ bool gather_if_released(PyObject* self, PyObject* value) {
     const py::gil_scoped_release release;
     model->read(param);
     return true;
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    set_python_error(std::current_exception());
     return false;
   }
 }
