@@ -192,7 +192,7 @@ def assemble(
         engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
         start_up.core = engine.core
     if sharded_optimizer is not None:
-        sharded_optimizer.bind(engine.core)
+        sharded_optimizer.bind(engine)
         if rule == "external":
             run_on_shards(sharded_optimizer, engine.core)
     engine.lr_scheduler = _make_scheduler(config, sharded_optimizer, lr_scheduler)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import weakref
 
 import torch
 
@@ -50,7 +51,7 @@ class ShardedOptimizer(_WithoutCompiler):
     """
 
     def __init__(self, param_groups, defaults, inner=None):
-        self._model = None
+        self._model, self._engine = None, None
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
@@ -68,9 +69,9 @@ class ShardedOptimizer(_WithoutCompiler):
             )
         super().add_param_group(param_group)
 
-    def bind(self, model):
-        """Called by the engine: ``model`` is its _C.ShardedModel."""
-        self._model = model
+    def bind(self, engine):
+        """Called when the engine is made."""
+        self._model, self._engine = engine.core, weakref.ref(engine)
 
     @property
     def loss_scale(self):
@@ -84,6 +85,21 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def zero_grad(self, set_to_none=True):
         """Does nothing: the engine forgets gradients when it has used them."""
+
+    def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
+        """``engine.offload_states()``, which some scripts call here. Collective."""
+        self._bound().offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking=False):
+        """``engine.reload_states()``. Collective."""
+        self._bound().reload_states(non_blocking)
+
+    def _bound(self):
+        engine = None if self._engine is None else self._engine()
+        if engine is None:
+            raise _C.UsageError("this optimizer's states are an engine's, and it has none: initialize() has not bound "
+                                "it yet, or the engine has gone; keep the engine that initialize() returned")
+        return engine
 
     def scalars(self):
         """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now."""

@@ -1,6 +1,7 @@
 """States that leave the device between two phases of training, and come back: the bits of never having left."""
 
 import enum
+import gc
 import logging
 
 import pytest
@@ -182,6 +183,41 @@ def _users_optimizer():
 
 def test_an_optimizer_of_the_users_gets_its_masters_back():
     run_ranks(2, _users_optimizer)
+
+
+@pytest.mark.parametrize("of_the_users", [False, True])
+def test_the_optimizer_forwards_to_the_engine(of_the_users):
+    model = make_model()
+    users = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if of_the_users else None
+    engine, optimizer, *_ = strata.initialize(
+        model=model, config=config_of(2, "bf16", optimizer=not of_the_users), optimizer=users
+    )
+    tokens = make_batches(1, 1)[0][0]
+    train_step(engine, tokens)
+    before = _held(engine, "device")
+    optimizer.offload_states(include=list(OffloadStateTypeEnum), device=OffloadDeviceEnum.cpu, pin_memory=False,
+                             non_blocking=True)
+    held = _held(engine, "device")
+    assert held["optimizer state"] == held["master weights"] == 0 < before["master weights"]
+    assert held["weights"] == before["weights"] > 0
+    _backward(engine, tokens)
+    assert "reload_states()" in _told(engine.step)
+    assert "found 'nvme'" in _told(optimizer.offload_states, device="nvme")
+    optimizer.reload_states(non_blocking=True)
+    engine.step()
+    optimizer.offload_states()
+    assert _held(engine, "device") == dict.fromkeys(KINDS, 0)
+    optimizer.reload_states()
+    engine.destroy()
+
+
+def test_an_optimizer_without_an_engine_says_so():
+    engine, optimizer, *_ = strata.initialize(model=make_model(), config=config_of(1))
+    engine.destroy()
+    del engine
+    gc.collect()
+    assert "keep the engine" in _told(optimizer.offload_states)
+    assert "keep the engine" in _told(optimizer.reload_states)
 
 
 def test_the_stand_ins_enumerations_name_states_and_places():
