@@ -14,6 +14,7 @@ namespace strata::cli {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -105,6 +106,8 @@ TEST_F(Plan, SaysWhatEachStageHolds) {
   EXPECT_GT(held(3, "gathered weights"), 0);
   EXPECT_GE(json["host"]["staging"], (48_MiB).value);
   EXPECT_LT(json["host"]["total"], (49_MiB).value);
+  EXPECT_EQ(json["stages"][3]["host"], json["host"]);
+  EXPECT_EQ(json["stages"][3]["nvme"], json["nvme"]);
   EXPECT_THAT(plan().out, AllOf(HasSubstr("optimizer state"), HasSubstr("stage 3"),
                                 HasSubstr("Not counted: activations"),
                                 HasSubstr("all floating parameters are taken to be trained")));
@@ -139,9 +142,16 @@ TEST_F(Plan, CoversHostAndDrive) {
   EXPECT_TRUE(json["host_fits"]);
   EXPECT_TRUE(json["nvme_fits"]);
   EXPECT_EQ(json["ranks_of_host"], 2);
+  EXPECT_TRUE(json["stages"][2]["refused"].is_string());
+  EXPECT_FALSE(json["stages"][2].contains("host"));
+  EXPECT_TRUE(json["stages"][2]["host_fits"].is_null());
+  EXPECT_EQ(json["stages"][3]["host"], json["host"]);
+  EXPECT_EQ(json["stages"][3]["nvme"], json["nvme"]);
   const CommandRun text = plan({"--host-memory", "60MiB", "--nvme-space", "1MiB"});
   EXPECT_EQ(text.code, kFoundWrong);
   EXPECT_THAT(text.out, AllOf(HasSubstr("fits host 60.0 MiB"), HasSubstr("fits NVMe 1.00 MiB"),
+                              HasSubstr("host: weights"), HasSubstr("NVMe: optimizer state"),
+                              HasSubstr("host, together"), HasSubstr("NVMe, together"),
                               HasSubstr("the host DOES NOT: 2 ranks of"),
                               HasSubstr("each are more than its 60.0 MiB"),
                               HasSubstr("the drive DOES NOT: 2 ranks of")));
@@ -153,6 +163,32 @@ TEST_F(Plan, CoversHostAndDrive) {
       EXPECT_LE(line.size(), 80U + folder_.path().size()) << line;
     }
   }
+}
+
+TEST_F(Plan, CoversHostAndDriveAtEveryStage) {
+  write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": true}, "zero_optimization": {"stage": 2,
+      "offload_optimizer": {"device": "nvme", "nvme_path": "/drive", "buffer_count": 1,
+                            "buffer_size": 1e6}}})");
+  const auto json = plan({"--json", "--host-memory", "1GiB", "--nvme-space", "1MiB"}).json();
+  const std::int64_t elements = 64 + 1000 * 64 + 12 * (64 + 256 * 64 + 64 * 64);
+  for (const auto& stage : json["stages"]) {
+    if (stage["stage"] == 0) {
+      EXPECT_THAT(stage["refused"].dump(), HasSubstr("offload_optimizer"));
+      continue;
+    }
+    ASSERT_TRUE(stage["nvme"].contains("optimizer state")) << stage;
+    EXPECT_GE(stage["nvme"]["optimizer state"], elements * 4);
+    EXPECT_GE(stage["nvme"]["total"], stage["nvme"]["optimizer state"]);
+    EXPECT_GT(stage["host"]["staging"], 0);
+    EXPECT_GE(stage["host"]["total"], stage["host"]["staging"]);
+    EXPECT_EQ(stage["host_fits"], true);
+    EXPECT_EQ(stage["nvme_fits"], false);
+  }
+  EXPECT_EQ(json["stages"][2]["host"], json["host"]);
+  EXPECT_EQ(json["stages"][2]["nvme"], json["nvme"]);
+  EXPECT_THAT(plan({"--nvme-space", "1MiB"}).out,
+              ContainsRegex("fits NVMe 1.00 MiB +- +no +no +no\n"));
 }
 
 TEST_F(Plan, PlacesByItself) {

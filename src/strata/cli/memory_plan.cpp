@@ -124,21 +124,19 @@ std::optional<int> find_world(const NamedModel& model, const engine::Config& con
 
 }  // namespace
 
+Bytes StagePlan::held_on(memory::Tier tier, memory::Kind kind) const {
+  return forecast ? forecast->on(tier, kind) : Bytes();
+}
+
+Bytes StagePlan::total_on(memory::Tier tier) const {
+  return forecast ? forecast->total_on(tier) : Bytes();
+}
+
 std::optional<bool> MemoryPlan::fits(int at_stage) const {
   const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
   if (!entry.lacking.empty()) return false;
   if (!request.device_memory || !entry.forecast) return std::nullopt;
   return entry.forecast->total <= *request.device_memory;
-}
-
-Bytes MemoryPlan::held_on(memory::Tier tier, memory::Kind kind) const {
-  if (!own().forecast) return Bytes();
-  return own().forecast->on(tier, kind);
-}
-
-Bytes MemoryPlan::total_on(memory::Tier tier) const {
-  if (!own().forecast) return Bytes();
-  return own().forecast->total_on(tier);
 }
 
 std::optional<Bytes> MemoryPlan::room_on(memory::Tier tier) const {
@@ -147,15 +145,16 @@ std::optional<Bytes> MemoryPlan::room_on(memory::Tier tier) const {
   return shared ? std::optional(*shared / ranks_of_host) : std::nullopt;
 }
 
-std::optional<bool> MemoryPlan::fits_on(memory::Tier tier) const {
+std::optional<bool> MemoryPlan::fits_on(memory::Tier tier, int at_stage) const {
+  const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
   const std::optional<Bytes> room = room_on(tier);
-  if (!room || !own().forecast) return std::nullopt;
-  return total_on(tier) <= *room;
+  if (!room || !entry.forecast) return std::nullopt;
+  return entry.total_on(tier) <= *room;
 }
 
-bool MemoryPlan::fits_all() const {
-  return fits(stage) != false && fits_on(memory::Tier::kHost) != false &&
-         fits_on(memory::Tier::kNvme) != false;
+bool MemoryPlan::fits_all(int at_stage) const {
+  return fits(at_stage) != false && fits_on(memory::Tier::kHost, at_stage) != false &&
+         fits_on(memory::Tier::kNvme, at_stage) != false;
 }
 
 MemoryPlan make_plan(const PlanRequest& request) {

@@ -29,6 +29,11 @@ struct StagePlan {
   std::optional<forecast::MemoryForecast> forecast;
   std::string refused;  // why there is no forecast: the configuration
   std::string lacking;  // or memory, where placement is automatic
+
+  // Of each rank, on the host or the drive: what is offloaded, and staging. Nothing where there is
+  // no forecast.
+  Bytes held_on(memory::Tier tier, memory::Kind kind) const;
+  Bytes total_on(memory::Tier tier) const;
 };
 
 struct MemoryPlan {
@@ -46,15 +51,13 @@ struct MemoryPlan {
   const StagePlan& own() const { return stages[static_cast<std::size_t>(stage)]; }
   // On the device. Absent where nobody said how much there is, or where the stage was refused.
   std::optional<bool> fits(int at_stage) const;
-  // Of each rank at the configuration's own stage, on the host or the drive: what is offloaded, and
-  // staging. Nothing where there is no forecast.
-  Bytes held_on(memory::Tier tier, memory::Kind kind) const;
-  Bytes total_on(memory::Tier tier) const;
-  // Of these what there is for each rank, and whether that suffices; absent where nobody said.
+  // Of the host or the drive what there is for each rank, and whether that suffices; absent where
+  // nobody said, or where there is no forecast.
   std::optional<Bytes> room_on(memory::Tier tier) const;
-  std::optional<bool> fits_on(memory::Tier tier) const;
+  std::optional<bool> fits_on(memory::Tier tier, int at_stage) const;
   // Whatever was asked fits.
-  bool fits_all() const;
+  bool fits_all(int at_stage) const;
+  bool fits_all() const { return fits_all(stage); }
 };
 
 MemoryPlan make_plan(const PlanRequest& request);

@@ -1,6 +1,8 @@
 // A memory plan as people and programs read it.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/text_table.h"
 
@@ -21,52 +23,71 @@ std::string answer_of(std::optional<bool> fits) {
   return !fits ? "-" : *fits ? "yes" : "no";
 }
 
-void add_answers(TextTable& table, const MemoryPlan& plan) {
-  if (plan.request.device_memory) {
-    std::vector<std::string> fits{fmt::format("fits {}", to_string(*plan.request.device_memory))};
-    for (int stage = 0; stage < 4; ++stage) fits.push_back(answer_of(plan.fits(stage)));
-    table.add(std::move(fits));
-  }
-  if (plan.request.host_memory) {
-    table.add({fmt::format("fits host {}", to_string(*plan.request.host_memory)), "", "", "", "",
-               answer_of(plan.fits_on(memory::Tier::kHost))});
-  }
-  if (plan.request.nvme_space) {
-    table.add({fmt::format("fits NVMe {}", to_string(*plan.request.nvme_space)), "", "", "", "", "",
-               answer_of(plan.fits_on(memory::Tier::kNvme))});
-  }
+template <typename Of>
+void add_row(TextTable& table, const MemoryPlan& plan, std::string label, const Of& of) {
+  std::vector<std::string> row{std::move(label)};
+  for (const StagePlan& stage : plan.stages) row.push_back(cell(stage, of(stage)));
+  table.add(std::move(row));
 }
 
-TextTable table_of(const MemoryPlan& plan) {
-  TextTable table(
-      {"each device holds", "stage 0", "stage 1", "stage 2", "stage 3", "host", "NVMe"});
+template <typename Fits>
+void add_answers(TextTable& table, std::string label, const Fits& fits) {
+  std::vector<std::string> row{std::move(label)};
+  for (int stage = 0; stage < 4; ++stage) row.push_back(answer_of(fits(stage)));
+  table.add(std::move(row));
+}
+
+void add_device(TextTable& table, const MemoryPlan& plan) {
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
     if (!is_planned(kind)) continue;
-    std::vector<std::string> row{std::string(name_of(kind))};
-    for (const StagePlan& stage : plan.stages)
-      row.push_back(cell(stage, stage.forecast ? stage.forecast->of(kind) : Bytes()));
-    for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme})
-      row.push_back(cell(plan.own(), plan.held_on(tier, kind)));
-    table.add(std::move(row));
+    add_row(table, plan, std::string(name_of(kind)), [&](const StagePlan& stage) {
+      return stage.forecast ? stage.forecast->of(kind) : Bytes();
+    });
   }
   table.add_line();
-  std::vector<std::string> total{"at most, together"};
-  for (const StagePlan& stage : plan.stages)
-    total.push_back(cell(stage, stage.forecast ? stage.forecast->total : Bytes()));
-  for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme})
-    total.push_back(cell(plan.own(), plan.total_on(tier)));
-  table.add(std::move(total));
-  add_answers(table, plan);
+  add_row(table, plan, "at most, together",
+          [](const StagePlan& stage) { return stage.forecast ? stage.forecast->total : Bytes(); });
+  if (!plan.request.device_memory) return;
+  add_answers(table, fmt::format("fits {}", to_string(*plan.request.device_memory)),
+              [&](int stage) { return plan.fits(stage); });
+}
+
+// Of the host or the drive: the kinds that it holds anything of, at any stage.
+void add_tier(TextTable& table, const MemoryPlan& plan, memory::Tier tier, const char* name,
+              const std::optional<Bytes>& room) {
+  const auto holds = [&](const auto& of) {
+    return std::ranges::any_of(plan.stages,
+                               [&](const StagePlan& stage) { return of(stage) > Bytes(); });
+  };
+  const auto total = [&](const StagePlan& stage) { return stage.total_on(tier); };
+  if (!room && !holds(total)) return;
+  table.add_line();
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<memory::Kind>(k);
+    const auto held = [&](const StagePlan& stage) { return stage.held_on(tier, kind); };
+    if (holds(held)) add_row(table, plan, fmt::format("{}: {}", name, name_of(kind)), held);
+  }
+  add_row(table, plan, fmt::format("{}, together", name), total);
+  if (!room) return;
+  add_answers(table, fmt::format("fits {} {}", name, to_string(*room)),
+              [&](int stage) { return plan.fits_on(tier, stage); });
+}
+
+TextTable table_of(const MemoryPlan& plan) {
+  TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3"});
+  add_device(table, plan);
+  add_tier(table, plan, memory::Tier::kHost, "host", plan.request.host_memory);
+  add_tier(table, plan, memory::Tier::kNvme, "NVMe", plan.request.nvme_space);
   return table;
 }
 
 // Of host and drive, which the ranks of a host share.
 std::string shared_advice(const MemoryPlan& plan, memory::Tier tier, const char* what) {
-  if (plan.fits_on(tier) != false) return "";
+  if (plan.fits_on(tier, plan.stage) != false) return "";
   return fmt::format("{} DOES NOT: {} of {} each are more than its {}\n", what,
                      count_of(static_cast<std::size_t>(plan.ranks_of_host), "rank"),
-                     to_string(plan.total_on(tier)),
+                     to_string(plan.own().total_on(tier)),
                      to_string(*plan.room_on(tier) * plan.ranks_of_host));
 }
 
@@ -79,9 +100,12 @@ std::string advice_of(const MemoryPlan& plan) {
   std::string text = fmt::format("stage {} of the configuration {}\n", plan.stage,
                                  own ? "DOES NOT FIT" : "is refused") +
                      shared;
-  for (int stage = 0; stage < 4; ++stage) {
-    if (plan.fits(stage) == true)
-      return text + fmt::format("write \"stage\": {}, which does\n", stage);
+  for (const bool all : {true, false}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      if (plan.fits(stage) == true && (!all || plan.fits_all(stage)))
+        return text + fmt::format("write \"stage\": {}, which does{}\n", stage,
+                                  all ? "" : " on the device");
+    }
   }
   if (!plan.request.device_memory) return text;
   return text +
@@ -92,12 +116,11 @@ std::string advice_of(const MemoryPlan& plan) {
               : "no stage does, nor on more ranks\n");
 }
 
-// Of one tier at the configuration's stage.
-Json tier_of(const MemoryPlan& plan, memory::Tier tier) {
-  Json json = {{"total", plan.total_on(tier).value}};
+Json tier_of(const StagePlan& stage, memory::Tier tier) {
+  Json json = {{"total", stage.total_on(tier).value}};
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
-    const Bytes bytes = plan.held_on(tier, kind);
+    const Bytes bytes = stage.held_on(tier, kind);
     if (bytes.value > 0) json[std::string(name_of(kind))] = bytes.value;
   }
   return json;
@@ -118,6 +141,8 @@ Json stage_of(const MemoryPlan& plan, int index) {
   entry["fits"] = value_or_null(plan.fits(index));
   entry["refused"] = stage.refused.empty() ? Json() : Json(stage.refused);
   entry["lacking"] = stage.lacking.empty() ? Json() : Json(stage.lacking);
+  entry["host_fits"] = value_or_null(plan.fits_on(memory::Tier::kHost, index));
+  entry["nvme_fits"] = value_or_null(plan.fits_on(memory::Tier::kNvme, index));
   if (!stage.forecast) return entry;
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
@@ -125,6 +150,8 @@ Json stage_of(const MemoryPlan& plan, int index) {
       entry["device"][std::string(name_of(kind))] = stage.forecast->of(kind).value;
   }
   entry["device"]["total"] = stage.forecast->total.value;
+  entry["host"] = tier_of(stage, memory::Tier::kHost);
+  entry["nvme"] = tier_of(stage, memory::Tier::kNvme);
   return entry;
 }
 
@@ -148,8 +175,7 @@ std::string text_of(const MemoryPlan& plan) {
       "Not counted: activations, gradients before they reach the engine, and what torch, the "
       "driver "
       "and\nthe collectives keep for themselves. Kinds are peaks of their own, and do not add up.\n"
-      "Host and NVMe are of each rank at the configuration's stage, also while it loads or "
-      "saves.\n";
+      "Host and NVMe are of each rank, also while it loads or saves.\n";
   for (const std::string& remark : plan.remarks) text += "- " + remark + "\n";
   return text;
 }
@@ -163,14 +189,14 @@ Json json_of(const MemoryPlan& plan) {
                {"stage", plan.stage},
                {"stages", Json::array()},
                {"ranks_of_host", plan.ranks_of_host},
-               {"host", tier_of(plan, memory::Tier::kHost)},
-               {"nvme", tier_of(plan, memory::Tier::kNvme)},
+               {"host", tier_of(plan.own(), memory::Tier::kHost)},
+               {"nvme", tier_of(plan.own(), memory::Tier::kNvme)},
                {"remarks", plan.remarks}};
   json["device_memory"] = bytes_or_null(plan.request.device_memory);
   json["host_memory"] = bytes_or_null(plan.request.host_memory);
   json["nvme_space"] = bytes_or_null(plan.request.nvme_space);
-  json["host_fits"] = value_or_null(plan.fits_on(memory::Tier::kHost));
-  json["nvme_fits"] = value_or_null(plan.fits_on(memory::Tier::kNvme));
+  json["host_fits"] = value_or_null(plan.fits_on(memory::Tier::kHost, plan.stage));
+  json["nvme_fits"] = value_or_null(plan.fits_on(memory::Tier::kNvme, plan.stage));
   json["fits_from"] = value_or_null(plan.fits_from);
   for (int stage = 0; stage < 4; ++stage) json["stages"].push_back(stage_of(plan, stage));
   return json;
