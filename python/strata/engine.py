@@ -9,6 +9,7 @@ from . import _C
 from .accumulation import Accumulation
 from .checkpoint.engine_checkpoints import EngineCheckpoints
 from .clocks import NoMonitor, ThroughputTimer, Timers
+from .compilation import Compilation
 from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
@@ -23,7 +24,7 @@ from .views.accounts import Accounts
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, torch.nn.Module):
+class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation, torch.nn.Module):
     """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
     ``Accumulation`` what concerns micro-steps, ``Accounts`` what it tells of memory and steps.
 

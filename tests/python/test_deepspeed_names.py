@@ -58,8 +58,8 @@ def _engine_at(stage):
     engine.backward(loss, scale_wrt_gas=False)
     engine.step()
     assert engine.global_steps == 1 and engine.get_global_grad_norm() > 0 and not optimizer.overflow
-    with pytest.raises(NotImplementedError, match="torch.compile"):
-        engine.compile(backend="inductor", compile_kwargs={})
+    engine.compile(backend="eager", compile_kwargs={})
+    assert engine.is_compiled
     assert hasattr(model, "ds_external_parameters") == hasattr(optimizer, "parameter_offload") == (stage == 3)
     if stage == 3:
         _hooks_go_and_come(engine, optimizer.parameter_offload)

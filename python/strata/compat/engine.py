@@ -47,16 +47,6 @@ class DeepSpeedEngine(Engine):
             load_lr_scheduler_states, load_module_only, custom_load_fn,
         )  # fmt: skip
 
-    def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
-        """Raises NotImplementedError: compile parts of the model that hold no parameters of their own."""
-        raise NotImplementedError("engine.compile: Strata does not offer torch.compile over a whole model under the "
-                                  "engine; leave the dynamo plugin, or torch_compile of TrainingArguments, out")
-
-    @property
-    def is_compiled(self):
-        """False."""
-        return False
-
     def destroy(self, keep_values=False):
         """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of
         the same model takes them over. They go when nobody refers to the model.

@@ -1,0 +1,99 @@
+"""engine.compile: the losses and weights of the model as it is, and clear words for what it cannot do."""
+
+import pytest
+import strata
+import torch
+from ranks import run_ranks
+from strata.compat.start import initialize
+from tiny_models import config_of, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world
+
+
+class _Graphs:
+    """A backend of torch.compile that runs graphs as they are, and counts them."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self, graph, inputs):
+        self.made += 1
+        return graph.forward
+
+
+def _train(stage, dtype, backend):
+    """Losses of steps and of an evaluation, and the weights; nothing stays gathered that is not in use."""
+    rank, world = rank_and_world()
+    engine = make_engine(make_model(), config_of(stage, dtype, accumulation=2, clipping=0.5, live_bytes=1))
+    assert not engine.is_compiled
+    if backend is not None:
+        engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+        assert engine.is_compiled
+    losses = []
+    for tokens in make_batches(6, world):
+        loss = loss_of(engine, tokens[rank])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(loss_of(engine.module, tokens[rank]).item())
+    weights = full_parameters(engine.module)
+    engine.destroy()
+    return losses, weights
+
+
+def _all_stages():
+    for stage in (0, 1, 2, 3):
+        for dtype in ("fp32", "bf16"):
+            plain_losses, plain = _train(stage, dtype, None)
+            graphs = _Graphs()
+            for backend in (graphs, "aot_eager"):
+                torch._dynamo.reset()
+                losses, weights = _train(stage, dtype, backend)
+                assert losses == pytest.approx(plain_losses, rel=1e-6 if dtype == "fp32" else 1e-3), (stage, dtype)
+                for name, weight in weights.items():
+                    torch.testing.assert_close(weight, plain[name], msg=f"{name} at stage {stage} in {dtype}")
+            assert graphs.made > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_compiled_model_trains_to_the_same_weights(world):
+    run_ranks(world, _all_stages)
+
+
+def test_a_module_stays_usable_when_its_engine_has_gone():
+    tokens = make_batches(1, 1)[0][0]
+    model = make_model()
+    before = loss_of(model, tokens).item()
+    engine = make_engine(model, config_of(3))
+    engine.compile(backend="eager")
+    assert loss_of(engine, tokens).item() == pytest.approx(before, rel=1e-6)
+    engine.destroy(keep_values=True)
+    loss = loss_of(model, tokens)
+    loss.backward()
+    assert loss.item() == pytest.approx(before, rel=1e-6) and model.head.weight.grad is not None
+
+
+def test_what_the_hooks_forbid_is_said_at_once():
+    engine = make_engine(make_model(), config_of(2))
+    for arguments in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
+        with pytest.raises(strata.UsageError, match="max-autotune-no-cudagraphs"):
+            engine.compile(backend="inductor", compile_kwargs=arguments)
+    with pytest.raises(strata.UsageError, match="leave fullgraph out"):
+        engine.compile(compile_kwargs={"fullgraph": True})
+    with pytest.raises(NotImplementedError, match="leave schedule out"):
+        engine.compile(schedule=[])
+    with pytest.raises(NotImplementedError, match="compiled_autograd_enabled"):
+        engine.compile(compiled_autograd_enabled=True)
+    assert not engine.is_compiled
+    engine.destroy()
+
+
+def test_as_accelerate_calls_it():
+    engine, *_ = initialize(model=make_model(), config=config_of(2))
+    kwargs = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
+    graphs = _Graphs()
+    engine.compile(backend=graphs, compile_kwargs=kwargs)
+    loss = loss_of(engine, make_batches(1, 1)[0][0])
+    engine.backward(loss)
+    engine.step()
+    assert engine.is_compiled and graphs.made > 0
+    engine.destroy()
