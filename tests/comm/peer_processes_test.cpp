@@ -104,9 +104,11 @@ TEST(PeerProcesses, AStoppedRankIsNamedAtTheTimeoutByWhoWaitsForItsFlag) {
     const auto processes = c.all_gather_text(std::to_string(::getpid()));
     std::vector<float> result(1024);
     std::string message = "no error";
+    const Reduction reduction{buffer.get(), 0_B, DType::kFloat32, result, 1.0F, false};
+    c.reduce_scatter(reduction, "mine")->wait();  // each has mapped the other's buffer
     stops = c.rank() == 1;
     try {
-      c.reduce_scatter({buffer.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "mine")->wait();
+      c.reduce_scatter(reduction, "mine")->wait();
     } catch (const CommError& error) {
       message = error.what();
     }
@@ -124,10 +126,10 @@ TEST(PeerProcesses, AStoppedRankIsNamedAtTheTimeoutByWhoWaitsForItsFlag) {
   });
   ::close(ended[0]);
   ::close(ended[1]);
-  EXPECT_THAT(results,
-              testing::Each(testing::AllOf(testing::HasSubstr("rank 1 lives but does not come"),
-                                           testing::HasSubstr("its part of a reduction"),
-                                           testing::HasSubstr("1000 ms"))));
+  // Rank 1 hears of it, or ends its reduction before it does.
+  EXPECT_THAT(results[0], testing::AllOf(testing::HasSubstr("rank 1 lives but does not come"),
+                                         testing::HasSubstr("its part of a reduction"),
+                                         testing::HasSubstr("1000 ms")));
 }
 
 }  // namespace
