@@ -69,17 +69,22 @@ build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
 
 # `import strata` in the virtual environment is this build, and so is its program `strata`; STRATA_COMPAT works as where
 # the wheel is installed.
-LINK_PACKAGE = ln -sf $(abspath $(BUILD))/bin/strata $(VENV)/bin/strata; $(VENV_PYTHON) -c "import pathlib, sysconfig; \
+LINK_PACKAGE = test ! -e $(BUILD)/bin/strata || ln -sf $(abspath $(BUILD))/bin/strata $(VENV)/bin/strata; \
+  $(VENV_PYTHON) -c "import pathlib, sysconfig; \
   site = pathlib.Path(sysconfig.get_paths()['purelib']); \
   pathlib.Path(site, 'strata-build.pth').write_text('$(abspath $(BUILD))/pkg\n'); \
   pathlib.Path(site, 'strata-compat.pth').write_text(pathlib.Path('python/strata/compat/strata-compat.pth').read_text())"
 
-.PHONY: build module core
+.PHONY: build module package core
 build: $(BUILD)/.configured-$(WERROR)  ## Everything: core, torch layer, Python module, C++ tests
 	ninja -C $(BUILD) -j $(JOBS)
 	@$(LINK_PACKAGE)
 
-module: $(BUILD)/.configured-$(WERROR)  ## The Python module alone, as the demo needs it
+module: $(BUILD)/.configured-$(WERROR)  ## The Python package and the program `strata`
+	ninja -C $(BUILD) -j $(JOBS) strata_package strata_program
+	@$(LINK_PACKAGE)
+
+package: $(BUILD)/.configured-$(WERROR)  # what the demo needs
 	ninja -C $(BUILD) -j $(JOBS) strata_package
 	@$(LINK_PACKAGE)
 
@@ -128,7 +133,7 @@ test-core: core  ## The core's tests alone: seconds
 
 # A rank for each GPU, or two that share the cores; then another number goes on from their checkpoint, where there is
 # one GPU two on the CPU. torchrun warns where nobody says how many threads each takes.
-demo: module  ## Train a small Qwen3 at ZeRO stage 3, save, and go on with another number of ranks
+demo: package  ## Train a small Qwen3 at ZeRO stage 3, save, and go on with another number of ranks
 	ranks=$$($(VENV_PYTHON) -c "import torch; print(torch.cuda.device_count() or 2)"); \
 	run() { OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( ($$(nproc) + $$1 - 1) / $$1 ))} \
 	  $(VENV)/bin/torchrun --standalone --nproc_per_node="$$@"; }; \

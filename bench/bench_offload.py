@@ -95,6 +95,7 @@ told["locked"] = locked()
 if hasattr(engine, "memory_report"):
     report = engine.memory_report()
     told["pinned"] = report.get(("host", "total"), (0, 0))[1]
+    told["report"] = {key: value for key, value in engine.step_report().items() if key != "device_memory"}
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
@@ -115,6 +116,19 @@ def run(engine, arguments, drive, port):
     if done.returncode:
         raise RuntimeError(f"{engine} failed: {done.stderr[-1500:]}")
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+def link_rows(engine, report):
+    """What the last step moved over each link, by its report."""
+    offload = (report or {}).get("offload")
+    if not offload:
+        return []
+    waited = offload["fetch_wait_seconds"] + offload["copy_wait_seconds"]
+    return [
+        [engine, link, f"{use['bytes'] * 1e-9:.2f}", *(f"{use[key] or 0:.2f}" for key in
+         ("gb_per_s", "limit_gb_per_s", "seconds")), f"{waited:.2f}"]
+        for link, use in offload["links"].items()
+    ]
 
 
 def main():
@@ -142,11 +156,13 @@ def main():
     rows = []
     for engine, runs in found.items():
         if runs:
-            middle = {key: statistics.median(told[key] for told in runs) for key in runs[0]}
+            middle = {key: statistics.median(told[key] for told in runs) for key in runs[0] if key != "report"}
             held = max(middle["locked"], middle.get("pinned", 0))
             rows.append([engine, f"{middle['ready']:.2f}", f"{middle['step']:.3f}", f"{middle['device'] / 1e9:.2f}",
                          f"{held / 1e9:.2f}", f"{middle['loss']:.4f}"])
     show([["engine", "ready, s", "step, s", "device, GB", "locked, GB", "loss"], *rows])
+    show([["engine", "link", "GB a step", "GB/s", "limit", "busy, s", "waited, s"],
+          *(row for engine, runs in found.items() if runs for row in link_rows(engine, runs[-1].get("report")))])
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

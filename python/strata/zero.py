@@ -1,7 +1,6 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
 import types
-import weakref
 
 import torch
 
@@ -72,8 +71,8 @@ class GatheredParameters:
         except BaseException:
             self._release()
             raise
-        self._versions, self._memory, self._nodes = (
-            {key: state(parameter) for key, parameter in self._managed.items()} for state in (_version, _memory, _node))
+        self._versions, self._memory = (
+            {key: state(parameter) for key, parameter in self._managed.items()} for state in (_version, _memory))
         return self
 
     def __exit__(self, kind, value, traceback):
@@ -85,7 +84,6 @@ class GatheredParameters:
                     core.publish(indices, self._modifier_rank)
                 for parameter in self._managed.values():
                     parameter._strata_published = _version(parameter)
-                self._require_gradients()
             else:
                 self._require_unchanged()
         except BaseException:
@@ -105,16 +103,6 @@ class GatheredParameters:
         held, self._held = self._held, []
         for core, indices in held:
             core.release(indices, True)
-
-    def _require_gradients(self):
-        for key, parameter in self._managed.items():
-            if _node(parameter) is not self._nodes[key]:
-                core, index = owner_of(parameter)
-                raise _C.UsageError(
-                    f"parameter '{core.parameter_name(index)}' was changed by set_() or given a tensor of another "
-                    "dtype, after which autograd passes its gradients by the engine. Build the engine again, and write "
-                    "param.data = tensor.to(param.dtype), or param.copy_(tensor)"
-                )
 
     def _require_unchanged(self):
         changed = [
@@ -146,14 +134,6 @@ def _require_rank(modifier_rank):
 
 def _version(parameter):
     return 0 if parameter.is_inference() else parameter._version
-
-
-def _node(parameter):
-    """The node that stores the gradient of a parameter that an engine trains; None for others."""
-    if not isinstance(getattr(parameter, "_strata_core", None), weakref.ref) or not parameter.requires_grad:
-        return None
-    with torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _memory(parameter):

@@ -15,15 +15,21 @@ namespace {
 // Has extents, and gives one back whenever it is asked.
 class Hoard final : public StagingArena::Holder {
  public:
-  explicit Hoard(StagingArena& arena) : arena_(arena) {
-    while (auto extent = arena_.try_take(4_KiB)) extents_.push_back(std::move(*extent));
+  explicit Hoard(StagingArena& arena, StagingArena::Effort effort = StagingArena::Effort::kNone,
+                 std::size_t most = 1000)
+      : arena_(arena), effort_(effort) {
+    while (extents_.size() < most) {
+      auto extent = arena_.try_take(4_KiB);
+      if (!extent) break;
+      extents_.push_back(std::move(*extent));
+    }
     arena_.join(*this);
   }
   ~Hoard() override { arena_.leave(*this); }
   Hoard(const Hoard&) = delete;
   Hoard& operator=(const Hoard&) = delete;
-  bool give_way() override {
-    if (extents_.empty()) return false;
+  bool give_way(StagingArena::Effort effort) override {
+    if (effort != effort_ || extents_.empty()) return false;
     extents_.pop_back();
     return true;
   }
@@ -31,6 +37,7 @@ class Hoard final : public StagingArena::Holder {
 
  private:
   StagingArena& arena_;
+  const StagingArena::Effort effort_;
   std::vector<memory::Extent> extents_;
 };
 
@@ -73,6 +80,28 @@ TEST(StagingArena, WhatCannotFitEndsWithoutAndTakesNothing) {
   EXPECT_EQ(hoard.count(), 0U);
   EXPECT_EQ(arena.in_use(), 32_KiB);
   EXPECT_TRUE(arena.take_together(std::array{16_KiB, 16_KiB}));
+}
+
+TEST(StagingArena, TheLeastEffortComesFirstAndWhoAsksBeforeOthers) {
+  using enum StagingArena::Effort;
+  device::CpuDevice device;
+  StagingArena arena(device, 64_KiB);
+  EXPECT_EQ(arena.lease_share(), 20_KiB);
+  Hoard dear(arena, kReadAgain, 4);
+  Hoard other(arena, kNone, 6);
+  Hoard own(arena, kNone, 6);
+  EXPECT_EQ(arena.lease_share(), 4_KiB);  // a third for three
+  EXPECT_EQ(arena.ahead_share(), 21845_B);
+  const auto spare = arena.take_spare(8_KiB, own);
+  ASSERT_TRUE(spare);
+  EXPECT_EQ(own.count(), 4U);
+  EXPECT_FALSE(arena.take_spare(56_KiB, own));
+  EXPECT_EQ(own.count(), 0U);
+  EXPECT_EQ(other.count(), 0U);
+  EXPECT_EQ(dear.count(), 4U);
+  const std::array all{56_KiB};
+  EXPECT_TRUE(arena.take_together(all, &own));
+  EXPECT_EQ(dear.count(), 0U);
 }
 
 }  // namespace

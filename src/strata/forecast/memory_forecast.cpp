@@ -38,11 +38,11 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   engine::EngineOptions options = training.options;
   options.trace.clear();
   NoViews views;
+  const offload::MadeStores stores =
+      offload::make_dry_stores(options.states, options.weights, *device);
   engine::Engine engine(params, plan, options, training.rule, "",
                         make_dry_collectives(traits, device), device,
-                        {offload::make_dry_store(options.states, *device),
-                         offload::make_dry_store(options.weights, *device)},
-                        views);
+                        {stores.states, stores.weights}, views);
   engine.weights_changed(/*complete=*/true);
   engine.prepare();
   if (auto* external = dynamic_cast<engine::ExternalOptimizer*>(engine.optimizer()))

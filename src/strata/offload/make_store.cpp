@@ -35,15 +35,6 @@ class DryFile final : public BlockFile {
   std::string path_ = "nowhere";
 };
 
-std::unique_ptr<NvmeStore> drive_store(const StatePlace& place, device::Device& device,
-                                       std::unique_ptr<BlockFile> file) {
-  NvmeStoreOptions options;
-  options.arena = std::make_shared<StagingArena>(device, place.budget);
-  options.file = std::move(file);
-  options.verify = place.verify;
-  return std::make_unique<NvmeStore>(device, std::move(options));
-}
-
 std::shared_ptr<StateStore> memory_store(memory::Tier tier, device::Device& device) {
   if (tier == memory::Tier::kDevice) return MemoryStore::on_device(device);
   HostStoreOptions options;
@@ -67,14 +58,41 @@ std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& de
   return std::make_shared<TieredStore>(std::move(stores));
 }
 
+// Both stores. `file_of` makes what lies behind that of a place on a drive.
+template <typename FileOf>
+MadeStores stores_of(const StatePlace& states, const StatePlace& weights, device::Device& device,
+                     const FileOf& file_of) {
+  Bytes budget;
+  for (const StatePlace* place : {&states, &weights}) {
+    if (place->uses(memory::Tier::kNvme)) budget += place->budget;
+  }
+  std::shared_ptr<StagingArena> arena;
+  const auto make = [&](const StatePlace& place) {
+    return store_of(place, device, [&]() -> std::shared_ptr<StateStore> {
+      NvmeStoreOptions options;
+      options.file = file_of(place);
+      if (arena == nullptr) arena = std::make_shared<StagingArena>(device, budget);
+      options.arena = arena;
+      options.verify = place.verify;
+      return std::make_shared<NvmeStore>(device, std::move(options));
+    });
+  };
+  MadeStores made;
+  made.states = make(states);
+  made.weights = make(weights);
+  return made;
+}
+
 }  // namespace
 
-MadeStore make_state_store(const StatePlace& place, device::Device& device, int rank) {
+MadeStores make_stores(const StatePlace& states, const StatePlace& weights, device::Device& device,
+                       int rank) {
   std::string remark;
   const auto say = [&](const std::string& text) {
-    if (!text.empty()) remark += (remark.empty() ? "" : "; ") + text;
+    if (text.empty() || remark.find(text) != std::string::npos) return;
+    remark += (remark.empty() ? "" : "; ") + text;
   };
-  const auto on_drive = [&]() -> std::shared_ptr<StateStore> {
+  MadeStores made = stores_of(states, weights, device, [&](const StatePlace& place) {
     std::vector<std::unique_ptr<SwapFolder>> folders;
     for (const std::string& path : place.folders) {
       folders.push_back(std::make_unique<SwapFolder>(path, rank));
@@ -82,16 +100,16 @@ MadeStore make_state_store(const StatePlace& place, device::Device& device, int 
     }
     io::ChosenEngine io = io::make_io_engine(place.io);
     say(io.refused);
-    return drive_store(place, device, make_block_file(std::move(io.engine), std::move(folders)));
-  };
-  std::shared_ptr<StateStore> store = store_of(place, device, on_drive);
-  return {std::move(store), std::move(remark)};
+    return make_block_file(std::move(io.engine), std::move(folders));
+  });
+  made.remark = std::move(remark);
+  return made;
 }
 
-std::shared_ptr<StateStore> make_dry_store(const StatePlace& place, device::Device& device) {
-  return store_of(place, device, [&]() -> std::shared_ptr<StateStore> {
-    return drive_store(place, device, std::make_unique<DryFile>());
-  });
+MadeStores make_dry_stores(const StatePlace& states, const StatePlace& weights,
+                           device::Device& device) {
+  return stores_of(states, weights, device,
+                   [](const StatePlace&) { return std::make_unique<DryFile>(); });
 }
 
 }  // namespace strata::offload

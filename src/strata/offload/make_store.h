@@ -1,5 +1,5 @@
-// Makes the StateStore for a place. Threads: one. Ownership: the device outlives what is made.
-// Errors: IoError for a folder that will not do; OutOfMemoryError.
+// Makes the StateStores of a rank, each for a place. Threads: one. Ownership: the device outlives
+// what is made. Errors: IoError for a folder that will not do; OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
@@ -30,14 +30,19 @@ struct StatePlace {
   bool offloads() const { return uses(memory::Tier::kHost) || uses(memory::Tier::kNvme); }
 };
 
-struct MadeStore {
-  std::shared_ptr<StateStore> store;
+struct MadeStores {
+  std::shared_ptr<StateStore> states;
+  std::shared_ptr<StateStore> weights;
   std::string remark;  // what users should be told once; empty: nothing
 };
 
-MadeStore make_state_store(const StatePlace& place, device::Device& device, int rank);
+// Those that use a drive stage through one arena, which has the budgets of both: states are not
+// needed while weights come and go in a pass, so each gets most of it in its turn.
+MadeStores make_stores(const StatePlace& states, const StatePlace& weights, device::Device& device,
+                       int rank);
 
 // For a device that computes nothing: the same memory, and no drive is touched.
-std::shared_ptr<StateStore> make_dry_store(const StatePlace& place, device::Device& device);
+MadeStores make_dry_stores(const StatePlace& states, const StatePlace& weights,
+                           device::Device& device);
 
 }  // namespace strata::offload

@@ -1,6 +1,5 @@
 #include "strata/offload/nvme_store.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -86,8 +85,7 @@ std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Pa
 }
 
 Bytes NvmeStore::lease_budget(BlockId /*block*/) const {
-  const Bytes share = arena_->budget() / PartCache::kShares;
-  return std::max(share - share % kPartAlignment, kPartAlignment);
+  return arena_->lease_share();
 }
 
 void NvmeStore::advance() {

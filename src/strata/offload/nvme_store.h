@@ -44,8 +44,7 @@ class NvmeStore final : public StateStore {
   Bytes size_of(BlockId block) const override;
   std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
                                                      Access access) override;
-  // A third of the arena, in whole pages: the second third holds what is read ahead meanwhile, the
-  // last what is still being written. More is lent, too, where nothing else is.
+  // StagingArena::lease_share(). More is lent, too, where nothing else is.
   Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;

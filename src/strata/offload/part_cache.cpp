@@ -84,15 +84,19 @@ void PartCache::flush() {
   throw IoError(blocks_->first_failure());
 }
 
-bool PartCache::give_way() {
-  advance();
-  if (drop_spare()) return true;
+bool PartCache::give_way(StagingArena::Effort effort) {
+  using enum StagingArena::Effort;
+  if (effort == kReadAgain) return expel_farthest();
+  if (effort == kNone) {
+    advance();
+    return drop_spare();
+  }
   for (const auto state : {kWriting, kSettling}) {
     if (resident_.in(state).empty()) continue;
     resident_.finish(resident_.in(state).begin());
     return true;
   }
-  return expel_farthest();
+  return false;
 }
 
 bool PartCache::drop_spare() {
@@ -135,9 +139,8 @@ bool PartCache::expect(const Part& part) {
   if (!resident_.overlapping(part).empty()) return false;
   const Bytes pages = align_up(part.bytes(), kPartAlignment);
   const Bytes ahead = resident_.ahead_bytes();
-  if (ahead.value > 0 && ahead + pages > arena_->budget() / kShares) return false;
-  auto extent = arena_->try_take(pages);
-  while (!extent && drop_spare()) extent = arena_->try_take(pages);
+  if (ahead.value > 0 && ahead + pages > arena_->ahead_share()) return false;
+  auto extent = arena_->take_spare(pages, *this);
   if (!extent) return false;
   const Place place = insert(part, std::move(*extent));
   resident_.set_ahead(place, true);
@@ -206,7 +209,7 @@ void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
   std::ranges::copy_if(parts, std::back_inserter(missing),
                        [this](const Part& part) { return !resident_.find(part); });
   if (missing.empty()) return;
-  auto extents = arena_->take_together(sizes_of(missing));
+  auto extents = arena_->take_together(sizes_of(missing), this);
   if (!extents && missing.size() < parts.size()) {
     // What is there of them divides the room that there is: all together find some.
     claim.set(false);
@@ -214,7 +217,7 @@ void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
       if (const auto place = resident_.find(part)) resident_.expel(*place);
     }
     missing.assign(parts.begin(), parts.end());
-    extents = arena_->take_together(sizes_of(missing));
+    extents = arena_->take_together(sizes_of(missing), this);
   }
   if (!extents) throw_no_room(parts);
   for (std::size_t i = 0; i < missing.size(); ++i) {

@@ -25,8 +25,6 @@ namespace strata::offload {
 class PartCache final : public StagingArena::Holder {
  public:
   using Place = ResidentParts::Place;
-  // The arena's parts of equal size: for what is lent at once, read ahead, and being written.
-  static constexpr std::int64_t kShares = 3;
 
   // The blocks' bookkeeping and their file are shared with who adds blocks.
   PartCache(device::Device& device, std::shared_ptr<StagingArena> arena,
@@ -50,7 +48,7 @@ class PartCache final : public StagingArena::Holder {
 
   void advance() { resident_.advance(); }
   void flush();
-  bool give_way() override;
+  bool give_way(StagingArena::Effort effort) override;
   StoreCounts counts() { return resident_.counts(); }
   void watch(LinkWatch* watch) { resident_.watch(watch); }
 

@@ -32,15 +32,31 @@ std::unique_ptr<device::HostMemory> staging_memory(device::Device& device, Bytes
 StagingArena::StagingArena(device::Device& device, Bytes budget)
     : memory_(staging_memory(device, budget)), arena_(memory_->bytes(), kPartAlignment) {}
 
+Bytes StagingArena::lease_share() const {
+  const auto holders = std::max<std::int64_t>(1, std::ssize(holders_));
+  const Bytes share = budget() / (kShares * holders);
+  return std::max(share - share % kPartAlignment, kPartAlignment);
+}
+
 std::optional<memory::Extent> StagingArena::try_take(Bytes bytes) {
   return arena_.try_allocate(bytes);
 }
 
-std::optional<std::vector<memory::Extent>> StagingArena::take_together(
-    std::span<const Bytes> sizes) {
+std::optional<memory::Extent> StagingArena::take_spare(Bytes bytes, Holder& asks) {
+  while (true) {
+    if (auto extent = try_take(bytes)) return extent;
+    if (!make_way(Effort::kNone, &asks)) return std::nullopt;
+  }
+}
+
+std::optional<std::vector<memory::Extent>> StagingArena::take_together(std::span<const Bytes> sizes,
+                                                                       Holder* asks) {
   while (true) {
     if (auto extents = try_together(sizes)) return extents;
-    if (!make_way()) return std::nullopt;
+    if (!make_way(Effort::kNone, asks) && !make_way(Effort::kWait, asks) &&
+        !make_way(Effort::kReadAgain, asks)) {
+      return std::nullopt;
+    }
   }
 }
 
@@ -55,8 +71,10 @@ std::optional<std::vector<memory::Extent>> StagingArena::try_together(
   return extents;
 }
 
-bool StagingArena::make_way() {
-  return std::ranges::any_of(holders_, [](Holder* holder) { return holder->give_way(); });
+bool StagingArena::make_way(Effort effort, Holder* asks) {
+  if (asks != nullptr && asks->give_way(effort)) return true;
+  return std::ranges::any_of(
+      holders_, [&](Holder* holder) { return holder != asks && holder->give_way(effort); });
 }
 
 }  // namespace strata::offload

@@ -274,8 +274,9 @@ class FakeRank {
  private:
   Stores stores_of(const EngineOptions& options) {
     const int rank = collectives_->rank();
-    return {offload::make_state_store(options.states, *device_, rank).store,
-            offload::make_state_store(options.weights, *device_, rank).store};
+    offload::MadeStores made =
+        offload::make_stores(options.states, options.weights, *device_, rank);
+    return {std::move(made.states), std::move(made.weights)};
   }
 
   void look_at(int unit) {

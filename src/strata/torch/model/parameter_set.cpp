@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -75,6 +74,8 @@ void ParameterSet::bind(const engine::Weights& weights) {
 }
 
 void ParameterSet::settle() {
+  for (const at::Tensor& variable : variables_)
+    accumulators_.push_back(::torch::autograd::impl::try_get_grad_accumulator(variable));
   early_.resize(units_.size());
   for (std::size_t i = 0; i < units_.size(); ++i) {
     if (early_[i].data() != nullptr) {
@@ -97,6 +98,7 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
   views_.clear();
   units_.clear();
   variables_.clear();
+  accumulators_.clear();
   index_.clear();
 }
 
@@ -224,6 +226,8 @@ void ParameterSet::put_back(int param) {
     }
     point(variables_[index], there);
   }
+  const auto node = index < accumulators_.size() ? accumulators_[index].lock() : nullptr;
+  if (node != nullptr) ::torch::autograd::impl::set_grad_accumulator(variables_[index], node);
   if (lost_ == param) lost_ = -1;
 }
 

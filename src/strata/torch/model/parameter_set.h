@@ -12,7 +12,8 @@
 //
 // A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). Nobody tells us, so
 // who depends on it asks: replaced(). Where the next attach() or detach() comes first, that is kept
-// for lost().
+// for lost(). torch gives such a tensor a new AccumulateGrad node where its kind has changed;
+// put_back() gives it the node back that settle() saw, with the hooks on it.
 //
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
 // but for readers of awaited parameters and await_no_more().
@@ -22,9 +23,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -45,7 +48,8 @@ class ParameterSet final : public engine::ParameterViews {
   // still without memory: the moment to make autograd nodes, which record that shape. Until then
   // attach() only remembers, so that the parameters' own values can be read first.
   void bind(const engine::Weights& weights);
-  // After bind(): attaches the units that have memory and releases the others.
+  // After bind() and when autograd's nodes are made: attaches the units that have memory and
+  // releases the others.
   void settle();
   // Points every parameter at memory of its own again, with the values that `full` gives, or leaves
   // it empty where that is undefined or `full` has nothing at all. Forgets the parameters then.
@@ -80,7 +84,8 @@ class ParameterSet final : public engine::ParameterViews {
   int lost() const { return lost_; }
   // Copies the values that a replaced tensor has into its gathered unit: of its shape, any dtype.
   void take_in(int param);
-  // Points the user's tensor at the unit's memory again; what is lost of it is forgotten.
+  // Points the user's tensor at the unit's memory again, and gradients at their node; what is lost
+  // of it is forgotten.
   void put_back(int param);
   // By tensor identity; -1: none of these.
   int index_of(const at::Tensor& variable) const;
@@ -109,7 +114,8 @@ class ParameterSet final : public engine::ParameterViews {
   std::atomic<bool> may_await_{true};
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> empties_;
-  std::vector<int> unit_of_;  // by parameter
+  std::vector<int> unit_of_;                                          // by parameter
+  std::vector<std::weak_ptr<::torch::autograd::Node>> accumulators_;  // by parameter, or expired
   std::vector<UnitStorage> units_;
   int lost_ = -1;
   std::vector<std::span<std::byte>> early_;  // attached before bind(), by unit

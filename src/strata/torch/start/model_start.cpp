@@ -48,6 +48,10 @@ void compare_ranks(const ModelInput& input, const PlannedModel& model, const eng
       plan::describe(model.specs, model.plan) + describe_values(input.parameters));
 }
 
+bool uses_drives(const engine::EngineOptions& options) {
+  return options.states.uses(memory::Tier::kNvme) || options.weights.uses(memory::Tier::kNvme);
+}
+
 // What users are told of a budget that would have one part wait for another.
 std::string raised_budget(const offload::StatePlace& place, const char* what) {
   if (place.budget <= place.asked) return "";
@@ -72,8 +76,7 @@ class ModelStart {
   StartedModel run(StartOptions options);
 
  private:
-  std::shared_ptr<offload::StateStore> make_store(const offload::StatePlace& place,
-                                                  const char* what);
+  engine::Stores make_stores(const engine::EngineOptions& options);
   void require_room(const engine::EngineOptions& options) const;
   void make_engine(StartOptions options, const plan::InitChoice& choice);
   void bring_values(const plan::InitChoice& choice);
@@ -89,30 +92,31 @@ class ModelStart {
 };
 
 // What only a path can spoil is told to all ranks.
-std::shared_ptr<offload::StateStore> ModelStart::make_store(const offload::StatePlace& place,
-                                                            const char* what) {
-  if (runtime_.states != nullptr) return runtime_.states;
+engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
+  if (runtime_.states != nullptr) return {runtime_.states, runtime_.states};
   comm::Collectives& collectives = *runtime_.collectives;
-  offload::MadeStore made;
+  offload::MadeStores made;
   const auto make = [&] {
-    made = offload::make_state_store(place, *runtime_.device, collectives.rank());
+    made =
+        offload::make_stores(options.states, options.weights, *runtime_.device, collectives.rank());
   };
-  if (!place.uses(memory::Tier::kNvme)) {
+  if (!uses_drives(options)) {
     make();
-    return made.store;
+    return {std::move(made.states), std::move(made.weights)};
   }
-  engine::together(collectives, fmt::format("making room for {}", what), make);
+  engine::together(collectives, "making room on drives", make);
   if (collectives.rank() == 0) {
-    if (!made.remark.empty()) TORCH_WARN(made.remark);
-    const std::string raised = raised_budget(place, what);
-    if (!raised.empty()) TORCH_WARN(raised);
+    for (const std::string& told :
+         {made.remark, raised_budget(options.states, "the optimizer's states"),
+          raised_budget(options.weights, "the weights")}) {
+      if (!told.empty()) TORCH_WARN(told);
+    }
   }
-  return made.store;
+  return {std::move(made.states), std::move(made.weights)};
 }
 
 void ModelStart::require_room(const engine::EngineOptions& options) const {
-  const auto on_drive = memory::Tier::kNvme;
-  if (!options.states.uses(on_drive) && !options.weights.uses(on_drive)) return;
+  if (!uses_drives(options)) return;
   comm::Collectives& collectives = *runtime_.collectives;
   engine::together(collectives, "looking for staging memory", [&] {
     require_staging_room(options, ranks_of_host(collectives.world_size()),
@@ -124,11 +128,9 @@ void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choic
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
   require_room(engine_options);
-  engine::Stores stores{make_store(engine_options.states, "the optimizer's states"),
-                        make_store(engine_options.weights, "the weights")};
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
-      runtime_.collectives, runtime_.device, std::move(stores), parameters_);
+      runtime_.collectives, runtime_.device, make_stores(engine_options), parameters_);
   engine::InitReport& report = started_.engine->init_report();
   report.set_progress(std::move(options.progress));
   report.set_tier(std::string(name_of(choice.tier)), choice.reason);
