@@ -3,7 +3,6 @@
 #include <array>
 #include <filesystem>
 #include <fstream>
-#include <random>
 
 #include "io/faulty_calls.h"
 #include "offload/late_file.h"
@@ -191,40 +190,6 @@ TEST_F(NvmeStoreTest, MemoryThatLeasesHoldIsAnErrorAndNoHang) {
   const auto large = add(1, 100000_B).front();
   EXPECT_THROW(store->fetch(large, Access::kRead), UsageError);
   EXPECT_EQ(store->fetch(Part{large, 0_B, 32768_B}, Access::kRead)->bytes().size(), 32768U);
-}
-
-// As the weights' store and the states' do: each leases its share while the other does, whatever
-// lies in between, and the one at work has the room of both.
-TEST_F(NvmeStoreTest, TwoStoresShareAnArena) {
-  make(24);
-  NvmeStore weights(device,
-                    NvmeStoreOptions{.arena = arena, .file = make_block_file(io, path + "2")});
-  EXPECT_EQ(store->lease_budget(0), 16_KiB);
-  const auto states = add(12, 16384_B);
-  std::vector<BlockId> shards;
-  for (int i = 0; i < 12; ++i)
-    shards.push_back(weights.add(fmt::format("unit {}", i), 16_KiB, memory::Kind::kWeights));
-  std::mt19937 random(3);
-  for (int value = 1; value < 40; ++value) {
-    for (std::size_t i = 0; i < states.size(); ++i) {
-      const BlockId state = states[i];
-      // Three parts apart, of a share in all.
-      const std::array parts{Part{state, 0_B, 4_KiB}, Part{state, 4_KiB, 12_KiB},
-                             Part{state, 12_KiB, 16_KiB}};
-      const auto leases = store->fetch_together(parts, Access::kReadWrite);
-      const auto shard = weights.fetch(shards[random() % shards.size()], Access::kReadWrite);
-      for (const auto& lease : leases) {
-        EXPECT_EQ(lease->bytes()[0], static_cast<std::byte>(value - 1));
-        std::ranges::fill(lease->bytes(), static_cast<std::byte>(value));
-      }
-    }
-  }
-  EXPECT_EQ(arena->budget(), device.ledger()->peak(memory::Tier::kHost, memory::Kind::kStaging));
-  const Bytes read = weights.counts().read;
-  for (int round = 0; round < 2; ++round) {
-    for (std::size_t i = 0; i < 4; ++i) weights.fetch(shards[i], Access::kRead);  // two thirds
-  }
-  EXPECT_LE(weights.counts().read - read, 16_KiB * 4);
 }
 
 TEST_F(NvmeStoreTest, AReadThatFailsNamesBlockFileAndPlaceAndTheBlockIsNotLentAgain) {

@@ -119,5 +119,60 @@ TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
   }
 }
 
+// As the states' store and the weights' do: each leases its share while the other does, whatever
+// lies in between.
+TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
+  device::CpuDevice device;
+  const auto arena = std::make_shared<StagingArena>(device, 96_KiB);
+  const auto store_on_late_drive = [&](std::uint64_t seed) {
+    return std::make_unique<NvmeStore>(
+        device,
+        NvmeStoreOptions{.arena = arena, .file = std::make_unique<testing::LateFile>(seed, 0)});
+  };
+  const auto states = store_on_late_drive(1);
+  const auto weights = store_on_late_drive(2);
+  std::vector<BlockId> of_states;
+  std::vector<BlockId> of_weights;
+  for (int i = 0; i < 12; ++i) {
+    of_states.push_back(states->add("exp_avg", 16_KiB, memory::Kind::kOptimizerState));
+    of_weights.push_back(weights->add("weights", 16_KiB, memory::Kind::kWeights));
+  }
+  EXPECT_EQ(states->lease_budget(of_states[0]), 16_KiB);
+  std::mt19937 random(3);
+  for (int value = 1; value < 30; ++value) {
+    for (const BlockId block : of_states) {
+      const std::array parts{Part{block, 0_B, 4_KiB}, Part{block, 4_KiB, 12_KiB},
+                             Part{block, 12_KiB, 16_KiB}};  // three extents
+      const auto leases = states->fetch_together(parts, Access::kReadWrite);
+      const auto shard = weights->fetch(of_weights[random() % 12], Access::kReadWrite);
+      for (const auto& lease : leases) {
+        EXPECT_EQ(lease->bytes()[0], static_cast<std::byte>(value - 1));
+        std::ranges::fill(lease->bytes(), static_cast<std::byte>(value));
+      }
+    }
+  }
+  EXPECT_EQ(device.ledger()->peak(memory::Tier::kHost, memory::Kind::kStaging), 96_KiB);
+}
+
+// What one of them does not need is the other's.
+TEST(NvmeWorkload, AStoreUsesTheRoomThatAnotherLeaves) {
+  device::CpuDevice device;
+  const auto arena = std::make_shared<StagingArena>(device, 96_KiB);
+  const auto store = [&] {
+    return std::make_unique<NvmeStore>(
+        device,
+        NvmeStoreOptions{.arena = arena,
+                         .file = std::make_unique<testing::LateFile>(1, 0, /*prompt=*/true)});
+  };
+  const auto states = store();
+  const auto weights = store();
+  weights->fetch(weights->add("weights", 4_KiB, memory::Kind::kWeights), Access::kReadWrite);
+  for (int i = 0; i < 5; ++i) states->add("exp_avg", 16_KiB, memory::Kind::kOptimizerState);
+  for (int round = 0; round < 3; ++round) {
+    for (BlockId block = 0; block < 5; ++block) states->fetch(block, Access::kReadWrite);
+  }
+  EXPECT_EQ(states->counts().reads, 0);
+}
+
 }  // namespace
 }  // namespace strata::offload

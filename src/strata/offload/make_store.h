@@ -36,8 +36,8 @@ struct MadeStores {
   std::string remark;  // what users should be told once; empty: nothing
 };
 
-// Those that use a drive stage through one arena, which has the budgets of both: states are not
-// needed while weights come and go in a pass, so each gets most of it in its turn.
+// Those that use a drive stage through one arena, which has the budgets of both: what one of them
+// does not need is the other's.
 MadeStores make_stores(const StatePlace& states, const StatePlace& weights, device::Device& device,
                        int rank);
 
