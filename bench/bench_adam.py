@@ -1,6 +1,7 @@
 """AdamW on the host: Strata's kernel and optimizer, torch's fused one and DeepSpeed's CPUAdam, in elements a second.
 
-    python bench/bench_adam.py [--ranks 1 2] [--threads 1 2] [--numel 8388608] [--rounds 5] [--json FILE]
+    python bench/bench_adam.py [--ranks 1 2] [--threads 1 2] [--numel 8388608] [--rounds 5] [--json FILE] \
+        [--program BENCH_KERNELS]
 
 One fp32 array a rank, far larger than the caches, updated again and again. The contestants take turns, each figure is
 that of the fastest update of all turns, added up over the ranks, and the triad is the best STREAM triad that ran
@@ -211,8 +212,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20, help="a turn")
     parser.add_argument("--json", help="where the figures go, besides the table")
+    parser.add_argument("--program", help="bench_kernels, where it was built elsewhere")
     arguments = parser.parse_args()
-    program = native_programs.build("bench_kernels")
+    program = arguments.program or native_programs.build("bench_kernels")
     rows, skipped = [], {}
     for ranks in arguments.ranks:
         for threads in arguments.threads:
