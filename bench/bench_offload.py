@@ -96,7 +96,8 @@ if hasattr(engine, "memory_report"):
     report = engine.memory_report()
     told["pinned"] = report.get(("host", "total"), (0, 0))[1]
     told["report"] = {key: value for key, value in engine.step_report().items() if key != "device_memory"}
-print(json.dumps(told), flush=True)
+    told["report"]["start"] = engine.init_report
+print(json.dumps(told, default=str), flush=True)
 os._exit(0)
 """
 
@@ -123,7 +124,7 @@ def link_rows(engine, report):
     offload = (report or {}).get("offload")
     if not offload:
         return []
-    waited = offload["fetch_wait_seconds"] + offload["copy_wait_seconds"]
+    waited = offload["fetch_wait_seconds"] + (offload["copy_wait_seconds"] or 0)
     return [
         [engine, link, f"{use['bytes'] * 1e-9:.2f}", *(f"{use[key] or 0:.2f}" for key in
          ("gb_per_s", "limit_gb_per_s", "seconds")), f"{waited:.2f}"]
@@ -165,7 +166,7 @@ def main():
           *(row for engine, runs in found.items() if runs for row in link_rows(engine, runs[-1].get("report")))])
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+            json.dump(found, file, indent=1, default=str)
 
 
 if __name__ == "__main__":
