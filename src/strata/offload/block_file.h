@@ -4,6 +4,7 @@
 // Errors: OutOfMemoryError from grow(); IoError from the transfers.
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <span>
 #include <string>
@@ -25,6 +26,8 @@ class BlockFile {
   virtual void grow(Bytes size) = 0;
   virtual std::unique_ptr<io::Transfer> read(Bytes offset, std::span<std::byte> target) = 0;
   virtual std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) = 0;
+  // Makes memory what a read of space that was never written stands for.
+  virtual void clear(std::span<std::byte> target) { std::memset(target.data(), 0, target.size()); }
   // Most transfers go to and from this memory, which outlives the file: it may be registered with
   // the I/O engine.
   virtual void expect_memory(std::span<std::byte> /*memory*/) {}

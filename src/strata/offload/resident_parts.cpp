@@ -96,7 +96,7 @@ void ResidentParts::rest(Place place) {
 void ResidentParts::fill(Place place) {
   const std::span<std::byte> pages = place->extent.bytes();
   if (!blocks_->written(place->part)) {
-    std::memset(pages.data(), 0, pages.size());
+    file_->clear(pages);
     rest(place);
     return;
   }
