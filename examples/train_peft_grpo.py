@@ -31,31 +31,27 @@ def names_reward(completions, **_):
     return [sum(c.islower() or c == "_" for c in text) / max(1, len(text)) for text in completions]
 
 
-def new_model(folder, state):
-    """The folder, in which the main process has written a model with random weights."""
-    if state.is_local_main_process:
-        AutoModelForCausalLM.from_config(model_config()).save_pretrained(folder)
-    state.wait_for_everyone()
-    return folder
-
-
 def main():
-    arguments, model = HfArgumentParser((GRPOConfig, ModelArguments)).parse_args_into_dataclasses()
-    state = arguments.distributed_state
-    path = model.model or new_model(os.path.join(arguments.output_dir, "initial"), state)
+    arguments, own = HfArgumentParser((GRPOConfig, ModelArguments)).parse_args_into_dataclasses()
+    if own.model:
+        model = AutoModelForCausalLM.from_pretrained(own.model)
+    else:
+        model = AutoModelForCausalLM.from_config(model_config())
     trainer = GRPOTrainer(
-        model=path,
+        model=model,
         args=arguments,
         reward_funcs=names_reward,
         train_dataset=Dataset.from_dict({"prompt": line_starts(512)}),
         processing_class=byte_tokenizer(),
-        peft_config=LoraConfig(r=model.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(r=own.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     trainer.train()
     trainer.save_model(os.path.join(arguments.output_dir, "adapter"))
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if trainer.is_world_process_zero():
-        print(f"step {trainer.state.global_step}: mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last")
+        count = max(1, len(rewards) // 5)
+        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+        print(f"step {trainer.state.global_step}: mean reward {first:.3f} at first, {last:.3f} at last")
 
 
 if __name__ == "__main__":

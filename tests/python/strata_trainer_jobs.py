@@ -46,6 +46,13 @@ def trainer_of(kind, args, model, stage, **data):
     return StrataRecorder(args=args, model=model, strata_config=config, **data)
 
 
+def total(values):
+    """float: the sum of all sizes in an array, or in tuples of them."""
+    if isinstance(values, tuple):
+        return sum(total(value) for value in values)
+    return torch.as_tensor(values).double().abs().sum().item()
+
+
 def run(kind, folder, out, case):
     """Trains with evaluation, checkpoints and the best model; then predicts and generates."""
     told, stage = {}, int(case[-1])
@@ -64,7 +71,7 @@ def run(kind, folder, out, case):
     told["evaluated"] = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
     told["best"] = os.path.basename(trainer.state.best_model_checkpoint)
     told["again"] = trainer.evaluate()["eval_loss"]
-    told["predicted"] = torch.as_tensor(trainer.predict(Texts(4, 3)).predictions).double().abs().sum().item()
+    told["predicted"] = total(trainer.predict(Texts(4, 3)).predictions)
     prompt = Texts(1, 4)[0]["input_ids"][None, :5]
     more = args.process_index  # ranks leave generate() at different times
     told["generated"] = trainer.model.generate(input_ids=prompt, max_new_tokens=6 + more, do_sample=False)[0].tolist()
