@@ -136,3 +136,20 @@ SAID = {
 def test_what_it_does_not_follow_is_said_at_once(sharded, wrong):
     for words in SAID[wrong]:
         assert words in sharded[1][0]["refusals"][wrong]
+
+
+def test_the_example_trains_and_goes_on_with_other_ranks(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "examples" / "train_strata_trainer.py"
+    config = '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
+    arguments = [
+        script, "--output_dir", tmp_path, "--use_cpu", "--save_steps=6", "--learning_rate=3e-3", "--report_to=none",
+        "--disable_tqdm=True", "--per_device_train_batch_size=4", "--config", config,
+    ]  # fmt: skip
+    losses = []
+    for world, steps in ((2, 8), (1, 12)):
+        text = run([*torchrun(world), *arguments, f"--max_steps={steps}"], environment_of())
+        ((step, loss),) = re.findall(r"^step (\d+): loss ([\d.]+) nats", text, re.MULTILINE)
+        assert int(step) == steps
+        losses.append(float(loss))
+    assert losses[1] < losses[0] < 5.0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 256
