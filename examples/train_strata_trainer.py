@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_strata_trainer.py --output_dir demo_out/trainer --max_steps 100
 
 Any argument of ``TrainingArguments`` may follow. Without GPUs add ``--use_cpu``. ``--config`` names a configuration
-(docs/CONFIG.md) without batch sizes, precision, optimizer and scheduler: those are Trainer's arguments. Training goes on
-from a checkpoint in ``--output_dir``, on any number of ranks.
+(docs/CONFIG.md) without batch sizes, precision, optimizer and scheduler: those are Trainer's arguments. Training goes
+on from a checkpoint in ``--output_dir``, on any number of ranks.
 """
 
 import os

@@ -20,8 +20,8 @@ MARKS = {
 def pytest_configure(config):
     found = importlib.import_module("deepspeed").__version__
     if ("strata" in found) != bool(os.environ.get("STRATA_COMPAT")):
-        raise pytest.UsageError(f"wanted {os.environ.get('STRATA_COMPAT')!r} for STRATA_COMPAT, found deepspeed {found}; "
-                                "run with the interpreter of an environment that has Strata and strata-compat.pth")
+        raise pytest.UsageError(f"STRATA_COMPAT is {os.environ.get('STRATA_COMPAT')!r}, and deepspeed is {found}; run "
+                                "with the interpreter of an environment that has Strata and strata-compat.pth")
     for module, names in MARKS.items():
         marks = importlib.import_module(module)
         for name in names:

@@ -56,10 +56,12 @@ CONFIGURATIONS = {"apple/mobilevit-xx-small": hf.MobileViTConfig}  # of which no
 def byte_tokenizer():
     """Two tokens of its own, and one a byte."""
     letters = ["<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[], unk_token="<unk>"))
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    named = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def fill(cache):
