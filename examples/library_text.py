@@ -1,5 +1,5 @@
 """The source text of Python's standard library as bytes, and a small byte-level model for it: what the examples of
-Hugging Face's Trainer and Accelerate train."""
+Hugging Face's libraries train."""
 
 import sysconfig
 from pathlib import Path
@@ -14,9 +14,7 @@ class LibraryText(torch.utils.data.Dataset):
     """Windows of ``length`` bytes, each the model's input and its labels, both int64 of shape [length]."""
 
     def __init__(self, length, max_bytes=1 << 20):
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        text = b"\n".join(file.read_bytes() for file in files)[:max_bytes]
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(_library()[:max_bytes]), dtype=torch.uint8)
         self._windows = data[: len(data) // length * length].view(-1, length)
 
     def __len__(self):
@@ -25,6 +23,32 @@ class LibraryText(torch.utils.data.Dataset):
     def __getitem__(self, index):
         tokens = self._windows[index].long()
         return {"input_ids": tokens, "labels": tokens}
+
+
+def _library():
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return b"\n".join(file.read_bytes() for file in files)
+
+
+def line_starts(count, length=12):
+    """[str]: the first ``length`` characters of different lines, for a model to complete."""
+    lines = _library().decode("ascii", errors="ignore").split("\n")
+    return list(dict.fromkeys(line[:length] for line in lines if len(line) > 2 * length))[:count]
+
+
+def byte_tokenizer():
+    """A tokenizer of transformers whose tokens are bytes; 0 pads, and the end of a line ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    own = {b for b in range(256) if chr(b).isprintable() and chr(b) not in " \xad"}  # others go by a letter past these
+    others = iter(range(256, 512))
+    letters = {chr(b if b in own else next(others)): b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {b: letter for letter, b in letters.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=names[0], eos_token=names[ord("\n")])
 
 
 def model_config():

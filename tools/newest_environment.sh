@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes TARGET, a virtual environment that stands on VENV: the newest transformers, accelerate and peft
-# that pip finds, and all else as VENV has it.
+# Makes TARGET, a virtual environment that stands on VENV: the newest transformers, accelerate, peft
+# and trl that pip finds, and all else as VENV has it.
 #   tools/newest_environment.sh VENV TARGET
 set -eu
 venv=$1
@@ -15,5 +15,5 @@ if [ ! -x "$target/bin/python" ]; then
 fi
 packages_of "$venv" > "$(packages_of "$target")/pinned.pth"
 pip="$target/bin/python -m pip --disable-pip-version-check"
-$pip install -q --upgrade transformers accelerate peft
-$pip list 2>&1 | grep -E '^(transformers|accelerate|peft|torch) '
+$pip install -q --upgrade transformers accelerate peft trl
+$pip list 2>&1 | grep -E '^(transformers|accelerate|peft|trl|torch) '

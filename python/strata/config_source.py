@@ -1,5 +1,7 @@
 """Where a configuration comes from: a dict, JSON, or Hjson, which DeepSpeed reads too."""
 
+import base64
+import binascii
 import json
 import os
 
@@ -62,3 +64,38 @@ def _without_duplicates(pairs):
         twice = next(name for name in names if names.count(name) > 1)
         raise _C.ConfigError(f"{twice}: the key is given twice in the configuration; keep one of the two")
     return result
+
+
+def document_of(config):
+    """The dict of a configuration: the same one, if it is one.
+
+    Args:
+        config: dict, path, JSON text, or base64 of that.
+
+    Raises:
+        ConfigError: it is none of these; where it is JSON, Strata's parser says what is wrong with it.
+    """
+    if isinstance(config, dict):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise _C.ConfigError(f"config must be a dict, a path or JSON text; found {type(config).__name__}")
+    read_config(config)  # whose messages say more than Python's
+    text = os.fspath(config)
+    if os.path.isfile(text):
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    for source in (text, _decoded(text)):
+        try:
+            return json.loads(source)
+        except (TypeError, ValueError):
+            continue
+    import hjson  # which read_config has read it with
+
+    return hjson.loads(text)
+
+
+def _decoded(text):
+    try:
+        return base64.urlsafe_b64decode(text)
+    except (binascii.Error, ValueError):
+        return None

@@ -80,6 +80,16 @@ class ShardedOptimizer(_WithoutCompiler):
 
     cur_scale = loss_scale
 
+    @property
+    def fp32_partitioned_groups_flat(self):
+        """[[tensor]], by param group: this rank's parts of the fp32 masters, each of one dimension. Copies, but for an
+        optimizer of the user's: ``safe_set_local_fp32_param`` changes them."""
+        from .parameter_states import safe_get_local_fp32_param  # not before somebody asks
+
+        if self.inner is not None:
+            return [list(group["params"]) for group in self.inner.param_groups]
+        return [[safe_get_local_fp32_param(p) for p in group["params"]] for group in self.param_groups]
+
     def step(self, closure=None):
         """Does nothing: ``engine.step()`` updates the weights."""
 

@@ -147,6 +147,15 @@ def write_weights(model, path):
             torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, path)
 
 
+def write_merged(model, path):
+    """A checkpoint of transformers with the adapters merged into a copy of the model, by rank 0."""
+    deepspeed = importlib.import_module("deepspeed")
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        merged = copy.deepcopy(model).merge_and_unload()
+        if torch.distributed.get_rank() == 0:
+            merged.save_pretrained(path)
+
+
 def run_trainer(folder, out, case):
     """Trains with evaluation, checkpoints and the best model; then predicts and generates."""
     told = {}
@@ -173,6 +182,8 @@ def run_trainer(folder, out, case):
     told["generated"] = generated[0].tolist()
     trainer.save_model(f"{out}/final")
     write_weights(trainer.model, f"{out}/weights.pt")
+    if case == "lora-3" and "strata" in importlib.import_module("deepspeed").__version__:
+        write_merged(trainer.model, f"{out}/merged")
     return told
 
 

@@ -103,3 +103,10 @@ def test_scripts_get_local_rank_where_they_name_it(tmp_path):
     assert run([*start, tmp_path / "plain.py", "--a", "-m"], environment) == "['--a', '-m'] __main__ True\n"
     module = {**environment, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
     assert run([*start, "--module", "plain", "x"], module) == "['x'] __main__ True\n"
+
+
+def test_operators_can_be_asked_for():
+    ask = "import strata.compat.deepspeed, deepspeed\nfrom deepspeed.ops.aio import AsyncIOBuilder as builder\n"
+    python(ask + "assert deepspeed.ops.__compatible_ops__[builder.NAME] and builder().is_compatible()")
+    text = python(ask + "deepspeed.ops.op_builder.CPUAdamBuilder().load()", code=1)
+    assert "NotImplementedError" in text and "Strata has its own" in text

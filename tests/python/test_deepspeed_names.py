@@ -154,6 +154,20 @@ def test_configurations_come_in_any_form(tmp_path):
         initialize(args=types.SimpleNamespace(deepspeed_config=_config(1, optimizer=optimizer)), model=make_model())
 
 
+def test_defaults_of_frameworks_count_as_under_deepspeed(caplog):
+    config = _config(2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}})
+    config["zero_optimization"]["offload_param"] = {"device": "cpu", "nvme_path": None}
+    given = copy.deepcopy(config)
+    with caplog.at_level(logging.WARNING, "strata"):
+        engine, optimizer, *_ = initialize(model=make_model(), config=config)
+    assert config == given and engine.config is config
+    assert [word in caplog.text for word in ("offload_param counts at stage 3", "warmup_num_steps is 0")] == [True] * 2
+    masters = optimizer.fp32_partitioned_groups_flat
+    assert [m.numel() for m in masters[0]] == [p.numel() for p in engine.module.parameters()]
+    assert all(m.dtype == torch.float32 for m in masters[0])
+    engine.destroy()
+
+
 def _communicates():
     rank, world = rank_and_world()
     assert (communication.get_rank(), communication.get_world_size(), communication.get_local_rank()) == (0, 1, rank)

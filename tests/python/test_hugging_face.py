@@ -124,6 +124,17 @@ def test_adapters_are_saved_as_they_are(by_strata, folder, case):
             assert torch.equal(value, weights[own]), name
 
 
+def test_a_merged_copy_is_what_peft_merges(by_strata, folder):
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    wanted = PeftModel.from_pretrained(base, folder / "strata2-lora-3" / "final").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "strata2-lora-3" / "merged", dtype=torch.float32)
+    own = dict(merged.named_parameters())
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(parameter, own[name]), name
+
+
 def test_from_pretrained_reads_shards_from_the_files(by_strata):
     told = by_strata[2][0]["load"]
     for name in ("llama", "qwen3_moe", "tied", "pickled"):

@@ -70,7 +70,20 @@ def checkpoint_of_deepspeed():
     state.save_to_json(folder + "/theirs/trainer_state.json")
     trained(folder + "/theirs")
 
-for case in (disagreement, both_precisions, two_schedulers, misspelled, no_such_module, checkpoint_of_deepspeed):
+def unresolved():
+    plugin = DeepSpeedPlugin(hf_ds_config=config(optimizer={"type": "AdamW", "params": {"lr": "auto"}}))
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    accelerator.prepare(model())
+
+def never_filled():
+    import deepspeed
+
+    own = model()
+    deepspeed.initialize(model=own, config=config(optimizer={"type": "AdamW", "params": {"lr": "auto"}}))
+
+CASES = (disagreement, both_precisions, two_schedulers, unresolved, never_filled, misspelled, no_such_module,
+         checkpoint_of_deepspeed)
+for case in CASES:
     try:
         case()
         print(f"<{case.__name__}> nothing was raised", flush=True)
@@ -83,6 +96,8 @@ SAID = {
     "disagreement": ["ValueError", "Please correct the following DeepSpeed config values", "optimizer.params.lr=0.5"],
     "both_precisions": ["ConfigError", "bf16"],
     "two_schedulers": ["ValueError", "You cannot specify a scheduler in the config file and in the code"],
+    "unresolved": ["optimizer.params.lr", "auto"],
+    "never_filled": ["ConfigError", "optimizer.params.lr", "auto"],
     "misspelled": ["ConfigError", "zero_optimisation", "zero_optimization"],
     "no_such_module": ["Target modules {'nowhere'} not found in the base model"],
     "checkpoint_of_deepspeed": ["is a checkpoint of DeepSpeed", "strata import-deepspeed"],

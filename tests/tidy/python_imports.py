@@ -16,7 +16,7 @@ PACKAGE = "strata"
 FOLDER = "python/strata"
 ROOMS = ("views", "model", "ranks", "ops", "checkpoint", "importing")  # lowest first; the root is above them
 ROOT_FOLDERS = ("utils",)  # that are of the root
-ABOVE_ROOT = ("compat",)  # rooms that only stand on the root: the names of other libraries
+ABOVE_ROOT = ("compat", "integrations")  # rooms that only stand on the root: what other libraries ask for
 EXTENSION = f"{PACKAGE}._C"
 
 

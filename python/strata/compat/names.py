@@ -114,7 +114,8 @@ _OFFERED = {
     },
     "comm": _COMM,
     "comm.comm": _COMM,
-    "git_version_info": {**_VERSION, "installed_ops": {}, "compatible_ops": {}, "torch_info": {}},
+    "git_version_info": {**_VERSION, "installed_ops": {}, "compatible_ops": "strata.compat.builders:COMPATIBLE",
+                         "torch_info": {}},
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "strata.compat.launching:DEEPSPEED_ENVIRONMENT_NAME"},
     "moe": {},
@@ -123,10 +124,15 @@ _OFFERED = {
         "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
         "split_params_into_different_moe_groups_for_optimizer",
     ),
-    "ops": {},
+    "ops": {"__compatible_ops__": "strata.compat.builders:COMPATIBLE"},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": "strata.ops.adagrad:DeepSpeedCPUAdagrad"},
     "ops.adam": _of("strata.ops.adam", "DeepSpeedCPUAdam FusedAdam"),
+    "ops.aio": _of("strata.compat.builders", "AsyncIOBuilder"),
     "ops.lion": _of("strata.ops.lion", "DeepSpeedCPULion FusedLion"),
+    "ops.op_builder": _of(
+        "strata.compat.builders",
+        "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder UtilsBuilder",
+    ),
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _of(

@@ -57,10 +57,8 @@ REFUSED = {
     "monitor": {},
     "monitor.monitor": _all(_MONITOR, "MonitorMaster"),
     "ops.adam": _all(_ONEBIT, "ZenFlowCPUAdam ZenFlowSelectiveAdamW"),
-    "ops.aio": _all(_BUILDERS, "AsyncIOBuilder"),
     "ops.lamb": _all(_LAMB, "FusedLamb"),
-    "ops.op_builder": _all(_BUILDERS, "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder GDSBuilder OpBuilder "
-                           "UtilsBuilder"),
+    "ops.op_builder": _all(_BUILDERS, "GDSBuilder OpBuilder"),
     "ops.sparse_attention": _all(_KERNELS, "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig "
                                  "FixedSparsityConfig SparseAttentionUtils SparseSelfAttention VariableSparsityConfig"),
     "ops.transformer": _all(_KERNELS, "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),

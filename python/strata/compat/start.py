@@ -1,16 +1,15 @@
 """``deepspeed.initialize`` and the configuration, as frameworks give and read it."""
 
-import base64
-import binascii
-import json
+import logging
 import math
-import os
 
 from .. import _C
-from ..config_source import read_config
+from ..config_source import document_of, read_config
 from ..initialize import initialize_as
+from ..rank_logging import log_dist
 from .engine import DeepSpeedEngine
 from .enumerations import ZeroStageEnum
+from .identity import VERSION
 
 
 def initialize(
@@ -45,6 +44,7 @@ def initialize(
     given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if given is None:
         raise _C.ConfigError("deepspeed.initialize() needs a configuration: pass config=<dict, path or JSON text>")
+    log_dist(f"DeepSpeed info: version={VERSION}; Strata's engine stands in its place", ranks=[0])
     document = document_of(given)
     result = initialize_as(
         DeepSpeedEngine, model, settings_of(document), optimizer, model_parameters, training_data, lr_scheduler,
@@ -54,48 +54,39 @@ def initialize(
     return result
 
 
-def document_of(config):
-    """The dict of a configuration: the same one, if it is one.
-
-    Args:
-        config: dict, path, JSON text, or base64 of that.
-
-    Raises:
-        ConfigError: it is none of these; where it is JSON, Strata's parser says what is wrong with it.
-    """
-    if isinstance(config, dict):
-        return config
-    if not isinstance(config, (str, os.PathLike)):
-        raise _C.ConfigError(f"config must be a dict, a path or JSON text; found {type(config).__name__}")
-    read_config(config)  # whose messages say more than Python's
-    text = os.fspath(config)
-    if os.path.isfile(text):
-        with open(text, encoding="utf-8") as file:
-            text = file.read()
-    for source in (text, _decoded(text)):
-        try:
-            return json.loads(source)
-        except (TypeError, ValueError):
-            continue
-    import hjson  # which read_config has read it with
-
-    return hjson.loads(text)
-
-
-def _decoded(text):
-    try:
-        return base64.urlsafe_b64decode(text)
-    except (binascii.Error, ValueError):
-        return None
-
-
 def settings_of(document):
     """What Strata's parser gets of a dict that frameworks have filled in: without what has no effect in DeepSpeed
-    either (keys with dots, an endless ``steps_per_print``), and whole numbers as such."""
-    settings = {key: value for key, value in document.items() if "." not in str(key)}
+    either (keys with dots, an endless ``steps_per_print``, ``offload_param`` below stage 3), and whole numbers as such.
+    """
+    settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]
-    return _whole(settings)
+    _leave_out_offloading_of_whole_weights(settings)
+    _warm_up_for_a_step(settings)
+    return settings
+
+
+def _leave_out_offloading_of_whole_weights(settings):
+    """Accelerate writes ``offload_param`` at every stage; DeepSpeed looks at it at stage 3."""
+    zero = settings.get("zero_optimization")
+    if not isinstance(zero, dict) or not isinstance(zero.get("offload_param"), dict):
+        return
+    if zero.get("stage", 0) in (0, 1, 2):
+        offload = zero.pop("offload_param")
+        if offload.get("device", "none") != "none":
+            log_dist("zero_optimization.offload_param counts at stage 3 alone, where weights are sharded, and is left "
+                     f"out; set stage 3, or device 'none'; found stage {zero.get('stage', 0)}", [0], logging.WARNING)
+
+
+def _warm_up_for_a_step(settings):
+    """Trainer and Accelerate fill "auto" with 0 where nobody asks for a warm-up, which DeepSpeed counted as 2 steps up
+    to its version 0.19.5, as it does 1, and refuses since."""
+    scheduler = settings.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
+        params["warmup_num_steps"] = 1
+        log_dist("scheduler.params.warmup_num_steps is 0, and counts as 2 steps; leave the scheduler out of the "
+                 "configuration for Trainer's own without a warm-up", [0], logging.WARNING)
 
 
 def _whole(value):

@@ -1,0 +1,71 @@
+"""Builders of DeepSpeed's operators, of which scripts ask whether they can be had: what they stand for is there, and
+nothing is built."""
+
+from .refusal import Refusal, refused
+
+_WHAT = Refusal("DeepSpeed's own operators", "Strata has its own; `strata bench-io` measures drives.")
+
+
+class _Builder:
+    """One operator.
+
+    Attributes:
+        NAME: str, DeepSpeed's name of it.
+    """
+
+    NAME = ""
+
+    def is_compatible(self, verbose=False):
+        """True: Strata does the same work by itself."""
+        return True
+
+    def load(self, verbose=True):
+        """Raises NotImplementedError: there is no such module to call."""
+        return refused(f"deepspeed.ops.op_builder.{type(self).__name__}.load", _WHAT)()
+
+
+class AsyncIOBuilder(_Builder):
+    """Reads and writes of drives."""
+
+    NAME = "async_io"
+
+
+class CPUAdamBuilder(_Builder):
+    """Adam on the host."""
+
+    NAME = "cpu_adam"
+
+
+class CPUAdagradBuilder(_Builder):
+    """Adagrad on the host."""
+
+    NAME = "cpu_adagrad"
+
+
+class CPULionBuilder(_Builder):
+    """Lion on the host."""
+
+    NAME = "cpu_lion"
+
+
+class FusedAdamBuilder(_Builder):
+    """Adam on a GPU."""
+
+    NAME = "fused_adam"
+
+
+class FusedLionBuilder(_Builder):
+    """Lion on a GPU."""
+
+    NAME = "fused_lion"
+
+
+class UtilsBuilder(_Builder):
+    """Flattening of tensors."""
+
+    NAME = "utils"
+
+
+BUILDERS = (AsyncIOBuilder, CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLionBuilder,
+            UtilsBuilder)  # fmt: skip
+COMPATIBLE = {builder.NAME: True for builder in BUILDERS}

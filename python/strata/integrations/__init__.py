@@ -1,0 +1,1 @@
+"""Strata under other libraries' own names, without standing in for another engine."""

@@ -1,0 +1,153 @@
+"""Hugging Face's Trainer over Strata's engine, without DeepSpeed's name anywhere.
+
+    from strata.integrations.transformers import StrataTrainer
+    trainer = StrataTrainer(model=model, args=TrainingArguments(...), train_dataset=..., strata_config={...})
+    trainer.train()
+
+For trainers of other libraries the mixin goes first: ``class Sharded(StrataTrainerMixin, SFTTrainer): pass``.
+"""
+
+import os
+
+import torch
+from transformers import Trainer
+
+from .. import _C
+from ..checkpoint.adapters import is_peft_model
+from ..initialize import initialize
+from .trainer_settings import engine_settings, has_training_checkpoint
+
+_SCHEDULER = "scheduler.pt"  # as Trainer calls it
+_ARGUMENTS = "training_args.bin"
+
+
+class StrataTrainerMixin:
+    """A Trainer whose model trains sharded. Optimizer and scheduler are Trainer's own; the engine computes the update
+    on shards. Every method is collective that Trainer calls on every rank.
+
+    Args:
+        strata_config: dict, path or JSON text (docs/CONFIG.md) without what ``TrainingArguments`` say: batch sizes,
+            clipping, precision, optimizer and scheduler. None: stage 3.
+        The others are Trainer's.
+
+    Attributes:
+        engine: the ``strata.Engine``; None before ``train()``, ``evaluate()`` or ``predict()`` is called.
+
+    Raises:
+        ConfigError: it differs from ``TrainingArguments``, or is wrong.
+        UsageError: arguments that the engine does not follow; the message names them.
+    """
+
+    engine = None
+
+    def __init__(self, *args, strata_config=None, **kwargs):
+        self._strata_config = strata_config
+        super().__init__(*args, **kwargs)
+
+    # --- the start ---
+
+    def _build_accelerator_args(self, **kwargs):
+        """Trainer's, but for autocast: precision is the engine's."""
+        return super()._build_accelerator_args(**{**kwargs, "mixed_precision": "no"})
+
+    def create_accelerator_and_postprocess(self):
+        """Trainer's, and the pass through the engine."""
+        super().create_accelerator_and_postprocess()
+        self._settings = engine_settings(self._strata_config, self.args)
+        self.accelerator.backward = self._backward
+
+    def _move_model_to_device(self, model, device):
+        """Does nothing: parameters go to the device shard by shard, when the engine takes them over."""
+
+    def _wrap_model(self, model, training=True, dataloader=None):
+        """Puts the model under the engine; it stays the module that it is."""
+        if self.engine is not None and training and self.engine.optimizer is None:
+            self._end_evaluating_engine()
+        if self.engine is None:
+            self._begin_engine(training)
+        return self.model
+
+    def _begin_engine(self, training):
+        given = self.optimizer if training else None
+        self.engine, optimizer, _, _ = initialize(model=self.model, optimizer=given, config=self._settings)
+        self.model._is_accelerate_prepared = True  # so that Accelerate wraps it in nothing
+        if optimizer is not None:
+            optimizer._is_accelerate_prepared = True
+            optimizer.step_was_skipped = False
+            self.optimizer = optimizer
+        if self.engine.zero_optimization_stage() == 3 and self.engine.world_size > 1:
+            for module in self.model.modules():  # ranks generate until the last of them is done
+                if hasattr(module, "generate"):
+                    module._is_fsdp_managed_module = True
+
+    def _end_evaluating_engine(self):
+        """Of a model that was evaluated before it trains. Shards stay with it, for the next engine to take over."""
+        if self.engine.zero_optimization_stage() < 3 or self.engine.world_size == 1:
+            self.engine.destroy()
+        self.engine = None
+
+    # --- the step ---
+
+    def _backward(self, loss, **kwargs):
+        """What Trainer calls for ``accelerator.backward``; at an accumulation boundary it is the whole step."""
+        boundary = self.accelerator.sync_gradients
+        self.engine.set_gradient_accumulation_boundary(boundary)
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if boundary:
+            self.engine.step()
+            self.optimizer.step_was_skipped = self.optimizer.overflow
+
+    def _clip_grad_norm(self, model):
+        """The norm before clipping, which the engine has done in its update."""
+        return self.engine.get_global_grad_norm()
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
+
+    # --- saving, and going on ---
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Writes what ``from_pretrained`` of transformers, or of PEFT, loads, unit by unit. Collective."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        self.engine.save_pretrained(folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, _ARGUMENTS))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        self.engine.save_checkpoint(output_dir, exclude_frozen_parameters=is_peft_model(self.model))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """A training checkpoint is read when the engine is there; weights alone are read before it is."""
+        if has_training_checkpoint(resume_from_checkpoint):
+            return
+        if self.engine is not None:
+            raise _C.UsageError(f"'{resume_from_checkpoint}' has weights and no training checkpoint, and the engine "
+                                "has begun; make a new trainer of a model that has these weights")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if not has_training_checkpoint(checkpoint):
+            return
+        self.engine.load_checkpoint(checkpoint, load_module_strict=not is_peft_model(self.model))
+        scheduler = os.path.join(checkpoint, _SCHEDULER)
+        if os.path.exists(scheduler):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self):
+        self.engine.load_checkpoint(
+            self.state.best_model_checkpoint, load_module_strict=not is_peft_model(self.model), load_module_only=True
+        )
+
+
+class StrataTrainer(StrataTrainerMixin, Trainer):
+    """transformers' ``Trainer`` over Strata's engine; ``StrataTrainerMixin`` says what differs."""
