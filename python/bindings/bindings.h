@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "strata/engine/checkpoint/weight_replay.h"
 #include "strata/format/manifest.h"
 #include "strata/torch/sharded/sharded_model.h"
 
@@ -25,6 +26,7 @@ void bind_checkpoint(py::module_& module);
 void bind_state(py::module_& module);
 void bind_training(py::module_& module);
 void bind_whole_checkpoint(py::module_& module);
+void bind_recipe(py::module_& module);
 // Adds what steps did.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
@@ -36,6 +38,14 @@ engine::InitReport::Progress progress_from(const py::object& function);
 // GB/s from pinned memory to the model's device; None where that is the host, or has no room to
 // try.
 std::optional<double> measure_link(torch::ShardedModel& model);
+
+// An object of its own in Python, which a vector would not be.
+struct Recipe {
+  kernels::Recipe steps;
+};
+// (parameter, recipe, dtype of the values)
+using RecipeTuple = std::tuple<int, Recipe, at::ScalarType>;
+std::vector<engine::ParamRecipe> recipes_from(const std::vector<RecipeTuple>& recipes);
 
 // The role that format::name_of() calls so.
 format::TensorRole role_from(const std::string& name);

@@ -93,6 +93,10 @@ void bind_config(py::module_& module) {
           [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; })
       .def_property_readonly("timeout_s", [](const Config& c) { return c.strata.timeout_s; })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
+      .def_property_readonly("replay_above",
+                             [](const Config& c) { return c.strata.replay_above.value; })
+      .def_property_readonly("partition_stream_chunk",
+                             [](const Config& c) { return c.zero.partition_stream_chunk.value; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
       .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })
       .def_property_readonly("hints",
