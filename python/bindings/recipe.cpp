@@ -69,7 +69,7 @@ Recipe recipe_from(const std::vector<StepTuple>& steps) {
   for (const auto& [op, a, b, key, region] : steps) {
     const auto [begin, length, stride, rows] = region;
     STRATA_ASSERT(op >= 0 && op < static_cast<int>(kOps.size()));
-    recipe.push_back(
+    recipe.steps.push_back(
         {static_cast<RecipeOp>(op), a, b, key, {Numel(begin), Numel(length), Numel(stride), rows}});
   }
   return recipe;

@@ -144,7 +144,7 @@ TEST(Recipe, DistributionsAreThoseAskedFor) {
       0.0074);
   // Neighbours, in a pair or not, have nothing to do with each other.
   const auto values = replayed({step(RecipeOp::kNormal, 0.0F, 1.0F, 9)});
-  for (const std::size_t lag : {1, 2, 4}) {
+  for (const std::size_t lag : {1U, 2U, 4U}) {
     double sum = 0.0;
     for (std::size_t i = 0; i + lag < values.size(); ++i) sum += values[i] * values[i + lag];
     EXPECT_LT(std::abs(sum / std::sqrt(static_cast<double>(kElements))), 4.0);

@@ -215,7 +215,7 @@ void check_replay(DType dtype);  // recipe_reference.cpp
 namespace {
 
 constexpr std::int64_t kBlock = 4096;  // elements that go through all steps in the first cache
-constexpr std::int64_t kGrain = 16 * kBlock;  // of a thread
+constexpr std::int64_t kReplayGrain = 16 * kBlock;  // of a thread
 
 void apply(const RecipeStep& step, std::int64_t first, std::int64_t last, float* values) {
   const std::int64_t head = std::min(last, (first + kWords - 1) / kWords * kWords);
@@ -252,10 +252,10 @@ void replay(std::span<const RecipeStep> recipe, Numel begin, Numel numel, std::b
     replay_range(recipe, begin.value + first, begin.value + last,
                  target + bytes_of(Numel(first), dtype).size(), dtype);
   };
-  if (pool == nullptr || numel.value <= kGrain) {
+  if (pool == nullptr || numel.value <= kReplayGrain) {
     part(0, numel.value);
   } else {
-    pool->parallel_for(numel.value, kGrain, part);
+    pool->parallel_for(numel.value, kReplayGrain, part);
   }
 }
 
