@@ -7,8 +7,8 @@
 
 #include <memory>
 
-#include "strata/engine/checkpoint/weight_replay.h"
 #include "strata/format/manifest.h"
+#include "strata/kernels/recipe.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
@@ -45,7 +45,8 @@ struct Recipe {
 };
 // (parameter, recipe, dtype of the values)
 using RecipeTuple = std::tuple<int, Recipe, at::ScalarType>;
-std::vector<engine::ParamRecipe> recipes_from(const std::vector<RecipeTuple>& recipes);
+// Collective: makes the values of parameters that were described without some.
+void replay(torch::ShardedModel& model, const std::vector<RecipeTuple>& recipes);
 
 // The role that format::name_of() calls so.
 format::TensorRole role_from(const std::string& name);

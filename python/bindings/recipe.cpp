@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "strata/engine/checkpoint/weight_replay.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/unbacked_tensor.h"
@@ -106,11 +107,15 @@ void bind_recipe(py::module_& module) {
   module.def("sharers", &torch::sharers, py::arg("tensor"));
 }
 
-std::vector<engine::ParamRecipe> recipes_from(const std::vector<RecipeTuple>& recipes) {
-  std::vector<engine::ParamRecipe> result;
+void replay(torch::ShardedModel& model, const std::vector<RecipeTuple>& recipes) {
+  std::vector<engine::ParamRecipe> list;
   for (const auto& [param, recipe, dtype] : recipes)
-    result.push_back({param, recipe.steps, torch::from_scalar_type(dtype)});
-  return result;
+    list.push_back({param, recipe.steps, torch::from_scalar_type(dtype)});
+  const engine::Config& config = model.config();
+  const int world_size = model.engine().collectives().world_size();
+  ThreadPool threads(torch::host_threads(config.strata.threads, world_size));
+  engine::replay_weights(model.engine(), list, config.zero.partition_stream_chunk, threads);
+  model.engine().weights_changed();
 }
 
 }  // namespace strata::python

@@ -3,9 +3,9 @@
 import torch
 
 from . import _C
+from .births import Births
 from .config_source import read_config
 from .gathered_parameters import GatheredParameters
-from .model.births import Births
 from .model.constructors import ConstructorWatch
 from .model.looks import Looks, open_looks
 from .model.recording import Recording
@@ -109,8 +109,8 @@ class Init:
         finally:
             self._roots = []
             looks, self._looks = self._looks, None
-            self._births.close()
             looks.close(failed=kind is not None)
+            self._births.close()
         return False
 
     def _begin(self, module):
@@ -134,8 +134,6 @@ class Init:
                     is_complete = True
             finally:
                 self._looks.leave(failed)
-                if is_root and not is_complete:
-                    self._looks.leave_to_modules()
                 if is_root:
                     self._births.drop_waiting()
                     self._recording.settle(not is_complete)

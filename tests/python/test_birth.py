@@ -1,6 +1,5 @@
 """Parameters that are born without memory within zero.Init, and replayed piece by piece."""
 
-import gc
 import logging
 import math
 
@@ -10,6 +9,7 @@ from devices import ON_GPU
 from hf_models import MODELS
 from ranks import run_ranks
 from replayed_models import compare_worlds, config_of_birth, unlike, values_under_init
+from strata.births import Births
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
 from tiny_models import differences, full_parameters, make_engine, rank_and_world
@@ -123,9 +123,9 @@ def _peaks():
 @pytest.mark.skipif(ON_GPU, reason="bench/bench_birth.py measures it there")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_parameter_is_whole_nowhere(world):
-    """Neither as it is made nor as an engine takes it over, also where that cuts it elsewhere: a shard and two pieces."""
+    """Neither as it is made nor as an engine takes it over, which cuts it elsewhere: a shard and two pieces."""
     for peaks in run_ranks(world, _peaks):
-        shard = 64 * MIB / world + 4096
+        shard = 64 * MIB / world + 4 * 4096  # pages, of the small ones, too
         init = peaks["init"]
         assert init["device", "weights"] <= shard and init["device", "gathered weights"] <= 2 * 4096
         assert init["host", "staging"] <= 2 * MIB and init["device", "staging"] <= MIB
@@ -204,33 +204,58 @@ def test_what_is_not_elementwise_is_made_real_and_named_once():
 
 
 class Failing(nn.Module):
-    def __init__(self, fails):
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(16, 16)
-        if fails:
-            raise ValueError("half way")
+        raise ValueError("half way")
+
+
+def _no_room():
+    """A piece for which no rank has room, once the first of two matrices is sharded."""
+    kept = []
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            kept.append(self)
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    made = Births._make_core
+    try:
+        Births._make_core = lambda births, *arguments: (
+            made(births, *arguments) if births._count == 0 else births._config.no_room)
+        with pytest.raises(AttributeError):
+            with Init(config_dict_or_path=config_of_birth()):
+                Two()
+    finally:
+        Births._make_core = made
+    parameters = list(kept[0].parameters())
+    assert [p.numel() for p in parameters] == [256, 16] * 2
+    assert not any("_strata_core" in p.__dict__ or "ds_id" in p.__dict__ for p in parameters)
+
+    def build():
+        with Init(config_dict_or_path=config_of_birth("4096TiB")):
+            return Two()
+
+    return error_of(build), [p.numel() for p in kept[1].parameters()]
 
 
 def _bad():
-    huge = config_of_birth("4EiB")
-
-    def build(config, fails=False):
+    def build(config):
         with Init(config_dict_or_path=config):
-            return Failing(fails)
+            return Failing()
 
     told = {
-        "piece": error_of(build, huge),
-        "half way": error_of(build, config_of_birth(), fails=True),
+        "half way": error_of(build, config_of_birth()),
         "no piece": error_of(Init, config_dict_or_path=config_of_birth(0)),
         "threshold": error_of(Init, config_dict_or_path=config_of_birth(replay_above=-1)),
+        "room": _no_room() if rank_and_world()[1] > 1 else None,
     }
-    gc.collect()
-    left = [o for o in gc.get_objects() if isinstance(o, nn.Parameter) and "_strata_core" in o.__dict__]
-    good = build(config_of_birth())
-    assert full_parameters(good)["inner.weight"].std() > 0.1
     with pytest.raises(RuntimeError, match="std >= 0"):
         values_under_init(Wrong, seed=0)
-    return told, len(left)
+    values = values_under_init(Chains, seed=0)
+    _is_as_told(values)
+    return told
 
 
 class Wrong(nn.Module):
@@ -241,13 +266,13 @@ class Wrong(nn.Module):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_bad_input_leaves_nothing_behind(world):
-    for told, left in run_ranks(world, _bad):
-        if world > 1:
-            assert told["piece"].startswith("OutOfMemoryError"), told["piece"]
-            assert left == 0
+    for told in run_ranks(world, _bad):
         assert told["half way"] == "ValueError: half way"
         assert "stage3_partition_stream_chunk_size" in told["no piece"] and told["no piece"].startswith("ConfigError")
         assert "strata.init.replay_above" in told["threshold"]
+        if world > 1:
+            message, sizes = told["room"]
+            assert message.startswith("OutOfMemoryError") and sizes == [256, 16] * 2, message
 
 
 def test_models_of_transformers_have_the_same_values_on_any_number_of_ranks():

@@ -22,14 +22,7 @@ class BornParameters(dict):
 
     Within ``zero.Init`` they stay whole as ``Looks`` says; there also ``items()`` and ``values()`` gather, as long as a
     constructor runs. Elsewhere they stay until the next backward pass ends, or under no_grad the next forward begins.
-
-    Attributes:
-        kept: what lives as long as these.
     """
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.kept = []
 
     def __getitem__(self, name):
         looks = open_looks()
@@ -82,18 +75,10 @@ class _Born:
             return False
         return len(gc.get_referrers(*parameters)) == 1  # the list above
 
-    def leave_to_modules(self):
-        """From now on the shards go with the modules that have the parameters, not with these."""
-        for home, _ in self.homes:
-            home.kept.append(self.core)
-        self.forget()
-
     def forget(self):
         """Frees the shards of what is orphaned."""
         for index, reference in enumerate(self._parameters):
-            parameter = reference()
-            if parameter is not None:
-                set_owner(parameter, self.core, index)
+            set_owner(reference(), self.core, index)
 
 
 class Looks:
@@ -112,7 +97,6 @@ class Looks:
     def __init__(self, of_all, paused, tidy):
         self._of_all, self._paused, self.tidy = of_all, paused, tidy
         self._born = {}  # id(core) -> _Born
-        self._earlier = set()  # its keys when the outermost constructor began
         self._frames = [{}]  # id(core) -> _Born, by the constructor that looked first; the outermost is the context
 
     @property
@@ -143,8 +127,6 @@ class Looks:
     def enter(self):
         """A constructor begins."""
         self._release_unused()
-        if not self.in_constructor:
-            self._earlier = set(self._born)
         self._frames.append({})
 
     def leave(self, failed):
@@ -155,10 +137,9 @@ class Looks:
         for born, is_free in zip(ended, free if failed else self._of_all(free)):
             self._release(born, publish=not failed, release=is_free)
 
-    def leave_to_modules(self):
-        """The outermost constructor failed: what it has sharded goes with the modules that it has made."""
-        for key in [key for key in self._born if key not in self._earlier]:
-            self._born.pop(key).leave_to_modules()
+    def drop(self, core):
+        """``core`` goes."""
+        self._born.pop(id(core), None)
 
     def look(self, core, index):
         """Makes all that ``core`` has sharded whole; ``index``: the parameter that is wanted."""

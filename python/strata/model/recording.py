@@ -234,8 +234,8 @@ class Recording(TorchDispatchMode):
         self._told.add(kind)
         drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         logger.warning(
-            "zero.Init: %s, %.2f GB, is made whole on the host, since it %s; only what sets elements one by one (normal_, "
-            "uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
+            "zero.Init: %s, %.2f GB, is made whole on the host, since it %s; only what sets elements one by one "
+            "(normal_, uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
             tensor.nbytes / 1e9, _wanted_by(func),
             ". What it draws comes from torch's generator after one number for each recorded operation: other numbers "
             "than without zero.Init" if drawn else "",

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/host_threads.h"
 #include "strata/torch/sharded/shard_lending.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
@@ -207,13 +206,6 @@ void ShardedModel::lend_values(int param, const Borrowing& borrowing) {
   first.attempt([&] { borrowing.use(Numel(), parameters_.full_view(param).view({-1})); });
   release(params, true);
   first.rethrow();
-}
-
-void ShardedModel::replay(std::span<const engine::ParamRecipe> recipes) {
-  require_alive();
-  ThreadPool threads(host_threads(config_.strata.threads, runtime_.collectives->world_size()));
-  engine::replay_weights(*engine_, recipes, config_.zero.partition_stream_chunk, threads);
-  engine_->weights_changed();
 }
 
 void ShardedModel::wait_for_all() {

@@ -25,7 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "strata/engine/checkpoint/weight_replay.h"
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
 #include "strata/engine/optimize/external_optimizer.h"
@@ -84,8 +83,6 @@ class ShardedModel final : public ParameterOwner {
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
   std::pair<Numel, Numel> owned_range(int param) const override;
   void lend_values(int param, const Borrowing& borrowing) override;
-  // Collective: replay_weights(), of parameters that were described without values.
-  void replay(std::span<const engine::ParamRecipe> recipes);
 
   engine::Engine& engine();
   const engine::Config& config() const { return config_; }

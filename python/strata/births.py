@@ -6,15 +6,16 @@ import types
 
 import torch
 
-from .. import _C
-from ..ranks.runtime import make_collectives, rank_and_world_size, telling_the_others
-from .looks import BornParameters, references
-from .model_input import describe_modules, describe_parameters
-from .owner import owner_of
-from .ownership import take_ownership
-from .parameter import is_managed, mark_managed
-from .placement import choose_device
-from .recording import write_pieces
+from . import _C
+from .model.looks import BornParameters, references
+from .model.model_input import describe_modules, describe_parameters
+from .model.owner import clear_owner, owner_of
+from .model.ownership import take_ownership
+from .model.parameter import is_managed, mark_managed, unmark_managed
+from .model.placement import choose_device
+from .model.recording import write_pieces
+from .ranks.joint import together
+from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others
 
 _ALONE = 2  # references to a parameter that only the dict has that is asked
 _MODULE_ALONE = 3  # to a module: the list of those that wait, a variable, and the call that counts
@@ -43,6 +44,7 @@ class Births:
     def close(self):
         """It ends."""
         self._looks = self._recording = None
+        self._device = self._runtime = self._collectives = None  # what is on drives goes with its modules
 
     def of_all(self, facts):
         """[bool], whether each of these is true on every rank. Collective, unless there are none."""
@@ -93,8 +95,15 @@ class Births:
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
         groups = [[(m, name) for name in m._parameters if self._is_unbacked(_at(m, name))] for m in modules]
         recipes = self._agreed_recipes([home for group in groups for home in group])
-        for group in groups:
-            self._replay([home for home in group if self._is_unbacked(_at(*home))], recipes)
+        replayed = []  # (parameter, its Unbacked)
+        try:
+            for group in groups:
+                self._replay([home for home in group if self._is_unbacked(_at(*home))], recipes, replayed)
+        except BaseException:  # on every rank
+            self._take_back(replayed)
+            raise
+        for _, unbacked in replayed:
+            self._recording.forget(unbacked)
 
     def _agreed_recipes(self, homes):
         """{id(parameter): rank 0's recipe}."""
@@ -121,7 +130,9 @@ class Births:
             device = choose_device(self._config, _Flat(homes))
         if rank_and_world_size()[1] > 1:
             self._collectives = make_collectives(self._config, device)
-            self._runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)
+            runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)
+            with together(self._collectives, "making room for the weights"):
+                self._runtime = runtime.storing(self._config)
         self._device = device
 
     def _shard(self, homes):
@@ -139,8 +150,17 @@ class Births:
         parameters = describe_parameters(tree, {})
         self._own(self._make_core(tree, parameters), tree, parameters, homes)
 
-    def _replay(self, homes, recipes):
-        """Shards what is at ``homes``, of one module, and has a recipe."""
+    def _take_back(self, replayed):
+        """Parameters have no memory again, and their shards go."""
+        for parameter, _ in replayed:
+            self._looks.drop(owner_of(parameter)[0])
+            clear_owner(parameter)
+            unmark_managed(parameter)
+        for parameter, unbacked in replayed:  # what had their shards has gone, and left them empty
+            parameter.data = unbacked.tensor.detach()
+
+    def _replay(self, homes, recipes, replayed):
+        """Shards what is at ``homes``, of one module, and has a recipe; adds it to ``replayed``."""
         if not homes:
             return
         tree = _Flat(homes)
@@ -149,23 +169,19 @@ class Births:
             one.recipe = recipes[key]
         if self._collectives is None:
             for _, parameter in tree.parameters:
+                replayed.append((parameter, unbacked[id(parameter)]))
                 self._replay_whole(parameter, unbacked[id(parameter)])
         else:
             parameters = describe_parameters(tree, {}, {id(p): p.shape for _, p in tree.parameters})
-            values = [p.data for _, p in tree.parameters]
-            dtypes = [p.dtype for _, p in tree.parameters]
-            core = None
+            replayed += [(p, unbacked[id(p)]) for _, p in tree.parameters]
+            recipes = [(i, unbacked[id(p)].recipe, p.dtype) for i, (_, p) in enumerate(tree.parameters)]
+            core = self._make_core(tree, parameters)
             try:
-                core = self._make_core(tree, parameters)
-                core.replay([(i, unbacked[id(p)].recipe, dtypes[i]) for i, (_, p) in enumerate(tree.parameters)])
+                core.replay(recipes)
             except BaseException:
-                core = None
-                for (_, parameter), value in zip(tree.parameters, values):
-                    parameter.data = value
+                del core  # which the traceback would keep
                 raise
             self._own(core, tree, parameters, homes)
-        for one in unbacked.values():
-            self._recording.forget(one)
 
     def _replay_whole(self, parameter, unbacked):
         dtype = self._config.weight_dtype(parameter.dtype)
