@@ -30,7 +30,7 @@ def _config(place, drive, size):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     if place != "device":
         where = {"device": {"host": "cpu"}.get(place, place), "nvme_path": drive, "pin_memory": True}
-        zero["offload_optimizer"] = dict(where, buffer_count=5)
+        zero["offload_optimizer"] = dict(where, buffer_count=5, buffer_size=max(1 << 20, size * size // 8))
         zero["offload_param"] = dict(where, buffer_count=5, buffer_size=max(1 << 20, size * size))
     return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -59,6 +59,7 @@ def _model_class():
         def forward(self, x):
             return self.matrix(x).square().mean()
 
+    transformers.AutoConfig.register(OneConfig.model_type, OneConfig)
     return OneConfig, OneMatrix
 
 
@@ -122,6 +123,7 @@ def _rank_main(library, source, place, size, drive):
         engine_of.accelerator.get_accelerator().reset_peak_memory_stats = lambda *_, **__: None
     config_class, model_class = _model_class()
     config, watch = _config(place, drive, size), Watch(rank)
+    torch.manual_seed(0)
     shapes = config_class(size=size)
     if library == "strata":
         engine_of.init_distributed()
