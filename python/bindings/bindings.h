@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "strata/format/manifest.h"
+#include "strata/kernels/recipe.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
@@ -25,6 +26,7 @@ void bind_checkpoint(py::module_& module);
 void bind_state(py::module_& module);
 void bind_training(py::module_& module);
 void bind_whole_checkpoint(py::module_& module);
+void bind_recipe(py::module_& module);
 // Adds what steps did.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
@@ -36,6 +38,15 @@ engine::InitReport::Progress progress_from(const py::object& function);
 // GB/s from pinned memory to the model's device; None where that is the host, or has no room to
 // try.
 std::optional<double> measure_link(torch::ShardedModel& model);
+
+// An object of its own in Python, which a vector would not be.
+struct Recipe {
+  kernels::Recipe steps;
+};
+// (parameter, recipe, dtype of the values)
+using RecipeTuple = std::tuple<int, Recipe, at::ScalarType>;
+// Collective: makes the values of parameters that were described without some.
+void replay(torch::ShardedModel& model, const std::vector<RecipeTuple>& recipes);
 
 // The role that format::name_of() calls so.
 format::TensorRole role_from(const std::string& name);

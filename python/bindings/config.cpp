@@ -1,4 +1,6 @@
 // The configuration as Python reads it.
+#include <algorithm>
+
 #include "bindings.h"
 #include "strata/engine/config/value_check.h"
 #include "strata/torch/base/dtype.h"
@@ -67,7 +69,12 @@ void bind_config(py::module_& module) {
              c.zero.stage = 3;
              c.zero.param_persistence_threshold = Numel();
              c.zero.model_persistence_threshold = Numel();
-             c.offload.automatic = false;  // the whole model is not known yet
+             c.offload.automatic = false;                  // the whole model is not known yet
+             c.offload.optimizer = memory::Tier::kDevice;  // there is none
+             for (engine::PlacementRule& rule : c.offload.rules) rule.optimizer.reset();
+             // Each piece goes to a drive once, and comes back once.
+             const Numel staged(c.zero.partition_stream_chunk * 3 / size_of(DType::kFloat32));
+             c.offload.param_staging = std::min(c.offload.param_staging, staged);
              return c;
            })
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
@@ -93,6 +100,10 @@ void bind_config(py::module_& module) {
           [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; })
       .def_property_readonly("timeout_s", [](const Config& c) { return c.strata.timeout_s; })
       .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
+      .def_property_readonly("replay_above",
+                             [](const Config& c) { return c.strata.replay_above.value; })
+      .def_property_readonly("partition_stream_chunk",
+                             [](const Config& c) { return c.zero.partition_stream_chunk.value; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
       .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })
       .def_property_readonly("hints",

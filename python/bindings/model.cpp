@@ -289,6 +289,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
            [](ShardedModel& m, int p) { return m.engine().weights().param(p).name; })
       .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
       .def("free_originals", &ShardedModel::free_originals)
+      .def("replay", &replay, unlocked)
       .def("is_sharded",
            [](ShardedModel& m, int p) { return !m.engine().weights().unit_of(p).whole; })
       .def("scopes",

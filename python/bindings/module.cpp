@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, module) {
   strata::python::bind_config(module);
   strata::python::bind_schedule(module);
   strata::python::bind_runtime(module);
+  strata::python::bind_recipe(module);
   strata::python::bind_model(module);
   strata::python::bind_interception(module);
   strata::python::bind_optimizer(module);

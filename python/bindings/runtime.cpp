@@ -4,7 +4,9 @@
 
 #include "bindings.h"
 #include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/engine/step_control.h"
 #include "strata/io/atomic_file.h"
+#include "strata/offload/make_store.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/rank_environment.h"
@@ -50,6 +52,15 @@ py::object as_dict(const std::optional<comm::ProbedCarriers>& probe) {
     return py::dict(py::arg("gather_s") = times.gather, py::arg("reduce_s") = times.reduce);
   };
   return py::dict(py::arg("peer") = figures(probe->peer), py::arg("nccl") = figures(probe->nccl));
+}
+
+torch::ModelRuntime storing(torch::ModelRuntime runtime, const engine::Config& config) {
+  const engine::EngineOptions options = engine::engine_options_from(config, DType::kFloat32);
+  if (options.weights.uses(memory::Tier::kNvme)) {
+    const int rank = runtime.collectives->rank();
+    runtime.states = offload::make_state_store(options.weights, *runtime.device, rank).store;
+  }
+  return runtime;
 }
 
 py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10::Device device,
@@ -167,10 +178,14 @@ void bind_runtime(py::module_& module) {
       .def("expect_values",
            [](torch::ModelRuntime& r) { engine::StagingRing::expect({}, *r.device); })
       // The same with the collectives of ranks that are connected by now.
-      .def("joined", [](torch::ModelRuntime r, std::shared_ptr<comm::Collectives> collectives) {
-        r.collectives = std::move(collectives);
-        return r;
-      });
+      .def("joined",
+           [](torch::ModelRuntime r, std::shared_ptr<comm::Collectives> collectives) {
+             r.collectives = std::move(collectives);
+             return r;
+           })
+      // The same with one store on drives for the weights of all models that it will have, if they
+      // rest there.
+      .def("storing", &storing, py::call_guard<py::gil_scoped_release>());
 
   module.def("single_rank", &torch::single_rank, py::arg("device"), py::arg("waits"),
              py::call_guard<py::gil_scoped_release>());

@@ -24,10 +24,12 @@ class ConstructorWatch:
         self._begin, self._end = begin, end
         self._thread = threading.get_ident()
         self._wrapped = []  # (class, its own __init__, ours)
+        self._watches = False
         self.running = []
 
     def install(self):
         """From now on."""
+        self._watches = True
         waiting, seen = [torch.nn.Module], set()
         while waiting:
             cls = waiting.pop()
@@ -48,7 +50,9 @@ class ConstructorWatch:
         torch.nn.Module.__init_subclass__ = classmethod(declared)
 
     def remove(self):
-        """Undoes ``install``."""
+        """Undoes ``install``. Who has kept one of our constructors meanwhile, as decorators of classes do, has one that
+        does nothing of its own."""
+        self._watches = False
         if self._declaration is None:
             del torch.nn.Module.__init_subclass__
         else:
@@ -65,7 +69,8 @@ class ConstructorWatch:
 
         @functools.wraps(original)
         def __init__(module, *args, **kwargs):
-            if threading.get_ident() != self._thread or any(module is running for running in self.running):
+            of_this_thread = self._watches and threading.get_ident() == self._thread
+            if not of_this_thread or any(module is running for running in self.running):
                 original(module, *args, **kwargs)
                 return
             self._begin(module)

@@ -25,10 +25,12 @@ class BornParameters(dict):
     """
 
     def __getitem__(self, name):
+        looks = open_looks()
+        if looks is not None:
+            looks.tidy()
         parameter = super().__getitem__(name)
         if parameter is not None and parameter.numel() == 0:
             core, index = owner_of(parameter)
-            looks = open_looks()
             if core is not None and looks is not None:
                 looks.look(core, index)
             elif core is not None:
@@ -88,10 +90,12 @@ class Looks:
     Args:
         of_all: a callable that takes a list of bools, as long on every rank, and returns for each whether it is true on
             all of them. Collective.
+        paused: makes a context in which what constructors do is not recorded.
+        tidy: called before a parameter of a module that was built is read.
     """
 
-    def __init__(self, of_all):
-        self._of_all = of_all
+    def __init__(self, of_all, paused, tidy):
+        self._of_all, self._paused, self.tidy = of_all, paused, tidy
         self._born = {}  # id(core) -> _Born
         self._frames = [{}]  # id(core) -> _Born, by the constructor that looked first; the outermost is the context
 
@@ -133,15 +137,20 @@ class Looks:
         for born, is_free in zip(ended, free if failed else self._of_all(free)):
             self._release(born, publish=not failed, release=is_free)
 
+    def drop(self, core):
+        """``core`` goes."""
+        self._born.pop(id(core), None)
+
     def look(self, core, index):
         """Makes all that ``core`` has sharded whole; ``index``: the parameter that is wanted."""
         born = self._born.get(id(core))
         if born is None:  # of an engine, or of an earlier context
             core.read(index)
             return
-        self._release_unused()
-        core.gather(born.indices)
-        self._frames[-1][id(core)] = born
+        with self._paused():
+            self._release_unused()
+            core.gather(born.indices)
+            self._frames[-1][id(core)] = born
 
     def _release_unused(self):
         looked_at = [(frame, key, born) for frame in self._frames for key, born in frame.items()]

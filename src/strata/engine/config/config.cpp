@@ -79,6 +79,8 @@ ZeroConfig read_zero(const Settings& s) {
       .max_reuse_distance = reuse ? std::optional(Numel(*reuse)) : std::nullopt,
       .overlap_comm = s.maybe<bool>("zero_optimization.overlap_comm"),
       .allgather_sequential = sequential,
+      .partition_stream_chunk =
+          Bytes(s.integer("zero_optimization.stage3_partition_stream_chunk_size")),
       .gather_16bit_weights_on_model_save =
           s.flag("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
       .ignore_unused_parameters = s.flag("zero_optimization.ignore_unused_parameters"),
@@ -133,6 +135,7 @@ StrataConfig read_strata(const Settings& s) {
           .unit_size = bytes("strata.unit_size"),
           .threads = threads ? std::optional(static_cast<int>(*threads)) : std::nullopt,
           .init_tier = s.text("strata.init.tier"),
+          .replay_above = Numel(s.integer("strata.init.replay_above")),
           .init_read = s.text("strata.init.read"),
           .init_report = s.maybe<std::string>("strata.init.report"),
           .timeout_s = s.number("strata.timeout_s"),

@@ -41,6 +41,7 @@ struct ZeroConfig {
   std::optional<Numel> max_reuse_distance;
   std::optional<bool> overlap_comm;
   bool allgather_sequential = false;
+  Bytes partition_stream_chunk;  // of values that are sharded piece by piece
   bool gather_16bit_weights_on_model_save = false;
   bool ignore_unused_parameters = true;
   LeafModules leaf;
@@ -60,14 +61,15 @@ struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   RefreshAt refresh_at = RefreshAt::kAuto;
   DeviceKind device = DeviceKind::kAuto;
-  comm::CarrierSettings carriers;          // collectives, gather, reduce
-  bool move_inputs = true;                 // of the host, to the model's device
-  std::optional<Bytes> max_live;           // absent: from zero.max_live_parameters
-  std::vector<std::string> wrap;           // empty: blocks are found by themselves
-  std::optional<Bytes> unit_size;          // absent: the engine's own
-  std::optional<int> threads;              // absent: cores over ranks
-  std::string init_tier = "auto";          // else the tier that was asked for
-  std::string init_read = "auto";          // or "buffered", "direct": how files are read
+  comm::CarrierSettings carriers;  // collectives, gather, reduce
+  bool move_inputs = true;         // of the host, to the model's device
+  std::optional<Bytes> max_live;   // absent: from zero.max_live_parameters
+  std::vector<std::string> wrap;   // empty: blocks are found by themselves
+  std::optional<Bytes> unit_size;  // absent: the engine's own
+  std::optional<int> threads;      // absent: cores over ranks
+  std::string init_tier = "auto";  // else the tier that was asked for
+  Numel replay_above;              // elements of a parameter whose constructors are replayed
+  std::string init_read = "auto";  // or "buffered", "direct": how files are read
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
   bool decay_unused = false;         // parameters without a gradient decay, too

@@ -67,6 +67,11 @@ constexpr std::array kStrataKeys{
         "that can be had); auto: each rank takes what is faster, by what is cached and, where that "
         "is little, a short probe",
         ""},
+    Key{"strata.init.replay_above", kNumel, "1048576", ">= 0", kHonoured,
+        "elements: within zero.Init a floating parameter of more is born without memory, and what "
+        "its constructors do is replayed piece by piece, with random numbers that do not depend on "
+        "the number of ranks; smaller ones are built as torch builds them",
+        ""},
     Key{"strata.init.report", kText, "null", "", kHonoured,
         "file to which rank 0 writes, as JSON, how start-up went; null: nowhere", ""},
     Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,

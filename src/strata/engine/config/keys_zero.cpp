@@ -42,6 +42,10 @@ constexpr std::array kZeroKeys{
         "gather one parameter at a time: units of one parameter (small ones share), for as long as "
         "the module that owns it runs; less is gathered at once, by more gathers",
         ""},
+    Key{ZERO "stage3_partition_stream_chunk_size", kBytes, "8388608", "> 0", kHonoured,
+        "bytes of a parameter that are made, or brought from another rank, at once where zero.Init "
+        "shards it and initialize takes it over",
+        ""},
     Key{ZERO "stage3_gather_16bit_weights_on_model_save", kFlag, "false", "", kHonoured,
         "whether a framework may ask for the whole weights when it saves", ""},
     Key{ZERO "ignore_unused_parameters", kFlag, "true", "", kHonoured,

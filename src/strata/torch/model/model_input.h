@@ -8,18 +8,30 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "strata/base/units.h"
 #include "strata/plan/module_tree.h"
 
 namespace strata::torch {
+
+// How the values of a parameter are lent: elements from `begin` on, flat, valid until `use`
+// returns, or, where it queues work on the compute stream, until that is reached.
+struct Borrowing {
+  Bytes piece;            // the most that is brought from another rank, or from a drive, at once
+  bool own_part = false;  // only what this rank's shard holds, which is all that it wants
+  std::function<void(Numel begin, const at::Tensor& values)> use;
+};
 
 // A model that has sharded a parameter already, as the one that takes its shards over sees it.
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;
-  // Calls `use` with a parameter's values, which are whole until it returns.
-  virtual void lend_values(int param, const std::function<void(const at::Tensor&)>& use) = 0;
+  // Elements of a parameter that this rank's shard holds: [first, second).
+  virtual std::pair<Numel, Numel> owned_range(int param) const = 0;
+  // Collective. Calls borrowing.use() for all of a parameter's values.
+  virtual void lend_values(int param, const Borrowing& borrowing) = 0;
   // Collective. The owner lets its parameters go, empty, and is of no further use.
   virtual void retire() = 0;
 };

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/torch/sharded/shard_lending.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
 #include "strata/torch/start/rank_room.h"
@@ -188,12 +189,21 @@ at::Tensor ShardedModel::local_part(int param) const {
   return values_->local_part(param);
 }
 
-void ShardedModel::lend_values(int param, const std::function<void(const at::Tensor&)>& use) {
-  const int params[] = {param};
+std::pair<Numel, Numel> ShardedModel::owned_range(int param) const {
+  require_alive();
+  return engine_->weights().owned_range(param);
+}
+
+void ShardedModel::lend_values(int param, const Borrowing& borrowing) {
   require_own_memory();
+  if (lends_pieces(*engine_)) {
+    lend_pieces(*engine_, runtime_.place, param, borrowing);
+    return;
+  }
+  const int params[] = {param};
   gather(params);
   FirstError first;
-  first.attempt([&] { use(parameters_.full_view(param)); });
+  first.attempt([&] { borrowing.use(Numel(), parameters_.full_view(param).view({-1})); });
   release(params, true);
   first.rethrow();
 }

@@ -17,12 +17,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "strata/engine/config/config.h"
@@ -81,7 +81,8 @@ class ShardedModel final : public ParameterOwner {
   at::Tensor local_part(int param) const;
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
-  void lend_values(int param, const std::function<void(const at::Tensor&)>& use) override;
+  std::pair<Numel, Numel> owned_range(int param) const override;
+  void lend_values(int param, const Borrowing& borrowing) override;
 
   engine::Engine& engine();
   const engine::Config& config() const { return config_; }

@@ -12,6 +12,7 @@
 #include "strata/torch/start/comparison.h"
 #include "strata/torch/start/host_export.h"
 #include "strata/torch/start/host_intake.h"
+#include "strata/torch/start/owner_intake.h"
 #include "strata/torch/start/rank_0_values.h"
 #include "strata/torch/start/value_intake.h"
 
@@ -29,7 +30,7 @@ std::span<std::byte> bytes_of_tensor(const at::Tensor& tensor) {
 class Adoption {
  public:
   Adoption(engine::Engine& engine, c10::Device place, const std::vector<ModelParameter>& parameters,
-           ThreadPool& threads, OriginalValues& originals);
+           ThreadPool& threads, OriginalValues& originals, Bytes piece);
 
   bool run(plan::InitTier tier);
 
@@ -44,7 +45,6 @@ class Adoption {
   void fingerprint_in_place();
   void store_from_host(Comparison* comparison, bool at_once);
   std::function<void()> gathering_early();
-  void store_from_owners();
   void store_missing_of(int param);
   void store_missing(bool freeing);
   void move_to_host();
@@ -57,6 +57,7 @@ class Adoption {
   OriginalValues& originals_;
   Comparison comparison_;
   ValueIntake intake_;
+  Bytes piece_;                // that owners lend at once
   std::vector<int> order_;     // parameters with values, as the engine's memory grows
   std::vector<bool> on_host_;  // by parameter: its values come through a ring of buffers
   bool complete_ = true;
@@ -64,7 +65,7 @@ class Adoption {
 
 Adoption::Adoption(engine::Engine& engine, c10::Device place,
                    const std::vector<ModelParameter>& parameters, ThreadPool& threads,
-                   OriginalValues& originals)
+                   OriginalValues& originals, Bytes piece)
     : engine_(engine),
       place_(place),
       parameters_(parameters),
@@ -72,6 +73,7 @@ Adoption::Adoption(engine::Engine& engine, c10::Device place,
       originals_(originals),
       comparison_(engine.collectives(), parameters),
       intake_(engine, place),
+      piece_(piece),
       on_host_(parameters.size()) {
   for (const engine::Unit& unit : engine.weights().units()) {
     for (const int param : unit.spec.params) {
@@ -185,25 +187,6 @@ void Adoption::store_from_host(Comparison* comparison, bool at_once) {
   intake.flush(stored);
   engine_.device().compute_stream().synchronize();
   complete_ = complete_ && intake.complete();
-}
-
-// Takes values from models that hold these parameters sharded: one of their units is whole at a
-// time.
-void Adoption::store_from_owners() {
-  // In an order that all ranks share, since the end of each is collective.
-  std::vector<std::shared_ptr<ParameterOwner>> owners;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const ModelParameter& parameter = parameters_[i];
-    if (parameter.owner == nullptr) continue;
-    parameter.owner->lend_values(parameter.owner_index, [&](const at::Tensor& values) {
-      intake_.store(static_cast<int>(i), Numel(), values);
-    });
-    if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
-      owners.push_back(parameter.owner);
-  }
-  if (owners.empty()) return;
-  engine_.collectives().barrier();  // peers have read what is about to go
-  for (const auto& owner : owners) owner->retire();
 }
 
 // Stores what the engine does not have yet of one parameter: all of it, or the blocks of rank 0
@@ -320,7 +303,7 @@ bool Adoption::run(plan::InitTier tier) {
     move_to_host();
     store_from_host(nullptr, true);
   }
-  store_from_owners();
+  take_from_owners(engine_, intake_, parameters_, piece_);
   store_missing(tier == plan::InitTier::kDeviceGrow);
   return complete_;
 }
@@ -339,9 +322,9 @@ std::string describe_values(const std::vector<ModelParameter>& parameters) {
 
 bool adopt_values(engine::Engine& engine, c10::Device place,
                   const std::vector<ModelParameter>& parameters, plan::InitTier tier,
-                  ThreadPool& threads, OriginalValues& originals) {
+                  ThreadPool& threads, OriginalValues& originals, Bytes piece) {
   const at::NoGradGuard no_grad;
-  const bool complete = Adoption(engine, place, parameters, threads, originals).run(tier);
+  const bool complete = Adoption(engine, place, parameters, threads, originals, piece).run(tier);
   double least[] = {complete ? 1.0 : 0.0};
   engine.collectives().all_reduce(least, comm::ReduceOp::kMin);
   return least[0] > 0.0;

@@ -20,10 +20,11 @@ std::string describe_values(const std::vector<ModelParameter>& parameters);
 // lie on the host or on the engine's device, `place`, contiguous or not. `tier` says in which order
 // memory is taken and given back (plan/init_plan.h): where the engine's memory does not fit beside
 // the values, `originals` are given up as it grows; else all are kept, for the caller to release or
-// to put back. Parameters without values are skipped. Whether units that stay whole have been
-// written whole, on every rank.
+// to put back. Parameters without values are skipped. What other models have sharded comes in
+// pieces of `piece`, and they retire. Whether units that stay whole have been written whole, on
+// every rank.
 bool adopt_values(engine::Engine& engine, c10::Device place,
                   const std::vector<ModelParameter>& parameters, plan::InitTier tier,
-                  ThreadPool& threads, OriginalValues& originals);
+                  ThreadPool& threads, OriginalValues& originals, Bytes piece);
 
 }  // namespace strata::torch

@@ -140,8 +140,8 @@ void ModelStart::bring_values(const plan::InitChoice& choice) {
   engine::Engine& engine = *started_.engine;
   ThreadPool threads(intake_threads(input_, config_, runtime_));
   if (comes_from_files(input_)) engine.prepare();  // nothing has to go first
-  const bool complete =
-      adopt_values(engine, runtime_.place, input_.parameters, choice.tier, threads, originals_);
+  const bool complete = adopt_values(engine, runtime_.place, input_.parameters, choice.tier,
+                                     threads, originals_, config_.zero.partition_stream_chunk);
   parameters_.bind(engine.weights());
   started_.passes = std::make_unique<TrainingPasses>(engine, parameters_, model_, config_);
   parameters_.settle();

@@ -1,0 +1,241 @@
+"""Shards the parameters of modules that are built, when they are complete: from their values, or from recipes."""
+
+import json
+import sys
+import types
+
+import torch
+
+from . import _C
+from .model.looks import BornParameters, references
+from .model.model_input import describe_modules, describe_parameters
+from .model.owner import clear_owner, owner_of
+from .model.ownership import take_ownership
+from .model.parameter import is_managed, mark_managed, unmark_managed
+from .model.placement import choose_device
+from .model.recording import write_pieces
+from .ranks.joint import together
+from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others
+
+_ALONE = 2  # references to a parameter that only the dict has that is asked
+_MODULE_ALONE = 3  # to a module: the list of those that wait, a variable, and the call that counts
+
+
+class Births:
+    """What becomes of parameters under ``zero.Init``. Every method that shards is collective; a home is a pair (module,
+    name of a parameter).
+
+    Args:
+        config: a _C.Config, for construction.
+    """
+
+    def __init__(self, config):
+        self._config = config
+        self._looks = self._recording = None
+        self._waiting = []  # modules with parameters that have no memory yet, each once
+        self._count = 0
+        # Made with the first parameters, which say where all of them lie.
+        self._device = self._runtime = self._collectives = None
+
+    def open(self, looks, recording):
+        """A context begins, of these ``Looks`` and this ``Recording``."""
+        self._looks, self._recording = looks, recording
+
+    def close(self):
+        """It ends."""
+        self._looks = self._recording = None
+        self._device = self._runtime = self._collectives = None  # what is on drives goes with its modules
+
+    def of_all(self, facts):
+        """[bool], whether each of these is true on every rank. Collective, unless there are none."""
+        if self._collectives is None or not facts:
+            return facts
+        texts = self._collectives.all_gather_text("".join("01"[fact] for fact in facts))
+        return [all(text[i] == "1" for text in texts) for i in range(len(facts))]
+
+    def shard_all(self, module):
+        """Shards what has values of the parameters of ``module`` and all below it."""
+        self._shard([(m, name) for m in module.modules() for name in m._parameters])
+        for m in module.modules():  # parametrizations take parameters over that were sharded elsewhere
+            if type(m._parameters) is dict and any(p is not None and owner_of(p)[0] for p in m._parameters.values()):
+                _read_born(m)
+
+    def shard_unused(self, homes):
+        """Shards those at ``homes`` that have values and that no rank refers to elsewhere. Whether that was all."""
+        homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
+        self._connect(homes)
+        unused = self.of_all([references(m._parameters, name) == _ALONE for m, name in homes])
+        self._shard([home for home, is_unused in zip(homes, unused) if is_unused])
+        return all(unused)
+
+    def wait_for(self, module):
+        """Notes what of a module's own parameters has no memory, until ``shard_waiting()``."""
+        own = [p for p in dict.values(module._parameters) if p is not None]
+        for unbacked, parameter in ((self._recording.unbacked(p), p) for p in own):
+            if unbacked is not None and not unbacked.is_all_of(parameter):
+                self._recording.make_real(unbacked, None)  # a part, which another parameter may share
+        if any(self._recording.unbacked(p) is not None for p in own):
+            self._waiting.append(module)
+            _read_born(module)
+
+    def waiting(self):
+        """The homes of what was noted, also of what has values by now."""
+        return [(m, name) for m in self._waiting for name in m._parameters]
+
+    def drop_waiting(self):
+        """Forgets what was noted."""
+        self._waiting = []
+
+    def shard_waiting(self, root):
+        """Shards what has no memory below ``root`` and of what was noted, but for modules that nobody has any more."""
+        known = {id(m) for m in root.modules()}
+        modules = list(root.modules())
+        others, self._waiting = [m for m in self._waiting if id(m) not in known], []
+        dropped = self.of_all([sys.getrefcount(m) == _MODULE_ALONE for m in others])
+        modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
+        groups = [[(m, name) for name in m._parameters if self._is_unbacked(_at(m, name))] for m in modules]
+        recipes = self._agreed_recipes([home for group in groups for home in group])
+        replayed = []  # (parameter, its Unbacked)
+        try:
+            for group in groups:
+                self._replay([home for home in group if self._is_unbacked(_at(*home))], recipes, replayed)
+        except BaseException:  # on every rank
+            self._take_back(replayed)
+            raise
+        for _, unbacked in replayed:
+            self._recording.forget(unbacked)
+
+    def _agreed_recipes(self, homes):
+        """{id(parameter): rank 0's recipe}."""
+        parameters = list({id(_at(*home)): _at(*home) for home in homes}.values())
+        unbacked = [self._recording.unbacked(p) for p in parameters]
+        self._connect(homes)
+        if self._collectives is None or not parameters:
+            return {id(p): u.recipe for p, u in zip(parameters, unbacked)}
+        texts = self._collectives.all_gather_text(json.dumps([u.recipe.steps() for u in unbacked]))
+        recipes = json.loads(texts[0])
+        sizes = [len(json.loads(text)) for text in texts]
+        if len(set(sizes)) > 1:
+            raise _C.UsageError(
+                "zero.Init: every rank builds the same modules; found parameters without memory on ranks 0, 1, ...: "
+                f"{sizes}. Let constructors do the same on all ranks"
+            )
+        return {id(p): _C.Recipe.from_steps(steps) for p, steps in zip(parameters, recipes)}
+
+    def _connect(self, homes):
+        """Chooses the device, and joins the ranks, when there is a first parameter among ``homes``."""
+        if self._device is not None or not homes:
+            return
+        with telling_the_others():
+            device = choose_device(self._config, _Flat(homes))
+        if rank_and_world_size()[1] > 1:
+            self._collectives = make_collectives(self._config, device)
+            runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)
+            with together(self._collectives, "making room for the weights"):
+                self._runtime = runtime.storing(self._config)
+        self._device = device
+
+    def _shard(self, homes):
+        """Shards what nobody has sharded yet of what is at ``homes`` and has values."""
+        homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
+        if not homes:
+            return
+        self._connect(homes)
+        tree = _Flat(homes)
+        if self._collectives is None:
+            for _, parameter in tree.parameters:
+                parameter.data = parameter.data.to(self._device, self._config.weight_dtype(parameter.dtype))
+                mark_managed(parameter, parameter.shape)
+            return
+        parameters = describe_parameters(tree, {})
+        self._own(self._make_core(tree, parameters), tree, parameters, homes)
+
+    def _take_back(self, replayed):
+        """Parameters have no memory again, and their shards go."""
+        for parameter, _ in replayed:
+            self._looks.drop(owner_of(parameter)[0])
+            clear_owner(parameter)
+            unmark_managed(parameter)
+        for parameter, unbacked in replayed:  # what had their shards has gone, and left them empty
+            parameter.data = unbacked.tensor.detach()
+
+    def _replay(self, homes, recipes, replayed):
+        """Shards what is at ``homes``, of one module, and has a recipe; adds it to ``replayed``."""
+        if not homes:
+            return
+        tree = _Flat(homes)
+        unbacked = {id(p): self._recording.unbacked(p) for _, p in tree.parameters}
+        for key, one in unbacked.items():
+            one.recipe = recipes[key]
+        if self._collectives is None:
+            for _, parameter in tree.parameters:
+                replayed.append((parameter, unbacked[id(parameter)]))
+                self._replay_whole(parameter, unbacked[id(parameter)])
+        else:
+            parameters = describe_parameters(tree, {}, {id(p): p.shape for _, p in tree.parameters})
+            replayed += [(p, unbacked[id(p)]) for _, p in tree.parameters]
+            recipes = [(i, unbacked[id(p)].recipe, p.dtype) for i, (_, p) in enumerate(tree.parameters)]
+            core = self._make_core(tree, parameters)
+            try:
+                core.replay(recipes)
+            except BaseException:
+                del core  # which the traceback would keep
+                raise
+            self._own(core, tree, parameters, homes)
+
+    def _replay_whole(self, parameter, unbacked):
+        dtype = self._config.weight_dtype(parameter.dtype)
+        values = torch.empty(parameter.shape, dtype=dtype, device=self._device)
+        write_pieces(unbacked, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
+        parameter.data = values
+        mark_managed(parameter, parameter.shape)
+
+    def _make_core(self, tree, parameters):
+        name = f"init.{self._count}"
+        self._count += 1
+        return _C.ShardedModel(parameters, describe_modules(tree), self._config, "none", self._runtime, name)
+
+    def _own(self, core, tree, parameters, homes):
+        take_ownership(core, parameters, stage=3, weakly=False)
+        for module in {id(m): m for m, _ in homes}.values():
+            _read_born(module)
+        if self._looks is not None:
+            self._looks.add(core, [p for _, p in tree.parameters], [(m._parameters, name) for m, name in homes])
+        core.free_originals()
+
+    def _is_unbacked(self, parameter):
+        return _can_be_sharded(parameter) and self._recording.unbacked(parameter) is not None
+
+    def _has_values(self, parameter):
+        return _can_be_sharded(parameter) and (
+            self._recording is None or self._recording.unbacked(parameter) is None
+        )
+
+
+class _Flat:
+    """A ModelTree of one module that has the parameters at these homes, each once, named after where they are."""
+
+    def __init__(self, homes):
+        parameters = {id(_at(*home)): _at(*home) for home in homes}
+        names = {id(_at(m, name)): f"{type(m).__name__}/{name}" for m, name in homes}
+        self.parameters = [(f"{names[key]}/{number}", p) for number, (key, p) in enumerate(parameters.items())]
+        self.modules = [("", types.SimpleNamespace(_parameters=dict(self.parameters)), None)]
+
+
+def _at(module, name):
+    return dict.__getitem__(module._parameters, name)
+
+
+def _read_born(module):
+    if not isinstance(module._parameters, BornParameters):
+        module.__dict__["_parameters"] = BornParameters(dict.items(module._parameters))
+
+
+def _can_be_sharded(parameter):
+    return (
+        parameter is not None
+        and owner_of(parameter)[0] is None
+        and not is_managed(parameter)
+        and not parameter.is_meta
+        and not isinstance(parameter, torch.nn.parameter.UninitializedParameter)
+    )

@@ -1,0 +1,286 @@
+"""Writes down what constructors do to large tensors, which have no memory meanwhile."""
+
+import logging
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _C
+from .recipe_steps import KEPT_DTYPES, RANDOM, READ_NOTHING, made_by, region_of, steps_of
+
+logger = logging.getLogger("strata")
+
+_MOST_STEPS = 1000  # of one recipe: each piece goes through all of them
+_TO_COPY = torch.ops.aten._to_copy.default
+_COPY = torch.ops.aten.copy_.default
+# They read memory past torch's operators.
+_DIRECT_READS = {
+    torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
+    torch.Tensor.__reduce_ex__,
+}
+
+
+class Unbacked:
+    """A tensor without memory, and the recipe of its values.
+
+    Attributes:
+        tensor: of the shape that it was made with; others may be views of it.
+        recipe: a _C.Recipe.
+    """
+
+    def __init__(self, shape, dtype, device):
+        self.tensor = _C.unbacked_tensor(list(shape), dtype, device)
+        self.recipe = _C.Recipe()
+
+    def is_all_of(self, tensor):
+        """Whether ``tensor``, a view, has all elements in their order."""
+        return tensor.numel() == self.tensor.numel() and tensor.is_contiguous()
+
+    def write(self, target, begin, threads, world_size):
+        """Writes elements from ``begin`` on to ``target``, a dense tensor of the host."""
+        self.recipe.write(target, begin, threads, world_size)
+
+
+class Recording(TorchDispatchMode):
+    """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
+    What is done to them element by element, with numbers, becomes their recipe (``recipe_steps``). Random numbers are
+    drawn later, counted by element; of torch's generator each operation draws one number, its key, so that
+    ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
+
+    What is not of that kind, or reads a value, has the tensor made real first, on the host (on a GPU where a
+    constructor made it there), once; that is said once for each kind of constructor and operator.
+
+    Args:
+        larger_than: elements.
+        running: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded.
+        threads, world_size: of ``strata.threads`` (or None) and the job, for how many threads make values real.
+        piece: bytes that go to a GPU at once.
+        tells: whether to say what is made real.
+    """
+
+    def __init__(self, larger_than, running, threads, world_size, piece, tells):
+        super().__init__()
+        self._larger_than, self._running = larger_than, running
+        self._threads, self._world_size, self._piece = threads, world_size, piece
+        self._tells = tells
+        self._held = {}  # storage -> Unbacked
+        self._paused = 0
+        self._told = set()
+        self._direct_reads = _DirectReads(self)
+        self.made_real = False  # since the owner has last set it
+
+    def open(self):
+        """From now on."""
+        self._direct_reads.__enter__()
+        self.__enter__()
+
+    def close(self):
+        """Ends ``open()``. What is still without memory and in use is made real."""
+        self.__exit__(None, None, None)
+        self._direct_reads.__exit__(None, None, None)
+        self.settle()
+
+    @contextmanager
+    def paused(self):
+        """Within, operators work as they are."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def unbacked(self, tensor):
+        """The ``Unbacked`` whose memory ``tensor`` shares, or None."""
+        return self._held.get(_C.storage_of(tensor)) if self._held else None
+
+    def forget(self, unbacked):
+        """Its values have gone elsewhere."""
+        self._held.pop(_C.storage_of(unbacked.tensor), None)
+
+    def settle(self, failed=False):
+        """The constructors are over: what somebody still refers to is made real, unless they have failed."""
+        for key, unbacked in list(self._held.items()):
+            if not failed and _C.sharers(unbacked.tensor) > 1:
+                self.make_real(unbacked, None)
+            self._held.pop(key, None)
+
+    def make_real(self, unbacked, func):
+        """Gives it memory and its values. ``func``: the operator that wants them, to be named; None: none does.
+
+        Raises:
+            OutOfMemoryError: the host has less left than it needs. It is as it was.
+        """
+        tensor = unbacked.tensor
+        what = f"a tensor of {'x'.join(map(str, tensor.shape))} ({tensor.dtype}) of {self._maker()}"
+        if func is not None:
+            self._tell(what, tensor, func)
+        with self.paused():
+            _C.back(tensor, f"zero.Init: {what}, which {_wanted_by(func)}")
+            flat = tensor.detach().view(-1)
+            if tensor.device.type == "cpu":
+                if len(unbacked.recipe) > 0:
+                    unbacked.write(flat, 0, self._threads, self._world_size)
+            else:
+                write_pieces(unbacked, flat, self._piece, self._threads, self._world_size)
+        self.forget(unbacked)
+        self.made_real = True
+
+    def make_all_real(self, values, func):
+        """``make_real`` for what is without memory among ``values``, which may be lists."""
+        for unbacked in self._among(values):
+            self.make_real(unbacked, func)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._paused or not self._running:
+            return func(*args, **kwargs)
+        made = made_by(func, args, kwargs)
+        if made is not None and torch.Size(made.shape).numel() > self._larger_than:
+            return self._make(made)
+        held = self._among([*args, *kwargs.values()]) if self._held else []
+        if not held or func.is_view or func.overloadpacket in READ_NOTHING:
+            return func(*args, **kwargs)
+        return self._operate(func, args, kwargs, held)
+
+    def _make(self, made):
+        unbacked = self._new(made.shape, made.dtype, made.device)
+        if made.step is not None:
+            self._record(unbacked, unbacked.tensor, [made.step], made.generator)
+        return unbacked.tensor.detach()
+
+    def _new(self, shape, dtype, device):
+        unbacked = Unbacked(shape, dtype, device)
+        self._held[_C.storage_of(unbacked.tensor)] = unbacked
+        return unbacked
+
+    def _among(self, values):
+        found = {}
+        for value in values:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                unbacked = self.unbacked(tensor) if isinstance(tensor, torch.Tensor) else None
+                if unbacked is not None:
+                    found[id(unbacked)] = unbacked
+        return list(found.values())
+
+    def _operate(self, func, args, kwargs, held):
+        own = self.unbacked(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if own is not None and func is _COPY and self._copy(own, *args[:2]):
+            return args[0]
+        for unbacked in held:
+            if unbacked is not own:
+                self.make_real(unbacked, func)
+        result = None if own is None else self._elementwise(func, args, kwargs, own)
+        if result is not None:
+            return result
+        if own is not None:
+            self.make_real(own, func)
+        return func(*args, **kwargs)
+
+    def _copy(self, own, target, source):
+        other = self.unbacked(source)
+        if other is None or other is own or not (own.is_all_of(target) and other.is_all_of(source)):
+            return False
+        if source.dtype not in (target.dtype, torch.float32) or target.shape != source.shape:
+            return False  # it would be rounded in between, or spread
+        own.recipe = other.recipe.copy()
+        return True
+
+    def _elementwise(self, func, args, kwargs, own):
+        if func is _TO_COPY:
+            return self._converted(args[0], kwargs, own)
+        found = steps_of(func, args, kwargs)
+        if found is None or len(own.recipe) >= _MOST_STEPS:
+            return None
+        steps, in_place = found
+        if in_place:
+            if region_of(args[0]) is None:
+                return None
+            func(args[0].new_empty(0), *args[1:], **kwargs)  # says what is wrong with the arguments
+            self._record(own, args[0], steps, kwargs.get("generator"))
+            return args[0]
+        if not own.is_all_of(args[0]):
+            return None
+        copy = self._new(args[0].shape, args[0].dtype, args[0].device)
+        copy.recipe = own.recipe.copy()
+        self._record(copy, copy.tensor, steps, None)
+        return copy.tensor.detach()
+
+    def _converted(self, source, kwargs, own):
+        dtype = kwargs.get("dtype") or source.dtype
+        device = torch.device(kwargs.get("device") or source.device)
+        exact = dtype == source.dtype or source.dtype == torch.float32
+        if dtype not in KEPT_DTYPES or device != source.device or not exact or not own.is_all_of(source):
+            return None
+        copy = self._new(source.shape, dtype, device)
+        copy.recipe = own.recipe.copy()
+        return copy.tensor.detach()
+
+    @staticmethod
+    def _record(unbacked, view, steps, generator):
+        region = region_of(view)
+        for op, a, b in steps:
+            key = _key(generator) if op in RANDOM else 0
+            unbacked.recipe.add(unbacked.tensor.numel(), op, a, b, key, region)
+
+    def _maker(self):
+        return f"{type(self._running[-1]).__name__}'s constructor" if self._running else "a constructor"
+
+    def _tell(self, what, tensor, func):
+        kind = (self._maker(), str(func))
+        if kind in self._told or not self._tells:
+            return
+        self._told.add(kind)
+        drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        logger.warning(
+            "zero.Init: %s, %.2f GB, is made whole on the host, since it %s; only what sets elements one by one "
+            "(normal_, uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
+            tensor.nbytes / 1e9, _wanted_by(func),
+            ". What it draws comes from torch's generator after one number for each recorded operation: other numbers "
+            "than without zero.Init" if drawn else "",
+        )
+
+
+class _DirectReads(TorchFunctionMode):
+    def __init__(self, recording):
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _DIRECT_READS:
+            self._recording.make_all_real(args, func)
+        return func(*args, **(kwargs or {}))
+
+
+def _wanted_by(func):
+    name = "is in use when the constructors are over" if func is None else f"is read or changed by {_name_of(func)}"
+    return name
+
+
+def _name_of(func):
+    packet = getattr(func, "overloadpacket", None)
+    return packet.__name__ if packet is not None else func.__name__
+
+
+def _key(generator):
+    """64 bits that no other operation has."""
+    device = "cpu" if generator is None else generator.device
+    return torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item()
+
+
+def write_pieces(unbacked, target, piece, threads, world_size):
+    """Writes its values to ``target``, a dense tensor of one dimension, any dtype and device, through one piece of the
+    host's memory."""
+    dtype = unbacked.tensor.dtype
+    most = max(1, piece // dtype.itemsize)
+    host = None
+    for begin in range(0, target.numel(), most):
+        part = target[begin : begin + most]
+        if part.device.type == "cpu" and part.dtype == dtype:
+            unbacked.write(part, begin, threads, world_size)
+            continue
+        if host is None:
+            host = torch.empty(min(most, target.numel()), dtype=dtype, device="cpu")
+        unbacked.write(host[: part.numel()], begin, threads, world_size)
+        part.copy_(host[: part.numel()])

@@ -1,0 +1,81 @@
+#include "strata/torch/base/unbacked_tensor.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/StorageImpl.h>
+#include <sys/mman.h>
+
+#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
+#include "strata/base/units.h"
+#include "strata/memory/available_memory.h"
+
+namespace strata::torch {
+namespace {
+
+at::Tensor on_host(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+                   std::size_t bytes) {
+  void* const range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) {
+    throw OutOfMemoryError(fmt::format(
+        "the system gives no address range of {} for a parameter that has no memory yet: {}",
+        to_string(Bytes(bytes)), errno_text(errno)));
+  }
+  return at::from_blob(
+      range, shape, [bytes](void* memory) { munmap(memory, bytes); },
+      at::TensorOptions().dtype(dtype));
+}
+
+// As parameters under the engine have none between their uses (model/parameter_set.h).
+at::Tensor on_gpu(const std::vector<std::int64_t>& shape, at::ScalarType dtype, c10::Device place,
+                  std::size_t bytes) {
+  const auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(bytes)),
+      c10::DataPtr(nullptr, place), nullptr, /*resizable=*/false);
+  const c10::DispatchKey key = c10::computeDispatchKey(dtype, c10::kStrided, place);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return tensor;
+}
+
+}  // namespace
+
+at::Tensor unbacked_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+                           c10::Device place) {
+  std::size_t bytes = c10::elementSize(dtype);
+  for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);
+  STRATA_ASSERT(bytes > 0);
+  return place.is_cpu() ? on_host(shape, dtype, bytes) : on_gpu(shape, dtype, place, bytes);
+}
+
+void back(const at::Tensor& tensor, const std::string& what) {
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (tensor.is_cpu()) {
+    const Bytes wanted(storage.nbytes());
+    const Bytes left = memory::available_memory();
+    if (wanted > left) {
+      throw OutOfMemoryError(fmt::format("{} needs {} of host memory, and {} are left", what,
+                                         to_string(wanted), to_string(left)));
+    }
+    return;  // its pages come by themselves
+  }
+  const at::Tensor memory = at::zeros({static_cast<std::int64_t>(storage.nbytes())},
+                                      at::TensorOptions().dtype(at::kByte).device(tensor.device()));
+  memory.storage().unsafeGetStorageImpl()->set_nbytes(std::size_t{0});
+  storage.set_data_ptr_noswap(memory.storage().unsafeGetStorageImpl()->set_data_ptr(
+      c10::DataPtr(nullptr, tensor.device())));
+}
+
+std::uintptr_t storage_of(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return 0;
+  return reinterpret_cast<std::uintptr_t>(tensor.storage().unsafeGetStorageImpl());
+}
+
+std::int64_t sharers(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(tensor.storage().use_count());
+}
+
+}  // namespace strata::torch

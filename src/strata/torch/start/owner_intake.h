@@ -1,0 +1,18 @@
+// Values of parameters that other models have sharded already (zero.Init), on their way into the
+// engine that takes them over: piece by piece, and without leaving a rank where both cut a
+// parameter alike. Threads: the engine's. Errors: those of the owners, as ValueIntake's.
+#pragma once
+
+#include <vector>
+
+#include "strata/engine/engine.h"
+#include "strata/torch/model/model_input.h"
+#include "strata/torch/start/value_intake.h"
+
+namespace strata::torch {
+
+// Collective. The owners retire. `piece`: bytes that are lent at once.
+void take_from_owners(engine::Engine& engine, ValueIntake& intake,
+                      const std::vector<ModelParameter>& parameters, Bytes piece);
+
+}  // namespace strata::torch
