@@ -28,6 +28,9 @@ function(strata_layer)
   add_library(strata_${L_NAME} STATIC ${L_SOURCES})
   add_library(strata::${L_NAME} ALIAS strata_${L_NAME})
   set_target_properties(strata_${L_NAME} PROPERTIES EXPORT_NAME ${L_NAME})
+  if(STRATA_SANITIZE)  # what a test needs is built, and nothing else
+    set_target_properties(strata_${L_NAME} PROPERTIES EXCLUDE_FROM_ALL ON)
+  endif()
   target_sources(strata_${L_NAME} PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/src
                  FILES ${L_HEADERS})
   target_include_directories(strata_${L_NAME} PUBLIC

@@ -1,7 +1,5 @@
 """``zero.GatheredParameters``, as DeepSpeed has it."""
 
-import weakref
-
 import torch
 
 from . import _C
