@@ -21,6 +21,7 @@ from .ranks.runtime import (
     telling_the_others,
 )
 from .schedule import ScheduledLR
+from .tiles.budget import Budget, cut_parameters
 
 logger = logging.getLogger("strata")
 
@@ -183,14 +184,21 @@ def assemble(
         engine_class: of the engine.
         The others are ``initialize``'s.
     """
-    with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
-        _require_filled_in(config, optimizer, lr_scheduler)
-        sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
-    progress = start_up.progress(collectives.rank, collectives.world_size)
-    with start_up.phase("make engine"):
-        runtime = runtime.joined(collectives)
-        engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
-        start_up.core = engine.core
+    budget = Budget.of_rank(config, runtime.device, collectives)
+    try:
+        with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
+            _require_filled_in(config, optimizer, lr_scheduler)
+            sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
+            cut_parameters(tree, config, budget, born_flat)
+        progress = start_up.progress(collectives.rank, collectives.world_size)
+        with start_up.phase("make engine"):
+            runtime = runtime.joined(collectives)
+            engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
+            start_up.core = engine.core
+    except BaseException:
+        if tree.cut is not None:
+            tree.cut.undo()
+        raise
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine)
         if rule == "external":

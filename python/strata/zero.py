@@ -1,12 +1,12 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
 import types
-import weakref
 
 import torch
 
 from . import _C
 from .config_source import read_config
+from .gathered import GatheredParameters
 from .model.constructors import ConstructorWatch
 from .model.looks import BornParameters, Looks, open_looks, references
 from .model.model_input import describe_modules, describe_parameters
@@ -18,150 +18,8 @@ from .ranks.runtime import init_distributed, make_collectives, rank_and_world_si
 
 __all__ = ["GatheredParameters", "Init"]
 
-_ITS_OWN = 0  # memory of the engine's
 _ALONE = 2  # references to what only the dict has that is asked
 _DTYPES = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
-
-
-class GatheredParameters:
-    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or
-    an outer context holds them.
-
-    Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
-    must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
-    owns are ignored.
-
-    Args:
-        params: a Parameter, or an iterable of Parameters.
-        modifier_rank: the rank whose changes count: at the end what it holds becomes everybody's value, in
-            the weights and the fp32 master weights. None: read only.
-        fwd_module: accepted for DeepSpeed's sake; parameters used by other modules are gathered as they are
-            read.
-        enabled: False makes the context do nothing.
-
-    Raises:
-        UsageError: ``modifier_rank`` is not a rank of the job. At the end, on each rank that has changed a parameter in
-            place, or given it other memory (``p.data = tensor``), though ``modifier_rank`` is None; the change is lost
-            where the parameter is sharded. Changes in place past autograd's count of them (``p.data.mul_(2)``) are not
-            seen. With ``modifier_rank``, where a parameter was given a tensor of another shape or dtype.
-    """
-
-    def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
-        self._modifier_rank = modifier_rank
-        self._by_core = {}
-        self._managed = {}  # id -> parameter
-        if not enabled:
-            return
-        _require_rank(modifier_rank)
-        for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            core, index = owner_of(parameter)
-            if core is not None:
-                self._by_core.setdefault(id(core), (core, set()))[1].add(index)
-            if core is not None or (parameter is not None and is_managed(parameter)):
-                self._managed[id(parameter)] = parameter
-
-    def __enter__(self):
-        self._held = []
-        try:
-            for core, indices in self._by_core.values():
-                indices = sorted(indices)
-                core.gather(indices)
-                self._held.append((core, indices))
-                if self._modifier_rank is not None:
-                    core.wait_for_all()  # others may still read what the last step left in the memory that is edited
-        except BaseException:
-            self._release()
-            raise
-        self._versions, self._memory, self._nodes = (
-            {key: state(parameter) for key, parameter in self._managed.items()} for state in (_version, _memory, _node))
-        return self
-
-    def __exit__(self, kind, value, traceback):
-        try:
-            if kind is not None:
-                self._put_back()
-            elif self._modifier_rank is not None:
-                for core, indices in self._held:
-                    core.publish(indices, self._modifier_rank)
-                for parameter in self._managed.values():
-                    parameter._strata_published = _version(parameter)
-                self._require_gradients()
-            else:
-                self._require_unchanged()
-        except BaseException:
-            self._put_back()
-            raise
-        finally:
-            self._release()  # half a change must not stay in the gathered copies
-        return False
-
-    def _put_back(self):
-        for key, parameter in self._managed.items():
-            core, index = owner_of(parameter)
-            if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context's
-                core.put_back([index])
-
-    def _release(self):
-        held, self._held = self._held, []
-        for core, indices in held:
-            core.release(indices, True)
-
-    def _require_gradients(self):
-        for key, parameter in self._managed.items():
-            if _node(parameter) is not self._nodes[key]:
-                core, index = owner_of(parameter)
-                raise _C.UsageError(
-                    f"parameter '{core.parameter_name(index)}' was changed by set_() or given a tensor of another "
-                    "dtype, after which autograd passes its gradients by the engine. Build the engine again, and write "
-                    "param.data = tensor.to(param.dtype), or param.copy_(tensor)"
-                )
-
-    def _require_unchanged(self):
-        changed = [
-            parameter
-            for key, parameter in self._managed.items()
-            if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
-            or _memory(parameter) not in (self._memory[key], _ITS_OWN)
-        ]
-        if changed:
-            core, index = owner_of(changed[0])
-            first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"
-            self._changed(
-                f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
-                "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
-                f"{first}"
-            )
-            self._put_back()
-
-    def _changed(self, message):
-        """What happens where they have."""
-        raise _C.UsageError(message)
-
-
-def _require_rank(modifier_rank):
-    world = rank_and_world_size()[1]
-    if modifier_rank is not None and not 0 <= modifier_rank < world:
-        raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
-
-
-def _version(parameter):
-    return 0 if parameter.is_inference() else parameter._version
-
-
-def _node(parameter):
-    """The node that stores the gradient of a parameter that an engine trains; None for others."""
-    if not isinstance(getattr(parameter, "_strata_core", None), weakref.ref) or not parameter.requires_grad:
-        return None
-    with torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
-def _memory(parameter):
-    """Tells apart what a script gives a parameter (``p.data = tensor``) from what it had."""
-    core, index = owner_of(parameter)
-    if core is not None and not core.replaced(index):
-        return _ITS_OWN
-    return parameter.untyped_storage()._cdata
 
 
 class Init:

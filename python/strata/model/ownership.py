@@ -35,7 +35,13 @@ def give_up_ownership(parameters):
         clear_owner(parameter)
         unmark_managed(parameter)
         if parameter.numel() == 0 and math.prod(shape) > 0:
-            setattr(parameter, _GIVEN_UP, True)
+            give_up_values([parameter])
+
+
+def give_up_values(parameters):
+    """Notes that these are empty because their engine has gone."""
+    for parameter in parameters:
+        setattr(parameter, _GIVEN_UP, True)
 
 
 def require_values(named_parameters):

@@ -26,12 +26,25 @@ Bytes fetched_together(const EngineOptions& options, std::span<const plan::Scope
   return options.fetches_scopes ? largest_scope(scopes, units, ScopeUnits::kSharded) : Bytes();
 }
 
+Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units) {
+  Bytes tile;
+  for (const Unit& unit : units) {
+    if (unit.spec.tile())
+      tile = std::max(tile, bytes_of(unit.layout.padded(), options.reduce_dtype));
+  }
+  return tile.value > 0 ? std::min(options.max_reducing, tile * 2) : options.max_reducing;
+}
+
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
   std::vector<int> uses;
-  for (const plan::ScopeSpec& scope : scopes)
+  for (const plan::ScopeSpec& scope : scopes) {
     uses.insert(uses.end(), scope.units.begin(), scope.units.end());
-  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
+    uses.insert(uses.end(), scope.tiles.begin(), scope.tiles.end());
+  }
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) {
     uses.insert(uses.end(), scope->units.begin(), scope->units.end());
+    uses.insert(uses.end(), scope->tiles.rbegin(), scope->tiles.rend());
+  }
   return uses;
 }
 

@@ -19,8 +19,13 @@ Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Uni
 Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
                        std::span<const Unit> units);
 
+// How many bytes of gradients may be under reduction: EngineOptions::max_reducing, but no more than
+// two tiles where there are some, since the device has no room for more.
+Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units);
+
 // The units in the order of their uses in a pass, as far as one can tell before the first: forward
-// through the scopes, and backward; the units of one come in their order both times.
+// through the scopes, and backward; the units of one come in their order both times, and then its
+// tiles one by one, backwards the second time.
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes);
 
 }  // namespace strata::engine

@@ -52,6 +52,9 @@ class ValueAccess {
   void gather_what_was_saved();
   // A copy of this rank's part of a parameter, of one dimension; empty where it has none.
   at::Tensor local_part(int param) const;
+  // Collective: a copy of elements [begin, begin + numel) of a parameter, of one dimension, put
+  // together of all ranks' parts; nothing is gathered for it.
+  at::Tensor copy_of_range(int param, Numel begin, Numel numel) const;
 
   // A step begins in this thread, on its current stream.
   void note_step();
@@ -62,6 +65,8 @@ class ValueAccess {
   void complete(int unit);
 
  private:
+  // Elements [begin, end) of a parameter, which this rank owns, into `target`, on its stream.
+  void read_own(int param, Numel begin, Numel end, std::byte* target) const;
   std::vector<int> units_of(std::span<const int> params) const;
   void require_publishable(int param) const;
 

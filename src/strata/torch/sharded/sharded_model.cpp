@@ -161,6 +161,11 @@ void ShardedModel::publish(std::span<const int> params, int root) {
   values_->publish(params, root);
 }
 
+void ShardedModel::take_gradient(int param, const at::Tensor& gradient) {
+  require_alive();
+  passes_->take_gradient(param, gradient);
+}
+
 bool ShardedModel::read(int param) {
   return alive() && values_->read(param);
 }
@@ -196,6 +201,12 @@ void ShardedModel::lend_values(int param, const std::function<void(const at::Ten
   first.attempt([&] { use(parameters_.full_view(param)); });
   release(params, true);
   first.rethrow();
+}
+
+void ShardedModel::lend_range(int param, Numel begin, Numel numel,
+                              const std::function<void(const at::Tensor&)>& use) {
+  require_own_memory();
+  use(values_->copy_of_range(param, begin, numel));
 }
 
 void ShardedModel::wait_for_all() {

@@ -63,6 +63,7 @@ class ShardedModel final : public ParameterOwner {
   void abandon_backward() noexcept;
   at::Tensor scale(const at::Tensor& loss);
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
+  void take_gradient(int param, const at::Tensor& gradient);
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
   // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
   bool park(const engine::StateSet& states, bool pinned);
@@ -82,6 +83,8 @@ class ShardedModel final : public ParameterOwner {
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
   void lend_values(int param, const std::function<void(const at::Tensor&)>& use) override;
+  void lend_range(int param, Numel begin, Numel numel,
+                  const std::function<void(const at::Tensor&)>& use) override;
 
   engine::Engine& engine();
   const engine::Config& config() const { return config_; }

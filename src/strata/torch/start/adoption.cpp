@@ -195,9 +195,8 @@ void Adoption::store_from_owners() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const ModelParameter& parameter = parameters_[i];
     if (parameter.owner == nullptr) continue;
-    parameter.owner->lend_values(parameter.owner_index, [&](const at::Tensor& values) {
-      intake_.store(static_cast<int>(i), Numel(), values);
-    });
+    parameter.lend_of_owner(
+        [&](const at::Tensor& values) { intake_.store(static_cast<int>(i), Numel(), values); });
     if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())
       owners.push_back(parameter.owner);
   }
