@@ -5,7 +5,7 @@
 
 square: one fp32 parameter of 22528 x 22528 (2.03 GB) in a linear layer, with states and gradient in fp32, in tiles of
 64 MiB. Peaks are told of the start and of steps, as torch's allocator and the engine's ledger count them, beside the
-bound: shards and three tiles and the activations.
+bound: shards, states and gradients of a rank as they are on a device, three tiles, and the activations.
 
 embedding: an Embedding of --gib in bf16, tied to its head, with weights and states on the host; the device's allocator
 is capped, and what the engine takes past it is counted. The loss falls. With --tiny sizes a CPU will do.
@@ -104,10 +104,9 @@ def square(arguments, device):
                 engine.backward(loss)
                 engine.step()
             training = peaks.take(engine)
-            states = 4 * parameter // world if place == "device" else 0
             say(case="square", place=place, built=built, world=world, parameter=parameter, tile=tile,
                 construction=construction, training=training, losses=losses, forecast=forecast,
-                bound=states + 3 * tile + 3 * 4 * tokens * width)  # fmt: skip
+                bound=4 * parameter // world + 3 * tile + 3 * 4 * tokens * width)  # fmt: skip
             engine.destroy()
             del engine, model
 

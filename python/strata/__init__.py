@@ -40,7 +40,7 @@ _HOMES = {  # name: the module that has it
     "load_pretrained": "pretrained",
     "load_weights": "pretrained",
     "memory_forecast": "forecast",
-    "register_tiling": "tiles.rules",
+    "register_tiling": "tiles",
 }
 _MODULES = ("_C", "engine", "forecast", "nn", "ops", "pretrained", "schedule", "tiles", "utils", "zero")
 

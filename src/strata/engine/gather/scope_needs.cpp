@@ -27,12 +27,8 @@ Bytes fetched_together(const EngineOptions& options, std::span<const plan::Scope
 }
 
 Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units) {
-  Bytes tile;
-  for (const Unit& unit : units) {
-    if (unit.spec.tile())
-      tile = std::max(tile, bytes_of(unit.layout.padded(), options.reduce_dtype));
-  }
-  return tile.value > 0 ? std::min(options.max_reducing, tile * 2) : options.max_reducing;
+  const bool tiles = std::ranges::any_of(units, [](const Unit& unit) { return unit.spec.tile(); });
+  return tiles ? Bytes() : options.max_reducing;
 }
 
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {

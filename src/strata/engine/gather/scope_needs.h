@@ -19,8 +19,9 @@ Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Uni
 Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
                        std::span<const Unit> units);
 
-// How many bytes of gradients may be under reduction: EngineOptions::max_reducing, but no more than
-// two tiles where there are some, since the device has no room for more.
+// How many bytes of gradients may be under reduction before the next ones are written:
+// EngineOptions::max_reducing; where there are tiles none, since the device has no room for more
+// than the one that is written.
 Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units);
 
 // The units in the order of their uses in a pass, as far as one can tell before the first: forward
