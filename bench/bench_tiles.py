@@ -5,8 +5,8 @@ and peak memory and time of a head with its loss.
 
 Engines of every tile size train the same module in one process, a step each in turns; a step is forward, backward and
 update in bf16. On one rank nothing travels, so what remains is that products are smaller. The loss is measured on
-rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy`` of a weight and of tiles, and Liger's fused
-kernel where it can be imported. Rank 0 prints a line of JSON for each result: medians, and the fastest.
+rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy``, and Liger's fused kernel where it can be
+imported. Rank 0 prints a line of JSON for each result: medians, and the fastest.
 """
 
 import argparse

@@ -5,7 +5,7 @@ import copy
 import pytest
 import strata
 import torch
-from devices import test_device
+from devices import needs_a_gpu_each, test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiled_models import ADAMW, IDS, TiledModel, batches_of, loss_of, make_tiled, tiled_config
@@ -81,6 +81,11 @@ CASES = [
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_tiles_train_as_plain_torch_does(world):
     run_ranks(world, _against_plain, CASES)
+
+
+@needs_a_gpu_each
+def test_ranks_that_gather_together_train_so_too():
+    run_ranks(2, _against_plain, [(True, (), "fp32", 1, {"strata": {"collectives": "c10d"}})])
 
 
 def _embedding_bits():

@@ -8,7 +8,7 @@ import pytest
 import strata
 import torch
 import transformers as hf
-from devices import test_device
+from devices import shares_a_gpu, test_device
 from hf_models import MODELS, VOCABULARY
 from plain_torch import PlainTrainer
 from ranks import run_ranks
@@ -103,12 +103,13 @@ def test_models_train_as_plain_torch_does(world):
         assert "model.layers.0.mlp.experts.down_proj" in cut["mixtral"]
 
 
-def _experts(name):
+def _experts(name, collectives):
     """Of tokens of which each takes two experts, in tiles of one expert and whole."""
     rank, world = rank_and_world()
     trained = []
     for config in (_config(BYTES[name]), _config(1 << 30)):
         config["strata"]["tiles"]["match"] = ["*.experts.*"]
+        config["strata"]["collectives"] = collectives
         model = _model(name)
         model.set_experts_implementation("eager")
         engine = make_engine(model, config)
@@ -120,9 +121,11 @@ def _experts(name):
     return differences(*trained)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_in_tiles_train_to_the_same_bits(name):
-    assert run_ranks(2, _experts, name) == [[], []]
+@pytest.mark.parametrize("name, collectives", [("qwen3_moe", "auto"), ("mixtral", "auto"), ("qwen3_moe", "c10d")])
+def test_experts_in_tiles_train_to_the_same_bits(name, collectives):
+    if collectives == "c10d" and shares_a_gpu():
+        pytest.skip("NCCL wants a GPU for each rank")
+    assert run_ranks(2, _experts, name, collectives) == [[], []]
 
 
 def _loads_and_saves(folder):

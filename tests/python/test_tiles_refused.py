@@ -143,7 +143,13 @@ def _too_much():
     with pytest.raises(strata.UsageError, match="an id of 'embedding.weight' is not among its 40 rows"):
         engine(torch.full((1, 2), 40, device=test_device()))
     engine(batches_of(1, 2)[0][0])
-    engine.destroy()
+    with pytest.raises(strata.UsageError, match="'embedding.weight' is used in tiles by an engine that lives.*"
+                                                "keep_values=True"):
+        make_engine(model, tiled_config())
+    engine.destroy(keep_values=True)
+    make_engine(model, tiled_config()).destroy()
+    with pytest.raises(strata.UsageError, match="parameters of this model are empty"):
+        make_engine(model, tiled_config())
 
 
 def test_what_is_too_much_at_once_says_what_to_use():

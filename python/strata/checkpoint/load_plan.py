@@ -96,20 +96,22 @@ class LoadPlan:
                 self._buffers.append((buffer, tensor))
         self.absent_buffers = absent
 
-    def read(self, core, known):
+    def read(self, core, known=None):
         """Collective: reads this rank's part of what lies in the files as it is.
 
         Memory: the engine's staging ring.
 
         Args:
             core: a _C.ShardedModel.
-            known: of its engine.
+            known: of its engine; None: places among the parameters are indices in ``core``.
 
         Raises:
             IoError: on every rank; names the first that failed.
         """
-        weight_map, indices = self._map, [known[place].parts[0].index for place in self._indices]
-        if any(len(known[place].parts) > 1 for place in self._indices):
+        weight_map, indices = self._map, self._indices
+        if known is not None:
+            indices = [known[place].parts[0].index for place in self._indices]
+        if known is not None and any(len(known[place].parts) > 1 for place in self._indices):
             sources, indices = [], []
             for place, source in zip(self._indices, self._sources):
                 for part in known[place].parts:
@@ -118,16 +120,16 @@ class LoadPlan:
             weight_map = _C.WeightMap(sources, self._checkpoint)
         _C.load_ranges(core, self._checkpoint, weight_map, indices)
 
-    def compute(self, core, known):
+    def compute(self, core, known=None):
         """The rest, after ``read``: tensors that must be computed, and buffers; then all ranks call
         ``_C.weights_changed``.
 
         Memory: one of the tensors and its sources.
         """
         for place, tensor in self._computed:
-            _store(core, known[place], tensor.compute(self._checkpoint.read))
+            _store(core, place, known, tensor.compute(self._checkpoint.read))
         for place, value in self._constructed:
-            _store(core, known[place], value)
+            _store(core, place, known, value)
         for buffer, tensor in self._buffers:
             buffer.copy_(tensor.compute(self._checkpoint.read))
 
@@ -172,12 +174,12 @@ def _of_part(source, part, known):
     return f"{name}[{part.first}:]", [part.numel], dtype, found
 
 
-def _store(core, known, value):
-    if len(known.parts) == 1:
-        _C.store(core, known.parts[0].index, value)
+def _store(core, place, known, value):
+    if known is None or len(known[place].parts) == 1:
+        _C.store(core, place if known is None else known[place].parts[0].index, value)
         return
     flat = value.reshape(-1)
-    for part in known.parts:
+    for part in known[place].parts:
         _C.store(core, part.index, flat[part.first : part.first + part.numel])
 
 
