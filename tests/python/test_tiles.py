@@ -151,6 +151,32 @@ def test_offloading_changes_no_bit(tmp_path):
     assert run_ranks(2, _offloaded, tmp_path) == [[[]] * 3] * 2
 
 
+def _momentum(folder, rows, saves):
+    """An optimizer of the user's; the same data on every rank."""
+    rank, world = rank_and_world()
+    model = make_tiled(tied=True)
+    config = tiled_config(rows=rows, checkpoint={"async": True})
+    del config["optimizer"]
+    engine = make_engine(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    if saves:
+        for batch in batches_of(STEPS, 1):
+            train_step(engine, batch[0], loss_of)
+        engine.save_checkpoint(folder, "trained")
+    else:
+        engine.load_checkpoint(folder, "trained")
+    bits = {f"momentum {name}": strata.utils.safe_get_full_optimizer_state(p, "momentum_buffer").cpu()
+            for name, p in model.named_parameters()}
+    bits |= {name: value.cpu() for name, value in full_parameters(model).items()}
+    engine.destroy()
+    return bits
+
+
+def test_an_optimizer_of_the_users_goes_on_with_other_tiles_at_other_ranks(tmp_path):
+    saved = run_ranks(2, _momentum, tmp_path, 9, True)[0]
+    for world, rows in ((3, 5), (1, 1000)):
+        assert not differences(run_ranks(world, _momentum, tmp_path, rows, False)[0], saved)
+
+
 def _few_at_once():
     rank, world = rank_and_world()
     torch.manual_seed(0)
