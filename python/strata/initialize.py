@@ -183,12 +183,12 @@ def assemble(
         engine_class: of the engine.
         The others are ``initialize``'s.
     """
-    cut_parameters = _tiling(config, runtime.device, collectives)
+    cut_parameters = _tiling(config, runtime.device, collectives, tree)
     try:
         with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
             _require_filled_in(config, optimizer, lr_scheduler)
             sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
-            cut_parameters(tree, born_flat)
+            cut_parameters(born_flat)
         progress = start_up.progress(collectives.rank, collectives.world_size)
         with start_up.phase("make engine"):
             runtime = runtime.joined(collectives)
@@ -208,14 +208,14 @@ def assemble(
     return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _tiling(config, device, collectives):
-    """(tree, born_flat) -> None: cuts what is too large to gather. Collective at stage 3 on GPUs."""
+def _tiling(config, device, collectives, tree):
+    """born_flat -> None: cuts what is too large to gather. Collective at stage 3 on GPUs."""
     if config.stage != 3:
-        return lambda tree, born_flat: None
+        return lambda born_flat: None
     from .tiles.budget import Budget, cut_parameters  # not at `import strata`
 
-    budget = Budget.of_rank(config, device, collectives)
-    return lambda tree, born_flat: cut_parameters(tree, config, budget, born_flat)
+    budget = Budget.of_rank(config, device, collectives, tree)
+    return lambda born_flat: cut_parameters(tree, config, budget, born_flat)
 
 
 def _find_config(args, config, config_params):

@@ -6,7 +6,7 @@ import torch
 
 from . import _C
 from .config_source import read_config
-from .gathered import GatheredParameters
+from .gathered_parameters import GatheredParameters
 from .model.constructors import ConstructorWatch
 from .model.looks import BornParameters, Looks, open_looks, references
 from .model.model_input import describe_modules, describe_parameters

@@ -1,5 +1,7 @@
 """What cannot be used in tiles is refused by name, with numbers, and leaves the model as it was; and rules of users."""
 
+import logging
+
 import pytest
 import strata
 import torch
@@ -116,6 +118,32 @@ def _own_rule():
 
 def test_a_rule_of_the_users_trains_its_module():
     run_ranks(2, _own_rule)
+
+
+def _nobody_asked():
+    from strata.tiles.budget import Budget
+
+    of_rank, Budget.of_rank = Budget.of_rank, classmethod(lambda cls, config, *_: cls(config, 3000))
+    try:
+        torch.manual_seed(0)
+        model = Model().to(test_device())
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("strata").addHandler(handler)
+        config = tiled_config()
+        del config["strata"]
+        engine = make_engine(model, config)
+        assert tiles_of(model.up.table) is None and len(tiles_of(model.down.weight)) == 2
+        assert any("'up.table' takes more than half" in text and "no tiling rule for Scaled" in text for text in said)
+        train_step(engine, batches_of(1, 2)[0][0], loss_of)
+        engine.destroy()
+    finally:
+        Budget.of_rank = of_rank
+
+
+def test_what_nobody_asked_for_is_no_error():
+    run_ranks(2, _nobody_asked)
 
 
 def _too_much():

@@ -16,23 +16,26 @@ class Budget:
         largest: int, bytes; what takes more is cut. None: nothing is.
         tile: int, bytes of a tile at most.
         read: int, bytes of a parameter that is cut which may be whole for a reader outside its modules; None: any.
+        asked: bool, whether the configuration says it; what nobody asked for is no error where it cannot be had.
     """
 
-    def __init__(self, config, free):
-        self.read = free
-        self.largest = free if config.tile_max is None else config.tile_max
-        self.tile = _TILE if config.tile_max is None else config.tile_max
+    def __init__(self, config, half):
+        self.read = half
+        self.asked = config.tile_max is not None
+        self.largest = config.tile_max if self.asked else half
+        self.tile = config.tile_max if self.asked else min(_TILE, half or _TILE)
         if config.stage != 3:
             self.largest = None
 
     @classmethod
-    def of_rank(cls, config, device, collectives):
-        """Collective, at stage 3 on a GPU: half of the least that a rank has free there. A parameter that takes more
-        fits beside its gradient in no case."""
+    def of_rank(cls, config, device, collectives, tree):
+        """Collective, at stage 3 on a GPU: half of the least that a rank has free there, beside the model, which gives
+        its memory up. A parameter that takes more fits beside its gradient in no case."""
         if device.type != "cuda" or config.stage != 3:
             return cls(config, None)
-        free = torch.cuda.mem_get_info(device)[0] // 2
-        return cls(config, min(int(text) for text in collectives.all_gather_text(str(free))))
+        free = torch.cuda.mem_get_info(device)[0]
+        free += sum(p.numel() * p.element_size() for _, p in tree.parameters if p.device == device)
+        return cls(config, min(int(text) for text in collectives.all_gather_text(str(free // 2))))
 
     @classmethod
     def of_job(cls, config, device, device_memory):

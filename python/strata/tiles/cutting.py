@@ -1,5 +1,6 @@
 """Cuts what is too large of a model into tiles, before an engine plans its units, and takes that back."""
 
+import logging
 import math
 
 from .. import _C
@@ -9,6 +10,12 @@ from . import builtin
 from .causal import install as install_causal_loss
 from .parameter import mark_tiled, unmark_tiled
 from .rules import find_rule
+
+logger = logging.getLogger("strata")
+
+def _serves(rule, module, name):
+    return rule is not None and name in rule.parameters and "forward" not in module.__dict__
+
 
 class Cut:
     """The parameters of one model that are in tiles. What fails within the constructor leaves the model as it was.
@@ -47,6 +54,8 @@ class Cut:
             for name, parameter in dict.items(module._parameters):
                 if id(parameter) in large:
                     homes.setdefault(id(parameter), []).append((path, module, name))
+        if not self._budget.asked:
+            large = {key: name for key, name in large.items() if self._has_rules(name, homes[key])}
         installing = {}  # id(module) -> (module, rule, {name: Tiles})
         parameters = []
         for name, parameter in self._tree.parameters:
@@ -64,6 +73,16 @@ class Cut:
         self._undo.extend(filter(None, (install_causal_loss(m, heads) for _, m, _ in self._tree.modules if heads)))
         self._tree.parameters = parameters
 
+    def _has_rules(self, name, homes):
+        """Whether what nobody asked to have in tiles can be; says so where not."""
+        unknown = [module for _, module, own in homes if not _serves(find_rule(module), module, own)]
+        if unknown:
+            logger.warning(
+                "'%s' takes more than half of what the device has free, and there is no tiling rule for %s: it is "
+                "gathered whole. strata.register_tiling gives it one", name, type(unknown[0]).__name__,
+            )
+        return not unknown
+
     def _is_large(self, name, parameter):
         shape = self._shape(parameter)
         if not shape:
@@ -77,7 +96,7 @@ class Cut:
         ranges = None
         for path, module, own in homes:
             rule = find_rule(module)
-            if rule is None or own not in rule.parameters or "forward" in module.__dict__:
+            if not _serves(rule, module, own):
                 raise _C.ConfigError(self._no_rule(name, shape, row_bytes, path, module, rule, own))
             rule.require(module)
             found = [tuple(r) for r in rule.cut(module, own, name, shape[0], row_bytes, self._budget.tile)]
@@ -100,7 +119,6 @@ class Cut:
 
     def _no_rule(self, name, shape, row_bytes, path, module, rule, own):
         nbytes = shape[0] * row_bytes
-        said = "strata.tiles.max_gather" if self._config.tile_max is not None else "half of what the device has free"
         why = f"no tiling rule for {type(module).__name__}"
         if rule is not None and own not in rule.parameters:
             why = f"the tiling rule of {type(module).__name__} does not know its '{own}'"
@@ -108,7 +126,8 @@ class Cut:
             why = f"that module has a forward of its own in place of {type(module).__name__}'s"
         return (
             f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
-            f"gathered at once ({said}), and there is {why} ('{path}'). Register one, strata.register_tiling("
+            f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
+            "strata.register_tiling("
             f"{type(module).__name__}, rule) with an instance of strata.tiles.TilingRule, or give "
             "strata.tiles.max_gather more, or leave it out by strata.tiles.match"
         )

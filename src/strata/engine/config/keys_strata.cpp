@@ -113,8 +113,8 @@ constexpr std::array kStrataKeys{
         "most bytes of one parameter that are gathered at once: a larger one is cut into tiles of "
         "at most so many. null or \"auto\": tiles of 256 MiB of what takes more than half of what "
         "a "
-        "rank's GPU has free at the start, since it would fit beside its gradient in no case; on "
-        "CPU ranks: none",
+        "rank's GPU has free beside the model at the start, where there is a rule for it; on CPU "
+        "ranks: none",
         ""},
     Key{"strata.tiles.match", kStrings, "[]", "", kHonoured,
         "patterns of names: of the parameters that are larger, only those that one of them names "
