@@ -30,6 +30,10 @@ void bind_recipe(py::module_& module);
 // Adds what steps did.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
+// Adds how tiles are cut and used.
+void bind_tiles(py::module_& module,
+                py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
+
 // How start-up went on this rank, so far.
 py::dict init_report(torch::ShardedModel& model);
 py::object placement(torch::ShardedModel& model);

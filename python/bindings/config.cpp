@@ -105,6 +105,12 @@ void bind_config(py::module_& module) {
       .def_property_readonly("partition_stream_chunk",
                              [](const Config& c) { return c.zero.partition_stream_chunk.value; })
       .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
+      .def_property_readonly("tile_max",
+                             [](const Config& c) -> std::optional<std::int64_t> {
+                               if (!c.strata.tile_max) return std::nullopt;
+                               return c.strata.tile_max->value;
+                             })
+      .def_property_readonly("tile_matches", [](const Config& c) { return c.strata.tile_matches; })
       .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })
       .def_property_readonly("hints",
                              [](const Config& c) {

@@ -8,9 +8,11 @@ namespace {
 
 using torch::ShardedModel;
 
-// (name, tensor, full shape, has values, group, owner, index there)
+// (name, shape, first element in it, modules that use it), of the parameter that a tile is part of
+using TileTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, int>;
+// (name, tensor, full shape, has values, group, owner, index there, tile)
 using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
-                                  std::shared_ptr<ShardedModel>, int>;
+                                  std::shared_ptr<ShardedModel>, int, std::optional<TileTuple>>;
 // (path, class name, parent, own parameters, callable, read in backward, leaf)
 using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool, bool>;
 // (lr, beta1, beta2, eps, weight decay)
@@ -24,11 +26,19 @@ engine::UpdateRule rule_from(const std::string& name) {
   return engine::UpdateRule::kExternal;
 }
 
+std::optional<plan::TileOf> tile_from(const std::optional<TileTuple>& tile) {
+  if (!tile) return std::nullopt;
+  const auto& [name, shape, first, uses] = *tile;
+  return plan::TileOf{name, shape, Numel(first), uses};
+}
+
 torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
                              const std::vector<ModuleTuple>& modules) {
   torch::ModelInput input;
-  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index] : parameters) {
-    input.parameters.push_back({name, tensor, shape, has_values, group, owner, owner_index});
+  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index, tile] :
+       parameters) {
+    input.parameters.push_back(
+        {name, tensor, shape, has_values, group, owner, owner_index, tile_from(tile)});
   }
   for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules) {
     input.tree.push_back({path, class_name, parent, params, callable, read_in_backward, leaf});
@@ -329,6 +339,7 @@ void bind_model(py::module_& module) {
              py::arg("host_memory"));
   bind_training(model);
   bind_values(model);
+  bind_tiles(module, model);
   bind_steps(model);
 }
 

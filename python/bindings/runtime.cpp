@@ -58,7 +58,7 @@ torch::ModelRuntime storing(torch::ModelRuntime runtime, const engine::Config& c
   const engine::EngineOptions options = engine::engine_options_from(config, DType::kFloat32);
   if (options.weights.uses(memory::Tier::kNvme)) {
     const int rank = runtime.collectives->rank();
-    runtime.states = offload::make_state_store(options.weights, *runtime.device, rank).store;
+    runtime.states = offload::make_stores({}, options.weights, *runtime.device, rank).weights;
   }
   return runtime;
 }

@@ -36,13 +36,15 @@ _HOMES = {  # name: the module that has it
     "add_config_arguments": "command_line",
     "init_distributed": "ranks.runtime",
     "initialize": "initialize",
+    "iter_pieces": "tiles.host_copy",
     "load_pretrained": "pretrained",
     "load_weights": "pretrained",
     "memory_forecast": "forecast",
+    "register_tiling": "tiles",
 }
-_MODULES = ("_C", "engine", "forecast", "ops", "pretrained", "schedule", "utils", "zero")
+_MODULES = ("_C", "engine", "forecast", "nn", "ops", "pretrained", "schedule", "tiles", "utils", "zero")
 
-__all__ = [*_HOMES, "ops", "schedule", "utils", "zero"]
+__all__ = [*_HOMES, "nn", "ops", "schedule", "tiles", "utils", "zero"]
 
 
 def __getattr__(name):

@@ -14,8 +14,9 @@ from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
-from .model.ownership import give_up_ownership, take_ownership
+from .model.ownership import give_up_ownership, give_up_values, take_ownership
 from .model.placement import move_buffers
+from .model.tiles import known_parameters, tile_of
 from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import unwatch, watch
 from .schedule import Advance
@@ -33,6 +34,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
         optimizer: ``ShardedOptimizer`` or None.
         lr_scheduler: stepped by ``step()`` after every applied update; or None.
         core: the C++ model (_C.ShardedModel).
+        known: [``strata.model.tiles.Known``], the model's parameters and what ``core`` has of each.
         timers, tput_timer, monitor: ``Timers``, ``ThroughputTimer`` and ``NoMonitor`` of ``strata.clocks``.
         init_report: how start-up went, a dict, the same on every rank: ``tier`` (the way that the values took) and
             ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
@@ -63,7 +65,12 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
             tell_of_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
-        self._described = [(*entry[:5], None, 0) for entry in parameters]  # earlier owners may go
+        self._described = [(*entry[:5], None, 0, entry[7]) for entry in parameters]  # earlier owners may go
+        self.known = known_parameters(self._described)
+        self._cut = tree.cut
+        for index, (_, parameter, *_) in enumerate(parameters):
+            if tile_of(parameter)[1] is not None:
+                tile_of(parameter)[1].bind(self.core, index)
         take_ownership(self.core, parameters, config.stage)
         self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
         self._restore_arguments = intercept_arguments(
@@ -286,6 +293,8 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
         give_up_ownership(self._described)
+        if self._cut is not None:
+            give_up_values(self._cut.undo())
         if failure is not None:
             raise failure
 

@@ -3,7 +3,12 @@
 from collections import OrderedDict
 
 from . import _C
-from .checkpoint.whole_weights import save_whole, set_whole_weights, whole_state_dict
+
+
+def _whole_weights():
+    from .checkpoint import whole_weights  # not before somebody asks for them
+
+    return whole_weights
 
 
 class EngineWeights:
@@ -15,7 +20,7 @@ class EngineWeights:
         self.core.require_weights("a state dict")
         self.core.require_own_memory()
         if self._config.stage >= 3:
-            return whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
+            return _whole_weights().whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
         frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in self.module.state_dict().items()
                 if not (exclude_frozen_parameters and name in frozen)}
@@ -30,7 +35,7 @@ class EngineWeights:
         Raises:
             UsageError: with ``strict``, where names do not fit; shapes that do not.
         """
-        return set_whole_weights(self, state_dict, strict)
+        return _whole_weights().set_whole_weights(self, state_dict, strict)
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """{name: tensor} under the model's own names, those of ``engine.module``.
@@ -43,7 +48,7 @@ class EngineWeights:
         self.core.require_own_memory()
         if self._config.stage < 3:
             return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        found = whole_state_dict(self.module, self.global_rank == 0) or {}
+        found = _whole_weights().whole_state_dict(self.module, self.global_rank == 0) or {}
         destination = OrderedDict() if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())
         return destination
@@ -65,11 +70,11 @@ class EngineWeights:
         wrapped = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
         if wrapped and not hasattr(self.module, "module"):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        return set_whole_weights(self, state_dict, strict)
+        return _whole_weights().set_whole_weights(self, state_dict, strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
         """Whole weights on the host of rank 0, None on the others. Collective."""
-        return whole_state_dict(self.module, self.global_rank == 0, not exclude_frozen_parameters)
+        return _whole_weights().whole_state_dict(self.module, self.global_rank == 0, not exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -86,7 +91,7 @@ class EngineWeights:
         """
         if self._config.stage >= 3 and not self._config.gather_16bit_weights_on_model_save:
             return False
-        save_whole(self, save_dir, save_filename, not exclude_frozen_parameters)
+        _whole_weights().save_whole(self, save_dir, save_filename, not exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model

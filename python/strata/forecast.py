@@ -4,6 +4,7 @@ from . import _C
 from .initialize import make_optimizer, parse_config
 from .model.model_input import ModelTree, describe_modules, describe_parameters
 from .optimizer import groups_of
+from .tiles.budget import Budget, cut_parameters
 
 
 def memory_forecast(
@@ -54,7 +55,12 @@ def memory_forecast(
     parsed = parse_config(config, world_size)
     tree = ModelTree(model)
     sharded_optimizer, rule = make_optimizer(parsed, tree, optimizer, model_parameters)
-    parameters = describe_parameters(tree, groups_of(sharded_optimizer))
-    modules = describe_modules(tree)
-    return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0,
-                           tier, device_memory, host_memory)
+    cut_parameters(tree, parsed, Budget.of_job(parsed, device, device_memory))
+    try:
+        parameters = describe_parameters(tree, groups_of(sharded_optimizer))
+        modules = describe_modules(tree)
+        return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0,
+                               tier, device_memory, host_memory)
+    finally:
+        if tree.cut is not None:
+            tree.cut.undo()

@@ -6,6 +6,9 @@ from . import _C
 from .model.owner import owner_of
 from .model.parameter import is_managed
 from .ranks.runtime import rank_and_world_size
+from .tiles.host_copy import HostCopies
+
+__all__ = ["GatheredParameters"]
 
 _ITS_OWN = 0  # memory of the engine's
 
@@ -16,7 +19,8 @@ class GatheredParameters:
 
     Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
     must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
-    owns are ignored.
+    owns are ignored. A parameter that is used in tiles is whole on the host, not on the model's device;
+    ``strata.iter_pieces`` gives it piece by piece.
 
     Args:
         params: a Parameter, or an iterable of Parameters.
@@ -27,7 +31,8 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        UsageError: ``modifier_rank`` is not a rank of the job. At the end, on each rank that has changed a parameter in
+        UsageError: ``modifier_rank`` is not a rank of the job; the host has no room for a parameter that is used in
+            tiles. At the end, on each rank that has changed a parameter in
             place, or given it other memory (``p.data = tensor``), though ``modifier_rank`` is None; the change is lost
             where the parameter is sharded. Changes in place past autograd's count of them (``p.data.mul_(2)``) are not
             seen. With ``modifier_rank``, where a parameter was given a tensor of another shape or dtype.
@@ -37,10 +42,13 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._by_core = {}
         self._managed = {}  # id -> parameter
+        self._copies = HostCopies()  # of parameters that are used in tiles
         if not enabled:
             return
         _require_rank(modifier_rank)
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            if self._copies.add(parameter):
+                continue
             core, index = owner_of(parameter)
             if core is not None:
                 self._by_core.setdefault(id(core), (core, set()))[1].add(index)
@@ -50,6 +58,7 @@ class GatheredParameters:
     def __enter__(self):
         self._held = []
         try:
+            self._copies.make()
             for core, indices in self._by_core.values():
                 indices = sorted(indices)
                 core.gather(indices)
@@ -68,6 +77,7 @@ class GatheredParameters:
             if kind is not None:
                 self._put_back()
             elif self._modifier_rank is not None:
+                self._copies.end(self._modifier_rank)
                 for core, indices in self._held:
                     core.publish(indices, self._modifier_rank)
                 for parameter in self._managed.values():
@@ -88,6 +98,7 @@ class GatheredParameters:
                 core.put_back([index])
 
     def _release(self):
+        self._copies.end(None)
         held, self._held = self._held, []
         for core, indices in held:
             core.release(indices, True)

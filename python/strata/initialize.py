@@ -183,14 +183,21 @@ def assemble(
         engine_class: of the engine.
         The others are ``initialize``'s.
     """
-    with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
-        _require_filled_in(config, optimizer, lr_scheduler)
-        sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
-    progress = start_up.progress(collectives.rank, collectives.world_size)
-    with start_up.phase("make engine"):
-        runtime = runtime.joined(collectives)
-        engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
-        start_up.core = engine.core
+    cut_parameters = _tiling(config, runtime.device, collectives, tree)
+    try:
+        with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
+            _require_filled_in(config, optimizer, lr_scheduler)
+            sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
+            cut_parameters(born_flat)
+        progress = start_up.progress(collectives.rank, collectives.world_size)
+        with start_up.phase("make engine"):
+            runtime = runtime.joined(collectives)
+            engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
+            start_up.core = engine.core
+    except BaseException:
+        if tree.cut is not None:
+            tree.cut.undo()
+        raise
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine)
         if rule == "external":
@@ -199,6 +206,16 @@ def assemble(
     engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn) if training_data is not None else None
     _log_hints(config, engine)
     return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _tiling(config, device, collectives, tree):
+    """born_flat -> None: cuts what is too large to gather. Collective at stage 3 on GPUs."""
+    if config.stage != 3:
+        return lambda born_flat: None
+    from .tiles.budget import Budget, cut_parameters  # not at `import strata`
+
+    budget = Budget.of_rank(config, device, collectives, tree)
+    return lambda born_flat: cut_parameters(tree, config, budget, born_flat)
 
 
 def _find_config(args, config, config_params):

@@ -8,6 +8,7 @@ import weakref
 import torch
 
 from . import _C
+from .model.tiles import known_as
 
 logger = logging.getLogger("strata")
 
@@ -137,7 +138,7 @@ def tell_of_left_out(parameters, groups, rank):
         UsageError: where all are.
     """
     trainable = [(name, parameter) for name, parameter, *_ in parameters if parameter.requires_grad]
-    left_out = [name for name, parameter in trainable if id(parameter) not in groups]
+    left_out = [name for name, parameter in trainable if id(known_as(parameter)) not in groups]
     if not left_out:
         return
     if len(left_out) == len(trainable):

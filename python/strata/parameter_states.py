@@ -6,7 +6,8 @@ the run of elements that this rank owns, of one dimension, empty on ranks that o
 setting master weights are collective: every rank calls them in the same order. Setting takes this rank's part of
 what it is given. Every getter returns None where there is no such state on any rank: of a frozen parameter, of a
 parameter that no engine owns, a gradient before the first reduction of a step or after the step, a state before the
-first step. These functions wait for the device; they are for use between ``engine.backward()`` and
+first step. Of a parameter that is used in tiles a whole one is on the host, and a rank's part is what it owns of each
+tile, one after the other. These functions wait for the device; they are for use between ``engine.backward()`` and
 ``engine.step()``, or between steps.
 """
 
@@ -14,6 +15,7 @@ import torch
 
 from . import _C
 from .model.ownership import owner_of
+from .model.tiles import tiles_of
 
 
 def safe_get_full_fp32_param(param):
@@ -90,6 +92,8 @@ _OURS = ("master", "gradient", "exp_avg", "exp_avg_sq")
 
 
 def _read(param, name, whole):
+    if tiles_of(param) is not None:
+        return _read_tiles(tiles_of(param), name, whole)
     core, index = owner_of(param)
     if core is None:
         return None
@@ -102,7 +106,34 @@ def _read(param, name, whole):
     return values.view(core.full_shape(index)) if values is not None and whole else values
 
 
+def _read_tiles(tiles, name, whole):
+    values = torch.empty(tiles.shape) if whole else []
+    for tile in tiles:
+        part = _read(tile.parameter, name, whole)
+        if part is None:  # and so of all, on every rank
+            return None
+        if whole:
+            values[tile.begin : tile.end] = part
+        else:
+            values.append(part)
+    return values if whole else torch.cat(values)
+
+
+def _write_tiles(tiles, name, value, whole):
+    if whole and value.shape != tiles.shape:
+        raise _C.UsageError(f"wanted a value of the parameter's shape {list(tiles.shape)}; found {list(value.shape)}")
+    sizes = [last - first for first, last in (_C.state_range(tile.core, tile.index) for tile in tiles)]
+    if not whole and value.numel() != sum(sizes):
+        raise _C.UsageError(f"this rank's part of '{tiles.name}' has {sum(sizes)} elements; found {value.numel()}")
+    parts = [value[tile.begin : tile.end] for tile in tiles] if whole else value.split(sizes)
+    for tile, part in zip(tiles, parts):
+        _write(tile.parameter, name, part, whole)
+
+
 def _write(param, name, value, whole):
+    if tiles_of(param) is not None:
+        _write_tiles(tiles_of(param), name, value, whole)
+        return
     core, index = owner_of(param)
     if core is None:
         raise _C.UsageError("only states of a model under the engine can be set; found a parameter that no engine owns")

@@ -114,7 +114,7 @@ def load_weights(engine, path, strict=False):
     """
     with together(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
-        parameters = [(i, entry[1], entry[2]) for i, entry in enumerate(engine._described)]
+        parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]
         names, buffers = _names_of(engine.module)
         entries = _entries(parameters, names, engine._config)
         plan = LoadPlan(engine.module, checkpoint, path, entries, buffers, strict)
@@ -314,9 +314,9 @@ def _entries(parameters, names, config):
 
 def _load(engine, plan, start_up):
     with start_up.phase("meet"):
-        plan.read(engine.core)
+        plan.read(engine.core, engine.known)
         with together(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
-            plan.compute(engine.core)
+            plan.compute(engine.core, engine.known)
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:
         plan.warn()

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from .. import _C
+from ..model.tiles import tiles_of
 from ..ranks.joint import together
+from ..tiles.host_copy import values_on_host
 from .names import state_names
 
 # Methods of PEFT whose state is in the adapter's file as it is, so that it can be read into a model without values.
@@ -155,8 +157,11 @@ def save_adapters(engine, folder):
         wanted = {id(t) for adapter in named for t in _in_file(model, adapter, state).values()}
         prompts = {id(p) for p in model.prompt_encoder.parameters()} if len(named) < len(model.peft_config) else set()
     values = {id(b): b.detach().cpu() for b in buffers.values() if id(b) in wanted}
-    for index, (_, parameter, *_) in enumerate(engine._described):
-        if id(parameter) in wanted:
+    for known in engine.known:
+        parameter, index = known.parameter, known.parts[0].index
+        if id(parameter) in wanted and tiles_of(parameter) is not None:
+            values[id(parameter)] = values_on_host(parameter, writes)
+        elif id(parameter) in wanted:
             engine.core.gather([index])
             if writes:
                 values[id(parameter)] = parameter.detach().cpu().clone()

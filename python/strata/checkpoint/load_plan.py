@@ -2,6 +2,7 @@
 that does not fit is refused before anything is stored."""
 
 import logging
+import math
 
 from .. import _C
 from .names import model_tensors
@@ -26,7 +27,7 @@ class LoadPlan:
         model: the module, for its naming rules.
         checkpoint: a _C.Checkpoint.
         path: of the checkpoint, for messages.
-        parameters: [(index in the engine, [names], full shape, torch dtype of the weight)].
+        parameters: [(place among the model's parameters, [names], full shape, torch dtype of the weight)].
         buffers: {name: persistent buffer}.
         strict: tensors that the model has no use for are an error; else a warning.
         contents: ``Contents`` of the checkpoint, where they have been made.
@@ -73,6 +74,7 @@ class LoadPlan:
         self._plan_buffers(buffers, found, problems)
         if problems:
             raise _C.FormatError(_listing(f"{path}: tensors of another shape than the model's:", problems))
+        self._sources = sources
         self._map = _C.WeightMap(sources, checkpoint)
 
     def _pieces(self, tensor):
@@ -94,26 +96,40 @@ class LoadPlan:
                 self._buffers.append((buffer, tensor))
         self.absent_buffers = absent
 
-    def read(self, core):
+    def read(self, core, known=None):
         """Collective: reads this rank's part of what lies in the files as it is.
 
         Memory: the engine's staging ring.
 
+        Args:
+            core: a _C.ShardedModel.
+            known: of its engine; None: places among the parameters are indices in ``core``.
+
         Raises:
             IoError: on every rank; names the first that failed.
         """
-        _C.load_ranges(core, self._checkpoint, self._map, self._indices)
+        weight_map, indices = self._map, self._indices
+        if known is not None:
+            indices = [known[place].parts[0].index for place in self._indices]
+        if known is not None and any(len(known[place].parts) > 1 for place in self._indices):
+            sources, indices = [], []
+            for place, source in zip(self._indices, self._sources):
+                for part in known[place].parts:
+                    sources.append(_of_part(source, part, known[place]))
+                    indices.append(part.index)
+            weight_map = _C.WeightMap(sources, self._checkpoint)
+        _C.load_ranges(core, self._checkpoint, weight_map, indices)
 
-    def compute(self, core):
+    def compute(self, core, known=None):
         """The rest, after ``read``: tensors that must be computed, and buffers; then all ranks call
         ``_C.weights_changed``.
 
         Memory: one of the tensors and its sources.
         """
-        for index, tensor in self._computed:
-            _C.store(core, index, tensor.compute(self._checkpoint.read))
-        for index, value in self._constructed:
-            _C.store(core, index, value)
+        for place, tensor in self._computed:
+            _store(core, place, known, tensor.compute(self._checkpoint.read))
+        for place, value in self._constructed:
+            _store(core, place, known, value)
         for buffer, tensor in self._buffers:
             buffer.copy_(tensor.compute(self._checkpoint.read))
 
@@ -131,17 +147,40 @@ class LoadPlans:
     def __init__(self, plans):
         self._plans = list(plans)
 
-    def read(self, core):
+    def read(self, core, known):
         for plan in self._plans:
-            plan.read(core)
+            plan.read(core, known)
 
-    def compute(self, core):
+    def compute(self, core, known):
         for plan in self._plans:
-            plan.compute(core)
+            plan.compute(core, known)
 
     def warn(self):
         for plan in self._plans:
             plan.warn()
+
+
+def _of_part(source, part, known):
+    """What a tile is made of, of what its parameter is made of."""
+    name, shape, dtype, pieces = source
+    if len(known.parts) == 1:
+        return source
+    found = []
+    for tensor, whole_shape, at, begin, numel in pieces:
+        numel = math.prod(whole_shape) - begin if numel is None else numel
+        first, end = max(at, part.first), min(at + numel, part.first + part.numel)
+        if first < end:
+            found.append((tensor, whole_shape, first - part.first, begin + first - at, end - first))
+    return f"{name}[{part.first}:]", [part.numel], dtype, found
+
+
+def _store(core, place, known, value):
+    if known is None or len(known[place].parts) == 1:
+        _C.store(core, place if known is None else known[place].parts[0].index, value)
+        return
+    flat = value.reshape(-1)
+    for part in known[place].parts:
+        _C.store(core, part.index, flat[part.first : part.first + part.numel])
 
 
 def _listing(what, names):

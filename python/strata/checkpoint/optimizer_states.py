@@ -25,7 +25,7 @@ def optimizer_state(engine, tensors):
     if optimizer.inner is not None:
         mine = {}
         for index, segment, values in _segments(engine):
-            name = engine.core.parameter_name(index)
+            name = engine.core.known_name(index)
             scalars = {k: v for k, v in values.items() if not _by_element(v, segment)}
             mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
         state["scalars"] = mine  # of this rank's parameters: their tensors are within the JSON
@@ -86,7 +86,7 @@ def targets_of_segments(engine, checkpoint):
     if engine.optimizer.inner is None:
         return targets, tensors
     for param, segment, _ in _segments(engine):
-        name = engine.core.parameter_name(param)
+        name = engine.core.known_name(param)
         for kind in checkpoint.kinds[1:]:
             dtype = checkpoint.dtype_of(name, kind)
             if dtype is not None:
@@ -113,7 +113,7 @@ def load_optimizer(engine, saved, tensors):
         by_segment.setdefault(id(segment), {})[key] = tensor
     scalars = saved.get("scalars", {})
     for param, segment, present in _segments(engine):
-        values = dict(scalars.get(engine.core.parameter_name(param), {}))
+        values = dict(scalars.get(engine.core.known_name(param), {}))
         for key, value in values.items():
             if key == "step" and not isinstance(value, torch.Tensor) and not saved.get("scalars_as_they_are"):
                 value = torch.tensor(float(value))  # torch's optimizers count steps in tensors

@@ -4,7 +4,9 @@ import copy
 import os
 
 from .. import _C
+from ..model.tiles import tiles_of
 from ..ranks.joint import together
+from ..tiles.host_copy import values_on_host
 from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
 from .ranges import RangeTensor
@@ -35,7 +37,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
         shard_max = _parse_size(max_shard_size)
         weights, buffers = _state_leaves(engine)
         tensors = saved_tensors(model, {**weights, **buffers[0]})
-        listed = [(n, list(t.shape), t.dtype, _saved_pieces(t)) for n, t in tensors.items()]
+        listed = [(n, list(t.shape), t.dtype, _saved_pieces(t, engine.known)) for n, t in tensors.items()]
     saver = _C.WeightSaver(engine.core, os.fspath(folder), listed, shard_max)
     saver.write_pieces()
     failure = None
@@ -52,33 +54,38 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
 
 
 def _state_leaves(engine):
-    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})); sources are indices in the
-    engine, and of buffers ("buffer", name)."""
+    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})); sources are places in
+    ``engine.known``, and of buffers ("buffer", name)."""
     by_name, buffers = state_names(engine.module)
-    index_of = {id(entry[1]): i for i, entry in enumerate(engine._described)}
+    place_of = {id(known.parameter): i for i, known in enumerate(engine.known)}
     weights = {}
     for name in preferred_names(engine.module, by_name):
-        index = index_of[id(by_name[name])]
-        _, parameter, shape, *_ = engine._described[index]
-        weights[name] = RangeTensor.leaf(index, shape, parameter.dtype)
+        known = engine.known[place_of[id(by_name[name])]]
+        dtype = engine._described[known.parts[0].index][1].dtype
+        weights[name] = RangeTensor.leaf(place_of[id(known.parameter)], known.shape, dtype)
     values = {("buffer", name): buffer for name, buffer in buffers.items()}
     return weights, ({n: RangeTensor.leaf(("buffer", n), b.shape, b.dtype) for n, b in buffers.items()}, values)
 
 
-def _saved_pieces(tensor):
-    """[(parameter, first element, how many)], or [] for what must be computed."""
+def _saved_pieces(tensor, all_known):
+    """[(parameter in the engine, first element, how many)], or [] for what must be computed."""
     if tensor.runs is None or any(not isinstance(source, int) for source in tensor.sources()):
         return []
-    return tensor.runs or [(tensor.sources()[0], 0, 0)]
+    runs = tensor.runs or [(tensor.sources()[0], 0, 0)]
+    return [piece for place, first, numel in runs for piece in all_known[place].cut(first, numel)]
 
 
 def _save_computed(engine, saver, index, tensor, buffers):
     """Writes a tensor that is no run of parameters; returns the exception where that failed."""
-    indices = [source for source in tensor.sources() if isinstance(source, int)]
+    known = [engine.known[source] for source in tensor.sources() if isinstance(source, int)]
+    indices = [one.parts[0].index for one in known if tiles_of(one.parameter) is None]
+    writes = engine.global_rank == 0
+    cut = [one.parameter for one in known if tiles_of(one.parameter) is not None]
+    copies = {id(parameter): values_on_host(parameter, writes) for parameter in cut}
     engine.core.gather(indices)
     try:
-        if engine.global_rank == 0:
-            saver.write(index, tensor.compute(lambda s: _source_values(engine, s, buffers)))
+        if writes:
+            saver.write(index, tensor.compute(lambda s: _source_values(engine, s, buffers, copies)))
     except Exception as error:
         return error
     finally:
@@ -86,8 +93,11 @@ def _save_computed(engine, saver, index, tensor, buffers):
     return None
 
 
-def _source_values(engine, source, buffers):
-    return (engine._described[source][1] if isinstance(source, int) else buffers[source]).detach()
+def _source_values(engine, source, buffers, copies):
+    if not isinstance(source, int):
+        return buffers[source].detach()
+    parameter = engine.known[source].parameter
+    return copies.get(id(parameter), parameter).detach()
 
 
 def _save_configuration(model, folder):

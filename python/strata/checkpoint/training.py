@@ -208,13 +208,15 @@ def _read_buffers(engine, checkpoint, buffers):
 
 
 def _aliases(engine):
-    """By parameter: its other names in the model."""
-    index_of = {id(entry[1]): i for i, entry in enumerate(engine._described)}
+    """By parameter of the engine: its other names in the model."""
+    known_by = {id(known.parameter): known for known in engine.known}
     aliases = [[] for _ in engine._described]
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        index = index_of.get(id(parameter))
-        if index is not None and name != engine._described[index][0]:
-            aliases[index].append(name)
+        known = known_by.get(id(parameter))
+        if known is None or name == engine.core.known_name(known.parts[0].index):
+            continue
+        for part in known.parts:
+            aliases[part.index].append(name)
     return aliases
 
 

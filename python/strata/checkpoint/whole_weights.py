@@ -9,7 +9,9 @@ import torch
 
 from .. import _C
 from ..model.ownership import owner_of
+from ..model.tiles import tiles_of
 from ..ranks.joint import together
+from ..tiles.host_copy import set_values, values_on_host
 
 
 def whole_state_dict(model, keep=True, with_frozen=True):
@@ -35,6 +37,8 @@ def whole_state_dict(model, keep=True, with_frozen=True):
 
 
 def _copy_of(parameter, copies, keep):
+    if id(parameter) not in copies and tiles_of(parameter) is not None:
+        copies[id(parameter)] = values_on_host(parameter, keep)
     if id(parameter) not in copies:
         core, index = owner_of(parameter)
         if core is not None:
@@ -108,6 +112,8 @@ def _text_of(buffer):
 
 
 def _whole_shape(parameter):
+    if tiles_of(parameter) is not None:
+        return tiles_of(parameter).shape
     core, index = owner_of(parameter)
     return parameter.shape if core is None else torch.Size(core.full_shape(index))
 
@@ -118,6 +124,9 @@ def _require_shape(name, shape, value):
 
 
 def _set(parameter, value):
+    if tiles_of(parameter) is not None:
+        set_values(parameter, value, 0)
+        return
     core, index = owner_of(parameter)
     if core is not None:
         core.gather([index])

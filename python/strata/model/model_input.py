@@ -4,6 +4,7 @@ import torch
 
 from .leaves import z3_leaf_module
 from .owner import owner_of
+from .tiles import known_as, tile_of, tiles_of
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -19,11 +20,12 @@ class ModelTree:
     Attributes:
         model: the same.
         modules: [(path, module, parent or None)], each where it is met first, in the order of ``named_modules()``.
-        parameters: [(name, parameter)], as ``named_parameters()`` gives them.
+        parameters: [(name, parameter)], as ``named_parameters()`` gives them; in place of one that is cut, its tiles.
+        cut: ``strata.tiles.cutting.Cut``, what is cut of it; None: nothing.
     """
 
     def __init__(self, model):
-        self.model = model
+        self.model, self.cut = model, None
         self.modules, self.parameters = [], []
         seen = set()
         waiting = [("", model, None)]
@@ -44,8 +46,9 @@ class ModelTree:
 
 
 def describe_parameters(tree, groups, born_flat=None):
-    """[(name, tensor, full shape, has values, param group, owner, index there)] for every parameter, each once. The
-    param group is -1 for a parameter that is in none.
+    """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter, each once.
+    The param group is -1 for a parameter that is in none. ``tile`` is None, or what a tile is a part of: (name of the
+    parameter, its shape, first element there, number of modules that use it).
 
     Args:
         tree: a ``ModelTree``.
@@ -56,15 +59,20 @@ def describe_parameters(tree, groups, born_flat=None):
     outside = -1 if groups else 0
     entries = []
     for name, parameter in tree.parameters:
-        owner, owner_index = owner_of(parameter)
+        tiles, tile = tile_of(parameter)
+        owner, owner_index = owner_of(parameter) if tiles is None else tiles.owner
         shape = list(parameter.shape)
-        if owner is not None:
+        part = None
+        if tiles is not None:
+            shape = [tile.rows, *tiles.shape[1:]]
+            part = (tiles.name, list(tiles.shape), tile.begin * tiles.row_numel, len(tiles.homes))
+        elif owner is not None:
             shape = list(owner.full_shape(owner_index))
         elif id(parameter) in born_flat:
             shape = list(born_flat[id(parameter)])
         has_values = id(parameter) not in born_flat
-        group = groups.get(id(parameter), outside)
-        entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0))
+        group = groups.get(id(known_as(parameter)), outside)
+        entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0, part))
     return entries
 
 
@@ -75,7 +83,7 @@ def describe_modules(tree):
     number_of = {id(module): i for i, (_, module, _) in enumerate(tree.modules)}
     entries = []
     for path, module, parent in tree.modules:
-        own = [index_of[id(p)] for p in dict.values(module._parameters) if p is not None]
+        own = [index_of[id(p)] for p in _own_parameters(module)]
         number = -1 if parent is None else number_of[id(parent)]
         callable_ = not isinstance(module, _CONTAINERS)
         reads = not _only_looks_up(module)
@@ -83,6 +91,18 @@ def describe_modules(tree):
     return entries
 
 
+def _own_parameters(module):
+    """Its parameters, those that are cut as tiles."""
+    for parameter in dict.values(module._parameters):
+        tiles = tiles_of(parameter)
+        if tiles is not None:
+            yield from (tile.parameter for tile in tiles)
+        elif parameter is not None:
+            yield parameter
+
+
 def _only_looks_up(module):
     """Whether the backward of ``module`` does without its weight."""
-    return type(module) is torch.nn.Embedding and "forward" not in module.__dict__ and module.max_norm is None
+    if type(module) is not torch.nn.Embedding or module.max_norm is not None:
+        return False
+    return "forward" not in module.__dict__ or tiles_of(dict.get(module._parameters, "weight")) is not None

@@ -5,6 +5,7 @@ import math
 from .. import _C
 from .owner import clear_owner, owner_of, set_owner
 from .parameter import mark_managed, unmark_managed
+from .tiles import tiles_of
 
 _GIVEN_UP = "_strata_given_up"
 
@@ -35,11 +36,25 @@ def give_up_ownership(parameters):
         clear_owner(parameter)
         unmark_managed(parameter)
         if parameter.numel() == 0 and math.prod(shape) > 0:
-            setattr(parameter, _GIVEN_UP, True)
+            give_up_values([parameter])
+
+
+def give_up_values(parameters):
+    """Notes that these are empty because their engine has gone."""
+    for parameter in parameters:
+        setattr(parameter, _GIVEN_UP, True)
 
 
 def require_values(named_parameters):
-    """Raises UsageError where one of [(name, parameter)] is empty because its engine is gone."""
+    """Raises UsageError where one of [(name, parameter)] is empty because its engine is gone, or is in tiles of one
+    that is not."""
+    for name, parameter in named_parameters:
+        tiles = tiles_of(parameter)
+        if tiles is not None and tiles[0].core is not None:
+            raise _C.UsageError(
+                f"'{name}' is used in tiles by an engine that lives, from which no other can take it over; end that "
+                "one first, with engine.destroy(keep_values=True) to go on with its values"
+            )
     lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
     if lost:
         raise _C.UsageError(

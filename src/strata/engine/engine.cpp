@@ -20,7 +20,7 @@ ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPl
   return {options.name,
           options.reduce_dtype,
           options.accumulation_dtype,
-          std::max(options.max_reducing, scope),
+          std::max(most_reducing(options, weights.units()), scope),
           options.sum_gradients,
           options.gradient_tier,
           options.wants_late_norm(device.runs_ahead()) && collectives.traits().gathers_on_device &&

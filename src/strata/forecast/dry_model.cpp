@@ -30,7 +30,8 @@ DryModel::DryModel(std::span<const plan::ParamSpec> params, const plan::ModelPla
     const plan::ModuleNode& module = tree[static_cast<std::size_t>(spec.module)];
     const int parent = scope_around(module.parent);
     const int index = static_cast<int>(scopes_.size());
-    scopes_.push_back({spec.units, {}, {}, module.read_in_backward || !module.callable});
+    scopes_.push_back(
+        {spec.units, spec.tiles, {}, {}, module.read_in_backward || !module.callable});
     STRATA_ASSERT(parent < index);  // scopes are in the order of modules, parents first
     (parent == kNone ? outermost_ : scopes_[static_cast<std::size_t>(parent)].children)
         .push_back(index);
@@ -40,7 +41,7 @@ DryModel::DryModel(std::span<const plan::ParamSpec> params, const plan::ModelPla
     const int scope = scope_around(static_cast<int>(m));
     for (const int param : tree[m].params) {
       const auto p = static_cast<std::size_t>(param);
-      if (placed[p] || !params[p].trainable) continue;
+      if (placed[p] || !params[p].trainable || params[p].tile) continue;
       placed[p] = true;
       (scope == kNone ? outside_ : scopes_[static_cast<std::size_t>(scope)].params)
           .push_back(param);
@@ -62,6 +63,10 @@ void DryModel::forward(engine::Engine& engine, int scope) const {
   const Scope& s = scopes_[static_cast<std::size_t>(scope)];
   for (const int unit : s.units) engine.gatherer().acquire(unit);
   for (const int child : s.children) forward(engine, child);
+  for (const int tile : s.tiles) {
+    engine.gatherer().acquire(tile);
+    engine.gatherer().release(tile);
+  }
   for (const int unit : s.units) engine.gatherer().release(unit);
 }
 
@@ -74,10 +79,20 @@ void DryModel::backward(engine::Engine& engine, int scope, Arrival arrival) cons
   if (holds) {
     for (const int unit : s.units) engine.gatherer().acquire(unit);
   }
+  backward_through_tiles(engine, s);
   for (std::size_t i = s.children.size(); i-- > 0;) backward(engine, s.children[i], arrival);
   add_gradients(engine, s.params, arrival);
   if (holds) {
     for (const int unit : s.units) engine.gatherer().release(unit);
+  }
+}
+
+void DryModel::backward_through_tiles(engine::Engine& engine, const Scope& scope) const {
+  for (std::size_t i = scope.tiles.size(); i-- > 0;) {
+    const engine::Unit& unit = engine.weights().units()[static_cast<std::size_t>(scope.tiles[i])];
+    if (scope.read_in_backward) engine.gatherer().acquire(unit.id);
+    if (unit.trainable()) add_gradients(engine, unit.spec.params, {});
+    if (scope.read_in_backward) engine.gatherer().release(unit.id);
   }
 }
 

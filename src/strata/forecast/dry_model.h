@@ -31,12 +31,14 @@ class DryModel {
  private:
   struct Scope {
     std::vector<int> units;
+    std::vector<int> tiles;     // used one after the other, once all else of it is gathered
     std::vector<int> params;    // whose gradients its backward makes
     std::vector<int> children;  // scopes inside it, in their order
     bool read_in_backward = true;
   };
   void forward(engine::Engine& engine, int scope) const;
   void backward(engine::Engine& engine, int scope, Arrival arrival) const;
+  void backward_through_tiles(engine::Engine& engine, const Scope& scope) const;
   void add_gradients(engine::Engine& engine, std::vector<int> params, Arrival arrival) const;
 
   std::span<const plan::ParamSpec> params_;

@@ -13,7 +13,9 @@ constexpr std::size_t kRecordedMax = std::size_t{1} << 16;
 }  // namespace
 
 FetchOrder::FetchOrder(int unit_count)
-    : places_(static_cast<std::size_t>(unit_count)), used_(static_cast<std::size_t>(unit_count)) {
+    : places_(static_cast<std::size_t>(unit_count)),
+      first_uses_of_(static_cast<std::size_t>(unit_count), 1),
+      used_(static_cast<std::size_t>(unit_count)) {
   std::vector<int> uses;
   for (int i = 0; i < unit_count; ++i) uses.push_back(i);
   for (int i = unit_count; i-- > 0;) uses.push_back(i);
@@ -32,7 +34,7 @@ void FetchOrder::start_pass() {
   if (!recorded_.empty() && recorded_ != expected_) expect(std::move(recorded_));
   recorded_.clear();
   first_uses_.clear();
-  std::fill(used_.begin(), used_.end(), false);
+  std::fill(used_.begin(), used_.end(), 0);
   position_ = 0;
 }
 
@@ -43,15 +45,19 @@ void FetchOrder::note_use(int unit) {
     recorded_.erase(recorded_.begin(), recorded_.begin() + kRecordedMax / 2);
   }
   recorded_.push_back(unit);
-  if (!used_[static_cast<std::size_t>(unit)]) {
-    used_[static_cast<std::size_t>(unit)] = true;
-    first_uses_.push_back(unit);
-  }
+  note_left_out(unit);
   if (position_ < expected_.size() && expected_[position_] == unit) {
     ++position_;
   } else {
     find_position(previous, unit);
   }
+}
+
+void FetchOrder::note_left_out(int unit) {
+  const auto index = static_cast<std::size_t>(unit);
+  if (used_[index] == first_uses_of_[index]) return;
+  ++used_[index];
+  first_uses_.push_back(unit);
 }
 
 void FetchOrder::find_position(int previous, int unit) {

@@ -20,6 +20,11 @@ class FetchOrder {
   // Replaces what is expected of the pass: the units in the order of their uses.
   void expect(std::vector<int> uses);
 
+  // first_uses() has this unit so many times, each after a use of another one.
+  void expect_first_uses(int unit, int times) {
+    first_uses_of_[static_cast<std::size_t>(unit)] = times;
+  }
+
   // Starts a pass: what was recorded since the last start becomes the expectation (if anything
   // was).
   void start_pass();
@@ -28,6 +33,9 @@ class FetchOrder {
   // the position is looked for: behind a use of the same two units in a row, else behind the next
   // use of `unit`. If there is none either, it stays.
   void note_use(int unit);
+
+  // Notes for first_uses() alone that here is a use of `unit` which this rank could leave out.
+  void note_left_out(int unit);
 
   // The units expected next, nearest first (a unit may occur twice).
   std::span<const int> upcoming() const;
@@ -52,8 +60,9 @@ class FetchOrder {
   std::vector<std::vector<std::size_t>> places_;  // by unit: its indices in expected_, ascending
   std::vector<int> recorded_;
   std::vector<int> first_uses_;
-  std::vector<bool> used_;
-  std::size_t position_ = 0;  // index into expected_ of what comes next
+  std::vector<int> first_uses_of_;  // by unit: how many are kept
+  std::vector<int> used_;           // by unit: uses in this pass, up to that many
+  std::size_t position_ = 0;        // index into expected_ of what comes next
 };
 
 }  // namespace strata::plan

@@ -20,6 +20,14 @@ struct Placement {
   auto operator<=>(const Placement&) const = default;
 };
 
+// What a tile is a part of: a parameter that is cut by rows (plan/tile_plan.h).
+struct TileOf {
+  std::string name;                 // of that parameter, as users and checkpoints know it
+  std::vector<std::int64_t> shape;  // its own
+  Numel first;                      // the tile's first element in it
+  int uses = 1;  // modules that use it: a head that is tied to its embedding is two
+};
+
 struct ParamSpec {
   std::string name;  // global, as named_parameters() says it; of a tied parameter, the first name
   std::vector<std::int64_t> shape;
@@ -27,6 +35,12 @@ struct ParamSpec {
   bool trainable = true;
   int group = 0;  // index of the optimizer's param group; meaningless when not trainable
   Placement place{};
+  std::optional<TileOf> tile{};  // absent: it is a parameter of the user's model
+
+  // What users and checkpoints know it as, and where it begins there.
+  const std::string& known_name() const { return tile ? tile->name : name; }
+  const std::vector<std::int64_t>& known_shape() const { return tile ? tile->shape : shape; }
+  Numel known_first() const { return tile ? tile->first : Numel(); }
 
   // In what its gradients are brought to the engine, whose kernels do not add up fp64.
   DType gradient_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat32 : dtype; }

@@ -55,7 +55,9 @@ class Planner {
     Numel total;
     for (std::size_t i = 0; i < params_.size(); ++i) {
       const Numel n = params_[i].numel();
-      if (n > options_.persistence_threshold || options_.persistence_threshold.value == 0) continue;
+      if (params_[i].tile || n > options_.persistence_threshold ||
+          options_.persistence_threshold.value == 0)
+        continue;
       if (options_.persistence_total.value > 0 && total + n > options_.persistence_total) continue;
       persistent_[i] = true;
       total += n;
@@ -115,12 +117,20 @@ class Planner {
     }
   }
 
-  // Appends those parameters that no unit has yet (a tied one is met several times).
+  // Appends those parameters that no unit has yet (a tied one is met several times). Tiles get
+  // units of their own at once.
   void take(const std::vector<int>& from, std::vector<int>& to) {
     for (const int param : from) {
-      if (taken_[static_cast<std::size_t>(param)]) continue;
-      taken_[static_cast<std::size_t>(param)] = true;
-      to.push_back(param);
+      const auto index = static_cast<std::size_t>(param);
+      if (taken_[index]) continue;
+      taken_[index] = true;
+      const ParamSpec& spec = params_[index];
+      if (spec.tile) {
+        put(new_unit(spec.name, key_of(param)), param);
+        plan_.units.back().tile_uses = spec.tile->uses;
+      } else {
+        to.push_back(param);
+      }
     }
   }
 
@@ -203,15 +213,26 @@ class Planner {
 
   void make_scopes() {
     const std::vector<int> scope_of = scope_of_module();
-    std::map<int, std::set<int>> units_of_module;
+    struct Needs {
+      std::set<int> units;
+      std::vector<int> tiles;
+    };
+    std::map<int, Needs> needs_of_module;
     for (std::size_t i = 0; i < tree_.size(); ++i) {
-      const int scope = scope_of[i];
+      Needs& needs = needs_of_module[scope_of[i]];
       for (const int param : tree_[i].params) {
-        units_of_module[scope].insert(plan_.unit_of_param[static_cast<std::size_t>(param)]);
+        const int unit = plan_.unit_of_param[static_cast<std::size_t>(param)];
+        if (plan_.units[static_cast<std::size_t>(unit)].tile()) {
+          needs.tiles.push_back(unit);
+        } else {
+          needs.units.insert(unit);
+        }
       }
     }
-    for (const auto& [module, units] : units_of_module) {
-      plan_.scopes.push_back({module, std::vector<int>(units.begin(), units.end())});
+    for (auto& [module, needs] : needs_of_module) {
+      if (needs.units.empty() && needs.tiles.empty()) continue;
+      plan_.scopes.push_back({module, std::vector<int>(needs.units.begin(), needs.units.end()),
+                              std::move(needs.tiles)});
     }
   }
 
@@ -263,10 +284,11 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
     std::string shape;
     for (const std::int64_t size : p.shape)
       shape += fmt::format("{}{}", shape.empty() ? "" : ", ", size);
-    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}\n",
+    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}\n",
                         p.name, shape, name_of(p.dtype), p.trainable ? "trainable" : "frozen",
                         p.group, place[i], unit.name, unit.persistent ? ", persistent" : "",
-                        described(unit.place));
+                        described(unit.place),
+                        p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "");
   }
   return text;
 }

@@ -12,6 +12,9 @@
 // those that stay gathered. A module that was named, in `wrap` or as a leaf, is one scope with all
 // that it contains (experts of which each batch uses others, where a gather needs every rank).
 //
+// A tile of a parameter (plan/tile_plan.h) is always a unit by itself. Its scopes do not hold it:
+// it is gathered by who walks over the tiles, one after the other.
+//
 // A tied parameter belongs to the first unit that meets it; every scope that reaches it lists that
 // unit. Pure function; the same model gives the same plan on every rank.
 #pragma once
@@ -36,11 +39,15 @@ struct UnitSpec {
   bool trainable = true;
   bool persistent = false;  // small parameters that stay gathered
   Placement place{};        // of all of them
+  // Of a tile: how many modules use it, each of which may bring a gradient in a pass; else 0.
+  int tile_uses = 0;
+  bool tile() const { return tile_uses > 0; }
 };
 
 struct ScopeSpec {
-  int module = 0;          // index into the module tree
-  std::vector<int> units;  // what its forward needs, ascending
+  int module = 0;            // index into the module tree
+  std::vector<int> units;    // what its forward needs, ascending
+  std::vector<int> tiles{};  // what it needs one after the other, in that order
 };
 
 struct ModelPlan {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 
 #include "strata/base/error.h"
 
@@ -17,6 +18,32 @@ void add_kind(std::vector<std::string>& kinds, std::string_view kind) {
 
 std::string file_name(std::string_view what, const comm::ShardPlace& place) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", what, place.index, place.count);
+}
+
+constexpr std::size_t kLeftOut = static_cast<std::size_t>(-1);
+
+// Adds the parameters, each once, whatever tiles it has. By parameter of the engine: which tensor
+// it is of, or kLeftOut.
+std::vector<std::size_t> add_parameters(SavedShards& saved, const Weights& weights,
+                                        const SavedContent& content) {
+  std::vector<std::size_t> tensor_of(static_cast<std::size_t>(weights.param_count()), kLeftOut);
+  std::map<std::string_view, std::size_t> cut;  // the tensors of parameters that have tiles
+  for (int p = 0; p < weights.param_count(); ++p) {
+    const plan::ParamSpec& param = weights.param(p);
+    if (!param.trainable && !content.frozen) continue;
+    const auto index = static_cast<std::size_t>(p);
+    tensor_of[index] = saved.tensors.size();
+    if (param.tile) {
+      const auto [place, is_new] = cut.emplace(param.tile->name, saved.tensors.size());
+      tensor_of[index] = place->second;
+      if (!is_new) continue;
+    }
+    saved.tensors.push_back(
+        {param.known_name(), format::TensorRole::kParameter, param.known_shape(), param.dtype,
+         param.trainable,
+         index < content.aliases.size() ? content.aliases[index] : std::vector<std::string>{}});
+  }
+  return tensor_of;
 }
 
 }  // namespace
@@ -38,17 +65,7 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
   SavedShards saved;
   saved.kinds = {std::string(kValue)};
   for (const std::string& kind : kinds_of_all) add_kind(saved.kinds, kind);
-  constexpr std::size_t kLeftOut = static_cast<std::size_t>(-1);
-  std::vector<std::size_t> tensor_of(static_cast<std::size_t>(weights.param_count()), kLeftOut);
-  for (int p = 0; p < weights.param_count(); ++p) {
-    const plan::ParamSpec& param = weights.param(p);
-    if (!param.trainable && !content.frozen) continue;
-    const auto index = static_cast<std::size_t>(p);
-    tensor_of[index] = saved.tensors.size();
-    saved.tensors.push_back(
-        {param.name, format::TensorRole::kParameter, param.shape, param.dtype, param.trainable,
-         index < content.aliases.size() ? content.aliases[index] : std::vector<std::string>{}});
-  }
+  const std::vector<std::size_t> tensor_of = add_parameters(saved, weights, content);
   const comm::ShardPlace place = engine.collectives().shard_place();
   std::vector<FilePart> values;
   std::vector<FilePart> kept;
@@ -60,10 +77,11 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
           const int p = unit.layout.slots()[static_cast<std::size_t>(piece.slot)].param;
           const std::size_t tensor = tensor_of[static_cast<std::size_t>(p)];
           if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
+          const Numel first = weights.param(p).known_first();
           (kind == kValue ? values : kept)
               .push_back({tensor, weights.param(p).name, std::string(kind),
-                          states.dtype_of(unit.id, kind), piece.param_begin, piece.param_end,
-                          ShardRun{unit.id, piece.shard_offset}});
+                          states.dtype_of(unit.id, kind), first + piece.param_begin,
+                          first + piece.param_end, ShardRun{unit.id, piece.shard_offset}});
         }
       }
     }
@@ -71,8 +89,9 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
       const std::size_t tensor = tensor_of.at(static_cast<std::size_t>(state.param));
       const auto [begin, end] = weights.owned_range(state.param);
       if (tensor == kLeftOut || begin == end) continue;
-      kept.push_back({tensor, weights.param(state.param).name, state.kind, state.dtype, begin, end,
-                      state.memory});
+      const plan::ParamSpec& param = weights.param(state.param);
+      kept.push_back({tensor, param.name, state.kind, state.dtype, param.known_first() + begin,
+                      param.known_first() + end, state.memory});
     }
   }
   std::vector<FilePart> own;  // of this rank alone

@@ -79,15 +79,18 @@ UnlikeNames compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
   const Weights& weights = engine.weights();
   for (int p = 0; p < weights.param_count(); ++p) {
     const plan::ParamSpec& param = weights.param(p);
-    const auto tensor = checkpoint.find(TensorRole::kParameter, param.name);
+    if (param.known_first().value > 0)
+      continue;  // a tile: its parameter is looked at with the first
+    const auto tensor = checkpoint.find(TensorRole::kParameter, param.known_name());
     if (!tensor) {
-      differences.missing.push_back(param.name);
+      differences.missing.push_back(param.known_name());
       continue;
     }
     used.insert(*tensor);
     const std::vector<std::int64_t>& shape = checkpoint.manifest().tensors[*tensor].shape;
-    if (shape != param.shape)
-      differences.misshapen.push_back(both_shapes(param.name, param.shape, shape));
+    if (shape != param.known_shape()) {
+      differences.misshapen.push_back(both_shapes(param.known_name(), param.known_shape(), shape));
+    }
   }
   for (std::size_t i = 0; i < checkpoint.manifest().tensors.size(); ++i) {
     const format::ManifestTensor& tensor = checkpoint.manifest().tensors[i];

@@ -20,10 +20,6 @@ using format::TensorRole;
 
 constexpr std::string_view kLoadingTraining = "loading the checkpoint";
 
-std::string unique_name(const Manifest& manifest, std::size_t tensor, std::string_view kind) {
-  return fmt::format("{} {}", kind, manifest.tensors[tensor].name);
-}
-
 // What is stored of a parameter, by the place in the map.
 struct Entry {
   int param = 0;
@@ -77,15 +73,20 @@ class StateSources {
     const Manifest& manifest = checkpoint_.manifest();
     const plan::ParamSpec& param = engine_.weights().param(entry.param);
     format::ParamSources sources{
-        unique_name(manifest, tensor, kind), param.shape, DType::kFloat32, {}};
+        fmt::format("{} {}", kind, param.name), param.shape, DType::kFloat32, {}};
+    const Numel first = param.known_first();
     const std::vector<std::size_t>& extents = checkpoint_.extents(tensor, kind);
     if (extents.empty()) return;  // of a tensor without elements
     for (const std::size_t i : extents) {
       const ManifestExtent& e = manifest.extents[i];
+      // Of a tile: what lies in it.
+      const Numel begin = std::max(e.begin, first);
+      const Numel end = std::min(e.end, first + param.numel());
+      if (begin >= end) continue;
       const Numel numel = e.end - e.begin;
       std::string name = fmt::format("{} {}", i, sources.name);
       sources.dtype = e.dtype;
-      sources.pieces.push_back({name, {numel.value}, e.begin, Numel(), std::nullopt});
+      sources.pieces.push_back({name, {numel.value}, begin - first, begin - e.begin, end - begin});
       tensors_.push_back(
           {e.file,
            {std::move(name), e.dtype, {numel.value}, numel, e.offset, bytes_of(numel, e.dtype)}});
@@ -138,8 +139,8 @@ StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
   const ShardStates states(engine);
   for (int p = 0; p < engine.weights().param_count(); ++p) {
     const plan::ParamSpec& param = engine.weights().param(p);
-    const auto tensor = checkpoint.find(TensorRole::kParameter, param.name);
-    if (!tensor || checkpoint.manifest().tensors[*tensor].shape != param.shape) continue;
+    const auto tensor = checkpoint.find(TensorRole::kParameter, param.known_name());
+    if (!tensor || checkpoint.manifest().tensors[*tensor].shape != param.known_shape()) continue;
     for (const std::string_view kind : states.storable_kinds_of(engine.weights().unit_of(p).id)) {
       const bool wanted = kind == kValue || (request.states && checkpoint.has(*tensor, kind));
       if (wanted) sources.add({p, kind}, *tensor, kind);
@@ -147,7 +148,7 @@ StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
   }
   for (const StateTarget& target : request.targets) {
     const auto tensor =
-        checkpoint.find(TensorRole::kParameter, engine.weights().param(target.param).name);
+        checkpoint.find(TensorRole::kParameter, engine.weights().param(target.param).known_name());
     if (tensor && checkpoint.has(*tensor, target.kind))
       sources.add({target.param, target.kind, &target}, *tensor, target.kind);
   }
@@ -163,7 +164,7 @@ void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
   if (request.without_frozen) {
     std::set<std::string> frozen;
     for (const plan::ParamSpec& param : engine.weights().params())
-      if (!param.trainable) frozen.insert(param.name);
+      if (!param.trainable) frozen.insert(param.known_name());
     std::erase_if(differences.missing, [&](const auto& name) { return frozen.contains(name); });
   }
   if (differences.none() && buffers.none()) return;

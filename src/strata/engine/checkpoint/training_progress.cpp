@@ -41,7 +41,7 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
     Json missed = Json::object();
     for (int p = 0; p < engine.weights().param_count(); ++p) {
       const std::int64_t steps = adam->steps() - adam->steps_of(p);
-      if (steps != 0) missed[engine.weights().param(p).name] = steps;
+      if (steps != 0) missed[engine.weights().param(p).known_name()] = steps;
     }
     json["optimizer_steps"] = {{"all", adam->steps()}, {"missed", std::move(missed)}};
   }
@@ -74,7 +74,8 @@ void restore_optimizer_steps(std::string_view training, Engine& engine, std::str
     const Json missed = steps.value("missed", Json::object());
     std::vector<std::int64_t> by_param;
     for (int p = 0; p < engine.weights().param_count(); ++p)
-      by_param.push_back(all - missed.value(engine.weights().param(p).name, std::int64_t{0}));
+      by_param.push_back(all -
+                         missed.value(engine.weights().param(p).known_name(), std::int64_t{0}));
     adam->set_steps(all, by_param);
   });
 }

@@ -142,7 +142,9 @@ StrataConfig read_strata(const Settings& s) {
           .decay_unused = s.flag("strata.decay_unused"),
           .max_skipped_steps = static_cast<int>(s.integer("strata.max_skipped_steps")),
           .trace = s.maybe<std::string>("strata.trace"),
-          .trace_steps = static_cast<int>(s.integer("strata.trace_steps"))};
+          .trace_steps = static_cast<int>(s.integer("strata.trace_steps")),
+          .tile_max = bytes("strata.tiles.max_gather"),
+          .tile_matches = s.texts("strata.tiles.match")};
 }
 
 // Infinity, as frameworks write to silence the engine, means never.
@@ -198,6 +200,11 @@ void restrict_automatic(Config& config, const Settings& s, Remarks* remarks) {
   }
 }
 
+void note_tiles(const Config& config, Remarks* remarks) {
+  if (config.strata.tile_max && config.zero.stage != 3)
+    remarks->hints.push_back({"strata.tiles", "parameters stay whole at stages 0 to 2"});
+}
+
 bool is_in(std::string_view path, std::string_view section) {
   return section.empty() || path == section ||
          (path.starts_with(section) && path.substr(section.size()).starts_with('.'));
@@ -216,6 +223,7 @@ Config Config::parse(std::string_view text_or_path) {
   config.precision = read_precision(s);
   config.strata = read_strata(s);
   restrict_automatic(config, s, &remarks);
+  note_tiles(config, &remarks);
   config.strata.carriers.joint_gathers = config.offload.offloads_params();
   config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
                   .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),

@@ -76,6 +76,8 @@ struct StrataConfig {
   int max_skipped_steps = 20;        // in a row, for gradients that are not finite
   std::optional<std::string> trace;  // the file of the timeline; absent: none
   int trace_steps = 3;
+  std::optional<Bytes> tile_max;          // absent: by what the device has
+  std::vector<std::string> tile_matches;  // patterns of names; empty: all
 };
 
 struct Config {

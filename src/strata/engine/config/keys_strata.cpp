@@ -112,6 +112,19 @@ constexpr std::array kStrataKeys{
         "bytes for 4 KiB), and compared when the page is read: a drive that gives back something "
         "else is an error",
         ""},
+    Key{"strata.tiles", kSection, "{}", "", kHonoured,
+        "parameters that are gathered, used and reduced in tiles of rows (stage 3)", ""},
+    Key{"strata.tiles.max_gather", kBytes, "null", "> 0", kHonoured,
+        "most bytes of one parameter that are gathered at once: a larger one is cut into tiles of "
+        "at most so many. null or \"auto\": tiles of 256 MiB of what takes more than half of what "
+        "a "
+        "rank's GPU has free beside the model at the start, where there is a rule for it; on CPU "
+        "ranks: none",
+        ""},
+    Key{"strata.tiles.match", kStrings, "[]", "", kHonoured,
+        "patterns of names: of the parameters that are larger, only those that one of them names "
+        "are cut; []: all",
+        ""},
     Key{"strata.trace_steps", kInteger, "3", "1..100", kHonoured,
         "steps that are in the timeline, after two that warm up", ""},
 };

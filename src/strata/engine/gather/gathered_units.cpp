@@ -113,6 +113,7 @@ void GatheredUnits::start(int index) {
   const Bytes bytes = u.layout.flat_bytes();
   live_ += footprint(index);
   s.state = State::kGathering;
+  if (u.spec.tile()) tiles_.push_back(index);
   try {
     s.recording = recorder_.begin_transfer(Activity::kGather, index, bytes);
     s.work = gathers_.start(u, s.memory.bytes().first(bytes.size()));
@@ -147,6 +148,7 @@ void GatheredUnits::drop(int index) {
   Slot& s = of(index);
   if (s.state == State::kReleased) return;
   if (s.state == State::kGathered) views_.detach(index);
+  if (unit(index).spec.tile()) std::erase(tiles_, index);
   s.work.reset();
   s.recording.reset();
   s.memory = {};
@@ -209,6 +211,16 @@ void GatheredUnits::drop_what_is_not_reused_soon(int current) {
     const bool idle = !u.whole && gathered(u.id) && !pinned(u.id);
     if (idle && !soon[static_cast<std::size_t>(u.id)]) drop(u.id);
   }
+}
+
+void GatheredUnits::drop_idle_tiles(int current) {
+  std::vector<int> idle;
+  for (const int tile : tiles_) {
+    // What was fetched ahead of another tile than this one was fetched in vain.
+    const bool ahead = !gathered(tile) && !unit(current).spec.tile();
+    if (tile != current && !pinned(tile) && !ahead) idle.push_back(tile);
+  }
+  for (const int tile : idle) drop(tile);
 }
 
 void GatheredUnits::evict_all() {

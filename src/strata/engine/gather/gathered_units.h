@@ -75,6 +75,9 @@ class GatheredUnits {
   // Drops what was used before the unit in use now and is not used again within
   // `bounds.max_reuse`.
   void drop_what_is_not_reused_soon(int current);
+  // Drops the tiles that nobody pins, but for `current`, the unit that is used next, and for one
+  // that is fetched ahead while that is no tile.
+  void drop_idle_tiles(int current);
   void evict_all();
   void free_memory();
   void end_round() { memory_.end_round(); }
@@ -115,6 +118,7 @@ class GatheredUnits {
   const GatherBounds& bounds_;
   GatherMemory memory_;
   std::vector<Slot> slots_;  // by unit
+  std::vector<int> tiles_;   // that have memory
   Bytes live_;
 };
 

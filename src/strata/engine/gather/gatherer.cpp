@@ -1,6 +1,7 @@
 #include "strata/engine/gather/gatherer.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/offload/parked_copy.h"
@@ -18,6 +19,9 @@ Gatherer::Gatherer(std::vector<Unit>& units, const WeightShards& shards,
       whole_(units, collectives, views, recorder),
       prefetches_(bounds.prefetch.value > 0 &&
                   std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {
+  for (const Unit& u : units) {
+    if (u.spec.tile_uses > 1) order_.expect_first_uses(u.id, u.spec.tile_uses);
+  }
 }
 
 void Gatherer::start_pass() {
@@ -38,6 +42,7 @@ void Gatherer::acquire(int index) {
   if (unit(index).parked)
     offload::throw_parked(fmt::format("unit '{}' of the weights", unit(index).name()));
   order_.note_use(index);
+  gathered_.drop_idle_tiles(index);
   if (unit(index).whole) {
     whole_.complete(index);
   } else {
@@ -73,10 +78,12 @@ void Gatherer::discard(int index) {
 void Gatherer::prefetch() {
   Bytes ahead;
   bool is_next = true;
+  bool has_tile = false;
   std::int64_t distance = -1;
   for (const int next : order_.upcoming()) {
     ++distance;
     if (unit(next).whole || pinned(next)) continue;
+    if (unit(next).spec.tile() && std::exchange(has_tile, true)) return;  // one tile ahead
     const Bytes bytes = gathered_.footprint(next);
     ahead += bytes;
     const bool always = std::exchange(is_next, false) || ahead <= bounds_.least_ahead;
@@ -133,10 +140,12 @@ std::vector<int> Gatherer::first_needed() const {
   // beside it though there is no room.
   Bytes all;
   Bytes ahead;
+  bool has_tile = false;
   for (const int index : order_.next_pass()) {
     const Unit& u = unit(index);
     if (u.whole ? !bounds_.refresh_late : !prefetches_) continue;
     if (std::ranges::find(result, index) != result.end()) continue;
+    if (u.spec.tile() && !u.whole && std::exchange(has_tile, true)) break;
     all += gathered_.footprint(index);
     if (!result.empty()) ahead += gathered_.footprint(index);
     const bool always = result.size() < 2 || ahead <= bounds_.least_ahead;

@@ -48,6 +48,8 @@ class Gatherer {
   void expect(std::vector<int> uses) { order_.expect(std::move(uses)); }
 
   void acquire(int unit);
+  // Here other ranks may acquire() a unit that this rank does without. Gradients come all the same.
+  void leave_out(int unit) { order_.note_left_out(unit); }
   void release(int unit);
   // Unpins, and drops whatever was written to the gathered copy: where someone else pins it, it is
   // gathered anew in place.

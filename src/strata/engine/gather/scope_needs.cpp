@@ -26,12 +26,21 @@ Bytes fetched_together(const EngineOptions& options, std::span<const plan::Scope
   return options.fetches_scopes ? largest_scope(scopes, units, ScopeUnits::kSharded) : Bytes();
 }
 
+Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units) {
+  const bool tiles = std::ranges::any_of(units, [](const Unit& unit) { return unit.spec.tile(); });
+  return tiles ? Bytes() : options.max_reducing;
+}
+
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
   std::vector<int> uses;
-  for (const plan::ScopeSpec& scope : scopes)
+  for (const plan::ScopeSpec& scope : scopes) {
     uses.insert(uses.end(), scope.units.begin(), scope.units.end());
-  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
+    uses.insert(uses.end(), scope.tiles.begin(), scope.tiles.end());
+  }
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) {
     uses.insert(uses.end(), scope->units.begin(), scope->units.end());
+    uses.insert(uses.end(), scope->tiles.rbegin(), scope->tiles.rend());
+  }
   return uses;
 }
 

@@ -13,7 +13,8 @@ GradientArrivals::GradientArrivals(std::span<const Unit> units, comm::Collective
       progress_(units.size()) {
   for (const Unit& unit : units_) {
     const std::size_t slots = unit.trainable() ? unit.layout.slots().size() : 0;
-    of(unit.id).expected.assign(slots, 1);
+    of(unit.id).turns = std::max(1, unit.spec.tile_uses);
+    of(unit.id).expected.assign(slots, of(unit.id).turns);
     of(unit.id).seen.assign(slots, 0);
   }
 }
@@ -24,7 +25,6 @@ void GradientArrivals::begin_pass(std::span<const int> first_uses) {
   completion_.clear();
   if (order_.empty()) {
     std::vector<int> order(first_uses.rbegin(), first_uses.rend());
-    for (std::size_t i = units_.size(); i-- > 0;) order.push_back(static_cast<int>(i));
     share_order(order);
   }
   for (const int unit : order_) {
@@ -33,27 +33,53 @@ void GradientArrivals::begin_pass(std::span<const int> first_uses) {
     p.missing = 0;
     for (const int expected : p.expected) p.missing += expected;
     p.waiting = Bytes();
-    p.reduced = false;
+    p.turns_over = 0;
     if (p.missing == 0) completion_.push_back(unit);
   }
 }
 
-// `mine` may hold frozen units and repeat: the first occurrences of trainable ones count.
+// `mine` may hold frozen units and repeat: the first occurrences of trainable ones count, as many
+// as they have turns. What it lacks comes last.
 void GradientArrivals::share_order(std::span<const int> mine) {
-  std::vector<bool> placed(units_.size());
+  std::vector<int> placed(units_.size());
   order_.clear();
-  for (const int unit : mine) {
+  const auto place = [&](int unit) {
     const auto index = static_cast<std::size_t>(unit);
-    if (placed[index] || !units_[index].trainable()) continue;
-    placed[index] = true;
+    if (placed[index] == of(unit).turns || !units_[index].trainable()) return false;
+    ++placed[index];
     order_.push_back(unit);
+    return true;
+  };
+  for (const int unit : mine) place(unit);
+  for (std::size_t i = units_.size(); i-- > 0;) {
+    while (place(static_cast<int>(i))) continue;
   }
   collectives_.broadcast(std::as_writable_bytes(std::span<int>(order_)), 0);
+  units_in_order_.clear();
+  std::vector<bool> listed(units_.size());
+  for (const int unit : order_) {
+    const auto index = static_cast<std::size_t>(unit);
+    if (!listed[index]) units_in_order_.push_back(unit);
+    listed[index] = true;
+  }
+}
+
+// Whether what the unit's next turn waits for has come.
+bool GradientArrivals::complete(const Progress& p) {
+  if (p.turns == 1) return p.missing <= 0;
+  return p.seen[0] > p.turns_over || p.expected[0] <= p.turns_over;
 }
 
 bool GradientArrivals::note(int unit, std::size_t slot, Bytes unit_bytes) {
   Progress& p = of(unit);
-  if (++p.seen[slot] > p.expected[slot] || p.reduced) return false;
+  if (p.turns > 1) {
+    if (++p.seen[slot] > p.turns) return false;
+    completion_.push_back(unit);
+    waiting_ += unit_bytes - p.waiting;  // one buffer, however many have come
+    p.waiting = unit_bytes;
+    return true;
+  }
+  if (++p.seen[slot] > p.expected[slot] || reduced(unit)) return false;
   if (--p.missing > 0) return false;
   completion_.push_back(unit);
   p.waiting = unit_bytes;
@@ -63,13 +89,13 @@ bool GradientArrivals::note(int unit, std::size_t slot, Bytes unit_bytes) {
 
 void GradientArrivals::note_reduced(int unit) {
   waiting_ -= std::exchange(of(unit).waiting, Bytes());
-  of(unit).reduced = true;
+  ++of(unit).turns_over;
 }
 
 std::optional<int> GradientArrivals::next_ready() {
   if (next_ == order_.size()) return std::nullopt;
   const int unit = order_[next_];
-  if (of(unit).missing > 0) {
+  if (!complete(of(unit))) {
     if (waiting_ <= most_waiting_) return std::nullopt;
     completion_.push_back(unit);  // it has waited for a gradient that may never come
   }

@@ -7,6 +7,10 @@
 // rank 0, is expected from then on. A unit that never becomes complete does not hold up more than
 // `most_waiting` bytes of complete ones: then it is reduced as it is.
 //
+// A tile that several modules use, such as those of a head that is tied to its embedding, has
+// several turns in that order, one for each gradient: its first would otherwise wait for the last,
+// and all tiles with it.
+//
 // Threads: one thread at a time. Ownership: borrows the units and the collectives. Errors:
 // CommError from begin_pass() and end_pass(), which are collectives once each.
 #pragma once
@@ -35,7 +39,8 @@ class GradientArrivals {
   // is complete by it, and was not reduced before.
   bool note(int unit, std::size_t slot, Bytes unit_bytes);
   void note_reduced(int unit);
-  bool reduced(int unit) const { return of(unit).reduced; }  // in this pass
+  bool reduced(int unit) const { return of(unit).turns_over > 0; }  // in this pass
+  bool has_turns(int unit) const { return of(unit).turns > 1; }
   // Whether the next gradient of this slot is the only one that this pass is known to bring.
   bool only_one_expected(int unit, std::size_t slot) const {
     return of(unit).expected[slot] <= 1 && of(unit).seen[slot] == 0;
@@ -45,8 +50,8 @@ class GradientArrivals {
   std::optional<int> next_ready();
   std::optional<int> next();
 
-  // Trainable units in the order of their reduction; the same on every rank.
-  const std::vector<int>& order() const { return order_; }
+  // Trainable units in the order of their (first) reduction; the same on every rank.
+  const std::vector<int>& order() const { return units_in_order_; }
 
  private:
   struct Progress {
@@ -54,10 +59,12 @@ class GradientArrivals {
     std::vector<int> seen;      // in this pass
     int missing = 0;            // gradients that are expected and have not come
     Bytes waiting;              // its bytes, while it is complete and not reduced
-    bool reduced = false;       // in this pass
+    int turns = 1;              // reductions in one pass
+    int turns_over = 0;         // in this pass
   };
 
   void learn();
+  static bool complete(const Progress& p);
   void share_order(std::span<const int> mine);
   Progress& of(int unit) { return progress_[static_cast<std::size_t>(unit)]; }
   const Progress& of(int unit) const { return progress_[static_cast<std::size_t>(unit)]; }
@@ -65,12 +72,13 @@ class GradientArrivals {
   std::span<const Unit> units_;
   comm::Collectives& collectives_;
   Bytes most_waiting_;
-  std::vector<Progress> progress_;  // by unit; of frozen units unused
-  std::vector<int> order_;
-  std::vector<int> completion_;  // order of completion in this pass
-  std::size_t next_ = 0;         // index into order_ of the next unit to reduce
-  Bytes waiting_;                // of complete units that are not reduced yet, in this pass
-  int passes_ = 0;               // passes that reduced
+  std::vector<Progress> progress_;   // by unit; of frozen units unused
+  std::vector<int> order_;           // of reductions: a unit as often as it has turns
+  std::vector<int> units_in_order_;  // each once
+  std::vector<int> completion_;      // order of completion in this pass
+  std::size_t next_ = 0;             // index into order_ of the next unit to reduce
+  Bytes waiting_;                    // of complete units that are not reduced yet, in this pass
+  int passes_ = 0;                   // passes that reduced
 };
 
 }  // namespace strata::engine

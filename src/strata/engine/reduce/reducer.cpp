@@ -56,7 +56,9 @@ void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses)
   // Narrow sums arrive wide, in memory of their own, which only buffers keep few of.
   if (pass != BackwardPass::kKeeps && !writes_.wide() &&
       options_.accumulation_dtype == DType::kFloat32) {
-    writes_.begin_pushing(arrivals_.order());
+    std::vector<int> pushed = arrivals_.order();  // what has several turns would be in it twice
+    std::erase_if(pushed, [this](int unit) { return arrivals_.has_turns(unit); });
+    writes_.begin_pushing(pushed);
   }
 }
 
@@ -73,7 +75,8 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
   const auto index = static_cast<std::size_t>(slot);
   const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
   got_gradient_[static_cast<std::size_t>(place.param)] = true;
-  const bool alone = !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
+  const bool alone = !arrivals_.has_turns(unit) && !arrivals_.reduced(unit) &&
+                     arrivals_.only_one_expected(unit, index);
   if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
     open_buffer(unit);
     writes_.write(unit, slot, gradient, dtype);
@@ -90,13 +93,14 @@ void Reducer::start_ready() {
 
 void Reducer::start_reduction(int unit) {
   const bool late = arrivals_.reduced(unit);
-  const bool pushed = writes_.pushing() && !late;
+  const bool pushed = writes_.pushing() && !late && !arrivals_.has_turns(unit);
   if (!pushed) open_buffer(unit);
   const std::optional<std::size_t> unused =
       pushed ? writes_.push_missing(unit) : writes_.write_missing(unit);
   const Unit& u = units_[static_cast<std::size_t>(unit)];
   if (unused && !late && unused_param_ < 0) unused_param_ = u.layout.slots()[*unused].param;
   const Bytes bytes = writes_.bytes(unit);
+  if (late) in_flight_.finish(unit);
   const GradientShards::Target target = shards_.begin(unit);
   comm::Reduction reduction;
   reduction.result = target.result;

@@ -1,5 +1,6 @@
 #include "strata/engine/reduce/reductions_in_flight.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace strata::engine {
@@ -30,22 +31,36 @@ void ReductionsInFlight::free_buffers(Bytes at_most) {
     held_ -= bytes_of_buffer(pending.buffer);
     buffers_.give_back(std::move(pending.buffer));
   }
-  while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done()) {
-    settle(pending_.front());
-    pending_.pop_front();
-  }
+  while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done())
+    settle_front();
 }
 
-void ReductionsInFlight::settle(Pending& pending) {
+void ReductionsInFlight::settle_front() {
+  Pending& pending = pending_.front();
   recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
   recorder_.end(pending.recording);
   shards_.settle(pending.unit);
+  pending_.pop_front();
+}
+
+void ReductionsInFlight::finish(int unit) {
+  const auto last = std::find_if(pending_.rbegin(), pending_.rend(),
+                                 [unit](const Pending& pending) { return pending.unit == unit; });
+  for (auto left = pending_.rend() - last; left > 0; --left) {
+    Pending& pending = pending_.front();
+    if (pending.buffer != nullptr) {
+      recorder_.measure(Activity::kReduceWait, pending.unit,
+                        [&] { pending.work->wait_for_readers(); });
+      held_ -= bytes_of_buffer(pending.buffer);
+      buffers_.give_back(std::move(pending.buffer));
+    }
+    settle_front();
+  }
 }
 
 void ReductionsInFlight::finish() {
   free_buffers(Bytes());
-  for (Pending& pending : pending_) settle(pending);
-  pending_.clear();
+  while (!pending_.empty()) settle_front();
 }
 
 void ReductionsInFlight::abandon() {

@@ -29,6 +29,9 @@ class ReductionsInFlight {
   void progress();
   // Waits until buffers hold no more than `at_most`, and settles what is over.
   void free_buffers(Bytes at_most);
+  // Settles a reduction of this unit that is under way, and those before it: its shard may be added
+  // to then.
+  void finish(int unit);
   // Waits for all, and settles them.
   void finish();
   // Waits for all, and drops their results and errors.
@@ -41,7 +44,7 @@ class ReductionsInFlight {
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
   };
-  void settle(Pending& pending);
+  void settle_front();
 
   GradientBuffers& buffers_;
   GradientShards& shards_;

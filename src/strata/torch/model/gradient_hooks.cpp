@@ -21,43 +21,47 @@ struct Receiver {
   engine::Engine* engine = nullptr;
   AutogradPass* pass = nullptr;
   double factor = 1.0;
+  c10::Device place = c10::kCPU;
+
+  void take(int param, const at::Tensor& given) const {
+    pass->begin();
+    if (given.layout() != at::kStrided) {
+      throw UsageError(fmt::format(
+          "the gradient of '{}' is sparse, which cannot be sharded; make the embedding with "
+          "sparse=False",
+          engine->weights().param(param).name));
+    }
+    at::Tensor gradient = given.to(place);
+    if (factor != 1.0) {
+      const at::NoGradGuard no_grad;
+      gradient = gradient.mul(factor);
+    }
+    // Kept until it is copied; after that the engine has the stream of this thread, on which torch
+    // may use the memory again, wait for the copy.
+    const DType type = from_scalar_type(gradient.scalar_type());
+    const DType dtype = type == DType::kFloat64 ? DType::kFloat32 : type;
+    auto dense =
+        std::make_shared<const at::Tensor>(gradient.to(to_scalar_type(dtype)).contiguous());
+    const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
+    engine->add_gradient(param, values, dtype, std::move(dense));
+  }
 };
 
 class TakeGradient final : public autograd::FunctionPreHook {
  public:
-  TakeGradient(std::shared_ptr<Receiver> receiver, int param, c10::Device place)
-      : receiver_(std::move(receiver)), param_(param), place_(place) {}
+  TakeGradient(std::shared_ptr<Receiver> receiver, int param)
+      : receiver_(std::move(receiver)), param_(param) {}
 
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    engine::Engine* engine = receiver_->engine;
-    if (engine == nullptr || gradients.empty() || !gradients[0].defined()) return gradients;
-    receiver_->pass->begin();
-    if (gradients[0].layout() != at::kStrided) {
-      throw UsageError(fmt::format(
-          "the gradient of '{}' is sparse, which cannot be sharded; make the embedding with "
-          "sparse=False",
-          engine->weights().param(param_).name));
-    }
-    at::Tensor gradient = gradients[0].to(place_);
-    if (receiver_->factor != 1.0) {
-      const at::NoGradGuard no_grad;
-      gradient = gradient.mul(receiver_->factor);
-    }
-    // Kept until it is copied; after that the engine has the stream of this thread, on which torch
-    // may use the memory again, wait for the copy.
-    const DType given = from_scalar_type(gradient.scalar_type());
-    const DType dtype = given == DType::kFloat64 ? DType::kFloat32 : given;
-    auto dense =
-        std::make_shared<const at::Tensor>(gradient.to(to_scalar_type(dtype)).contiguous());
-    const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
-    engine->add_gradient(param_, values, dtype, std::move(dense));
+    if (receiver_->engine == nullptr || gradients.empty() || !gradients[0].defined())
+      return gradients;
+    receiver_->take(param_, gradients[0]);
     return {at::Tensor()};
   }
 
  private:
   std::shared_ptr<Receiver> receiver_;
   int param_;
-  c10::Device place_;
 };
 
 // On a parameter that was frozen when the engine was made, and has no place for gradients.
@@ -106,13 +110,13 @@ GradientHooks::GradientHooks(engine::Engine& engine, const ParameterSet& paramet
     : nodes_(std::make_unique<Nodes>()) {
   nodes_->receiver->engine = &engine;
   nodes_->receiver->pass = &pass;
+  nodes_->receiver->place = parameters.place();
   for (int i = 0; i < parameters.size(); ++i) {
     const at::Tensor& variable = parameters.variable(i);
     if (engine.weights().param(i).trainable) {
       auto node = accumulator_of(variable);
       nodes_->trainable.push_back(node.get());
-      nodes_->add(std::move(node),
-                  std::make_unique<TakeGradient>(nodes_->receiver, i, parameters.place()));
+      nodes_->add(std::move(node), std::make_unique<TakeGradient>(nodes_->receiver, i));
     } else if (!variable.requires_grad() && variable.is_floating_point()) {
       nodes_->add(accumulator_of(variable), std::make_unique<RefuseGradient>(nodes_->receiver, i));
     }
@@ -133,6 +137,10 @@ bool GradientHooks::stored_by_running_graph() const {
     const auto found = chosen->find(node);
     return found != chosen->end() && found->second.needed_;
   });
+}
+
+void GradientHooks::take(int param, const at::Tensor& gradient) {
+  nodes_->receiver->take(param, gradient);
 }
 
 void GradientHooks::set_factor(double factor) {

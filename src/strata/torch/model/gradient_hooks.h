@@ -36,6 +36,8 @@ class GradientHooks {
   // Whether the graph that runs in this thread stores a gradient of a trainable parameter, as far
   // as autograd knows it beforehand.
   bool stored_by_running_graph() const;
+  // A gradient that autograd does not store: of a tile, by the operation that used it.
+  void take(int param, const at::Tensor& gradient);
   // What gradients are multiplied by when they come.
   void set_factor(double factor);
 

@@ -7,12 +7,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "strata/base/units.h"
 #include "strata/plan/module_tree.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::torch {
 
@@ -47,6 +49,7 @@ struct ModelParameter {
   // taken over shard by shard, and it retires when all are.
   std::shared_ptr<ParameterOwner> owner;
   int owner_index = 0;
+  std::optional<plan::TileOf> tile;  // of a tile; the owner has the parameter that it is a part of
 
   // Not from files, and not from another model.
   bool has_own_values() const { return has_values && owner == nullptr; }

@@ -18,6 +18,7 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
     plan::ParamSpec spec;
     spec.name = parameter.name;
     spec.shape = parameter.shape;
+    spec.tile = parameter.tile;
     spec.dtype = config.precision.weight_dtype(from_scalar_type(parameter.variable.scalar_type()));
     spec.trainable = parameter.variable.requires_grad() && parameter.group >= 0;
     if (spec.trainable && !is_floating(spec.dtype)) {

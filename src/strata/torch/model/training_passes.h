@@ -56,6 +56,9 @@ class TrainingPasses {
   // divided by the accumulation steps if `by_accumulation`.
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
 
+  // GradientHooks::take().
+  void take_gradient(int param, const at::Tensor& gradient) { hooks_.take(param, gradient); }
+
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
   // Between passes: lets go of what was gathered for reads outside scopes, but for what the graph

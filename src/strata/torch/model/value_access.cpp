@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -124,16 +125,21 @@ void ValueAccess::gather_what_was_saved() {
 }
 
 at::Tensor ValueAccess::local_part(int param) const {
-  const engine::Unit& unit = engine_.weights().unit_of(param);
-  const DType dtype = unit.layout.dtype();
   const auto [begin, end] = engine_.weights().owned_range(param);
-  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
-  const Numel at =
-      begin == end ? Numel() : engine_.weights().slot_of(param).offset + begin - shard_begin;
+  const DType dtype = engine_.weights().unit_of(param).layout.dtype();
   at::Tensor values =
       at::empty({(end - begin).value},
                 at::TensorOptions().dtype(to_scalar_type(dtype)).device(parameters_.place()));
-  auto* const target = static_cast<std::byte*>(values.data_ptr());
+  read_own(param, begin, end, static_cast<std::byte*>(values.data_ptr()));
+  return values;
+}
+
+void ValueAccess::read_own(int param, Numel begin, Numel end, std::byte* target) const {
+  if (begin >= end) return;
+  const engine::Unit& unit = engine_.weights().unit_of(param);
+  const DType dtype = unit.layout.dtype();
+  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
+  const Numel at = engine_.weights().slot_of(param).offset + begin - shard_begin;
   device::Device& device = engine_.device();
   engine_.weights().shards().for_each(
       unit.id, at, at + (end - begin), offload::Access::kRead,
@@ -141,7 +147,6 @@ at::Tensor ValueAccess::local_part(int param) const {
         device.copy({target + bytes_of(piece.begin - at, dtype).size(), piece.bytes.size()},
                     piece.bytes, device.compute_stream());
       });
-  return values;
 }
 
 void ValueAccess::note_step() {

@@ -62,6 +62,8 @@ class ValueAccess {
   void complete(int unit);
 
  private:
+  // Elements [begin, end) of a parameter, which this rank owns, into `target`, on its stream.
+  void read_own(int param, Numel begin, Numel end, std::byte* target) const;
   std::vector<int> units_of(std::span<const int> params) const;
   void require_publishable(int param) const;
 

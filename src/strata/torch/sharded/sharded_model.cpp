@@ -162,6 +162,11 @@ void ShardedModel::publish(std::span<const int> params, int root) {
   values_->publish(params, root);
 }
 
+void ShardedModel::take_gradient(int param, const at::Tensor& gradient) {
+  require_alive();
+  passes_->take_gradient(param, gradient);
+}
+
 bool ShardedModel::read(int param) {
   return alive() && values_->read(param);
 }

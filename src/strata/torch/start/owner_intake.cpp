@@ -1,5 +1,7 @@
 #include "strata/torch/start/owner_intake.h"
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -13,7 +15,7 @@ std::vector<bool> cut_alike(engine::Engine& engine, const std::vector<ModelParam
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].owner == nullptr) continue;
     const int param = static_cast<int>(i);
-    const bool alike = !engine.weights().unit_of(param).whole &&
+    const bool alike = !parameters[i].tile && !engine.weights().unit_of(param).whole &&
                        parameters[i].owner->owned_range(parameters[i].owner_index) ==
                            engine.weights().owned_range(param);
     mine += alike ? '1' : '0';
@@ -24,6 +26,31 @@ std::vector<bool> cut_alike(engine::Engine& engine, const std::vector<ModelParam
     for (std::size_t i = 0; i < all.size(); ++i) all[i] = all[i] && text[i] == '1';
   }
   return all;
+}
+
+bool same_source(const ModelParameter& a, const ModelParameter& b) {
+  return a.owner == b.owner && a.owner_index == b.owner_index;
+}
+
+// Stores what was lent of a parameter, elements from `begin` on, in the parameters that come of it:
+// itself, or its tiles, which follow each other from `first` on.
+void store_lent(ValueIntake& intake, const std::vector<ModelParameter>& parameters,
+                std::size_t first, Numel begin, const at::Tensor& values) {
+  const ModelParameter& lent = parameters[first];
+  if (!lent.tile) return intake.store(static_cast<int>(first), begin, values);
+  const at::Tensor flat = values.reshape({-1});
+  const std::int64_t end = begin.value + flat.numel();
+  for (std::size_t i = first; i < parameters.size(); ++i) {
+    const ModelParameter& tile = parameters[i];
+    if (!same_source(tile, lent)) break;
+    const std::int64_t tile_begin = tile.tile->first.value;
+    const std::int64_t tile_end = tile_begin + c10::multiply_integers(tile.shape);
+    const std::int64_t from = std::max(begin.value, tile_begin);
+    const std::int64_t to = std::min(end, tile_end);
+    if (from >= to) continue;
+    intake.store(static_cast<int>(i), Numel(from - tile_begin),
+                 flat.slice(0, from - begin.value, to - begin.value));
+  }
 }
 
 }  // namespace
@@ -37,8 +64,10 @@ void take_from_owners(engine::Engine& engine, ValueIntake& intake,
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const ModelParameter& parameter = parameters[i];
     if (parameter.owner == nullptr) continue;
-    const Borrowing borrowing{piece, alike[position++], [&](Numel begin, const at::Tensor& values) {
-                                intake.store(static_cast<int>(i), begin, values);
+    const bool own_part = alike[position++];
+    if (i > 0 && same_source(parameter, parameters[i - 1])) continue;  // lent with the first tile
+    const Borrowing borrowing{piece, own_part, [&](Numel begin, const at::Tensor& values) {
+                                store_lent(intake, parameters, i, begin, values);
                               }};
     parameter.owner->lend_values(parameter.owner_index, borrowing);
     if (std::find(owners.begin(), owners.end(), parameter.owner) == owners.end())

@@ -1,0 +1,195 @@
+"""What tiles cost: step time against tile size for one large linear layer and for the experts of a Qwen3-MoE layer,
+and peak memory and time of a head with its loss.
+
+    torchrun --nproc-per-node 2 bench/bench_tiles.py [--cases linear experts loss] [--rounds 7] [--tiny]
+
+Engines of every tile size train the same module in one process, a step each in turns; a step is forward, backward and
+update in bf16. On one rank nothing travels, so what remains is that products are smaller. The loss is measured on
+rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy``, and Liger's fused kernel where it can be
+imported. Rank 0 prints a line of JSON for each result: medians, and the fastest.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import torch
+from torch import nn
+
+import strata
+from strata.tiles.vocabulary_loss import linear_cross_entropy
+
+MIB = 1 << 20
+
+
+class Loss(nn.Module):
+    """A module and a loss of what it gives."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*inputs).float().square().mean()
+
+
+def say(**result):
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
+
+
+def device_of():
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def settle(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(function, device):
+    settle(device)
+    begin = time.perf_counter()
+    function()
+    settle(device)
+    return time.perf_counter() - begin
+
+
+def in_turns(functions, rounds, device):
+    """{name: seconds of each round} of functions that take turns; the first two rounds do not count."""
+    taken = {name: [] for name in functions}
+    for turn in range(rounds + 2):
+        for name, function in functions.items():
+            spent = seconds(function, device)
+            if turn >= 2:
+                taken[name].append(spent)
+    return taken
+
+
+def engine_of(module, tile_bytes, patterns=()):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    if tile_bytes is not None:
+        config["strata"] = {"tiles": {"max_gather": tile_bytes, "match": list(patterns)}}
+    return strata.initialize(model=Loss(module), config=config)[0]
+
+
+def compare(case, make, inputs, sizes, rounds, device):
+    """Prints step times of engines with tiles of ``sizes`` bytes; None is the whole."""
+
+    def step(engine):
+        engine.backward(engine(*inputs))
+        engine.step()
+
+    engines = {size: engine_of(make(), size) for size in sizes}
+    taken = in_turns({size: (lambda engine=engine: step(engine)) for size, engine in engines.items()}, rounds, device)
+    whole = statistics.median(taken[None])
+    for size, times in taken.items():
+        say(case=case, tile_mib=None if size is None else size / MIB, world=engines[size].world_size,
+            median_ms=1e3 * statistics.median(times), least_ms=1e3 * min(times),
+            of_whole=statistics.median(times) / whole)  # fmt: skip
+    for engine in engines.values():
+        engine.destroy()
+
+
+def linear(tiny, rounds, device):
+    width, tokens = (256, 64) if tiny else (16384, 8192)
+    sizes = [None, *((width * width // parts * 2) for parts in (2, 8, 32))]  # 256, 64, 16 MiB
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    compare("linear", lambda: nn.Linear(width, width, bias=False, device=device), (x,), sizes, rounds, device)
+
+
+def experts(tiny, rounds, device):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    count, width, inner, tokens = (8, 32, 16, 64) if tiny else (128, 2048, 768, 8192)
+    config = Qwen3MoeConfig(num_experts=count, hidden_size=width, moe_intermediate_size=inner)
+    config._experts_implementation = "eager" if device.type == "cpu" else "grouped_mm"
+    expert = 2 * inner * width * 2
+    sizes = [None, *(expert * each for each in ((4, 2, 1) if tiny else (42, 10, 2)))]  # 252, 60, 12 MiB
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+    scores = torch.randn(tokens, count, device=device, generator=generator).softmax(-1)
+    weights, chosen = scores.topk(8 if not tiny else 2, -1)
+
+    def make():
+        module = Qwen3MoeExperts(config).to(device)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        return module
+
+    compare("experts", make, (x, chosen, weights.bfloat16()), sizes, rounds, device)
+
+
+def loss(tiny, rounds, device):
+    vocabulary, width, tokens = (1000, 32, 64) if tiny else (151936, 4096, 8192)
+    head = nn.Linear(width, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,), device=device)
+
+    def plain():
+        nn.functional.cross_entropy(head(hidden).float(), labels).backward()
+
+    def ours():
+        linear_cross_entropy(hidden, head, labels).backward()
+
+    ways = {"plain torch": plain, "strata": ours}
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+        ways["liger"] = lambda: fused(head.weight, hidden, labels).backward()
+    except ImportError as error:
+        say(case="loss", way="liger", left_out=str(error))
+    for name, way in list(ways.items()):
+        try:
+            measure_loss(name, way, head, hidden, rounds, device)
+        except torch.OutOfMemoryError as error:
+            say(case="loss", way=name, out_of_memory=str(error).splitlines()[0])
+
+
+def measure_loss(name, way, head, hidden, rounds, device):
+    def once():
+        head.weight.grad = hidden.grad = None
+        way()
+
+    once()
+    settle(device)
+    peak = None
+    if device.type == "cuda":
+        head.weight.grad = hidden.grad = None
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        once()
+        settle(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    taken = [seconds(once, device) for _ in range(rounds)]
+    say(case="loss", way=name, median_ms=1e3 * statistics.median(taken), least_ms=1e3 * min(taken), peak_bytes=peak)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["linear", "experts", "loss"],
+                        choices=["linear", "experts", "loss"])  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU computes at once: a test of this program")
+    arguments = parser.parse_args()
+    device = device_of()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for case in arguments.cases:
+        if case != "loss" or int(os.environ.get("RANK", "0")) == 0:
+            {"linear": linear, "experts": experts, "loss": loss}[case](arguments.tiny, arguments.rounds, device)
+
+
+if __name__ == "__main__":
+    main()

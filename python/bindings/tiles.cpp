@@ -1,0 +1,78 @@
+// Tiles of parameters: how they are cut, and how who walks over them uses one after the other.
+#include "bindings.h"
+#include "strata/plan/tile_plan.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+// (first row, behind the last)
+using RowTuple = std::pair<std::int64_t, std::int64_t>;
+
+std::vector<RowTuple> cut_rows(const std::string& name, std::int64_t rows, std::int64_t row_bytes,
+                               std::int64_t most) {
+  std::vector<RowTuple> result;
+  for (const plan::RowRange& tile : plan::cut_rows(name, rows, Bytes(row_bytes), Bytes(most)))
+    result.emplace_back(tile.begin, tile.end);
+  return result;
+}
+
+void require_tiles(const std::string& name, std::int64_t rows, std::int64_t row_bytes,
+                   std::int64_t most, const std::vector<RowTuple>& tiles) {
+  std::vector<plan::RowRange> ranges;
+  for (const auto& [begin, end] : tiles) ranges.push_back({begin, end});
+  plan::require_tiles(name, rows, Bytes(row_bytes), Bytes(most), ranges);
+}
+
+int unit_of(ShardedModel& model, int param) {
+  return model.engine().weights().unit_of(param).id;
+}
+
+// The tile's values, whole until end_tile().
+at::Tensor begin_tile(ShardedModel& model, int param) {
+  model.engine().gatherer().acquire(unit_of(model, param));
+  return model.parameters().full_view(param);
+}
+
+void end_tile(ShardedModel& model, int param) {
+  if (model.alive()) model.engine().gatherer().release(unit_of(model, param));
+}
+
+// In place of both, where this rank does without it and gathers are one-sided.
+void leave_out_tile(ShardedModel& model, int param) {
+  model.engine().gatherer().leave_out(unit_of(model, param));
+}
+
+}  // namespace
+
+void bind_tiles(py::module_& module,
+                py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  module.def("cut_rows", &cut_rows, py::arg("name"), py::arg("rows"), py::arg("row_bytes"),
+             py::arg("most"));
+  module.def("require_tiles", &require_tiles, py::arg("name"), py::arg("rows"),
+             py::arg("row_bytes"), py::arg("most"), py::arg("tiles"));
+  module.def(
+      "wants_tiles",
+      [](const std::string& name, std::int64_t bytes, std::int64_t most,
+         const std::vector<std::string>& patterns) {
+        return plan::wants_tiles(name, Bytes(bytes), Bytes(most), patterns);
+      },
+      py::arg("name"), py::arg("bytes"), py::arg("most"), py::arg("patterns"));
+  model.def("begin_tile", &begin_tile, py::arg("parameter"), unlocked)
+      .def("end_tile", &end_tile, py::arg("parameter"), unlocked)
+      .def("leave_out_tile", &leave_out_tile, py::arg("parameter"), unlocked)
+      .def("take_gradient", &ShardedModel::take_gradient, py::arg("parameter"), py::arg("gradient"),
+           unlocked)
+      // Whether a rank gathers without the others.
+      .def_property_readonly(
+          "gathers_alone",
+          [](ShardedModel& m) { return m.engine().collectives().traits().one_sided; })
+      // What users and checkpoints call the parameter that this one is a tile of; else its name.
+      .def("known_name", [](ShardedModel& m, int param) {
+        return m.engine().weights().param(param).known_name();
+      });
+}
+
+}  // namespace strata::python

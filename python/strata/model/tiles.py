@@ -1,0 +1,231 @@
+"""Which parameters are cut into tiles, and what became of each: the one record that all else asks.
+
+A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints know it.
+What the engine knows are its tiles, Parameters of their own that are in no module. ``known_parameters`` brings both
+together.
+"""
+
+import math
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from .. import _C
+
+
+class Tile:
+    """Rows [begin, end) of a parameter: a context in which their values are whole on this rank.
+
+    Attributes:
+        parameter: the torch.nn.Parameter that the engine has for it.
+        begin, end: ints, rows of the whole parameter.
+    """
+
+    def __init__(self, parameter, begin, end):
+        self.parameter, self.begin, self.end = parameter, begin, end
+        self._core, self._index = None, -1
+
+    def bind(self, core, index):
+        """The engine has it now, as its parameter ``index``."""
+        self._core, self._index = weakref.ref(core), index
+
+    @property
+    def core(self):
+        """The _C.ShardedModel that has it; None: there is none, or it has ended."""
+        core = None if self._core is None else self._core()
+        return core if core is not None and core.alive else None
+
+    @property
+    def index(self):
+        """int: of it in ``core``."""
+        return self._index
+
+    @property
+    def rows(self):
+        """int."""
+        return self.end - self.begin
+
+    @property
+    def trainable(self):
+        """bool."""
+        return self.parameter.requires_grad
+
+    def left_out(self):
+        """bool: whether this rank may do without a use of it that other ranks make, which it does then."""
+        core = self.core
+        if core is None:
+            return True
+        if not core.gathers_alone:
+            return False
+        core.leave_out_tile(self._index)
+        return True
+
+    def __enter__(self):
+        """Tensor [rows, ...]: its values, until the context ends. Nobody keeps a view of them."""
+        core = self.core
+        return self.parameter.detach() if core is None else core.begin_tile(self._index)
+
+    def __exit__(self, kind, value, traceback):
+        core = self.core
+        if core is not None:
+            core.end_tile(self._index)
+        return False
+
+    def give_gradient(self, gradient):
+        """Hands its gradient [rows, ...], of one use, to the engine, which reduces it at once. In backward."""
+        core = self.core
+        if core is not None:
+            core.take_gradient(self._index, gradient)
+        elif self.parameter.grad is None:
+            self.parameter.grad = gradient.to(self.parameter.dtype)
+        else:
+            self.parameter.grad += gradient
+
+
+class Tiles:
+    """All tiles of one parameter, in the order of its rows; iterates over them.
+
+    Attributes:
+        name: str, of the parameter in its model.
+        shape: torch.Size of the whole.
+        homes: [(module, name there)] that use it.
+        owner: (_C.ShardedModel, index) that has sharded the whole before the engine; (None, None): nobody.
+        most_read: int, bytes that may be whole at once for who reads the parameter outside its modules; None: any.
+    """
+
+    def __init__(self, name, parameter, shape, ranges, homes, most_read):
+        self.name, self.shape, self.homes, self.most_read = name, torch.Size(shape), homes, most_read
+        self.dtype, self._strides, self.owner = parameter.dtype, parameter.stride(), (None, None)
+        self._whole = weakref.ref(parameter)
+        self._tiles = []
+        for begin, end in ranges:
+            values = parameter.data[begin:end] if parameter.numel() else parameter.data
+            tile = Tile(torch.nn.Parameter(values, parameter.requires_grad), begin, end)
+            tile.parameter._strata_tile = (self, tile)
+            self._tiles.append(tile)
+
+    def __iter__(self):
+        return iter(self._tiles)
+
+    def __reversed__(self):
+        return reversed(self._tiles)
+
+    def __len__(self):
+        return len(self._tiles)
+
+    def __getitem__(self, position):
+        return self._tiles[position]
+
+    @property
+    def whole(self):
+        """The parameter, as users know it."""
+        return self._whole()
+
+    @property
+    def rows(self):
+        """int."""
+        return self.shape[0]
+
+    @property
+    def row_numel(self):
+        """int: elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def nbytes(self):
+        """int: of all of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def device(self):
+        """torch.device on which tiles are whole."""
+        core = self._tiles[0].core
+        return self._tiles[0].parameter.device if core is None else core.device
+
+    @property
+    def trainable(self):
+        """bool."""
+        return self._tiles[0].trainable
+
+    @property
+    def anchor(self):
+        """A Parameter that autograd takes for all of it: what an operation of the tiles depends on."""
+        return self._tiles[0].parameter
+
+    def joined(self):
+        """The whole, where the tiles still are the rows of one tensor, or have memory of their own; None: they are
+        empty."""
+        parts = [tile.parameter.data for tile in self._tiles]
+        if any(part.numel() == 0 for part in parts):
+            return None
+        first = parts[0]
+        if all(part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts):
+            return first.as_strided(self.shape, self._strides, first.storage_offset())
+        return torch.cat(parts)
+
+    def require_readable(self):
+        """Raises UsageError where it is too large to be whole at once."""
+        if self.most_read is not None and self.nbytes > self.most_read:
+            raise _C.UsageError(
+                f"'{self.name}' is used in tiles, and all of it at once is too much to gather: {self.nbytes} bytes, of "
+                f"at most {self.most_read}. Use strata.iter_pieces(parameter), which gives its rows tile by tile, or "
+                "strata.zero.GatheredParameters, which makes it whole on the host"
+            )
+
+
+def tiles_of(parameter):
+    """The ``Tiles`` of a parameter; None for one that is not cut."""
+    return None if parameter is None else parameter.__dict__.get("_strata_tiles")
+
+
+def tile_of(parameter):
+    """(``Tiles``, ``Tile``) of a parameter that is a tile; (None, None) for others."""
+    return parameter.__dict__.get("_strata_tile", (None, None))
+
+
+def known_as(parameter):
+    """The parameter as users know it: of a tile, the one that it is a part of; else the same."""
+    tiles, _ = tile_of(parameter)
+    return parameter if tiles is None else tiles.whole
+
+
+class Part(NamedTuple):
+    """Elements [first, first + numel) of a parameter, which an engine has as its parameter ``index``."""
+
+    index: int
+    first: int
+    numel: int
+
+
+class Known(NamedTuple):
+    """A parameter as users know it, and what an engine has of it."""
+
+    parameter: torch.nn.Parameter
+    shape: list
+    parts: list
+
+    def cut(self, first, numel):
+        """[(index in the engine, first element there, how many)] of its elements [first, first + numel)."""
+        runs = []
+        for part in self.parts:
+            begin, end = max(first, part.first), min(first + numel, part.first + part.numel)
+            if begin < end or (numel == 0 and not runs):
+                runs.append((part.index, max(begin - part.first, 0), max(end - begin, 0)))
+        return runs
+
+
+def known_parameters(described):
+    """[``Known``] in the order of the model's parameters.
+
+    Args:
+        described: what an engine was made of (``describe_parameters``).
+    """
+    found = {}
+    for index, (_, parameter, shape, *_rest) in enumerate(described):
+        whole = known_as(parameter)
+        tiles, tile = tile_of(parameter)
+        first = 0 if tiles is None else tile.begin * tiles.row_numel
+        entry = found.setdefault(id(whole), Known(whole, list(shape if tiles is None else tiles.shape), []))
+        entry.parts.append(Part(index, first, math.prod(shape)))
+    return list(found.values())

@@ -1,0 +1,71 @@
+"""How much of one parameter may be gathered at once."""
+
+import math
+
+import torch
+
+from ..model.owner import owner_of
+
+_TILE = 256 << 20  # bytes, where nobody says
+
+
+class Budget:
+    """What may be gathered at once of one parameter.
+
+    Attributes:
+        largest: int, bytes; what takes more is cut. None: nothing is.
+        tile: int, bytes of a tile at most.
+        read: int, bytes of a parameter that is cut which may be whole for a reader outside its modules; None: any.
+        asked: bool, whether the configuration says it; what nobody asked for is no error where it cannot be had.
+    """
+
+    def __init__(self, config, half):
+        self.read = half
+        self.asked = config.tile_max is not None
+        self.largest = config.tile_max if self.asked else half
+        self.tile = config.tile_max if self.asked else min(_TILE, half or _TILE)
+        if config.stage != 3:
+            self.largest = None
+
+    @classmethod
+    def of_rank(cls, config, device, collectives, tree):
+        """Collective, at stage 3 on a GPU: half of the least that a rank has free there, beside the model, which gives
+        its memory up. A parameter that takes more fits beside its gradient in no case."""
+        if device.type != "cuda" or config.stage != 3:
+            return cls(config, None)
+        free = torch.cuda.mem_get_info(device)[0]
+        free += sum(p.numel() * p.element_size() for _, p in tree.parameters if p.device == device)
+        return cls(config, min(int(text) for text in collectives.all_gather_text(str(free // 2))))
+
+    @classmethod
+    def of_job(cls, config, device, device_memory):
+        """Of ranks that do not run."""
+        return cls(config, device_memory // 2 if device == "cuda" and device_memory is not None else None)
+
+
+def cut_parameters(tree, config, budget, born_flat=None):
+    """Cuts what exceeds the budget of a model: ``tree.cut`` says what, None where nothing does. What fails leaves the
+    model as it was.
+
+    Args:
+        tree: a ``ModelTree``.
+        config: a _C.Config.
+        budget: a ``Budget``.
+        born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; the tiles of
+            these are added.
+    """
+    if budget.largest is None or not any(_nbytes(p, born_flat) > budget.largest for _, p in tree.parameters):
+        return
+    from .cutting import Cut  # with all rules, which most models do without
+
+    cut = Cut(tree, config, budget, born_flat)
+    tree.cut = cut if cut.all else None
+
+
+def _nbytes(parameter, born_flat):
+    """At most: the configuration may have it in fewer."""
+    core, index = owner_of(parameter)
+    shape = parameter.shape if core is None else core.full_shape(index)
+    if born_flat and id(parameter) in born_flat:
+        shape = born_flat[id(parameter)]
+    return math.prod(shape) * max(parameter.dtype.itemsize, 4)

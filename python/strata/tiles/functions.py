@@ -1,0 +1,323 @@
+"""Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, lets it
+go, and in backward hands its gradient over as soon as it is whole. They save their inputs for backward, and no weights.
+
+What one tile computes is what the whole would compute of these rows. Where tiles' results are added up (the gradient of
+a linear layer's input, the output of ``matmul``), the sum is kept in fp32, so that tensors of 16 bits are rounded once
+a tile and once at the end.
+"""
+
+import torch
+
+from .. import _C
+
+
+def linear(x, tiles, bias=None):
+    """``torch.nn.functional.linear(x, weight, bias)`` for a weight [out, in] in tiles.
+
+    Args:
+        x: [..., in], floating.
+        tiles: ``Tiles`` of the weight.
+        bias: [out] or None.
+
+    Returns:
+        [..., out] of x's dtype; under autocast of autocast's.
+    """
+    x, bias, dtype = _autocast(x, bias)
+    return _Linear.apply(x, bias, tiles.anchor, tiles, dtype)
+
+
+def matmul(x, tiles, bias=None):
+    """``x @ weight + bias`` for a weight [in, out] in tiles: their results are added up.
+
+    Args:
+        x: [..., in], floating.
+        tiles: ``Tiles`` of the weight.
+        bias: [out] or None.
+    """
+    x, bias, dtype = _autocast(x, bias)
+    return _MatMul.apply(x, bias, tiles.anchor, tiles, dtype)
+
+
+def embedding(ids, tiles, padding_idx=None, scale_grad_by_freq=False):
+    """``torch.nn.functional.embedding`` for a weight [ids, width] in tiles: each serves the ids in its range.
+
+    Args:
+        ids: [...], of integers.
+        tiles: ``Tiles`` of the weight.
+        padding_idx, scale_grad_by_freq: as torch's.
+
+    Raises:
+        UsageError: an id is not below the number of rows.
+    """
+    return _Embedding.apply(ids, tiles.anchor, tiles, padding_idx, scale_grad_by_freq)
+
+
+def grouped_linear(x, tiles, counts, transposed=False):
+    """One linear layer a group of rows: the first ``counts[0]`` rows of ``x`` go through the first matrix of the
+    weight, and so on.
+
+    Args:
+        x: [rows, in], floating.
+        tiles: ``Tiles`` of a weight [groups, out, in].
+        counts: [int], rows of each group.
+        transposed: the weight is [groups, in, out].
+
+    Returns:
+        [rows, out].
+    """
+    x, _, dtype = _autocast(x, None)
+    return _GroupedLinear.apply(x, tiles.anchor, tiles, counts, transposed, dtype)
+
+
+def apply_tile(function, tile, *tensors):
+    """``function(values of the tile, *tensors)``, a tensor or a tuple of them, which may depend on all of these.
+    Backward runs the function again, so that nothing of the tile is kept.
+
+    Args:
+        function: the same when it is called again; keeps nothing of the tile's values.
+        tile: a ``Tile``.
+        tensors: what it depends on; other arguments it may have bound.
+    """
+    return _Again.apply(function, tile, tile.parameter, *tensors)
+
+
+def whole(tiles):
+    """All of the parameter as one tensor, whose gradient goes to the tiles.
+
+    Raises:
+        UsageError: that is too much.
+    """
+    tiles.require_readable()
+    return _Whole.apply(tiles.anchor, tiles)
+
+
+def _autocast(x, bias):
+    """What they are under autocast, and the dtype in which a weight counts there; else the same, and None."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+        return x, bias, None
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), None if bias is None else bias.to(dtype), dtype
+
+
+def _as(weight, dtype):
+    return weight if dtype is None else weight.to(dtype)
+
+
+class _Sum:
+    """Adds matrix products up."""
+
+    def __init__(self, like, shape, start=None):
+        self._dtype, self._shape = like.dtype, shape
+        self._wide = torch.float32 if like.dtype.itemsize < 4 else like.dtype
+        self._total = None if start is None else start.to(self._wide).expand(shape).clone()
+        self._like = like
+
+    def add(self, one, other):
+        if self._total is None:
+            self._total = (one @ other).to(self._wide)
+        elif self._wide == one.dtype:
+            self._total.addmm_(one, other)
+        else:
+            self._total.add_(one @ other)
+
+    def value(self):
+        if self._total is None:
+            return self._like.new_zeros(self._shape)
+        return self._total.to(self._dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, anchor, tiles, dtype):
+        ctx.tiles, ctx.dtype = tiles, dtype
+        ctx.save_for_backward(x)
+        flat = x.reshape(-1, x.shape[-1])
+        out = flat.new_empty(flat.shape[0], tiles.rows)
+        for tile in tiles:
+            here = out[:, tile.begin : tile.end]
+            with tile as weight:
+                if bias is None:
+                    torch.mm(flat, _as(weight, dtype).t(), out=here)
+                else:
+                    torch.addmm(bias[tile.begin : tile.end], flat, _as(weight, dtype).t(), out=here)
+        return out.view(*x.shape[:-1], tiles.rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        flat, given = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        total = _Sum(flat, flat.shape)
+        for tile in reversed(ctx.tiles):
+            here = given[:, tile.begin : tile.end]
+            if ctx.needs_input_grad[0]:
+                with tile as weight:
+                    total.add(here, _as(weight, ctx.dtype))
+            if tile.trainable:
+                tile.give_gradient(here.t() @ flat)
+        dx = total.value().view_as(x) if ctx.needs_input_grad[0] else None
+        return dx, given.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _MatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, anchor, tiles, dtype):
+        ctx.tiles, ctx.dtype = tiles, dtype
+        ctx.save_for_backward(x)
+        flat = x.reshape(-1, x.shape[-1])
+        width = tiles.shape[1]
+        total = _Sum(flat, (flat.shape[0], width), bias)
+        for tile in tiles:
+            with tile as weight:
+                total.add(flat[:, tile.begin : tile.end], _as(weight, dtype))
+        return total.value().view(*x.shape[:-1], width)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        flat, given = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        dx = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
+        for tile in reversed(ctx.tiles):
+            if dx is not None:
+                with tile as weight:
+                    torch.mm(given, _as(weight, ctx.dtype).t(), out=dx[:, tile.begin : tile.end])
+            if tile.trainable:
+                tile.give_gradient(flat[:, tile.begin : tile.end].t() @ given)
+        dx = None if dx is None else dx.view_as(x)
+        return dx, given.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, anchor, tiles, padding_idx, scale_grad_by_freq):
+        flat = ids.reshape(-1)
+        in_order, order = torch.sort(flat, stable=True)
+        ends = torch.tensor([tile.end for tile in tiles], device=flat.device, dtype=flat.dtype)
+        # The one time that the host waits for the device: which tile has how many.
+        ends = torch.cat([torch.searchsorted(in_order, ends), (flat < 0).sum().view(1)]).tolist()
+        if ends.pop() or (ends[-1] if ends else 0) < flat.numel():
+            raise _C.UsageError(f"an id of '{tiles.name}' is not among its {tiles.rows} rows")
+        ctx.tiles, ctx.ends, ctx.padding_idx, ctx.scale = tiles, ends, padding_idx, scale_grad_by_freq
+        ctx.save_for_backward(in_order, order)
+        out = torch.empty((flat.numel(), *tiles.shape[1:]), dtype=tiles.anchor.dtype, device=flat.device)
+        begin = 0
+        for tile, end in zip(tiles, ends):
+            if begin < end or not tile.left_out():
+                with tile as weight:
+                    out[order[begin:end]] = weight[in_order[begin:end] - tile.begin]
+            begin = end
+        return out.view(*ids.shape, *tiles.shape[1:])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        in_order, order = ctx.saved_tensors
+        given = grad.reshape(-1, grad.shape[-1])
+        begins = [0, *ctx.ends]
+        for i in reversed(range(len(ctx.tiles))):
+            tile, here = ctx.tiles[i], slice(begins[i], begins[i + 1])
+            padding = -1 if ctx.padding_idx is None else ctx.padding_idx - tile.begin
+            tile.give_gradient(
+                torch.ops.aten.embedding_dense_backward(
+                    given[order[here]], in_order[here] - tile.begin, tile.rows,
+                    padding if 0 <= padding < tile.rows else -1, ctx.scale,
+                )
+            )
+        return None, None, None, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, anchor, tiles, counts, transposed, dtype):
+        ctx.tiles, ctx.counts, ctx.transposed, ctx.dtype = tiles, counts, transposed, dtype
+        ctx.save_for_backward(x)
+        out = x.new_empty(x.shape[0], tiles.shape[2 if transposed else 1])
+        for tile, groups in _groups(tiles, counts):
+            if not groups and tile.left_out():
+                continue
+            with tile as weight:
+                for group, rows in groups:
+                    matrix = _as(weight[group], dtype)
+                    torch.mm(x[rows], matrix if transposed else matrix.t(), out=out[rows])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        for tile, groups in reversed(_groups(ctx.tiles, ctx.counts)):
+            if dx is not None and (groups or not tile.left_out()):
+                with tile as weight:
+                    for group, rows in groups:
+                        matrix = _as(weight[group], ctx.dtype)
+                        torch.mm(grad[rows], matrix.t() if ctx.transposed else matrix, out=dx[rows])
+            if tile.trainable:
+                given = x.new_zeros(tile.rows, *ctx.tiles.shape[1:])
+                for group, rows in groups:
+                    if ctx.transposed:
+                        torch.mm(x[rows].t(), grad[rows], out=given[group])
+                    else:
+                        torch.mm(grad[rows].t(), x[rows], out=given[group])
+                tile.give_gradient(given)
+        return dx, None, None, None, None, None
+
+
+def _groups(tiles, counts):
+    """[(tile, [(group in the tile, slice of the rows that are the group's)])], without groups that have none."""
+    result, at = [], 0
+    for tile in tiles:
+        groups = []
+        for group, count in enumerate(counts[tile.begin : tile.end]):
+            if count:
+                groups.append((group, slice(at, at + count)))
+            at += count
+        result.append((tile, groups))
+    return result
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, tile, parameter, *tensors):
+        ctx.function, ctx.tile = function, tile
+        ctx.save_for_backward(*tensors)
+        with tile as values:
+            return function(values, *tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        tile, needs = ctx.tile, ctx.needs_input_grad[3:]
+        tensors = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needs)]
+        with tile as values:
+            values = values.detach().requires_grad_(tile.trainable)
+            with torch.enable_grad():
+                outputs = ctx.function(values, *tensors)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            used = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and g is not None]
+            wanted = [t for t in (values, *tensors) if t.requires_grad]
+            found = iter(torch.autograd.grad([o for o, _ in used], wanted, [g for _, g in used], allow_unused=True))
+            of_tile = next(found) if tile.trainable else None
+        if tile.trainable:
+            tile.give_gradient(torch.zeros_like(values) if of_tile is None else of_tile)
+        return None, None, None, *(next(found) if need else None for need in needs)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, tiles):
+        ctx.tiles = tiles
+        values = torch.empty(tiles.shape, dtype=anchor.dtype, device=tiles.device)
+        for tile in tiles:
+            with tile as rows:
+                values[tile.begin : tile.end] = rows
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        for tile in reversed(ctx.tiles):
+            tile.give_gradient(grad[tile.begin : tile.end])
+        return None, None

@@ -1,0 +1,150 @@
+"""Whole values of parameters that are too large for a device: on the host, or piece by piece."""
+
+import os
+
+import torch
+
+from .. import _C
+from ..model.owner import owner_of
+from ..model.tiles import tiles_of
+
+
+def values_on_host(parameter, keep=True):
+    """A copy of a parameter's values on the host, in its dtype and shape. Collective, where gathers are; at most one
+    tile is whole on the device.
+
+    Args:
+        parameter: one that is used in tiles.
+        keep: False: take part in the gathers, and return None.
+    """
+    tiles = tiles_of(parameter)
+    if keep:
+        _require_room(tiles)
+    values = torch.empty(tiles.shape, dtype=tiles.anchor.dtype) if keep else None
+    for tile in tiles:
+        with tile as rows:
+            if keep:
+                values[tile.begin : tile.end] = rows
+    return values
+
+
+class HostCopy:
+    """A parameter that is used in tiles, made whole on the host, for reading and changing, until ``end()``.
+
+    Args:
+        parameter: it holds the values meanwhile.
+
+    Raises:
+        UsageError: the host has no room for it.
+    """
+
+    def __init__(self, parameter):
+        self._parameter = parameter
+        parameter.data = values_on_host(parameter)
+
+    def end(self, modifier_rank):
+        """The parameter is empty again. Collective with ``modifier_rank``: what that rank holds becomes everybody's
+        value; None: what was written is lost."""
+        values = self._parameter.data
+        try:
+            if modifier_rank is not None:
+                set_values(self._parameter, values, modifier_rank)
+        finally:
+            self._parameter.data = values.new_empty(0, device=tiles_of(self._parameter).device)
+
+
+class HostCopies:
+    """``HostCopy`` of several parameters."""
+
+    def __init__(self):
+        self._parameters, self._made = {}, []
+
+    def add(self, parameter):
+        """False: it is not used in tiles."""
+        if tiles_of(parameter) is None:
+            return False
+        self._parameters[id(parameter)] = parameter
+        return True
+
+    def make(self):
+        """Of those that nobody has made whole yet."""
+        for parameter in self._parameters.values():
+            if parameter.numel() == 0:
+                self._made.append(HostCopy(parameter))
+
+    def end(self, modifier_rank):
+        """``HostCopy.end()`` of each that was made."""
+        while self._made:
+            self._made.pop(0).end(modifier_rank)
+
+
+def set_values(parameter, values, rank):
+    """Gives a parameter that is used in tiles the values [its shape] that ``rank`` has. Collective; other ranks' count
+    for nothing."""
+    for tile in tiles_of(parameter):
+        core = tile.core
+        core.gather([tile.index])
+        published = False
+        try:
+            with torch.no_grad():
+                tile.parameter.copy_(values[tile.begin : tile.end])
+            core.publish([tile.index], rank)
+            published = True
+        finally:
+            core.release([tile.index], not published)
+
+
+def iter_pieces(parameter, modifier_rank=None):
+    """Goes through the rows of a parameter, a piece at a time, however large it is: tile by tile where it is used in
+    tiles, else all of it at once. Collective, where gathers are; each piece is whole on every rank until the next one.
+
+    Args:
+        parameter: a Parameter, under an engine or not.
+        modifier_rank: the rank whose changes count: what it has written to a piece becomes everybody's value, in the
+            weights and the fp32 master weights. None: read only.
+
+    Yields:
+        (first row, behind the last row, Tensor [rows, ...] in the parameter's dtype, on the model's device). A
+        parameter without dimensions is one piece of it, rows 0 to 1.
+    """
+    tiles = tiles_of(parameter)
+    if tiles is None:
+        core, index = owner_of(parameter)
+        pieces = [(0, parameter.shape[0] if parameter.dim() else 1, parameter, core, index)]
+        if core is not None:
+            shape = core.full_shape(index)
+            pieces = [(0, shape[0] if shape else 1, parameter, core, index)]
+    else:
+        pieces = [(tile.begin, tile.end, tile.parameter, tile.core, tile.index) for tile in tiles]
+    for begin, end, piece, core, index in pieces:
+        if core is None:
+            yield begin, end, piece.detach()
+            continue
+        core.gather([index])
+        published = False
+        try:
+            yield begin, end, piece.detach()
+            if modifier_rank is not None:
+                core.publish([index], modifier_rank)
+                published = True
+        finally:
+            core.release([index], not published)
+
+
+def _require_room(tiles):
+    free = available_host_memory()
+    if free is not None and tiles.nbytes > free:
+        raise _C.UsageError(
+            f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
+            "strata.iter_pieces(parameter), which makes one tile of it whole at a time"
+        )
+
+
+def available_host_memory():
+    """int, bytes that a process of this host may still take; None: nobody says."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,176 @@
+"""A projection onto a vocabulary and its cross-entropy, a block of the vocabulary and of the tokens at a time.
+
+Forward keeps two numbers a token beside the input: the running maximum of its logits and the sum of their exponentials
+below it (the online softmax of Milakov and Gimelshein, 2018), of which the logarithm of the sum of all exponentials
+comes. Backward makes each block's logits once more and, in the same sweep, the gradients of the input and of the block
+of weights: that needs the logarithm for all of the vocabulary, so it cannot be done while forward still computes it.
+One product of four is more than a loss has that keeps its logits (three); they are what it saves.
+"""
+
+import torch
+
+from .. import _C
+from ..model.tiles import tiles_of
+
+_BLOCK_BYTES = 128 << 20  # of fp32 logits at once
+_BLOCK_ROWS = 8192  # of a weight that is not in tiles
+
+
+def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, reduction="mean", block_bytes=None):
+    """``cross_entropy(linear(hidden, weight, bias), labels)``, which never holds the logits of the whole vocabulary.
+
+    Logits are computed in hidden's dtype, as ``torch.nn.functional.linear`` does, and all that follows in fp32. Against
+    the plain expression with fp32 logits, losses and gradients agree to the rounding of sums in another order: to 1e-5
+    of their size in fp32; in bf16 as far as two of its roundings lie apart, 1e-2.
+
+    Args:
+        hidden: [..., width], floating.
+        weight: [vocabulary, width]: a tensor, a parameter of an engine that is used in tiles, or a module that has
+            ``weight`` and ``bias``, such as ``torch.nn.Linear``.
+        labels: [...] of integers, the class of each position; they are not shifted.
+        bias: [vocabulary] or None; of a module: its own.
+        ignore_index: labels that count for nothing.
+        reduction: "mean" over the labels that count, "sum", or "none".
+        block_bytes: int, bytes of fp32 logits that may be there at once; None: 128 MiB.
+
+    Returns:
+        fp32, of one element; with "none" of labels' shape.
+
+    Raises:
+        UsageError: shapes that do not fit each other, or another reduction. Labels beyond the vocabulary give a loss
+            that is not finite.
+    """
+    if isinstance(weight, torch.nn.Module):
+        weight, bias = dict.__getitem__(weight._parameters, "weight"), weight.bias if bias is None else bias
+    tiles = tiles_of(weight) if isinstance(weight, torch.nn.Parameter) else None
+    shape = weight.shape if tiles is None else tiles.shape
+    if labels.shape != hidden.shape[:-1] or hidden.shape[-1] != shape[1]:
+        raise _C.UsageError(f"linear_cross_entropy: wanted hidden [..., width], weight [vocabulary, width] and labels "
+                            f"[...]; found {list(hidden.shape)}, {list(shape)} and {list(labels.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise _C.UsageError(f"linear_cross_entropy: reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
+    flat, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        flat = flat.to(torch.get_autocast_dtype(kind))
+    blocks = _Blocks(weight, tiles, flat, block_bytes or _BLOCK_BYTES)
+    anchor = weight if tiles is None else tiles.anchor
+    losses = _Losses.apply(flat, anchor, bias, classes, ignore_index, blocks)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / (classes != ignore_index).sum()
+
+
+class _Blocks:
+    """How the vocabulary and the tokens are cut."""
+
+    def __init__(self, weight, tiles, flat, block_bytes):
+        self.tiles, self.weight = tiles, weight
+        self.dtype = flat.dtype
+        rows = max((tile.rows for tile in tiles), default=1) if tiles is not None else min(_BLOCK_ROWS, len(weight))
+        self.tokens = max(1, min(len(flat) or 1, block_bytes // (4 * max(1, rows))))
+        if tiles is None:
+            self.vocabulary = [_Rows(weight, begin, min(begin + rows, len(weight)))
+                               for begin in range(0, len(weight), max(1, rows))]  # fmt: skip
+        else:
+            self.vocabulary = list(tiles)
+
+    def of_tokens(self, count):
+        """[slice]."""
+        return [slice(begin, min(begin + self.tokens, count)) for begin in range(0, count, self.tokens)]
+
+    def logits(self, x, weight, bias, block):
+        """[tokens, rows of the block], fp32."""
+        found = (x @ weight.to(self.dtype).t()).float()
+        return found if bias is None else found.add_(bias[block.begin : block.end].float())
+
+
+class _Rows:
+    """A block of a weight that is not in tiles, as a tile looks."""
+
+    def __init__(self, weight, begin, end):
+        self._weight, self.begin, self.end = weight, begin, end
+
+    def __enter__(self):
+        return self._weight.detach()[self.begin : self.end]
+
+    def __exit__(self, kind, value, traceback):
+        return False
+
+
+class _Losses(torch.autograd.Function):
+    """The loss of every token, 0 where its label does not count."""
+
+    @staticmethod
+    def forward(ctx, flat, weight, bias, labels, ignore_index, blocks):
+        count = len(flat)
+        highest = flat.new_full((count,), -torch.inf, dtype=torch.float32)
+        total = torch.zeros_like(highest)
+        chosen = torch.zeros_like(highest)
+        counts = labels != ignore_index
+        missing = counts.clone()
+        for block in blocks.vocabulary:
+            with block as rows:
+                for part in blocks.of_tokens(count):
+                    logits = blocks.logits(flat[part], rows, bias, block)
+                    here = labels[part] - block.begin
+                    inside = (here >= 0) & (here < block.end - block.begin) & counts[part]
+                    picked = logits.gather(1, here.clamp(0, block.end - block.begin - 1)[:, None])[:, 0]
+                    chosen[part] = torch.where(inside, picked, chosen[part])
+                    missing[part] &= ~inside
+                    top = torch.maximum(highest[part], logits.amax(1))
+                    scale = torch.exp(highest[part] - top)
+                    total[part] = total[part] * scale + logits.sub_(top[:, None]).exp_().sum(1)
+                    highest[part] = top
+        of_all = highest + total.log()
+        ctx.blocks, ctx.ignore_index = blocks, ignore_index
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(flat, labels, of_all, *(() if bias is None else (bias,)))
+        losses = torch.where(counts, of_all - chosen, 0.0)
+        return losses.masked_fill_(missing, torch.nan)  # a label beyond the vocabulary
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        flat, labels, of_all, *more = ctx.saved_tensors
+        bias = more[0] if ctx.has_bias else None
+        blocks, (wants_x, wants_weight, wants_bias) = ctx.blocks, ctx.needs_input_grad[:3]
+        grad = torch.where(labels != ctx.ignore_index, grad, 0.0)
+        dx = torch.zeros_like(flat, dtype=torch.float32) if wants_x else None
+        db = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        of_weight = torch.empty_like(blocks.weight) if wants_weight and blocks.tiles is None else None
+        for block in reversed(blocks.vocabulary):
+            dw = None
+            with block as rows:
+                for part in blocks.of_tokens(len(flat)):
+                    given = _of_logits(blocks, flat[part], rows, bias, block, labels[part], of_all[part], grad[part])
+                    if wants_bias:
+                        db[block.begin : block.end] += given.sum(0)
+                    given = given.to(flat.dtype)
+                    if wants_x:
+                        dx[part] += given @ rows.to(flat.dtype)
+                    if wants_weight:
+                        dw = _plus(dw, given.t(), flat[part])
+            if wants_weight and of_weight is not None:
+                of_weight[block.begin : block.end] = dw
+            elif wants_weight:
+                block.give_gradient(dw.to(flat.dtype))
+        dx = dx.to(flat.dtype) if wants_x else None
+        return dx, of_weight, db.to(bias.dtype) if wants_bias else None, None, None, None
+
+
+def _of_logits(blocks, x, rows, bias, block, labels, of_all, grad):
+    """The gradient of a block's logits, fp32: what softmax says, less the label, times the token's own."""
+    given = blocks.logits(x, rows, bias, block).sub_(of_all[:, None]).exp_()
+    here = labels - block.begin
+    inside = (here >= 0) & (here < block.end - block.begin)
+    given.scatter_add_(1, here.clamp(0, block.end - block.begin - 1)[:, None], -inside.to(given.dtype)[:, None])
+    return given.mul_(grad[:, None])
+
+
+def _plus(total, one, other):
+    """The sum of products over parts of the tokens, in fp32 at least."""
+    if total is None:
+        return (one @ other).to(torch.promote_types(one.dtype, torch.float32))
+    return total.addmm_(one, other) if total.dtype == one.dtype else total.add_(one @ other)

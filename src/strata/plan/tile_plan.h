@@ -1,0 +1,39 @@
+// Tiles: rows of one parameter that are gathered, used and reduced on their own, where all of it at
+// once is more than may be gathered. A row is one element of the first dimension: an output of a
+// linear layer, a token of an embedding, an expert of a fused weight. So a tile is a run of the
+// parameter's elements, in files and in checkpoints as in memory. Pure arithmetic. Errors:
+// ConfigError, with the name and the numbers.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/units.h"
+
+namespace strata::plan {
+
+struct RowRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  auto operator<=>(const RowRange&) const = default;
+};
+
+// Cuts `rows` rows of `row` bytes each into as few tiles of at most `most` bytes as there can be,
+// all of one size but for the last, so that the memory of one serves the next. `name`: of the
+// parameter. Errors: a row exceeds `most`.
+std::vector<RowRange> cut_rows(std::string_view name, std::int64_t rows, Bytes row, Bytes most);
+
+// Of tiles that somebody else has cut: throws unless they hold every row once, in order, none of
+// them is empty, and none exceeds `most`.
+void require_tiles(std::string_view name, std::int64_t rows, Bytes row, Bytes most,
+                   std::span<const RowRange> tiles);
+
+// Whether the settings have this parameter in tiles: it exceeds `most`, and one of the patterns
+// names it (as a shell's do), or there are none.
+bool wants_tiles(const std::string& name, Bytes bytes, Bytes most,
+                 std::span<const std::string> patterns);
+
+}  // namespace strata::plan

@@ -1,0 +1,121 @@
+"""strata.nn.linear_cross_entropy against torch's cross-entropy of whole logits."""
+
+import pytest
+import strata
+import torch
+from devices import test_device
+from ranks import run_ranks
+from tiled_models import IDS, TiledModel, batches_of, tiled_config
+from tiny_models import full_parameters, make_engine, rank_and_world, train_step
+from torch import nn
+
+LCE = strata.nn.linear_cross_entropy
+
+
+def _case(dtype, bias, seed=0, tokens=(3, 7), vocabulary=50, width=12):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*tokens, width, generator=generator).to(test_device(), dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator).to(test_device(), dtype).requires_grad_()
+    bias = torch.randn(vocabulary, generator=generator).to(test_device(), dtype).requires_grad_() if bias else None
+    labels = torch.randint(0, vocabulary, tokens, generator=generator).to(test_device())
+    labels[0, :3] = -100
+    return hidden, weight, bias, labels
+
+
+def _plain(hidden, weight, bias, labels, reduction, ignore_index=-100):
+    logits = nn.functional.linear(hidden, weight, bias).float()
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index,
+                                       reduction=reduction)
+
+
+def _require_near(ours, theirs, near):
+    """As the docstring states it: of their size."""
+    assert (ours.float() - theirs.float()).abs().max() <= near * theirs.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.float64, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_and_gradients_are_those_of_whole_logits(dtype, near, bias, reduction):
+    for block_bytes in (None, 4 * 50 * 4):  # all at once, and four tokens at a time
+        hidden, weight, b, labels = _case(dtype, bias)
+        inputs = [t for t in (hidden, weight, b) if t is not None]
+        ours = LCE(hidden, weight, labels, b, reduction=reduction, block_bytes=block_bytes)
+        theirs = _plain(hidden, weight, b, labels, reduction).view(ours.shape)
+        _require_near(ours, theirs, near)
+        scale = torch.rand(ours.shape, generator=torch.Generator().manual_seed(1)).to(test_device())
+        for mine, wanted in zip(torch.autograd.grad((ours * scale).sum(), inputs),
+                                torch.autograd.grad((theirs * scale).sum(), inputs)):
+            assert mine.dtype == wanted.dtype
+            _require_near(mine, wanted, near)
+
+
+def test_logits_that_overflow_exponentials_do_not():
+    hidden, weight, _, labels = _case(torch.float32, False)
+    hidden = hidden.detach() * 1e3
+    torch.testing.assert_close(LCE(hidden, weight, labels), _plain(hidden, weight, None, labels, "mean"))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, weight, _, labels = _case(torch.float32, False)
+    LCE(hidden.detach(), weight, labels).backward()
+    assert weight.grad is not None and hidden.grad is None
+    LCE(hidden, weight.detach(), labels).backward()
+    assert hidden.grad is not None
+
+
+def test_another_ignore_index_and_a_module():
+    hidden, weight, _, labels = _case(torch.float32, False)
+    head = nn.Linear(12, 50).to(test_device())
+    torch.testing.assert_close(LCE(hidden, head, labels.clamp(0), ignore_index=0),
+                               _plain(hidden, head.weight, head.bias, labels.clamp(0), "mean", 0))
+
+
+def test_what_does_not_fit_is_refused_and_a_label_beyond_the_vocabulary_shows():
+    hidden, weight, _, labels = _case(torch.float32, False)
+    with pytest.raises(strata.UsageError, match="wanted hidden"):
+        LCE(hidden, weight.t(), labels)
+    with pytest.raises(strata.UsageError, match="reduction"):
+        LCE(hidden, weight, labels, reduction="max")
+    labels[1, 1] = 50
+    assert LCE(hidden, weight, labels).isnan()
+
+
+def test_autocast_computes_logits_in_its_dtype():
+    hidden, weight, _, labels = _case(torch.float32, False)
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        ours, theirs = LCE(hidden, weight, labels), _plain(hidden, weight, None, labels, "mean")
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+class WithoutHead(TiledModel):
+    def forward(self, ids):
+        return self.hidden(ids)
+
+
+def _head_in_tiles():
+    rank, world = rank_and_world()
+
+    def in_blocks(engine, ids):
+        return LCE(engine(ids), engine.module.head, ids.roll(1, -1), block_bytes=4 * 9 * 5)
+
+    def whole(engine, ids):
+        logits = engine.module.head(engine(ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, -1).flatten())
+
+    trained = []
+    for loss, config in ((in_blocks, tiled_config()), (whole, tiled_config(rows=1000))):
+        torch.manual_seed(0)
+        model = WithoutHead(tied=True).to(test_device())
+        engine = make_engine(model, config)
+        losses = [train_step(engine, batch[rank], loss) for batch in batches_of(3, world)]
+        trained.append((losses, full_parameters(model)))
+        engine.destroy()
+    torch.testing.assert_close(trained[0][0], trained[1][0], rtol=1e-4, atol=1e-5)
+    for name, value in trained[1][1].items():
+        torch.testing.assert_close(trained[0][1][name], value, rtol=1e-3, atol=1e-4)
+    return IDS
+
+
+def test_a_tied_head_in_tiles_trains_without_logits():
+    assert run_ranks(2, _head_in_tiles) == [IDS, IDS]
