@@ -291,6 +291,8 @@ def main():
         AcceleratorState._reset_state(reset_partial_state=True)
     with open(f"{folder}/{name}.rank{os.environ.get('RANK', '0')}.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads end before the process does
 
 
 RUNS = {"loop": run_loop, "load": run_loading}

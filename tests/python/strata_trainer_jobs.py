@@ -126,6 +126,8 @@ def main():
         AcceleratorState._reset_state(reset_partial_state=False)
     with open(f"{folder}/{name}.rank{os.environ.get('RANK', '0')}.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads end before the process does
 
 
 if __name__ == "__main__":
