@@ -117,8 +117,9 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
   device::Device& device = engine.device();
   for (const Unit& unit : engine.weights().units()) {
     if (adam == nullptr || !unit.trainable()) continue;
-    for (const auto& [kind, moment] : {std::pair(kExpAvg, AdamOptimizer::Moment::kFirst),
+    for (const auto& [name, moment] : {std::pair(kExpAvg, AdamOptimizer::Moment::kFirst),
                                        std::pair(kExpAvgSq, AdamOptimizer::Moment::kSecond)}) {
+      const std::string_view kind = name;
       const bool whole = std::ranges::all_of(unit.layout.slots(), [&](const plan::Slot& slot) {
         return stored.contains({slot.param, kind});
       });

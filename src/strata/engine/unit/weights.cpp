@@ -237,7 +237,7 @@ void Weights::make_masters(OwedMasters& owed) {
     const DType dtype = unit.layout.dtype();
     shards_.for_each(
         index, begin, end, offload::Access::kRead, [&](const WeightShards::Piece& piece) {
-          masters_.make(index, piece.begin, piece.end - piece.begin, piece.bytes.data(), dtype);
+          masters_.make(unit.id, piece.begin, piece.end - piece.begin, piece.bytes.data(), dtype);
         });
   }
 }
