@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from devices import ON_GPU
+from devices import ON_GPU, needs_a_gpu_each
 from hf_models import MODELS
 from ranks import run_ranks
 from replayed_models import compare_worlds, config_of_birth, unlike, values_under_init
@@ -141,6 +141,7 @@ def _placed(folder):
     return [differences(values, found[0]) for values in found]
 
 
+@needs_a_gpu_each
 def test_shards_on_the_host_and_on_drives_have_the_same_values(tmp_path):
     assert run_ranks(2, _placed, tmp_path) == [[[], [], []]] * 2
 

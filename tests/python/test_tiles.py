@@ -147,6 +147,7 @@ def _offloaded(folder):
     return [differences(trained[0], other) for other in trained[1:]]
 
 
+@needs_a_gpu_each
 def test_offloading_changes_no_bit(tmp_path):
     assert run_ranks(2, _offloaded, tmp_path) == [[[]] * 3] * 2
 
