@@ -14,6 +14,7 @@ from .model.ownership import take_ownership
 from .model.parameter import is_managed, mark_managed, unmark_managed
 from .model.placement import choose_device
 from .model.recording import write_pieces
+from .ranks.departure import watch
 from .ranks.joint import together
 from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others
 
@@ -193,7 +194,9 @@ class Births:
     def _make_core(self, tree, parameters):
         name = f"init.{self._count}"
         self._count += 1
-        return _C.ShardedModel(parameters, describe_modules(tree), self._config, "none", self._runtime, name)
+        core = _C.ShardedModel(parameters, describe_modules(tree), self._config, "none", self._runtime, name)
+        watch(core, self._collectives)  # peers read from it for as long as they like
+        return core
 
     def _own(self, core, tree, parameters, homes):
         take_ownership(core, parameters, stage=3, weakly=False)

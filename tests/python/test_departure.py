@@ -3,7 +3,9 @@
 import atexit
 import gc
 import logging
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import strata
@@ -11,6 +13,7 @@ from devices import needs_a_gpu_each
 from ranks import run_ranks
 from strata.ranks import departure
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
+from torch import nn
 
 
 class Core:
@@ -138,6 +141,42 @@ def _one_rank_runs_out_of_data(collectives):
         sys.last_value = error  # as the interpreter does with an exception that nobody catches
         sys.excepthook(type(error), error, error.__traceback__)
         return f"{type(error).__name__}: {error}"
+
+
+def test_cores_that_share_collectives_meet_the_others_once():
+    cores, others = [Core(), Core()], Peers()
+    for core in cores:
+        departure.watch(core, others)
+    departure._leave_together()
+    assert [core.calls for core in cores] == [["end_trace"], ["end_trace", "wait_for_all"]]
+    departure._tell_peers(ValueError, ValueError("no more data"))
+    assert others.told == ["ValueError: no more data"]
+
+
+def _ends_while_the_other_goes_on(folder):
+    leaving, went_on = Path(folder) / "leaving", Path(folder) / "went on"
+    rank, _ = rank_and_world()
+    if rank == 0:  # what is registered first is called last
+        atexit.register(lambda: (Path(folder) / "left").write_text(str(went_on.exists())))
+    with strata.zero.Init():
+        model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    sys.modules["the model of this program"] = model
+    with strata.zero.GatheredParameters(list(model.parameters())):
+        values = [p.sum().item() for p in model.parameters()]
+    if rank == 0:
+        atexit.register(lambda: leaving.write_text(""))
+    else:
+        while not leaving.exists():
+            os.sched_yield()
+        for _ in range(10_000):  # ample for one who would not wait
+            os.sched_yield()
+        went_on.write_text("")
+    return values
+
+
+def test_a_rank_whose_model_no_engine_took_stays_as_long_as_its_peers(tmp_path):
+    first, second = run_ranks(2, _ends_while_the_other_goes_on, str(tmp_path))
+    assert first == second and (tmp_path / "left").read_text() == "True"
 
 
 @needs_a_gpu_each

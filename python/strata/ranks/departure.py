@@ -63,7 +63,7 @@ class _ExceptHook:
 
 
 def _tell_peers(kind, value):
-    for collectives, _ in list(_present.values()):
+    for collectives in {id(each): each for each, _ in _present.values()}.values():
         try:
             collectives.leave(f"{kind.__name__}: {value}"[:_REASON_MOST])
         except Exception as error:
@@ -74,11 +74,12 @@ def _leave_together():
     """Never raises: whatever fails here failed before, and was told then."""
     if getattr(sys, "last_value", None) is not None:
         return  # an exception ends the program, so peers are not where this rank would wait for them
+    met = set()  # one meeting is enough for the many cores that share collectives
     for reference in reversed(list(_present)):
         core = reference()
         if core is None or not core.alive:
             continue
-        saver = _present[reference][1]
+        collectives, saver = _present[reference]
         try:
             if saver is not None and saver() is not None:
                 saver().wait_for_checkpoint()
@@ -86,7 +87,9 @@ def _leave_together():
             logger.error("at exit: %s: %s", type(error).__name__, error)
         try:
             core.end_trace()
-            core.wait_for_all()
+            if id(collectives) not in met:
+                met.add(id(collectives))
+                core.wait_for_all()
         except Exception as error:
             logger.debug("at exit: %s: %s", type(error).__name__, error)
         except KeyboardInterrupt:
