@@ -249,7 +249,7 @@ TEST_P(CollectivesMoveData, ExchangesValuesOnTheDeviceWhereItSaysSo) {
 TEST_P(CollectivesMoveData, BroadcastsFromEveryRoot) {
   on_worlds([](Collectives& c) {
     for (int root = 0; root < c.world_size(); ++root) {
-      for (const std::size_t bytes : {0UL, 1UL, 200'001UL}) {
+      for (const std::size_t bytes : {0UL, 1UL, 200'001UL, 700'001UL}) {
         std::vector<std::byte> data(bytes);
         if (c.rank() == root) fill(data, root);
         c.broadcast(data, root);

@@ -106,6 +106,30 @@ TEST_P(LateGathers, GiveTheValuesOfTheirRound) {
 INSTANTIATE_TEST_SUITE_P(Meetings, LateGathers,
                          testing::Values(Meeting::kAllReduce, Meeting::kExchange));
 
+// Of memory that only devices reach, by way of the host and without it.
+TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
+  expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
+    constexpr std::size_t kMost = 300'000;
+    const auto memory = device.allocate(Bytes(kMost), memory::Kind::kStaging);
+    std::atomic<int> wrong = 0;
+    for (int round = 0; round < 12; ++round) {
+      const auto bytes = memory->bytes().first(round % 2 == 0 ? 3000 : kMost);
+      const int root = round % c.world_size();
+      device.enqueue(device.compute_stream(), [bytes, rank = c.rank(), round] {
+        fill(bytes, rank, round);  // also what is replaced
+      });
+      c.broadcast(bytes, root);
+      device.enqueue(device.compute_stream(), [&wrong, bytes, root, round] {
+        for (std::size_t i = 0; i < bytes.size(); ++i) {
+          if (bytes[i] != pattern(root, i, round)) wrong.fetch_add(1, std::memory_order_relaxed);
+        }
+      });
+    }
+    device.compute_stream().synchronize();
+    return wrong.load();
+  });
+}
+
 // Small whole numbers: every order of adding gives the same.
 float contribution(int rank, std::size_t index, int round) {
   return static_cast<float>(rank + 1 + round) + static_cast<float>(index % 7);

@@ -11,6 +11,7 @@ import transformers as hf
 from devices import test_device, to_test_device
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny_models import differences
 from training_states import snapshot
 
 import strata
@@ -196,6 +197,7 @@ def _methods(root, folder):
             plain = peft.PeftModel.from_pretrained(base, written).to(test_device()).eval()
             with torch.no_grad():
                 ours = engine.eval()(input_ids=ids).logits
+                assert differences(dict(engine.module.named_buffers()), dict(plain.named_buffers())) == [], written
                 assert torch.equal(ours, plain(input_ids=ids).logits), written
         engine.destroy()
     return True

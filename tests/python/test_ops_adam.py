@@ -288,6 +288,25 @@ def test_parameters_on_a_gpu(dtype):
         DeepSpeedCPUAdam(ours).step()
 
 
+@pytest.mark.parametrize("options", [{}, {"bias_correction": False}, {"adam_w_mode": False}])
+def test_what_gpus_compute_is_what_the_host_does(options, monkeypatch):
+    """Torch has the functions for the host, too, where they take counts of any dtype."""
+    name = "_fused_adamw_" if options.get("adam_w_mode", True) else "_fused_adam_"
+    fused, counted = getattr(torch, name), []
+    monkeypatch.setattr(torch, name, lambda *lists, **rest: (counted.extend(lists[5]), fused(*lists, **rest)))
+    ours, expected = ([torch.nn.Parameter(p.detach().clone()) for p in _layouts() if p.is_contiguous()] for _ in "12")
+    optimizers = [FusedAdam(parameters, **SETTINGS, **options) for parameters in (ours, expected)]
+    optimizers[0].update = lambda group, parameters, counts: optimizers[0]._update_on_gpu(
+        group, parameters, counts[0], torch.device("cpu"))  # fmt: skip
+    for step in range(4):
+        _give_gradients(step, ours, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert {count.dtype for count in counted} == {torch.float32}
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 class _OfItsOwn(DeepSpeedCPUAdam):
     def update(self, group, parameters, counts):
         for parameter in parameters:

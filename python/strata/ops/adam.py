@@ -122,8 +122,9 @@ class FusedAdam(_Adam):
     def _update_on_gpu(self, group, parameters, count, device):
         states = [self.state[p] for p in parameters]
         beta1, beta2 = group["betas"]
-        # Filled on the device: a copy from the host would wait.
-        counted = torch.full((), count if group["bias_correction"] else _NO_CORRECTION, device=device)
+        # Filled on the device: a copy from the host would wait. The kernel reads fp32.
+        number = count if group["bias_correction"] else _NO_CORRECTION
+        counted = torch.full((), number, dtype=torch.float32, device=device)
         (torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_)(
             parameters,
             [_laid_out_as(p, p.grad) for p in parameters],

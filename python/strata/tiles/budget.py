@@ -29,12 +29,13 @@ class Budget:
 
     @classmethod
     def of_rank(cls, config, device, collectives, tree):
-        """Collective, at stage 3 on a GPU: half of the least that a rank has free there, beside the model, which gives
-        its memory up. A parameter that takes more fits beside its gradient in no case."""
-        if device.type != "cuda" or config.stage != 3:
+        """Collective on GPUs: half of the least that a rank has free there, beside the model, which gives its memory
+        up. A parameter that takes more fits beside its gradient in no case."""
+        if device.type != "cuda":
             return cls(config, None)
         free = torch.cuda.mem_get_info(device)[0]
         free += sum(p.numel() * p.element_size() for _, p in tree.parameters if p.device == device)
+        # Ranks of other stages take part: that they differ is found, and said, later.
         return cls(config, min(int(text) for text in collectives.all_gather_text(str(free // 2))))
 
     @classmethod

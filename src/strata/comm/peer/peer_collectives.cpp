@@ -18,6 +18,9 @@ namespace strata::comm {
 namespace {
 
 constexpr Bytes kBroadcastPiece = 32_MiB;
+// Up to here two copies by way of the host take less time than shared memory of the device to
+// allocate, hand out and map.
+constexpr Bytes kThroughHostMost = 256_KiB;
 
 class PeerCollectives final : public Collectives {
  public:
@@ -88,6 +91,8 @@ class PeerCollectives final : public Collectives {
     if (bytes.empty() || world_size() == 1) return;
     if (link_->device().host_accessible(bytes.data())) {
       link_->controlled(what, [&] { link_->control().broadcast(bytes, root); });
+    } else if (bytes.size() <= kThroughHostMost.size()) {
+      broadcast_through_host(bytes, root, what);
     } else {
       broadcast_on_device(bytes, root);
     }
@@ -110,6 +115,7 @@ class PeerCollectives final : public Collectives {
 
  private:
   void broadcast_on_device(std::span<std::byte> bytes, int root);
+  void broadcast_through_host(std::span<std::byte> bytes, int root, const std::string& what);
 
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;
@@ -175,6 +181,21 @@ void PeerCollectives::broadcast_on_device(std::span<std::byte> bytes, int root) 
     compute.wait_for(*link_->transfers().record());
   }
   barrier();
+}
+
+void PeerCollectives::broadcast_through_host(std::span<std::byte> bytes, int root,
+                                             const std::string& what) {
+  device::Device& device = link_->device();
+  device::Stream& compute = device.compute_stream();
+  std::vector<std::byte> copy(bytes.size());
+  if (rank() == root) {
+    device.copy(copy, bytes, compute);
+    compute.synchronize();
+  }
+  link_->controlled(what, [&] { link_->control().broadcast(copy, root); });
+  if (rank() == root) return;
+  device.copy(bytes, copy, compute);
+  compute.synchronize();
 }
 
 void PeerCollectives::prove() {
