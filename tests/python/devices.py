@@ -5,6 +5,7 @@ A test that starts more ranks than several GPUs is skipped. The numbers are thos
 its weights there, and torch's kernels are the deterministic ones.
 """
 
+import ctypes
 import fcntl
 import os
 import tempfile
@@ -63,10 +64,19 @@ def prepare_rank():
     if ON_GPU:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if shares_a_gpu():
+        _wait_without_spinning()
         import strata.ranks.runtime
 
         # Users are told that ranks on one GPU are a mistake, unless they ask for "peer".
         strata.ranks.runtime._device_identity = lambda device: f"{device.type} of process {os.getpid()}"
+
+
+def _wait_without_spinning():
+    """Many processes take turns on the GPU: one that waits must not keep a core from another that could go on."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    blocking_sync = 4  # CU_CTX_SCHED_BLOCKING_SYNC
+    for status in (driver.cuInit(0), driver.cuDevicePrimaryCtxSetFlags_v2(0, blocking_sync)):
+        assert status == 0, f"the CUDA driver refused: {status}"
 
 
 def to_test_device(values):
