@@ -321,6 +321,10 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
       .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
+      .def(
+          "leave",
+          [](ShardedModel& m, const std::string& why) { m.engine().collectives().leave(why); },
+          py::arg("reason"), unlocked)
       .def_property_readonly("device", &ShardedModel::place)
       .def_property_readonly("alive", &ShardedModel::alive);
 }

@@ -36,7 +36,7 @@ class Births:
         self._waiting = []  # modules with parameters that have no memory yet, each once
         self._count = 0
         # Made with the first parameters, which say where all of them lie.
-        self._device = self._runtime = self._collectives = None
+        self._device = self._runtime = self._collectives = self._group = None
 
     def open(self, looks, recording):
         """A context begins, of these ``Looks`` and this ``Recording``."""
@@ -130,7 +130,7 @@ class Births:
         with telling_the_others():
             device = choose_device(self._config, _Flat(homes))
         if rank_and_world_size()[1] > 1:
-            self._collectives = make_collectives(self._config, device)
+            self._collectives, self._group = make_collectives(self._config, device), object()
             runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)
             with together(self._collectives, "making room for the weights"):
                 self._runtime = runtime.storing(self._config)
@@ -195,7 +195,7 @@ class Births:
         name = f"init.{self._count}"
         self._count += 1
         core = _C.ShardedModel(parameters, describe_modules(tree), self._config, "none", self._runtime, name)
-        watch(core, self._collectives)  # peers read from it for as long as they like
+        watch(core, group=self._group)  # peers read from it for as long as they like
         return core
 
     def _own(self, core, tree, parameters, homes):

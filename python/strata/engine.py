@@ -78,7 +78,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
         )
         self.timers, self.tput_timer, self.monitor = Timers(self.device), ThroughputTimer(), NoMonitor()
         self.core.free_originals()
-        watch(self.core, collectives, weakref.ref(self))
+        watch(self.core, weakref.ref(self))
 
     # --- the pass ---
 

@@ -22,7 +22,7 @@ class Core:
     alive = True
 
     def __init__(self, **failures):
-        self.calls = []
+        self.calls, self.told = [], []
         self._failures = failures
 
     def end_trace(self):
@@ -31,21 +31,15 @@ class Core:
     def wait_for_all(self):
         self._call("wait_for_all")
 
+    def leave(self, reason):
+        self.told.append(reason)
+        if "leave" in self._failures:
+            raise self._failures["leave"]
+
     def _call(self, name):
         self.calls.append(name)
         if name in self._failures:
             raise self._failures[name]
-
-
-class Peers:
-    def __init__(self, failure=None):
-        self.told = []
-        self._failure = failure
-
-    def leave(self, reason):
-        self.told.append(reason)
-        if self._failure is not None:
-            raise self._failure
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +62,8 @@ def hook(monkeypatch):
 ])
 def test_what_fails_at_exit_is_no_second_traceback(failures, caplog):
     failing, other = Core(**failures), Core()
-    departure.watch(other, Peers())
-    departure.watch(failing, Peers())
+    departure.watch(other)
+    departure.watch(failing)
     with caplog.at_level(logging.DEBUG, "strata"):
         departure._leave_together()
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
@@ -79,7 +73,7 @@ def test_what_fails_at_exit_is_no_second_traceback(failures, caplog):
 
 def test_who_leaves_by_an_exception_waits_for_nobody(monkeypatch):
     core = Core()
-    departure.watch(core, Peers())
+    departure.watch(core)
     monkeypatch.setattr(sys, "last_value", ValueError("no more data"), raising=False)
     departure._leave_together()
     assert core.calls == []
@@ -90,8 +84,8 @@ def test_an_engine_that_is_destroyed_or_collected_is_not_waited_for(monkeypatch)
     monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(atexit, "unregister", registered.remove)
     destroyed, collected = Core(), Core()
-    departure.watch(destroyed, Peers())
-    departure.watch(collected, Peers())
+    departure.watch(destroyed)
+    departure.watch(collected)
     assert registered == [departure._leave_together]
     departure.unwatch(destroyed)
     departure.unwatch(destroyed)
@@ -102,13 +96,13 @@ def test_an_engine_that_is_destroyed_or_collected_is_not_waited_for(monkeypatch)
 
 
 def test_peers_are_told_of_an_exception_before_it_is_shown(hook):
-    cores, peers = [Core(), Core()], [Peers(), Peers(RuntimeError("the device is lost"))]
+    cores = [Core(), Core(leave=RuntimeError("the device is lost"))]
     before = sys.excepthook
-    for core, others in zip(cores, peers):
-        departure.watch(core, others)
+    for core in cores:
+        departure.watch(core)
     error = ValueError("no more data")
     sys.excepthook(ValueError, error, None)
-    assert [others.told for others in peers] == [["ValueError: no more data"]] * 2
+    assert [core.told for core in cores] == [["ValueError: no more data"]] * 2
     assert hook == [(ValueError, error, None)]
     for core in cores:
         departure.unwatch(core)
@@ -116,15 +110,15 @@ def test_peers_are_told_of_an_exception_before_it_is_shown(hook):
 
 
 def test_a_hook_that_was_put_above_stays_there(hook):
-    first, second, peers = Core(), Core(), Peers()
-    departure.watch(first, peers)
+    first, second = Core(), Core()
+    departure.watch(first)
     below = sys.excepthook
     sys.excepthook = above = lambda *shown: below(*shown)
     departure.unwatch(first)
     assert sys.excepthook is above
-    departure.watch(second, peers)
+    departure.watch(second)
     sys.excepthook(KeyError, KeyError("a"), None)
-    assert set(peers.told) == {"KeyError: 'a'"} and len(hook) == 1
+    assert set(second.told) == {"KeyError: 'a'"} and len(hook) == 1
     departure.unwatch(second)
     assert sys.excepthook is above
 
@@ -144,13 +138,13 @@ def _one_rank_runs_out_of_data(collectives):
 
 
 def test_cores_that_share_collectives_meet_the_others_once():
-    cores, others = [Core(), Core()], Peers()
+    cores, shared = [Core(), Core()], object()
     for core in cores:
-        departure.watch(core, others)
+        departure.watch(core, group=shared)
     departure._leave_together()
     assert [core.calls for core in cores] == [["end_trace"], ["end_trace", "wait_for_all"]]
     departure._tell_peers(ValueError, ValueError("no more data"))
-    assert others.told == ["ValueError: no more data"]
+    assert [core.told for core in cores] == [["ValueError: no more data"], []]
 
 
 def _ends_while_the_other_goes_on(folder):

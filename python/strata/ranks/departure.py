@@ -9,26 +9,26 @@ import weakref
 logger = logging.getLogger("strata")
 
 _REASON_MOST = 1000  # characters
-_present = {}  # weak reference to a _C.ShardedModel -> (its _C.Collectives, its saver), by time of watch()
+_present = {}  # weak reference to a _C.ShardedModel -> (what shares its collectives, its saver), by time of watch()
 _hook = None
 
 
-def watch(core, collectives, saver=None):
+def watch(core, saver=None, group=None):
     """Takes care of the end of the process until ``unwatch(core)``. An exception that ends it is told to the peers
     before ``sys.excepthook`` shows it; else the process waits for them when it exits. ``sys.exit(1)`` cannot be told
     from the end of the program, and an exception that ends a thread does not end the process.
 
     Args:
-        core: a _C.ShardedModel; it is not kept alive.
-        collectives: its _C.Collectives.
+        core: a _C.ShardedModel; it is not kept alive, nor are its collectives.
         saver: a weak reference to what saves beside training: its ``wait_for_checkpoint()`` is called, collectively,
             before the process leaves at its end. What it raises is logged.
+        group: the same object for cores of the same collectives, which meet the others once; None: a core alone.
     """
     global _hook
     if not _present:
         atexit.register(_leave_together)
         _hook = _ExceptHook()
-    _present[weakref.ref(core, _remove)] = (collectives, saver)
+    _present[weakref.ref(core, _remove)] = (group or object(), saver)
 
 
 def unwatch(core):
@@ -63,9 +63,14 @@ class _ExceptHook:
 
 
 def _tell_peers(kind, value):
-    for collectives in {id(each): each for each, _ in _present.values()}.values():
+    told = set()
+    for reference, (group, _) in list(_present.items()):
+        core = reference()
+        if core is None or not core.alive or group in told:
+            continue
+        told.add(group)
         try:
-            collectives.leave(f"{kind.__name__}: {value}"[:_REASON_MOST])
+            core.leave(f"{kind.__name__}: {value}"[:_REASON_MOST])
         except Exception as error:
             logger.debug("peers were not told of the %s: %s", kind.__name__, error)
 
@@ -74,12 +79,12 @@ def _leave_together():
     """Never raises: whatever fails here failed before, and was told then."""
     if getattr(sys, "last_value", None) is not None:
         return  # an exception ends the program, so peers are not where this rank would wait for them
-    met = set()  # one meeting is enough for the many cores that share collectives
+    met = set()
     for reference in reversed(list(_present)):
         core = reference()
         if core is None or not core.alive:
             continue
-        collectives, saver = _present[reference]
+        group, saver = _present[reference]
         try:
             if saver is not None and saver() is not None:
                 saver().wait_for_checkpoint()
@@ -87,8 +92,8 @@ def _leave_together():
             logger.error("at exit: %s: %s", type(error).__name__, error)
         try:
             core.end_trace()
-            if id(collectives) not in met:
-                met.add(id(collectives))
+            if group not in met:
+                met.add(group)
                 core.wait_for_all()
         except Exception as error:
             logger.debug("at exit: %s: %s", type(error).__name__, error)
