@@ -209,8 +209,8 @@ def assemble(
 
 
 def _tiling(config, device, collectives, tree):
-    """born_flat -> None: cuts what is too large to gather. Collective at stage 3 on GPUs."""
-    if config.stage != 3:
+    """born_flat -> None: cuts what is too large to gather. Collective on GPUs."""
+    if config.stage != 3 and device.type != "cuda":
         return lambda born_flat: None
     from .tiles.budget import Budget, cut_parameters  # not at `import strata`
 

@@ -12,7 +12,7 @@ from . import _C
 from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
 from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
 from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans
-from .checkpoint.names import model_tensors, state_names
+from .checkpoint.names import homes_of, model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import require_supported
 from .early_runtime import open_runtime, take_over, warm_up
@@ -117,7 +117,7 @@ def load_weights(engine, path, strict=False):
         parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]
         names, buffers = _names_of(engine.module)
         entries = _entries(parameters, names, engine._config)
-        plan = LoadPlan(engine.module, checkpoint, path, entries, buffers, strict)
+        plan = LoadPlan(engine.module, checkpoint, path, entries, homes_of(engine.module, buffers), strict)
     _load(engine, plan, StartUp())
 
 
@@ -219,9 +219,11 @@ def _build_flat(importing, opening, config, model_arguments):
     parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
     of_base = {key: names for key, names in named.items() if key not in of_adapter}
     constructed = {i: constructed[id(p)] for i, p, _ in parameters if id(p) in constructed}
-    parts = [_Part(base, opened.base, _entries(parameters, of_base, config), buffers, constructed)]
+    homes = homes_of(base, buffers)
+    parts = [_Part(base, opened.base, _entries(parameters, of_base, config), homes, constructed)]
     if opened.adapter is not None:
-        parts.append(_Part(model, opened.adapter, _entries(parameters, of_adapter, config), adapter_buffers, {}))
+        homes = homes_of(model, adapter_buffers)
+        parts.append(_Part(model, opened.adapter, _entries(parameters, of_adapter, config), homes, {}))
     return model.eval(), shapes, parts
 
 

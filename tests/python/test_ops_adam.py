@@ -307,7 +307,7 @@ def test_what_gpus_compute_is_what_the_host_does(options, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-class _OfItsOwn(DeepSpeedCPUAdam):
+class _OfItsOwn(FusedAdam if ON_GPU else DeepSpeedCPUAdam):
     def update(self, group, parameters, counts):
         for parameter in parameters:
             parameter.sub_(parameter.grad, alpha=group["lr"])

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import strata
 import torch
-from devices import shares_a_gpu
+from devices import ON_GPU, shares_a_gpu
 from ranks import run_ranks
 from tiny_models import (
     config_of,
@@ -126,6 +126,10 @@ def test_the_oldest_go_but_not_the_one_that_latest_names(tmp_path):
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 
+# Bytes of the host where the norm of a GPU's gradients arrives, of a step that does not wait for it.
+NORM = 16 if ON_GPU else 0
+
+
 def _beside_training(folder, stage, dtype):
     """Saves beside training hold what training had when it called, and training goes on with the same bits."""
     rank, world = rank_and_world()
@@ -138,7 +142,7 @@ def _beside_training(folder, stage, dtype):
         snapshots.append(snapshot(plain))
     plain.save_checkpoint(folder, tag="plain")
     ring = plain.memory_report()["host", "staging"][1]  # of a save at once, and of loading
-    assert ring == plain.memory_forecast("host")["staging"] > 0
+    assert ring <= plain.memory_forecast("host")["staging"] <= ring + NORM and ring > 0
     plain.destroy()
     engine = make_engine(make_model(), config)
     for batch in batches:
@@ -146,7 +150,7 @@ def _beside_training(folder, stage, dtype):
         engine.save_checkpoint(folder)
     assert differences(snapshot(engine), snapshots[-1]) == []
     copied = engine.memory_report()["host", "staging"][0]
-    assert copied > 0 and copied + ring == engine.memory_forecast("host")["staging"]
+    assert copied > NORM and abs(copied + ring - engine.memory_forecast("host")["staging"]) <= NORM
     engine.wait_for_checkpoint()
     engine.wait_for_checkpoint()
     engine.destroy()

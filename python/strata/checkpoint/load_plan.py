@@ -28,7 +28,7 @@ class LoadPlan:
         checkpoint: a _C.Checkpoint.
         path: of the checkpoint, for messages.
         parameters: [(place among the model's parameters, [names], full shape, torch dtype of the weight)].
-        buffers: {name: persistent buffer}.
+        buffers: {name: ``BufferHome``} of persistent buffers.
         strict: tensors that the model has no use for are an error; else a warning.
         contents: ``Contents`` of the checkpoint, where they have been made.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
@@ -52,7 +52,7 @@ class LoadPlan:
         self._computed = []  # (index, RangeTensor)
         self._constructed = []  # (index, value)
         left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        self._buffers = []  # (buffer, RangeTensor)
+        self._buffers = []  # (BufferHome, RangeTensor)
         self._indices, sources, problems = [], [], []
         for index, names, shape, dtype in parameters:
             name = next((n for n in names if n in found), None)
@@ -86,14 +86,14 @@ class LoadPlan:
 
     def _plan_buffers(self, buffers, found, problems):
         absent = []
-        for name, buffer in buffers.items():
+        for name, home in buffers.items():
             tensor = found.get(name)
             if tensor is None:
                 absent.append(name)
-            elif tensor.shape != buffer.shape:
-                problems.append(f"'{name}' (the model wants {list(buffer.shape)}, found {list(tensor.shape)})")
+            elif tensor.shape != home.shape:
+                problems.append(f"'{name}' (the model wants {list(home.shape)}, found {list(tensor.shape)})")
             else:
-                self._buffers.append((buffer, tensor))
+                self._buffers.append((home, tensor))
         self.absent_buffers = absent
 
     def read(self, core, known=None):
@@ -130,8 +130,8 @@ class LoadPlan:
             _store(core, place, known, tensor.compute(self._checkpoint.read))
         for place, value in self._constructed:
             _store(core, place, known, value)
-        for buffer, tensor in self._buffers:
-            buffer.copy_(tensor.compute(self._checkpoint.read))
+        for home, tensor in self._buffers:
+            home.module._buffers[home.name].copy_(tensor.compute(self._checkpoint.read))
 
     def warn(self):
         """Logs what does not fit but is no error."""

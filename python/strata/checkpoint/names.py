@@ -4,6 +4,9 @@ says for its models (renamings, fused experts, a base model's prefix)."""
 import re
 from contextlib import suppress
 from copy import deepcopy
+from typing import NamedTuple
+
+import torch
 
 from .. import _C
 from .repeated_blocks import RepeatedBlocks
@@ -22,6 +25,21 @@ def state_names(model):
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 buffers[prefix + name] = buffer
     return parameters, buffers
+
+
+class BufferHome(NamedTuple):
+    """Where a buffer is found, also when the module has another tensor there: on its way to the device, say."""
+
+    module: torch.nn.Module
+    name: str
+    shape: torch.Size
+
+
+def homes_of(model, buffers):
+    """{name: BufferHome} of ``buffers``, {name: buffer of ``model``}."""
+    homes = {id(b): BufferHome(m, own, b.shape) for m in model.modules() for own, b in m._buffers.items()
+             if b is not None}  # fmt: skip
+    return {name: homes[id(buffer)] for name, buffer in buffers.items()}
 
 
 def model_tensors(model, known, tensors):
