@@ -2,7 +2,7 @@
 
     strata run --num_gpus N trl_jobs.py FOLDER NAME CASE...
 
-writes FOLDER/NAME.rank<n>.json: by case, losses and gradient norms of four steps.
+writes FOLDER/NAME.rank<n>.json: by case, losses and gradient norms of twenty steps.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+STEPS = 20
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
@@ -63,12 +64,13 @@ def save_model(path, tokenizer):
 
 
 def reward(completions, **_):
-    return [sum(letter in "aeiou" for letter in text) + 0.1 * len(text) for text in completions]
+    """Hardly ever the same for two texts: without a difference there is nothing to learn."""
+    return [float(sum(number * ord(letter) for number, letter in enumerate(text, 1)) % 97) for text in completions]
 
 
 def trainer_of(kind, path, tokenizer, adapter, out):
     common = {
-        "output_dir": out, "deepspeed": CONFIG, "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2,
+        "output_dir": out, "deepspeed": CONFIG, "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 1, "logging_steps": 1, "report_to": [], "disable_tqdm": True, "bf16": False,
         "dataloader_pin_memory": False, "save_strategy": "no", "learning_rate": 1e-3,
         "model_init_kwargs": {"dtype": "float32"},
@@ -83,7 +85,8 @@ def trainer_of(kind, path, tokenizer, adapter, out):
         return SFTTrainer(args=SFTConfig(max_length=32, **common), **given)
     if kind == "dpo":
         return DPOTrainer(args=DPOConfig(max_length=48, **common), **given)
-    args = GRPOConfig(max_completion_length=8, num_generations=2, beta=0.1, **common)
+    common["learning_rate"] = 1e-2 if adapter else 2e-3  # the loss is how far the model has gone
+    args = GRPOConfig(max_completion_length=8, num_generations=2, beta=1.0, **common)
     return GRPOTrainer(args=args, reward_funcs=reward, **given)
 
 
@@ -95,8 +98,9 @@ def main():
     datasets.fingerprint.Hasher.update = lambda self, value: None
     datasets.fingerprint.update_fingerprint = lambda *_: f"{next(numbers):016x}"
     folder, name, *cases = sys.argv[1:]
-    importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
-    tokenizer, told, path = byte_tokenizer(), {}, f"{folder}/{name}-model"
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.init_distributed(dist_backend="gloo")
+    tokenizer, told, path = byte_tokenizer(), {"deepspeed": deepspeed.__version__}, f"{folder}/{name}-model"
     if torch.distributed.get_rank() == 0:
         save_model(path, tokenizer)
     torch.distributed.barrier()
