@@ -33,11 +33,28 @@ def environment_of(device, base):
         base: the environment to begin with.
     """
     where = [] if importlib.util.find_spec("strata") else [str(PACKAGE)]
-    environment = {**base, "PYTHONPATH": os.pathsep.join([*where, *(p for p in sys.path if p)]),
+    own = {name: value for name, value in base.items() if name != "STRATA_COMPAT"}
+    environment = {**own, "PYTHONPATH": os.pathsep.join([*where, *(p for p in sys.path if p)]),
                    "STRATA_PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}  # fmt: skip
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return environment
+
+
+def with_compatibility(environment, folder):
+    """The environment in which ``deepspeed`` is Strata in every process, as where the wheel is installed: Python reads
+    the wheel's strata-compat.pth at its start.
+
+    Args:
+        folder: to be made; what is put before other packages lies there.
+    """
+    folder.mkdir(exist_ok=True)
+    spec = importlib.util.find_spec("strata")
+    package = Path(spec.origin).parent if spec else PACKAGE / "strata"
+    (folder / "strata-compat.pth").write_text((package / "compat" / "strata-compat.pth").read_text())
+    (folder / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(folder)!r})\n")
+    path = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    return {**environment, "PYTHONPATH": path, "STRATA_COMPAT": "deepspeed"}
 
 
 def strata_program():
@@ -69,7 +86,7 @@ def torchrun(world):
 
 
 def run_job(command, environment, gpus, timeout_s):
-    """The Outcome of a job; lines of JSON are those that begin with a brace.
+    """The Outcome of a job; lines of JSON are those that begin with a brace and a quote.
 
     Args:
         command: [str or Path].
@@ -93,7 +110,7 @@ def run_job(command, environment, gpus, timeout_s):
         seconds = time.monotonic() - began
     if job.returncode:
         raise Failed(f"it ended with {job.returncode}\n{written[-3000:]}")
-    return Outcome([json.loads(line) for line in written.splitlines() if line.startswith("{")], seconds, memory)
+    return Outcome([json.loads(line) for line in written.splitlines() if line.startswith('{"')], seconds, memory)
 
 
 def _end(job):
