@@ -127,6 +127,11 @@ def main():
         import torch
 
         a.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        for engine in a.engines:
+            command_of(engine, a.world)
+    except FileNotFoundError as error:  # before a checkpoint is written
+        sys.exit(str(error))
     with tempfile.TemporaryDirectory(prefix="start-story-") as scratch:
         toy = None if a.as_installed else prepared_checkpoint(Path(scratch) / "toy", "tiny-moe", None, "cpu")
         name, layers = ("tiny-moe", None) if a.tiny else ("qwen3-30b-a3b", a.layers)

@@ -49,7 +49,9 @@ def began():
 def tell(engine, began, imported, loaded, ready):
     """The line of this rank."""
     weights = list(engine.module.parameters())
-    total = sum(piece.double().sum().item() for w in weights for piece in w.detach().reshape(-1).split(1 << 24))
+    bits = [w.detach().view({2: torch.int16, 4: torch.int32}[w.element_size()]).reshape(-1) for w in weights]
+    sums = [sum(piece.sum(dtype=torch.int64).item() for piece in of.split(1 << 24)) for of in bits]  # exact
+    total = sum(number * of for number, of in enumerate(sums, 1))
     line = {
         "rank": int(os.environ.get("RANK", "0")), "deepspeed": deepspeed.__version__, "import": imported - began,
         "from_pretrained": loaded - imported, "initialize": ready - loaded, "total": ready - began,
