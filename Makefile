@@ -109,7 +109,7 @@ test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themsel
 # Of transformers, loading and saving use what changes between its versions.
 NEWEST := build/newest$(patsubst .venv%,%,$(notdir $(VENV)))
 MEETS_TRANSFORMERS = $(patsubst %,tests/python/test_%.py,adapters architectures early_runtime grpo_example \
-  hugging_face hugging_face_errors load_save repeated_blocks strata_trainer supported_transformers) $(wildcard tests/python/test_transformers*.py)
+  hugging_face hugging_face_errors load_save repeated_blocks strata_trainer strata_trainer_trl supported_transformers) $(wildcard tests/python/test_transformers*.py)
 test-newest: module $(VENV)/.strata-tests  ## Tests that meet transformers, with the newest of it, accelerate, peft and trl
 	sh tools/newest_environment.sh $(VENV) $(NEWEST)
 	PYTHONPATH=$(abspath $(BUILD))/pkg $(NEWEST)/bin/python -m pytest -n $(PYTHON_JOBS) --dist loadgroup \

@@ -1,19 +1,19 @@
 #!/bin/sh
 # Makes TARGET, a virtual environment that stands on VENV: the newest transformers, accelerate, peft
-# and trl that pip finds, and all else as VENV has it.
+# and trl that pip finds, and all else as VENV has it. VENV may stand on another one itself: Python
+# reads no .pth file in a folder that a .pth file names, so each folder of packages is named.
 #   tools/newest_environment.sh VENV TARGET
 set -eu
 venv=$1
 target=$2
 
-packages_of() {
-  "$1/bin/python" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-}
+own_packages='import sysconfig; print(sysconfig.get_paths()["purelib"])'
+all_packages='import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")'
 
 if [ ! -x "$target/bin/python" ]; then
   "$venv/bin/python" -m venv "$target"
 fi
-packages_of "$venv" > "$(packages_of "$target")/pinned.pth"
+"$venv/bin/python" -I -c "$all_packages" > "$("$target/bin/python" -c "$own_packages")/pinned.pth"
 pip="$target/bin/python -m pip --disable-pip-version-check"
 $pip install -q --upgrade transformers accelerate peft trl
 $pip list 2>&1 | grep -E '^(transformers|accelerate|peft|trl|torch) '

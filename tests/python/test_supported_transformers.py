@@ -38,11 +38,11 @@ def test_packaging_asks_for_the_versions_that_are_supported():
     assert OLDEST <= tuple(map(int, pinned.groups())) <= NEWEST
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0", "4.57.6"])
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "5.25.0.dev0", "6.0.0", "4.57.6"])
 def test_another_version_is_refused_with_what_to_do(version, monkeypatch, tmp_path):
     MODELS["qwen3"].build().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(supported_transformers, "installed", lambda: version)
-    with pytest.raises(strata.UsageError, match=f"wanted 5.17 to 5.23, found transformers {version}.*pip install"):
+    with pytest.raises(strata.UsageError, match=f"wanted 5.17 to 5.24, found transformers {version}.*pip install"):
         strata.load_pretrained(tmp_path / "model", config_of(2))
 
 

@@ -11,7 +11,7 @@ import sys
 
 from .. import _C
 
-OLDEST, NEWEST = (5, 17), (5, 23)  # and all between; pyproject.toml says the same
+OLDEST, NEWEST = (5, 17), (5, 24)  # and all between; pyproject.toml says the same
 
 # Module -> names, all there since 5.6. Of models there are used as well: base_model_prefix, all_tied_weights_keys,
 # tie_weights(missing_keys, recompute_mapping), initialize_weights(), _from_config(), _weight_conversions,
@@ -66,5 +66,5 @@ def installed():
 
 
 def requirement():
-    """The supported versions as pip takes them: "transformers>=5.17,<5.24"."""
+    """The supported versions as pip takes them: "transformers>=5.17,<5.25"."""
     return f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"

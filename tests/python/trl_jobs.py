@@ -1,10 +1,12 @@
-"""SFT, DPO and GRPO of TRL at stage 3, under whatever ``deepspeed`` is in this process.
+"""SFT, DPO and GRPO of TRL at stage 3, under whatever ``deepspeed`` is in this process or under ``StrataTrainerMixin``,
+or of plain TRL.
 
-    strata run --num_gpus N trl_jobs.py FOLDER NAME CASE...
+    torchrun ... trl_jobs.py FOLDER NAME deepspeed|strata|plain CASE...
 
-writes FOLDER/NAME.rank<n>.json: by case, losses and gradient norms of four steps.
+writes FOLDER/NAME.rank<n>.json: by case, losses and gradient norms of twenty steps.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -23,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+STEPS = 20
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
@@ -63,15 +66,16 @@ def save_model(path, tokenizer):
 
 
 def reward(completions, **_):
-    return [sum(letter in "aeiou" for letter in text) + 0.1 * len(text) for text in completions]
+    """Hardly ever the same for two texts: without a difference there is nothing to learn."""
+    return [float(sum(number * ord(letter) for number, letter in enumerate(text, 1)) % 97) for text in completions]
 
 
-def trainer_of(kind, path, tokenizer, adapter, out):
+def trainer_of(way, kind, path, tokenizer, adapter, out):
     common = {
-        "output_dir": out, "deepspeed": CONFIG, "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 1, "logging_steps": 1, "report_to": [], "disable_tqdm": True, "bf16": False,
-        "dataloader_pin_memory": False, "save_strategy": "no", "learning_rate": 1e-3,
-        "model_init_kwargs": {"dtype": "float32"},
+        "output_dir": out, "deepspeed": CONFIG if way == "deepspeed" else None, "use_cpu": True, "max_steps": STEPS,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1, "report_to": [],
+        "disable_tqdm": True, "bf16": False, "dataloader_pin_memory": False, "save_strategy": "no",
+        "learning_rate": 1e-3, "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     given = {
         "model": path,
@@ -80,11 +84,33 @@ def trainer_of(kind, path, tokenizer, adapter, out):
         "peft_config": adapter,
     }
     if kind == "sft":
-        return SFTTrainer(args=SFTConfig(max_length=32, **common), **given)
+        return trainer_class(way, SFTTrainer)(args=SFTConfig(max_length=32, **common), **given)
     if kind == "dpo":
-        return DPOTrainer(args=DPOConfig(max_length=48, **common), **given)
-    args = GRPOConfig(max_completion_length=8, num_generations=2, beta=0.1, **common)
-    return GRPOTrainer(args=args, reward_funcs=reward, **given)
+        return trainer_class(way, DPOTrainer)(args=DPOConfig(max_length=48, **common), **given)
+    common["learning_rate"] = 1e-2 if adapter else 2e-3  # the loss is how far the model has gone
+    args = GRPOConfig(max_completion_length=8, num_generations=2, beta=1.0, **common)
+    return trainer_class(way, GRPOTrainer)(args=args, reward_funcs=reward, **given)
+
+
+def trainer_class(way, base):
+    """``base``, or what makes one that trains sharded."""
+    if way != "strata":
+        return base
+    from strata.integrations.transformers import StrataTrainerMixin
+
+    sharded = type("Sharded", (StrataTrainerMixin, base), {})
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 16}
+    return functools.partial(sharded, strata_config={"zero_optimization": zero})
+
+
+def begin(way):
+    """Sets the ranks up; the version of the library."""
+    if way == "deepspeed":
+        deepspeed = importlib.import_module("deepspeed")
+        deepspeed.init_distributed(dist_backend="gloo")
+        return deepspeed.__version__
+    torch.distributed.init_process_group("gloo")
+    return importlib.import_module("strata" if way == "strata" else "torch").__version__
 
 
 def main():
@@ -94,21 +120,21 @@ def main():
     datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: f"{next(numbers):016x}")
     datasets.fingerprint.Hasher.update = lambda self, value: None
     datasets.fingerprint.update_fingerprint = lambda *_: f"{next(numbers):016x}"
-    folder, name, *cases = sys.argv[1:]
-    importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
-    tokenizer, told, path = byte_tokenizer(), {}, f"{folder}/{name}-model"
+    folder, name, way, *cases = sys.argv[1:]
+    tokenizer, told, path = byte_tokenizer(), {"version": begin(way)}, f"{folder}/{name}-model"
     if torch.distributed.get_rank() == 0:
         save_model(path, tokenizer)
     torch.distributed.barrier()
     for case in cases:
         transformers.set_seed(5)
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if "-lora" in case else None
-        trainer = trainer_of(case.partition("-")[0], path, tokenizer, lora, f"{folder}/{name}-{case}")
+        trainer = trainer_of(way, case.partition("-")[0], path, tokenizer, lora, f"{folder}/{name}-{case}")
         trainer.train()
+        assert way != "strata" or trainer.engine.zero_optimization_stage() == 3
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         told[case] = {"losses": [s["loss"] for s in steps], "norms": [s["grad_norm"] for s in steps]}
         trainer.save_model(f"{folder}/{name}-{case}/final")
-        AcceleratorState._reset_state(reset_partial_state=True)
+        AcceleratorState._reset_state(reset_partial_state=way == "deepspeed")
     with open(f"{folder}/{name}.rank{os.environ['RANK']}.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
 

@@ -1,0 +1,123 @@
+"""Jobs of scripts written for DeepSpeed, begun as users begin them: on DeepSpeed, or on Strata in its place."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+from job_memory import JobMemory
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "build" / "python" / "pkg"
+GIB = 1 << 30
+
+# What a job has written as lines of JSON, the seconds of the whole command, and its ``JobMemory``.
+Outcome = namedtuple("Outcome", "told seconds memory")
+
+
+class Failed(Exception):
+    """A job did; with the end of what it wrote."""
+
+
+def environment_of(device, base):
+    """That of a job's processes.
+
+    Args:
+        device: "cuda" or "cpu".
+        base: the environment to begin with.
+    """
+    where = [] if importlib.util.find_spec("strata") else [str(PACKAGE)]
+    own = {name: value for name, value in base.items() if name != "STRATA_COMPAT"}
+    environment = {**own, "PYTHONPATH": os.pathsep.join([*where, *(p for p in sys.path if p)]),
+                   "STRATA_PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}  # fmt: skip
+    if device == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return environment
+
+
+def with_compatibility(environment, folder):
+    """The environment in which ``deepspeed`` is Strata in every process, as where the wheel is installed: Python reads
+    the wheel's strata-compat.pth at its start.
+
+    Args:
+        folder: to be made; what is put before other packages lies there.
+    """
+    folder.mkdir(exist_ok=True)
+    spec = importlib.util.find_spec("strata")
+    package = Path(spec.origin).parent if spec else PACKAGE / "strata"
+    (folder / "strata-compat.pth").write_text((package / "compat" / "strata-compat.pth").read_text())
+    (folder / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(folder)!r})\n")
+    path = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    return {**environment, "PYTHONPATH": path, "STRATA_COMPAT": "deepspeed"}
+
+
+def strata_program():
+    """The path of the program ``strata``.
+
+    Raises:
+        FileNotFoundError: it is nowhere.
+    """
+    spec = importlib.util.find_spec("strata")
+    package = Path(spec.origin).parent.parent if spec else PACKAGE
+    beside = [package.parent / "bin" / "strata", Path(sys.executable).parent / "strata"]
+    found = next((str(path) for path in beside if path.exists()), shutil.which("strata"))
+    if found is None:
+        raise FileNotFoundError(f"the program strata is neither in {beside[0].parent} nor on PATH; run `make module`")
+    return found
+
+
+def has_deepspeed():
+    """Whether DeepSpeed itself is installed."""
+    try:
+        return "strata" not in importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def torchrun(world):
+    """[str]: the start of a command that runs a script on ``world`` ranks."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+
+
+def run_job(command, environment, gpus, timeout_s):
+    """The Outcome of a job; lines of JSON are those that begin with a brace and a quote.
+
+    Args:
+        command: [str or Path].
+        gpus: how many of them it uses.
+
+    Raises:
+        Failed: it ended with another status than 0, or not within ``timeout_s``.
+    """
+    with JobMemory(gpus) as memory:
+        began = time.monotonic()
+        job = subprocess.Popen([str(part) for part in command], env=environment, text=True, errors="replace",
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        memory.watch(job.pid)
+        try:
+            written, _ = job.communicate(timeout=timeout_s)
+        except BaseException as error:
+            written = _end(job)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Failed(f"it did not end within {timeout_s:g} s\n{written[-3000:]}") from None
+            raise
+        seconds = time.monotonic() - began
+    if job.returncode:
+        raise Failed(f"it ended with {job.returncode}\n{written[-3000:]}")
+    return Outcome([json.loads(line) for line in written.splitlines() if line.startswith('{"')], seconds, memory)
+
+
+def _end(job):
+    """What a job has written that is told to end; launchers end their ranks."""
+    job.terminate()
+    try:
+        return job.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        job.kill()
+        return job.communicate()[0]

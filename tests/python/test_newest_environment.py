@@ -1,0 +1,37 @@
+"""tools/newest_environment.sh: what an environment finds that stands on others. No package is asked for elsewhere."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "newest_environment.sh"
+
+
+def _environment(folder, module, below=None):
+    """A virtual environment with one module, and a .pth file that names the packages of ``below``."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = _packages(folder)
+    (packages / f"{module}.py").write_text(f"NAME = {module!r}\n")
+    if below:
+        (packages / "below.pth").write_text(f"{_packages(below)}\n")
+    return folder
+
+
+def _packages(folder):
+    return folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_it_stands_on_all_that_its_environment_stands_on(tmp_path, nested):
+    below = _environment(tmp_path / "below", "of_below")
+    venv = _environment(tmp_path / "venv", "of_venv", below) if nested else below
+    offline = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
+    made = subprocess.run(["sh", SCRIPT, venv, tmp_path / "target"], env=offline, capture_output=True, text=True)
+    assert "transformers" in made.stderr, made.stdout + made.stderr  # the first that pip looks for
+    names = ["of_below", "of_venv"] if nested else ["of_below"]
+    look = [tmp_path / "target" / "bin" / "python", "-c", f"import {', '.join(names)}"]
+    found = subprocess.run(look, env={}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
