@@ -7,8 +7,8 @@ A module of one fp32 parameter of SIZE x SIZE, at stage 3, trained one step by A
 given prebuilt on the host, or read from a file (``load_pretrained``; DeepSpeed: transformers' ``from_pretrained``).
 *place*: where weights and states rest. Strata uses the parameter in tiles of --tile-mib; with 0 it is whole.
 Bytes, above what the process had when its libraries were loaded, for each phase (*construct*, *initialize*, *step*:
-forward, backward and step): *device*: the most in use, as the driver tells it; *device_torch*: torch's allocator's part;
-*ledger*: the engine's own count, by tier; *host*: anonymous and shared memory that was resident at the end, and
+forward, backward and step): *device*: the most in use, as the driver tells it; *device_torch*: torch's allocator's;
+*ledger*: the engine's own count, by tier; *host*: anonymous and shared memory that was resident at the end;
 *host_peak*: the most that was resident at all. *forecast*: what ``strata.memory_forecast`` says before there is a
 model, with which ``strata plan`` counts, too. *bound*: a shard and two pieces, and four shards, three tiles and the
 activations. Every case runs in fresh processes. Where there is no GPU ranks are on the CPU, and the device's
@@ -138,7 +138,8 @@ class Watch:
     def note_ledger(self, phase, core):
         """The core's peaks by tier in a phase that is over; the next one starts anew."""
         report = core.memory_report().items()
-        self.figures[f"{phase}_ledger"] = {f"{t}_{k}".replace(" ", "_"): peak for (t, k), (_, peak) in report if peak}
+        peaks = {f"{tier}_{kind}".replace(" ", "_"): peak for (tier, kind), (_, peak) in report if peak}
+        self.figures[f"{phase}_ledger"] = peaks
         core.reset_memory_peaks()
 
     def _meet(self):

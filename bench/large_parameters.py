@@ -132,7 +132,7 @@ def square(arguments, device):
             x = torch.randn(tokens, width, device=device, requires_grad=True)
             losses = steps_of(engine, lambda engine=engine, x=x: engine(x).square().mean(), 3)
             training = peaks.take(engine)
-            say(case="square", place=place, weights="host" if "offload_param" in config["zero_optimization"] else "device",
+            say(case="square", place=place, offloads_weights="offload_param" in config["zero_optimization"],
                 built=built, world=world, shared_gpu=shares_a_gpu(), parameter=parameter, tile=tile,
                 construction=construction, training=training, losses=losses, forecast=forecast,
                 bound=4 * parameter // world + 3 * tile + 3 * 4 * tokens * width)  # fmt: skip
@@ -195,8 +195,9 @@ PRECISIONS = {
 def embedding(arguments, device):
     against_plain(arguments, device)
     dtype, precision = PRECISIONS[arguments.precision]
-    row_bytes = 8192 * dtype.itemsize
-    rows, width, tile = (4096, 64, 32 << 10) if arguments.tiny else (int(arguments.gib * GIB) // row_bytes, 8192, 256 * MIB)
+    rows, width, tile = (4096, 64, 32 << 10)
+    if not arguments.tiny:
+        rows, width, tile = int(arguments.gib * GIB) // (8192 * dtype.itemsize), 8192, 256 * MIB
     cap = int(arguments.cap_gib * GIB)
     config = config_of(arguments.weights, "host", None, tile, **({"bf16": precision} if precision else {}))
     config["strata"]["max_live_bytes"] = 4 * tile
