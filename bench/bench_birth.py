@@ -153,17 +153,15 @@ class Watch:
         self._sampler.stop()
 
 
-def _rank_main(case):
-    """Runs one rank of one case and prints its figures."""
+def _join(case):
+    """(the library, this rank's device, how many ranks are on it), once it is connected with the others."""
     import torch
 
-    ours, source = case["library"] == "strata", case["source"]
-    sharing = _ranks_of_gpu()
-    device = torch.device("cpu")
+    sharing, device = _ranks_of_gpu(), torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if ours:
+    if case["library"] == "strata":
         import strata as library
 
         library.init_distributed()
@@ -173,16 +171,15 @@ def _rank_main(case):
 
         library.init_distributed(dist_backend="gloo" if sharing > 1 else None)
         library.accelerator.get_accelerator().reset_peak_memory_stats = lambda *_, **__: None
-    config_class, model_class = _model_class()
-    config = _config(case, sharing > 1)
+    return library, device, sharing
+
+
+def _construct(case, library, config, classes, watch):
+    """(engine or None, model or None), from the case's source."""
+    import torch
+
+    (config_class, model_class), ours, source = classes, case["library"] == "strata", case["source"]
     folder, shapes = os.path.join(case["drive"], "model"), config_class(size=case["size"])
-    watch = Watch(device, sharing)
-    if ours:
-        with torch.device("meta"):
-            empty = model_class(shapes)
-        watch.figures["forecast"] = {tier: library.memory_forecast(
-            empty, config, _world(), device=device.type, tier=tier)["total"] for tier in ("device", "host")}  # fmt: skip
-    torch.manual_seed(0)
     began = time.perf_counter()
     engine = model = None
     if source == "file" and ours:
@@ -207,6 +204,25 @@ def _rank_main(case):
         watch.note_ledger("construct", engine.core)
     elif ours and _world() > 1:
         watch.note_ledger("construct", dict.__getitem__(model.matrix._parameters, "weight")._strata_core)
+    return engine, model
+
+
+def _rank_main(case):
+    """Runs one rank of one case and prints its figures."""
+    import torch
+
+    ours = case["library"] == "strata"
+    library, device, sharing = _join(case)
+    classes = config_class, model_class = _model_class()
+    config, watch = _config(case, sharing > 1), Watch(device, sharing)
+    if ours:
+        with torch.device("meta"):
+            empty = model_class(config_class(size=case["size"]))
+        tiers = {tier: library.memory_forecast(empty, config, _world(), device=device.type, tier=tier)["total"]
+                 for tier in ("device", "host")}  # fmt: skip
+        watch.figures["forecast"] = tiers
+    torch.manual_seed(0)
+    engine, model = _construct(case, library, config, classes, watch)
     if engine is None:
         began = time.perf_counter()
         engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
