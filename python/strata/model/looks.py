@@ -12,6 +12,7 @@ from .ownership import give_up_values
 from .parameter import unmark_managed
 
 _here = threading.local()  # .looks: the Looks of the zero.Init that is open in this thread
+_outlived = []  # _Born of constructors that failed, of whose memory somebody has a view: they go when it has gone
 
 
 def open_looks():
@@ -118,12 +119,14 @@ class Looks:
     def open(self):
         """From now on ``open_looks()`` gives these, in this thread."""
         _here.looks = self
+        _give_up_outlived()
 
     def close(self, failed):
         """Ends ``open()`` and every look."""
         _here.looks = None
         while self._frames:
             self.leave(failed)
+        _give_up_outlived()
         born, self._born = list(self._born.values()), {}
         orphaned = [one.is_orphaned() for one in born]
         for one, is_orphaned in zip(born, orphaned if failed else self._of_all(orphaned)):
@@ -137,13 +140,15 @@ class Looks:
 
     def give_up(self, number):
         """A constructor has failed: the shards go of the module of this number and of those after it, which are part
-        of it. Ranks that failed ask nobody."""
+        of it. Those of whose memory somebody has a view go once it is gone, when a context opens or closes. Ranks that
+        failed ask nobody."""
         for key, born in list(self._born.items()):
             if born.number >= number:
                 del self._born[key]
                 for frame in self._frames:
                     frame.pop(key, None)
-                born.give_up()
+                _outlived.append(born)
+        _give_up_outlived()
 
     def enter(self):
         """A constructor begins."""
@@ -192,6 +197,19 @@ class Looks:
             born.core.put_back(born.indices)
             if release:
                 born.core.release(born.indices, True)
+
+
+def _give_up_outlived():
+    viewed = []
+    while _outlived:
+        born = _outlived.pop()
+        if not born.core.alive:
+            continue
+        if born.is_viewed():
+            viewed.append(born)
+        else:
+            born.give_up()
+    _outlived.extend(viewed)
 
 
 def references(parameters, name):
