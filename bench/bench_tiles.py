@@ -6,7 +6,8 @@ and peak memory and time of a head with its loss.
 Engines of every tile size train the same module in one process, a step each in turns; a step is forward, backward and
 update in bf16. On one rank nothing travels, so what remains is that products are smaller. The loss is measured on
 rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy``, and Liger's fused kernel where it can be
-imported. Rank 0 prints a line of JSON for each result: medians, and the fastest.
+imported. Rank 0 prints a line of JSON for each result: medians, and the fastest. More ranks than GPUs share them, by
+peer copies: they compute in turns there.
 """
 
 import argparse
@@ -43,7 +44,11 @@ def say(**result):
 def device_of():
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def shares_a_gpu():
+    return torch.cuda.is_available() and torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def settle(device):
@@ -77,8 +82,9 @@ def engine_of(module, tile_bytes, patterns=()):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
+    config["strata"] = {"collectives": "peer"} if shares_a_gpu() else {}
     if tile_bytes is not None:
-        config["strata"] = {"tiles": {"max_gather": tile_bytes, "match": list(patterns)}}
+        config["strata"]["tiles"] = {"max_gather": tile_bytes, "match": list(patterns)}
     return strata.initialize(model=Loss(module), config=config)[0]
 
 

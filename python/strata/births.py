@@ -1,5 +1,6 @@
 """Shards the parameters of modules that are built, when they are complete: from their values, or from recipes."""
 
+import itertools
 import json
 import sys
 import types
@@ -35,6 +36,7 @@ class Births:
         self._looks = self._recording = None
         self._waiting = []  # modules with parameters that have no memory yet, each once
         self._count = 0
+        self._numbers, self._next = {}, itertools.count()  # id(module) -> when its constructor began, in this context
         # Made with the first parameters, which say where all of them lie.
         self._device = self._runtime = self._collectives = self._group = None
 
@@ -45,7 +47,17 @@ class Births:
     def close(self):
         """It ends."""
         self._looks = self._recording = None
+        self._numbers = {}
         self._device = self._runtime = self._collectives = None  # what is on drives goes with its modules
+
+    def begin(self, module):
+        """The constructor of ``module`` begins, within those that have not ended."""
+        self._numbers[id(module)] = next(self._next)
+
+    def give_up(self, module):
+        """It has failed: what it and the constructors within it have sharded goes. What was built before them and only
+        attached stays its owner's."""
+        self._looks.give_up(self._numbers[id(module)])
 
     def of_all(self, facts):
         """[bool], whether each of these is true on every rank. Collective, unless there are none."""
@@ -137,7 +149,12 @@ class Births:
         self._device = device
 
     def _shard(self, homes):
-        """Shards what nobody has sharded yet of what is at ``homes`` and has values."""
+        """Shards what nobody has sharded yet of what is at ``homes`` and has values. What was built elsewhere goes
+        apart: it outlives a constructor that fails."""
+        built = [(m, name) for m, name in homes if id(m) in self._numbers]
+        if built and len(built) < len(homes):
+            self._shard([(m, name) for m, name in homes if id(m) not in self._numbers])
+            homes = built
         homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
         if not homes:
             return
@@ -203,7 +220,8 @@ class Births:
         for module in {id(m): m for m, _ in homes}.values():
             _read_born(module)
         if self._looks is not None:
-            self._looks.add(core, [p for _, p in tree.parameters], [(m._parameters, name) for m, name in homes])
+            number = min(self._numbers.get(id(m), -1) for m, _ in homes)
+            self._looks.add(core, [p for _, p in tree.parameters], [(m._parameters, name) for m, name in homes], number)
         core.free_originals()
 
     def _is_unbacked(self, parameter):

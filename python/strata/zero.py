@@ -52,7 +52,8 @@ class Init:
     Raises:
         UsageError: for another ``dtype``, and for a ``module`` that is none.
         OutOfMemoryError: from a constructor, or at its end, where there is no room for shards or pieces, or for what
-            must be whole; nothing stays of what it has made.
+            must be whole. Nothing stays of what a constructor that fails has made, whatever it raises: parameters that
+            somebody still refers to are empty.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Init:
                 parent = self._watch.running[-1]
                 own = parent.__dict__.get("_parameters", {})
                 self._births.shard_unused([(parent, name) for name in own])
+            self._births.begin(module)
             self._looks.enter()
 
     def _end(self, module, failed):
@@ -134,6 +136,8 @@ class Init:
                     is_complete = True
             finally:
                 self._looks.leave(failed)
+                if not is_complete:
+                    self._births.give_up(module)
                 if is_root:
                     self._births.drop_waiting()
                     self._recording.settle(not is_complete)

@@ -44,6 +44,10 @@ def _scaled(rows, x):
     return x @ torch.tanh(rows).t()
 
 
+class NoForward(TilingRule):
+    parameters = ("table",)
+
+
 class TooFew(ScaledRule):
     def cut(self, module, name, full_name, rows, row_bytes, most):
         return super().cut(module, name, full_name, rows, row_bytes, most)[:-1]
@@ -91,6 +95,8 @@ def _refusals():
                   lambda: strata.register_tiling("Scaled", ScaledRule())):
         with pytest.raises(strata.UsageError, match="register_tiling"):
             wrong()
+    with pytest.raises(strata.UsageError, match="NoForward has no forward.module, tiles"):
+        strata.register_tiling(Scaled, NoForward())
     # A failure after the cut: nothing is left of it.
     assert _refused(make_tiled(), tiled_config(zero_optimization={"offload_param": {
         "device": "nvme", "nvme_path": "/proc/nowhere"}}), strata.Error)

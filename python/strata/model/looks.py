@@ -7,9 +7,12 @@ import weakref
 
 import torch
 
-from .owner import owner_of, set_owner
+from .owner import clear_owner, owner_of, set_owner
+from .ownership import give_up_values
+from .parameter import unmark_managed
 
 _here = threading.local()  # .looks: the Looks of the zero.Init that is open in this thread
+_outlived = []  # _Born of constructors that failed, of whose memory somebody has a view: they go when it has gone
 
 
 def open_looks():
@@ -51,10 +54,10 @@ class BornParameters(dict):
 
 
 class _Born:
-    """The parameters of one constructor, and where they were when it was over."""
+    """The parameters of one constructor, and where they were when it was over; ``number``: of its module."""
 
-    def __init__(self, core, parameters, homes):
-        self.core, self.homes = core, homes
+    def __init__(self, core, parameters, homes, number):
+        self.core, self.homes, self.number = core, homes, number
         self.indices = list(range(len(parameters)))
         self._usual = _references_while_shared()
         self._parameters = [weakref.ref(parameter) for parameter in parameters]  # which is_used() does not count
@@ -74,6 +77,15 @@ class _Born:
         if None in parameters or any(id(dict.get(home, name)) in ids for home, name in self.homes):
             return False
         return len(gc.get_referrers(*parameters)) == 1  # the list above
+
+    def give_up(self):
+        """Frees the shards. Parameters that somebody still has are empty."""
+        parameters = [p for p in (reference() for reference in self._parameters) if p is not None]
+        self.core = None
+        for parameter in parameters:
+            clear_owner(parameter)
+            unmark_managed(parameter)
+        give_up_values(parameters)
 
     def forget(self):
         """Frees the shards of what is orphaned."""
@@ -107,22 +119,36 @@ class Looks:
     def open(self):
         """From now on ``open_looks()`` gives these, in this thread."""
         _here.looks = self
+        _give_up_outlived()
 
     def close(self, failed):
         """Ends ``open()`` and every look."""
         _here.looks = None
         while self._frames:
             self.leave(failed)
+        _give_up_outlived()
         born, self._born = list(self._born.values()), {}
         orphaned = [one.is_orphaned() for one in born]
         for one, is_orphaned in zip(born, orphaned if failed else self._of_all(orphaned)):
             if is_orphaned:
                 one.forget()
 
-    def add(self, core, parameters, homes):
+    def add(self, core, parameters, homes, number):
         """``core``, a _C.ShardedModel, has sharded one constructor's ``parameters``, which are at ``homes``:
-        [(_parameters of a module, name)]."""
-        self._born[id(core)] = _Born(core, parameters, homes)
+        [(_parameters of a module, name)]. ``number``: of the first of their modules, as ``give_up`` takes it."""
+        self._born[id(core)] = _Born(core, parameters, homes, number)
+
+    def give_up(self, number):
+        """A constructor has failed: the shards go of the module of this number and of those after it, which are part
+        of it. Those of whose memory somebody has a view go once it is gone, when a context opens or closes. Ranks that
+        failed ask nobody."""
+        for key, born in list(self._born.items()):
+            if born.number >= number:
+                del self._born[key]
+                for frame in self._frames:
+                    frame.pop(key, None)
+                _outlived.append(born)
+        _give_up_outlived()
 
     def enter(self):
         """A constructor begins."""
@@ -171,6 +197,19 @@ class Looks:
             born.core.put_back(born.indices)
             if release:
                 born.core.release(born.indices, True)
+
+
+def _give_up_outlived():
+    viewed = []
+    while _outlived:
+        born = _outlived.pop()
+        if not born.core.alive:
+            continue
+        if born.is_viewed():
+            viewed.append(born)
+        else:
+            born.give_up()
+    _outlived.extend(viewed)
 
 
 def references(parameters, name):

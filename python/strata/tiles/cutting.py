@@ -8,13 +8,18 @@ from ..model.owner import clear_owner, owner_of, set_owner
 from ..model.tiles import Tiles
 from . import builtin
 from .causal import install as install_causal_loss
-from .parameter import mark_tiled, unmark_tiled
+from .parameter import mark_tiled, no_hooks, unmark_tiled
 from .rules import find_rule
 
 logger = logging.getLogger("strata")
 
+
 def _serves(rule, module, name):
     return rule is not None and name in rule.parameters and "forward" not in module.__dict__
+
+
+def _has_hooks(parameter):
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Cut:
@@ -30,7 +35,7 @@ class Cut:
     Raises:
         ConfigError: what is too large has a module without a rule, one row exceeds the budget, or a rule that does not
             hold every row once.
-        UsageError: a module that cannot be used in tiles.
+        UsageError: a module that cannot be used in tiles; a parameter with hooks.
     """
 
     def __init__(self, tree, config, budget, born_flat=None):
@@ -55,7 +60,8 @@ class Cut:
                 if id(parameter) in large:
                     homes.setdefault(id(parameter), []).append((path, module, name))
         if not self._budget.asked:
-            large = {key: name for key, name in large.items() if self._has_rules(name, homes[key])}
+            hooked = {id(p) for _, p in self._tree.parameters if _has_hooks(p)}
+            large = {key: name for key, name in large.items() if self._can_be_cut(name, homes[key], key in hooked)}
         installing = {}  # id(module) -> (module, rule, {name: Tiles})
         parameters = []
         for name, parameter in self._tree.parameters:
@@ -73,8 +79,12 @@ class Cut:
         self._undo.extend(filter(None, (install_causal_loss(m, heads) for _, m, _ in self._tree.modules if heads)))
         self._tree.parameters = parameters
 
-    def _has_rules(self, name, homes):
+    def _can_be_cut(self, name, homes, hooked):
         """Whether what nobody asked to have in tiles can be; says so where not."""
+        if hooked:
+            logger.warning("'%s' takes more than half of what the device has free, and hooks wait for its gradient: it "
+                           "is gathered whole. Without them it can be used in tiles", name)  # fmt: skip
+            return False
         unknown = [module for _, module, own in homes if not _serves(find_rule(module), module, own)]
         if unknown:
             logger.warning(
@@ -91,6 +101,8 @@ class Cut:
         return _C.wants_tiles(name, nbytes, self._budget.largest, self._config.tile_matches)
 
     def _cut(self, name, parameter, homes):
+        if _has_hooks(parameter):
+            raise _C.UsageError(no_hooks(name))
         shape = self._shape(parameter)
         row_bytes = math.prod(shape[1:]) * self._itemsize(parameter)
         ranges = None

@@ -23,7 +23,7 @@ def linear(x, tiles, bias=None):
         [..., out] of x's dtype; under autocast of autocast's.
     """
     x, bias, dtype = _autocast(x, bias)
-    return _Linear.apply(x, bias, tiles.anchor, tiles, dtype)
+    return _Product.apply(x, bias, tiles.anchor, tiles, dtype, True)
 
 
 def matmul(x, tiles, bias=None):
@@ -35,7 +35,7 @@ def matmul(x, tiles, bias=None):
         bias: [out] or None.
     """
     x, bias, dtype = _autocast(x, bias)
-    return _MatMul.apply(x, bias, tiles.anchor, tiles, dtype)
+    return _Product.apply(x, bias, tiles.anchor, tiles, dtype, False)
 
 
 def embedding(ids, tiles, padding_idx=None, scale_grad_by_freq=False):
@@ -104,89 +104,76 @@ def _as(weight, dtype):
     return weight if dtype is None else weight.to(dtype)
 
 
-class _Sum:
-    """Adds matrix products up."""
+class _Columns:
+    """``x @ weight.t() + bias``: each tile's result is columns of it."""
 
-    def __init__(self, like, shape, start=None):
-        self._dtype, self._shape = like.dtype, shape
-        self._wide = torch.float32 if like.dtype.itemsize < 4 else like.dtype
-        self._total = None if start is None else start.to(self._wide).expand(shape).clone()
-        self._like = like
+    def __init__(self, x, tiles, bias):
+        self._x, self._bias = x, bias
+        self._out = x.new_empty(x.shape[0], tiles.rows)
 
-    def add(self, one, other):
-        if self._total is None:
-            self._total = (one @ other).to(self._wide)
-        elif self._wide == one.dtype:
-            self._total.addmm_(one, other)
+    def add(self, tile, weight):
+        here = self._out[:, tile.begin : tile.end]
+        if self._bias is None:
+            torch.mm(self._x, weight.t(), out=here)
         else:
-            self._total.add_(one @ other)
+            torch.addmm(self._bias[tile.begin : tile.end], self._x, weight.t(), out=here)
 
     def value(self):
+        return self._out
+
+
+class _Sum:
+    """``x @ weight + bias``: each tile takes columns of x, and the results add up."""
+
+    def __init__(self, x, tiles, bias):
+        self._x = x
+        self._wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+        self._total = None
+        if bias is not None:
+            self._total = bias.to(self._wide).expand(x.shape[0], tiles.shape[1]).clone()
+
+    def add(self, tile, weight):
+        here = self._x[:, tile.begin : tile.end]
         if self._total is None:
-            return self._like.new_zeros(self._shape)
-        return self._total.to(self._dtype)
+            self._total = (here @ weight).to(self._wide)
+        elif self._wide == here.dtype:
+            self._total.addmm_(here, weight)
+        else:
+            self._total.add_(here @ weight)
+
+    def value(self):
+        return self._total.to(self._x.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """The rows of the weight are outputs, as a linear layer's are, or inputs. The gradient of x is the other product of
+    the two, of the output's gradient."""
+
     @staticmethod
-    def forward(ctx, x, bias, anchor, tiles, dtype):
-        ctx.tiles, ctx.dtype = tiles, dtype
+    def forward(ctx, x, bias, anchor, tiles, dtype, are_outputs):
+        ctx.tiles, ctx.dtype, ctx.are_outputs = tiles, dtype, are_outputs
         ctx.save_for_backward(x)
-        flat = x.reshape(-1, x.shape[-1])
-        out = flat.new_empty(flat.shape[0], tiles.rows)
+        product = (_Columns if are_outputs else _Sum)(x.reshape(-1, x.shape[-1]), tiles, bias)
         for tile in tiles:
-            here = out[:, tile.begin : tile.end]
             with tile as weight:
-                if bias is None:
-                    torch.mm(flat, _as(weight, dtype).t(), out=here)
-                else:
-                    torch.addmm(bias[tile.begin : tile.end], flat, _as(weight, dtype).t(), out=here)
-        return out.view(*x.shape[:-1], tiles.rows)
+                product.add(tile, _as(weight, dtype))
+        return product.value().view(*x.shape[:-1], tiles.rows if are_outputs else tiles.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         flat, given = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        total = _Sum(flat, flat.shape)
+        of_rows, other = (given, flat) if ctx.are_outputs else (flat, given)
+        product = (_Sum if ctx.are_outputs else _Columns)(given, ctx.tiles, None) if ctx.needs_input_grad[0] else None
         for tile in reversed(ctx.tiles):
-            here = given[:, tile.begin : tile.end]
-            if ctx.needs_input_grad[0]:
+            if product is not None:
                 with tile as weight:
-                    total.add(here, _as(weight, ctx.dtype))
+                    product.add(tile, _as(weight, ctx.dtype))
             if tile.trainable:
-                tile.give_gradient(here.t() @ flat)
-        dx = total.value().view_as(x) if ctx.needs_input_grad[0] else None
-        return dx, given.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
-
-
-class _MatMul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, anchor, tiles, dtype):
-        ctx.tiles, ctx.dtype = tiles, dtype
-        ctx.save_for_backward(x)
-        flat = x.reshape(-1, x.shape[-1])
-        width = tiles.shape[1]
-        total = _Sum(flat, (flat.shape[0], width), bias)
-        for tile in tiles:
-            with tile as weight:
-                total.add(flat[:, tile.begin : tile.end], _as(weight, dtype))
-        return total.value().view(*x.shape[:-1], width)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        flat, given = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        dx = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
-        for tile in reversed(ctx.tiles):
-            if dx is not None:
-                with tile as weight:
-                    torch.mm(given, _as(weight, ctx.dtype).t(), out=dx[:, tile.begin : tile.end])
-            if tile.trainable:
-                tile.give_gradient(flat[:, tile.begin : tile.end].t() @ given)
-        dx = None if dx is None else dx.view_as(x)
-        return dx, given.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+                tile.give_gradient(of_rows[:, tile.begin : tile.end].t() @ other)
+        dx = None if product is None else product.value().view_as(x)
+        return dx, given.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):

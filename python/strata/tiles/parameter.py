@@ -14,9 +14,9 @@ from .host_copy import HostCopy, values_on_host
 _PLAIN = {
     "__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr", "detach",
     "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_shared",
-    "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
-    "storage_offset", "stride", "untyped_storage",
+    "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
 }  # fmt: skip
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}  # properties that do
 
 
@@ -25,7 +25,8 @@ class TiledParameter(ShardedParameter):
     whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole.
 
     Reading ``module.weight`` gives this object. An operation on it gathers a copy of all of it, which autograd knows,
-    and raises UsageError where that is too much; one that would change it raises UsageError.
+    and raises UsageError where that is too much; one that would change it raises UsageError, and so does one that asks
+    for hooks of its gradient.
     """
 
     @classmethod
@@ -35,6 +36,8 @@ class TiledParameter(ShardedParameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _PLAIN and func not in _VIEWS:
                 return func(*args, **kwargs)
+            if name in _HOOKS:
+                raise _C.UsageError(no_hooks(tiles_of(args[0]).name))
             if args and isinstance(args[0], TiledParameter) and _changes(name) and args[0].numel() == 0:
                 raise _C.UsageError(
                     f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
@@ -74,6 +77,15 @@ class TiledParameter(ShardedParameter):
         if id(self) not in memo:
             memo[id(self)] = torch.nn.Parameter(values_on_host(self), self.requires_grad)
         return memo[id(self)]
+
+
+def no_hooks(name):
+    """Why a parameter of this name has no hooks of its gradient."""
+    return (
+        f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
+        "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
+        "are called as usual, or leave the parameter whole by strata.tiles.match"
+    )
 
 
 def _changes(name):

@@ -9,7 +9,14 @@ from .. import _C
 class TilingRule:
     """How modules of a class use their parameters in tiles. Inherit, and ``strata.register_tiling(Class, Rule())``.
 
-    One rule serves many modules and keeps nothing of them.
+    One rule serves many modules and keeps nothing of them. It has a ``forward(module, tiles, *args, **kwargs)``: what
+    the module's forward computes, with its parameters in tiles.
+
+        module: the module; its other parameters are whole.
+        tiles: {name: strata.model.tiles.Tiles} of those of ``parameters`` that are cut. The operations of
+            ``strata.tiles.functions`` take it: linear, matmul, embedding, grouped_linear; ``apply_tile`` runs a
+            function of your own with one tile.
+        args, kwargs: of the module's forward.
 
     Attributes:
         parameters: names of the module's parameters that it can use in tiles.
@@ -32,18 +39,6 @@ class TilingRule:
             most: int, bytes of a tile at most.
         """
         return _C.cut_rows(full_name, rows, row_bytes, most)
-
-    def forward(self, module, tiles, *args, **kwargs):
-        """What the module's forward computes, with its parameters in tiles.
-
-        Args:
-            module: the module; its other parameters are whole.
-            tiles: {name: strata.model.tiles.Tiles} of those of ``parameters`` that are cut. The operations of
-                ``strata.tiles.functions`` take it: linear, matmul, embedding, grouped_linear; ``apply_tile`` runs a
-                function of your own with one tile.
-            args, kwargs: of the module's forward.
-        """
-        raise NotImplementedError
 
     def install(self, module, tiles):
         """Has the module compute with ``tiles``: puts ``forward`` in place of its own.
@@ -91,6 +86,12 @@ class _Registry:
             raise _C.UsageError(
                 "register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
                 f"strata.tiles.TilingRule; found {rule!r}"
+            )
+        if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
+            raise _C.UsageError(
+                f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
+                "**kwargs), which computes what the module's forward does with its parameters in tiles; "
+                "strata.tiles.TilingRule says how"
             )
         if isinstance(module_class, type):
             self._by_class[module_class] = rule
