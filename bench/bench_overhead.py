@@ -1,11 +1,13 @@
 """What the engine costs on one rank, over plain torch: a model of 500 small parameters, where everything that is
 done once a parameter shows.
 
-    python bench/bench_overhead.py [--widths 64 256 512] [--steps 60] [--json FILE]
+    python bench/bench_overhead.py [--widths 64 256 512] [--steps 60] [--threads 1] [--json FILE]
 
 Plain torch with AdamW as torch makes it (foreach), plain torch with fused=True, and Strata train copies of one
 model in one process, on one thread, a step each in turns. Compared are CPU seconds of whole steps, forward,
 backward, clipping and update: medians, and the fastest steps, which other programs' noise does not reach.
+
+By itself Strata works on host memory with all cores of the rank, whatever torch uses: --threads 0 has it do so.
 """
 
 import argparse
@@ -65,12 +67,13 @@ def plain_step(model, batch, fused):
     return step
 
 
-def strata_step(model, batch):
-    """A step of the engine, as a function."""
+def strata_step(model, batch, threads):
+    """A step of the engine, as a function. ``threads``: of its kernels; 0: its own choice."""
     config = {
         "train_micro_batch_size_per_gpu": len(batch),
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": dict(ADAM, betas=list(ADAM["betas"]))},
+        "strata": {"threads": threads or None},
     }
     engine, *_ = strata.initialize(model=model, config=config)
 
@@ -81,7 +84,7 @@ def strata_step(model, batch):
     return step
 
 
-def measure(width, batch_size, steps):
+def measure(width, batch_size, steps, threads):
     """CPU seconds of the steps of each, by name."""
     torch.manual_seed(0)
     model = Tower(width)
@@ -89,7 +92,7 @@ def measure(width, batch_size, steps):
     contestants = {
         "foreach": plain_step(copy.deepcopy(model), batch, fused=False),
         "fused": plain_step(copy.deepcopy(model), batch, fused=True),
-        "strata": strata_step(model, batch),
+        "strata": strata_step(model, batch, threads),
     }
     for step in contestants.values():
         for _ in range(5):
@@ -135,12 +138,14 @@ def main():
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=1, help="of Strata's kernels; 0: cores of the rank")
     parser.add_argument("--json", help="where the figures go, besides the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for width in arguments.widths:
-        rows.append(row_of(width, arguments.batch, measure(width, arguments.batch, arguments.steps)))
+        seconds = measure(width, arguments.batch, arguments.steps, arguments.threads)
+        rows.append(row_of(width, arguments.batch, seconds))
     report(rows)
     if arguments.json:
         with open(arguments.json, "w") as file:

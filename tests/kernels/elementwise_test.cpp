@@ -219,7 +219,7 @@ TEST(SumInOrder, OneNegativeZeroStaysOne) {
 }
 
 TEST(Elementwise, ThreadsDoNotChangeTheResult) {
-  constexpr std::size_t kNumel = 200'001;
+  constexpr std::size_t kNumel = 600'001;  // fewer are not shared
   ThreadPool pool(3);
   Array a = awkward_array(DType::kFloat32, kNumel, 0, 1);
   Array b = awkward_array(DType::kBFloat16, kNumel, 1, 2);

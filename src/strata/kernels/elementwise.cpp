@@ -143,10 +143,13 @@ namespace {
 
 // Some hundred KiB a chunk: large beside the cost of handing it out.
 constexpr std::int64_t kGrain = 65536;
+// A MiB of fp32 is copied in the time that waking a thread takes. Where no more is read, the caller
+// is done before others begin, who then take time of their cores and nothing else.
+constexpr std::int64_t kAlone = 4 * kGrain;
 
 template <typename Range>
-void split(std::int64_t numel, ThreadPool* pool, Range&& range) {
-  if (pool == nullptr) {
+void split(std::int64_t numel, std::size_t sources, ThreadPool* pool, Range&& range) {
+  if (pool == nullptr || numel * static_cast<std::int64_t>(sources) <= kAlone) {
     if (numel > 0) range(std::int64_t{0}, numel);
   } else {
     pool->parallel_for(numel, kGrain, range);
@@ -158,7 +161,7 @@ void split(std::int64_t numel, ThreadPool* pool, Range&& range) {
 void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
           Numel numel, ThreadPool* pool) {
   check_cast(target_dtype, source_dtype);
-  split(numel.value, pool, [&](std::int64_t begin, std::int64_t end) {
+  split(numel.value, 1, pool, [&](std::int64_t begin, std::int64_t end) {
     std::byte* const to = target + bytes_of(Numel(begin), target_dtype).value;
     const std::byte* const from = source + bytes_of(Numel(begin), source_dtype).value;
     const Numel part(end - begin);
@@ -173,7 +176,7 @@ void cast(std::byte* target, DType target_dtype, const std::byte* source, DType 
 void accumulate(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
                 Numel numel, ThreadPool* pool) {
   check_accumulate(target_dtype, source_dtype);
-  split(numel.value, pool, [&](std::int64_t begin, std::int64_t end) {
+  split(numel.value, 1, pool, [&](std::int64_t begin, std::int64_t end) {
     std::byte* const to = target + bytes_of(Numel(begin), target_dtype).value;
     const std::byte* const from = source + bytes_of(Numel(begin), source_dtype).value;
     HWY_DYNAMIC_DISPATCH(accumulate_range)
@@ -185,7 +188,8 @@ void sum_in_order(std::span<float> target, std::span<const std::byte* const> sou
                   float scale, bool accumulate, ThreadPool* pool) {
   check_sum(sources.size(), dtype);
   const SumTask task{target.data(), sources, scale, accumulate};
-  split(static_cast<std::int64_t>(target.size()), pool, [&](std::int64_t begin, std::int64_t end) {
+  const auto numel = static_cast<std::int64_t>(target.size());
+  split(numel, sources.size(), pool, [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(sum_range)
     (task, dtype, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
   });

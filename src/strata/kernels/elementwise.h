@@ -1,7 +1,8 @@
 // Conversions and sums of floating-point arrays (fp32, bf16, fp16; cast also fp64). Rounding is to
 // nearest even; a NaN stays a NaN. Arrays of one call do not overlap and need no alignment beyond
 // that of their elements. Every machine gives the same bits (of NaNs: that they are NaNs).
-// Threads: pure functions of their arrays; work is split over `pool` when one is given.
+// Threads: pure functions of their arrays; work is split over `pool` when one is given and a MiB of
+// fp32 or more is read.
 // Errors: UsageError for an element type that the operation does not have.
 #pragma once
 
