@@ -71,6 +71,8 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
         for index, (_, parameter, *_) in enumerate(parameters):
             if tile_of(parameter)[1] is not None:
                 tile_of(parameter)[1].bind(self.core, index)
+        if self._cut is not None:
+            self._cut.commit()
         take_ownership(self.core, parameters, config.stage)
         self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
         self._restore_arguments = intercept_arguments(

@@ -153,6 +153,11 @@ class Cut:
     def _itemsize(self, parameter):
         return self._config.weight_dtype(parameter.dtype).itemsize
 
+    def commit(self):
+        """The engine has all values: what held them before goes, and with it peers' views of it."""
+        for tiles in self.all:
+            tiles.owner = None, 0
+
     def undo(self):
         """The modules have their parameters whole again, with the values that the tiles have.
 

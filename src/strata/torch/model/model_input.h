@@ -36,6 +36,9 @@ class ParameterOwner {
   virtual void lend_values(int param, const Borrowing& borrowing) = 0;
   // Collective. The owner lets its parameters go, empty, and is of no further use.
   virtual void retire() = 0;
+  // After all ranks have retired theirs: peers' memory that they have freed is theirs as long as
+  // this rank has it mapped.
+  virtual void unmap_freed() = 0;
 };
 
 // One parameter of the user's model.

@@ -100,6 +100,7 @@ class ShardedModel final : public ParameterOwner {
   // their own, unless it does not suffice; the others do with `keep_values` and are empty without.
   void destroy(bool keep_values);
   void retire() override;
+  void unmap_freed() override { runtime_.collectives->unmap_freed(); }
   // Collective: returns when every rank has come so far. For the end of a program: a rank that
   // leaves while another still gathers would look like one that died.
   void wait_for_all();

@@ -76,6 +76,8 @@ void take_from_owners(engine::Engine& engine, ValueIntake& intake,
   if (owners.empty()) return;
   engine.collectives().barrier();  // peers have read what is about to go
   for (const auto& owner : owners) owner->retire();
+  engine.collectives().barrier();  // all have freed their shards
+  for (const auto& owner : owners) owner->unmap_freed();
 }
 
 }  // namespace strata::torch
