@@ -63,7 +63,7 @@ def _compile_operators(places):
         try:
             subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600.0)
         except subprocess.TimeoutExpired:
-            print(f"{builder}: 600 s were not enough; is there an old lock in ~/.cache/torch_extensions?", file=sys.stderr)
+            print(f"{builder}: 600 s; is there an old lock in ~/.cache/torch_extensions?", file=sys.stderr)
         except subprocess.CalledProcessError as error:
             print(f"{builder}: {error.stderr.strip()[-300:]}", file=sys.stderr)
 
