@@ -60,9 +60,12 @@ def _compile_operators(places):
     builders = ["CPUAdamBuilder"] * (places != ["device"]) + ["AsyncIOBuilder"] * ("nvme" in places)
     for builder in builders:
         code = f"from deepspeed.ops.op_builder import {builder} as b; b().load()"
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        if result.returncode:
-            print(f"{builder}: {result.stderr.strip()[-300:]}", file=sys.stderr)
+        try:
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600.0)
+        except subprocess.TimeoutExpired:
+            print(f"{builder}: 600 s; is there an old lock in ~/.cache/torch_extensions?", file=sys.stderr)
+        except subprocess.CalledProcessError as error:
+            print(f"{builder}: {error.stderr.strip()[-300:]}", file=sys.stderr)
 
 
 def _bounds(size, ranks, tile):

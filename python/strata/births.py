@@ -8,6 +8,7 @@ import types
 import torch
 
 from . import _C
+from .model import failed_births
 from .model.looks import BornParameters, references
 from .model.model_input import describe_modules, describe_parameters
 from .model.owner import clear_owner, owner_of
@@ -57,7 +58,9 @@ class Births:
     def give_up(self, module):
         """It has failed: what it and the constructors within it have sharded goes. What was built before them and only
         attached stays its owner's."""
-        self._looks.give_up(self._numbers[id(module)])
+        number = self._numbers[id(module)]
+        where = f"{type(module).__name__}/{number}/{self._count}"
+        failed_births.give_up(self._looks.take_failed(number), where, self._device)
 
     def of_all(self, facts):
         """[bool], whether each of these is true on every rank. Collective, unless there are none."""

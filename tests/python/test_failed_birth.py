@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import weakref
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from devices import ON_GPU, needs_a_gpu_each
 from ranks import run_ranks
 from replayed_models import config_of_birth
 from strata.births import Births
+from strata.model import failed_births
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
 from tiny_models import rank_and_world
@@ -121,6 +123,35 @@ def test_shards_of_a_failed_constructor_go(world, replay_above, tmp_path):
 def test_offloaded_shards_of_a_failed_constructor_go(place, tmp_path):
     for made, alive, files, _, _, _ in run_ranks(2, _left_over, 1 << 30, place, tmp_path):
         assert made > 0 and alive == 0 and files == []
+
+
+def _behind(folder):
+    """(Shards that are left after a failure for which rank 0 does not wait, and after the next context.)"""
+    rank, _ = rank_and_world()
+    failed_births._PATIENCE_S = 0.0 if rank == 0 else 60.0
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            nn.init.ones_(self.inner.weight)  # which reads what rank 0 has
+            while rank == 1 and not (folder / "failed").exists():
+                time.sleep(0.01)
+            raise ValueError("half way")
+
+    cores = _watched_cores()
+    with Init(config_dict_or_path=config_of_birth("1MiB", 1 << 30)):
+        with pytest.raises(ValueError, match="half way"):
+            Late()
+        left = sum(core() is not None for core in cores)
+        (folder / "failed").touch()
+        nn.Linear(4, 4)  # where they meet
+    del cores[1:]
+    return left, sum(core() is not None for core in cores)
+
+
+def test_a_rank_keeps_what_one_that_is_behind_may_read(tmp_path):
+    assert run_ranks(2, _behind, tmp_path) == [(1, 0), (0, 0)]
 
 
 def _memory_of_one_rank():

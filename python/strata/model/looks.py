@@ -7,12 +7,12 @@ import weakref
 
 import torch
 
+from . import failed_births
 from .owner import clear_owner, owner_of, set_owner
 from .ownership import give_up_values
 from .parameter import unmark_managed
 
 _here = threading.local()  # .looks: the Looks of the zero.Init that is open in this thread
-_outlived = []  # _Born of constructors that failed, of whose memory somebody has a view: they go when it has gone
 
 
 def open_looks():
@@ -119,14 +119,14 @@ class Looks:
     def open(self):
         """From now on ``open_looks()`` gives these, in this thread."""
         _here.looks = self
-        _give_up_outlived()
+        failed_births.free()
 
     def close(self, failed):
         """Ends ``open()`` and every look."""
         _here.looks = None
         while self._frames:
             self.leave(failed)
-        _give_up_outlived()
+        failed_births.free()
         born, self._born = list(self._born.values()), {}
         orphaned = [one.is_orphaned() for one in born]
         for one, is_orphaned in zip(born, orphaned if failed else self._of_all(orphaned)):
@@ -135,20 +135,18 @@ class Looks:
 
     def add(self, core, parameters, homes, number):
         """``core``, a _C.ShardedModel, has sharded one constructor's ``parameters``, which are at ``homes``:
-        [(_parameters of a module, name)]. ``number``: of the first of their modules, as ``give_up`` takes it."""
+        [(_parameters of a module, name)]. ``number``: of the first of their modules, as ``take_failed`` has it."""
         self._born[id(core)] = _Born(core, parameters, homes, number)
 
-    def give_up(self, number):
-        """A constructor has failed: the shards go of the module of this number and of those after it, which are part
-        of it. Those of whose memory somebody has a view go once it is gone, when a context opens or closes. Ranks that
-        failed ask nobody."""
-        for key, born in list(self._born.items()):
-            if born.number >= number:
-                del self._born[key]
-                for frame in self._frames:
-                    frame.pop(key, None)
-                _outlived.append(born)
-        _give_up_outlived()
+    def take_failed(self, number):
+        """A constructor has failed: [_Born] of the module of this number and of those after it, which are part of it.
+        Nobody looks at them any more."""
+        failed = {key: born for key, born in self._born.items() if born.number >= number}
+        for key in failed:
+            del self._born[key]
+            for frame in self._frames:
+                frame.pop(key, None)
+        return list(failed.values())
 
     def enter(self):
         """A constructor begins."""
@@ -197,19 +195,6 @@ class Looks:
             born.core.put_back(born.indices)
             if release:
                 born.core.release(born.indices, True)
-
-
-def _give_up_outlived():
-    viewed = []
-    while _outlived:
-        born = _outlived.pop()
-        if not born.core.alive:
-            continue
-        if born.is_viewed():
-            viewed.append(born)
-        else:
-            born.give_up()
-    _outlived.extend(viewed)
 
 
 def references(parameters, name):
