@@ -111,6 +111,7 @@ INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{
 
 // Rank 1 meets rank 0 for a reduction and goes instead; by then rank 0's collectives are gone, too.
 TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
+  constexpr double kDeadline = 15.0;  // seconds, which the test waits for: nobody answers rank 0
   const int group = ++groups_made;
   LocalGroup ranks(2);
   const auto body = [&](Collectives& c) -> std::string {
@@ -118,7 +119,7 @@ TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
     c10::intrusive_ptr<c10d::Store> store;
     {
       const py::gil_scoped_acquire acquire;
-      std::tie(backend, store) = make_backend(c.rank(), 2, 60.0, group);
+      std::tie(backend, store) = make_backend(c.rank(), 2, kDeadline, group);
     }
     const auto source = c.allocate("source", 8_B);
     float result = 0;
