@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +14,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("STRATA_TEST_DEVICE") == "cuda", reason="the benches are tried on the CPU"),
 ]
 STORY = Path(__file__).resolve().parents[2] / "bench" / "start_story.py"
-sys.path.insert(0, str(STORY.parent))
-
-from story_jobs import has_deepspeed  # noqa: E402
-
-# DeepSpeed compiles its optimizer with ninja, for minutes where that was not done before.
-ENGINES = ["strata", "deepspeed"] if has_deepspeed() and shutil.which("ninja") else ["strata"]
 
 
 def _run(*arguments):
@@ -30,8 +23,8 @@ def _run(*arguments):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
 
-@pytest.mark.parametrize("world, engines", [(1, ["strata"]), (2, ENGINES)])
-def test_both_start_the_same_model_from_an_unchanged_script(tmp_path, world, engines):
+def compare(tmp_path, world, engines):
+    """All start the same model from an unchanged script."""
     figures = tmp_path / "figures.json"
     done = _run(f"--world={world}", f"--model={tmp_path / 'model'}", "--json", figures, "--engines", *engines)
     assert done.returncode == 0, done.stdout
@@ -45,6 +38,10 @@ def test_both_start_the_same_model_from_an_unchanged_script(tmp_path, world, eng
         assert world * 50e6 < turn["host_all"] and turn["host_rank"] <= turn["host_all"] and turn["device"] == 0
         assert f"{turn['initialize']:.2f}" in done.stdout
     assert len({(turn["elements"], turn["sum"]) for (turn,) in turns.values()}) == 1
+
+
+def test_an_unchanged_script_starts(tmp_path):
+    compare(tmp_path, 1, ["strata"])  # beside DeepSpeed: among the long tests
 
 
 def test_a_script_that_fails_says_why(tmp_path):
