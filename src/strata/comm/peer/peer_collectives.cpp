@@ -166,6 +166,7 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
 void PeerCollectives::broadcast_on_device(std::span<std::byte> bytes, int root) {
   device::Device& device = link_->device();
   device::Stream& compute = device.compute_stream();
+  device::Stream& transfers = link_->transfers();
   const std::size_t piece = std::min(bytes.size(), kBroadcastPiece.size());
   const auto buffer = allocate("broadcast", Bytes(rank() == root ? piece : 1));
   for (std::size_t at = 0; at < bytes.size(); at += piece) {
@@ -175,10 +176,12 @@ void PeerCollectives::broadcast_on_device(std::span<std::byte> bytes, int root) 
     if (rank() != root) {
       const std::byte* source = link_->reach(root, PeerBuffers::key_of_name("broadcast"),
                                              "broadcast", Bytes(), Bytes(part.size()), "broadcast");
-      device.copy(part, {source, part.size()}, link_->transfers());
+      transfers.wait_for(*compute.record());  // which may still use what is replaced
+      device.copy(part, {source, part.size()}, transfers);
     }
+    compute.wait_for(*transfers.record());  // so the others know by the barrier that it is read
     barrier();
-    compute.wait_for(*link_->transfers().record());
+    compute.wait_for(*transfers.record());  // which waits for all at the barrier
   }
   barrier();
 }
