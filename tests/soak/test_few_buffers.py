@@ -10,8 +10,10 @@ import strata
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "python"), str(TESTS.parent / "bench")]
 
+import nvme_story  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 # Qwen3-0.6B.
@@ -23,27 +25,7 @@ ELEMENTS = 4194304  # of a buffer; the embedding has 155,582,464
 
 
 def config_of(folder, buffers, world):
-    drive = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True, "buffer_count": buffers}
-    return {
-        "train_batch_size": world,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_reuse_distance": 0,
-            "memory_efficient_linear": True,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "offload_param": {**drive, "buffer_size": ELEMENTS},
-            "offload_optimizer": {"device": "cpu", "nvme_path": str(folder), "pin_memory": True},
-        },
-        "aio": {"block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 4, "single_submit": False,
-                "overlap_events": True},
-    }  # fmt: skip
+    return nvme_story.config_of(str(folder), buffers, ELEMENTS) | {"train_batch_size": world}
 
 
 def _train(folder, buffers, world):
