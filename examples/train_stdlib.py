@@ -182,11 +182,11 @@ def mean_of(losses, count=10):
 
 def show_curve(console, losses):
     """The losses as one line of bars, and their ends: at most 79 columns."""
-    bars, width = " ▁▂▃▄▅▆▇█", 58
+    bars, width = "▁▂▃▄▅▆▇█", 58
     stride = math.ceil(len(losses) / width)
     means = [mean_of(losses[i : i + stride], stride) for i in range(0, len(losses), stride)]
     low, high = min(means), max(means)
-    line = "".join(bars[round(8 * (m - low) / ((high - low) or 1.0))] for m in means)
+    line = "".join(bars[round(7 * (m - low) / ((high - low) or 1.0))] for m in means)
     console.print(f"loss  {losses[0]:.3f} [cyan]{line}[/cyan] {losses[-1]:.3f}", highlight=False)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import to_test_device
 from tiny_models import differences, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world
 
 NORM_TOLERANCE = 1e-13  # an fp64 sum taken in another order
@@ -42,7 +43,7 @@ def compare(config, reference, make=make_model, engine_kwargs=None, steps=3, los
     if batches is None:
         batches = make_batches(steps * accumulation, world)
     history = []
-    for index, tokens in enumerate(batches):
+    for index, tokens in enumerate(to_test_device(batches)):
         expected = reference.micro_step(tokens, loss_function)
         loss = loss_function(engine, tokens[rank])
         backward(engine, loss)
