@@ -50,7 +50,8 @@ bool lie_together(ShardedModel& model, int first, int last) {
     const engine::Unit& unit = weights.unit_of(param);
     if (!unit.whole || unit.resident.empty()) return false;
     if (next != nullptr && unit.resident.data() != next) return false;
-    next = unit.resident.data() + bytes_of(weights.param(param).numel(), unit.layout.dtype()).size();
+    next =
+        unit.resident.data() + bytes_of(weights.param(param).numel(), unit.layout.dtype()).size();
   }
   return true;
 }

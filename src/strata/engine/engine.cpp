@@ -155,29 +155,10 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
   pass_.begin_backward();
 }
 
-const Unit& Engine::trainable_unit_of(int param) const {
-  const Unit& unit = weights_.unit_of(param);
-  if (!unit.trainable()) {
-    throw UsageError(fmt::format(
-        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
-        "requires_grad before initialize()",
-        weights_.param(param).name));
-  }
-  return unit;
-}
-
 void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
                           std::shared_ptr<const void> owner) {
-  const Unit& unit = trainable_unit_of(param);
+  const Unit& unit = weights_.trainable_unit_of(param);
   reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype, std::move(owner));
-}
-
-GradientPlace Engine::begin_gradient(int param) {
-  return reducer_.begin_add(trainable_unit_of(param).id, weights_.slot_index_of(param));
-}
-
-void Engine::end_gradient(int param) {
-  reducer_.end_add(trainable_unit_of(param).id, weights_.slot_index_of(param));
 }
 
 void Engine::end_backward() {

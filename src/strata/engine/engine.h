@@ -102,10 +102,7 @@ class Engine {
   // order of the compute stream.
   void add_gradient(int param, const std::byte* gradient, DType dtype,
                     std::shared_ptr<const void> owner = nullptr);
-  // In place of it, of a tile: the gradient is computed where begin_gradient() says, in the order
-  // of the compute stream, before end_gradient() (Reducer::begin_add()).
-  GradientPlace begin_gradient(int param);
-  void end_gradient(int param);
+  Reducer& reducer() { return reducer_; }  // for its begin_add() and end_add()
   void end_backward();
   // After a backward pass: the next one needs a forward of its own. Until then a graph may be run
   // again.
@@ -148,7 +145,6 @@ class Engine {
 
  private:
   void require_usable();
-  const Unit& trainable_unit_of(int param) const;
   void update_weights(std::span<const GroupScalars> groups, const GradientScale& scale);
 
   EngineOptions options_;

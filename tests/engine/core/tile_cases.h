@@ -41,8 +41,7 @@ inline Values sum(Values one, const Values& other) {
   return one;
 }
 
-inline void use_tiles(FakeRank& rank, bool backwards,
-                      const std::function<void(int)>& inside = {}) {
+inline void use_tiles(FakeRank& rank, bool backwards, const std::function<void(int)>& inside = {}) {
   for (int i = 0; i < kTiles; ++i) {
     const int unit = backwards ? kTiles - 1 - i : i;
     rank.gatherer().acquire(unit);

@@ -1,7 +1,7 @@
 // Tiles under the engine: a parameter that is used by an embedding and by a head, tile by tile.
-#include "engine/core/tile_cases.h"
-
 #include <gtest/gtest.h>
+
+#include "engine/core/tile_cases.h"
 
 namespace strata::engine::fake {
 namespace {

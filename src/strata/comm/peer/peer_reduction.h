@@ -1,8 +1,8 @@
 // Reductions between devices that reach each other's memory: each rank copies its slice of every
 // peer's contribution, piece by piece, and adds the pieces up, all on one stream: of streams that
 // wait the device's scheduler makes every kernel's launch longer, the model's, too.
-// Threads, errors: collectives.h. Ownership: the room for pieces is made at the first reduction that
-// needs as much, and kept.
+// Threads, errors: collectives.h. Ownership: the room for pieces is made at the first reduction
+// that needs as much, and kept.
 #pragma once
 
 #include <memory>

@@ -17,7 +17,8 @@ GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& coll
       options_(std::move(options)),
       inbox_(options_.name, units, collectives, device, options_.max_pushed),
       buffers_of_(units.size()),
-      stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr) {
+      stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
+      held_(device, options_.max_held) {
   if (device.runs_ahead() && stream_ == nullptr) {
     own_stream_ = device.create_stream();
     stream_ = own_stream_.get();
@@ -68,29 +69,14 @@ void GradientWrites::follow_compute() {
 }
 
 void GradientWrites::compute_follows() {
-  let_go(Bytes());
+  held_.let_go();
   // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
   if (std::exchange(compute_is_behind_, false) && stream_ != nullptr)
     device_.compute_stream().wait_for(*stream_->record());
 }
 
-void GradientWrites::let_go(Bytes most) {
-  while (!held_.empty() && held_bytes_ > most) {
-    device_.compute_stream().wait_for(*held_.front().written);
-    held_bytes_ -= held_.front().bytes;
-    held_.pop_front();
-  }
-}
-
 void GradientWrites::hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
-  if (stream_ == nullptr) return;
-  if (owner == nullptr) {
-    device_.compute_stream().wait_for(*stream_->record());
-    return;
-  }
-  let_go(std::max(options_.max_held - bytes, Bytes()));
-  held_.push_back({std::move(owner), bytes, stream_->record()});
-  held_bytes_ += bytes;
+  if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_);
 }
 
 // Tiles share buffers, whatever the length of each: there is a free one wherever there was one.
@@ -262,8 +248,7 @@ FirstError GradientWrites::abandon() noexcept {
   // nothing runs on it that could still read what goes.
   error.attempt([this] { stream().synchronize(); });
   compute_is_behind_ = false;
-  held_.clear();
-  held_bytes_ = Bytes();
+  held_.forget();
   for (UnitBuffer& b : buffers_of_) error.attempt([&] { buffers_.give_back(std::move(b.buffer)); });
   return error;
 }

@@ -19,7 +19,6 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -31,6 +30,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/reduce/gradient_buffers.h"
 #include "strata/engine/reduce/gradient_inbox.h"
+#include "strata/engine/reduce/held_gradients.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/offload/parked_copy.h"
 
@@ -116,16 +116,10 @@ class GradientWrites {
     std::vector<bool> written;                              // slots of it that hold something
     std::unique_ptr<offload::ParkedCopy> parked = nullptr;  // of the buffer
   };
-  struct Held {
-    std::shared_ptr<const void> owner;
-    Bytes bytes;
-    std::unique_ptr<device::Event> written;
-  };
 
   DType dtype(int unit, bool wide) const;
   device::Stream& stream();
   void follow_compute();
-  void let_go(Bytes most);
   std::span<std::byte> place_of(int unit, const plan::Slot& slot);
   GradientBuffers::Buffer take_buffer(int unit);
   UnitBuffer& of(int unit) { return buffers_of_[static_cast<std::size_t>(unit)]; }
@@ -146,8 +140,7 @@ class GradientWrites {
   device::Stream* stream_ = nullptr;            // null: the compute stream
   bool compute_is_behind_ = false;  // something was queued that it was not told to wait for
   Numel largest_tile_;
-  std::deque<Held> held_;
-  Bytes held_bytes_;
+  HeldGradients held_;
 };
 
 }  // namespace strata::engine

@@ -75,8 +75,8 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
   const auto index = static_cast<std::size_t>(slot);
   const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
   note_got(unit, index);
-  const bool alone = is_pushed(unit) && !arrivals_.reduced(unit) &&
-                     arrivals_.only_one_expected(unit, index);
+  const bool alone =
+      is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
   if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
     open_buffer(unit);
     writes_.write(unit, slot, gradient, dtype);

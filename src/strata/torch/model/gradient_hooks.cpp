@@ -146,11 +146,13 @@ void GradientHooks::take(int param, const at::Tensor& gradient) {
 
 GradientHooks::Destination GradientHooks::begin_take(int param) {
   Receiver& receiver = *nodes_->receiver;
+  const engine::Weights& weights = receiver.engine->weights();
   receiver.pass->begin();
-  const engine::GradientPlace place = receiver.engine->begin_gradient(param);
+  const engine::GradientPlace place = receiver.engine->reducer().begin_add(
+      weights.trainable_unit_of(param).id, weights.slot_index_of(param));
   const auto options =
       at::TensorOptions().dtype(to_scalar_type(place.dtype)).device(receiver.place);
-  at::Tensor values = at::for_blob(place.values, receiver.engine->weights().param(param).shape)
+  at::Tensor values = at::for_blob(place.values, weights.param(param).shape)
                           .options(options)
                           .target_device(receiver.place)
                           .make_tensor();
@@ -158,7 +160,9 @@ GradientHooks::Destination GradientHooks::begin_take(int param) {
 }
 
 void GradientHooks::end_take(int param) {
-  nodes_->receiver->engine->end_gradient(param);
+  engine::Engine& engine = *nodes_->receiver->engine;
+  engine.reducer().end_add(engine.weights().unit_of(param).id,
+                           engine.weights().slot_index_of(param));
 }
 
 void GradientHooks::set_factor(double factor) {
