@@ -4,10 +4,10 @@ and peak memory and time of a head with its loss.
     torchrun --nproc-per-node 2 bench/bench_tiles.py [--cases linear experts loss] [--rounds 7] [--ways] [--tiny]
 
 Engines of every tile size train the same module in one process, a step each in turns; a step is forward, backward and
-update in bf16. On one rank nothing travels, so what remains is that products are smaller. With --ways tiles are measured
+update in bf16. On one rank nothing travels, so what remains is that products are smaller. With --ways tiles are timed
 in several ways: *own*, as Strata does on this device; *apart*, on one rank, tile by tile, as ranks do that gather them;
 *fallback*, tile by tile with the products of devices that neither add 16-bit products to fp32 sums nor have a grouped
-product. All else is measured in its own way. The loss is measured on
+product. The loss is measured on
 rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy``, and Liger's fused kernel where it can be
 imported. Rank 0 prints a line of JSON for each result: medians, and the fastest. More ranks than GPUs share them, by
 peer copies: they compute in turns there.

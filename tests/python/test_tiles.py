@@ -218,8 +218,9 @@ def _one_layer(size, tile_rows):
         engine.backward(engine(torch.ones(4, size, device=test_device())).square().mean())
         engine.step()
     forecast = engine.memory_forecast()
-    held = {kind: (peak, forecast[kind]) for (tier, kind), (_, peak) in engine.memory_report().items()
-            if tier == "device" and kind in ("gathered weights", "gradients", "gradient shards", "weights")}  # fmt: skip
+    report = engine.memory_report()
+    kinds = ("gathered weights", "gradients", "gradient shards", "weights")
+    held = {kind: (report["device", kind][1], forecast[kind]) for kind in kinds}
     engine.destroy()
     return held
 
