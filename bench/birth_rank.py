@@ -84,7 +84,8 @@ class Watch:
 
         self._memory, self.device, self._sharing = memory_use, device, ranks_of_gpu
         if device.type == "cuda":
-            torch.ones(1024, 1024, device=device) @ torch.ones(1024, 1024, device=device)  # cuBLAS is there
+            some = torch.ones(1024, 1024, device=device, requires_grad=True)
+            (some @ some).sum().backward()  # cuBLAS is there, in autograd's thread, too, which has its own
         self._meet()
         self._sampler = DeviceSampler(self.device, 0.002)
         self._sampler.start()

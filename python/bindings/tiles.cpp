@@ -1,4 +1,6 @@
 // Tiles of parameters: how they are cut, and how who walks over them uses one after the other.
+#include <ATen/ops/from_blob.h>
+
 #include "bindings.h"
 #include "strata/plan/tile_plan.h"
 
@@ -39,9 +41,58 @@ void end_tile(ShardedModel& model, int param) {
   if (model.alive()) model.engine().gatherer().release(unit_of(model, param));
 }
 
+// Whether the values of these tiles of one parameter, which follow each other, lie side by side in
+// this rank's memory for good.
+bool lie_together(ShardedModel& model, int first, int last) {
+  const engine::Weights& weights = model.engine().weights();
+  const std::byte* next = nullptr;
+  for (int param = first; param <= last; ++param) {
+    const engine::Unit& unit = weights.unit_of(param);
+    if (!unit.whole || unit.resident.empty()) return false;
+    if (next != nullptr && unit.resident.data() != next) return false;
+    next =
+        unit.resident.data() + bytes_of(weights.param(param).numel(), unit.layout.dtype()).size();
+  }
+  return true;
+}
+
+// Of tiles that lie together: the values of all, until each one's end_tile().
+at::Tensor begin_tiles(ShardedModel& model, int first, int last) {
+  std::int64_t rows = 0;
+  int begun = first;
+  try {
+    for (; begun <= last; ++begun) rows += begin_tile(model, begun).size(0);
+  } catch (...) {
+    while (begun-- > first) end_tile(model, begun);
+    throw;
+  }
+  const at::Tensor& view = model.parameters().full_view(first);
+  std::vector<std::int64_t> shape = view.sizes().vec();
+  shape.front() = rows;
+  return at::for_blob(view.data_ptr(), shape)
+      .options(view.options())
+      .target_device(view.device())
+      .make_tensor();
+}
+
 // In place of both, where this rank does without it and gathers are one-sided.
 void leave_out_tile(ShardedModel& model, int param) {
   model.engine().gatherer().leave_out(unit_of(model, param));
+}
+
+void take_gradient(ShardedModel& model, int param, const at::Tensor& gradient) {
+  model.gradients().take(param, gradient);
+}
+
+// (where to write the tile's gradient, whether it is added to what lies there, times what), until
+// end_gradient().
+std::tuple<at::Tensor, bool, double> begin_gradient(ShardedModel& model, int param) {
+  const auto destination = model.gradients().begin_take(param);
+  return {destination.place, destination.holds, destination.factor};
+}
+
+void end_gradient(ShardedModel& model, int param) {
+  model.gradients().end_take(param);
 }
 
 }  // namespace
@@ -62,9 +113,12 @@ void bind_tiles(py::module_& module,
       py::arg("name"), py::arg("bytes"), py::arg("most"), py::arg("patterns"));
   model.def("begin_tile", &begin_tile, py::arg("parameter"), unlocked)
       .def("end_tile", &end_tile, py::arg("parameter"), unlocked)
+      .def("lie_together", &lie_together, py::arg("first"), py::arg("last"))
+      .def("begin_tiles", &begin_tiles, py::arg("first"), py::arg("last"), unlocked)
       .def("leave_out_tile", &leave_out_tile, py::arg("parameter"), unlocked)
-      .def("take_gradient", &ShardedModel::take_gradient, py::arg("parameter"), py::arg("gradient"),
-           unlocked)
+      .def("take_gradient", &take_gradient, py::arg("parameter"), py::arg("gradient"), unlocked)
+      .def("begin_gradient", &begin_gradient, py::arg("parameter"), unlocked)
+      .def("end_gradient", &end_gradient, py::arg("parameter"), unlocked)
       // Whether a rank gathers without the others.
       .def_property_readonly(
           "gathers_alone",

@@ -66,11 +66,16 @@ TEST(PeerCollectives, ReduceWhatIsLargerThanTheRing) {
     const auto values = floats_of(*source);
     for (std::size_t i = 0; i < values.size(); ++i) values[i] = contribution(c.rank(), i);
     std::vector<float> result(numel);
-    c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "large")->wait();
     const std::size_t first = numel * static_cast<std::size_t>(c.rank());
-    for (std::size_t i = 0; i < numel; ++i) {
-      require_or_say(result[i] == sum_by_rank(3, first + i),
-                     [&] { return fmt::format("element {}", i); });
+    Reduction reduction{source.get(), 0_B, DType::kFloat32, result, 1.0F, false};
+    for (const bool sparing : {true, false}) {  // in small pieces, and then in larger ones
+      reduction.sparing = sparing;
+      std::ranges::fill(result, 0.0F);
+      c.reduce_scatter(reduction, "large")->wait();
+      for (std::size_t i = 0; i < numel; ++i) {
+        require_or_say(result[i] == sum_by_rank(3, first + i),
+                       [&] { return fmt::format("element {}", i); });
+      }
     }
     c.barrier();
     return std::string();

@@ -178,16 +178,16 @@ def test_an_optimizer_of_the_users_goes_on_with_other_tiles_at_other_ranks(tmp_p
         assert not differences(run_ranks(world, _momentum, tmp_path, rows, False)[0], saved)
 
 
-def _few_at_once():
-    rank, world = rank_and_world()
+def _few_at_once(rows):
+    """Of a weight of so many rows, in tiles of 64."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 4096)).to(test_device())  # 1 MiB each
+    model = nn.Sequential(nn.Embedding(rows, 64), nn.Linear(64, rows)).to(test_device())
     model[1].weight = model[0].weight
     config = tiled_config(rows=256)  # 16 KiB of 16 numbers: 64 rows of these
     engine = make_engine(model, config)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        ids = torch.randint(0, 4096, (2, 9), generator=generator).to(test_device())
+        ids = torch.randint(0, rows, (2, 9), generator=generator).to(test_device())
         engine.backward(nn.functional.cross_entropy(engine(ids).flatten(0, 1), ids.flatten()))
         engine.step()
     kinds = ("gathered weights", "gradients", "gradient shards", "weights")
@@ -197,13 +197,66 @@ def _few_at_once():
     return held, {kind: forecast[kind] for kind in kinds}
 
 
-def test_few_tiles_are_there_at_once_as_the_forecast_says():
-    for held, forecast in run_ranks(2, _few_at_once):
-        bias = 4 * 4096
+@pytest.mark.parametrize("rows", [4096, 4070])  # with a last tile that is shorter
+def test_few_tiles_are_there_at_once_as_the_forecast_says(rows):
+    for held, forecast in run_ranks(2, _few_at_once, rows):
+        bias = 4 * 4096 + 4096
         assert held["gathered weights"] <= 2 * (16 << 10) + bias
         assert held["gradients"] <= (16 << 10) + 2 * bias
         for kind, peak in held.items():
             assert peak <= forecast[kind] <= peak + 2 * (16 << 10), (kind, held, forecast)
+
+
+def _one_layer(size, tile_rows):
+    """{kind: (the most held in three steps, forecast)} of one linear layer, in tiles but for its input."""
+    torch.manual_seed(0)
+    model = nn.Linear(size, size, bias=False).to(test_device())
+    config = tiled_config(stage=3)
+    config["strata"]["tiles"]["max_gather"] = 4 * size * tile_rows
+    engine = make_engine(model, config)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(4, size, device=test_device())).square().mean())
+        engine.step()
+    forecast = engine.memory_forecast()
+    report = engine.memory_report()
+    kinds = ("gathered weights", "gradients", "gradient shards", "weights")
+    held = {kind: (report["device", kind][1], forecast[kind]) for kind in kinds}
+    engine.destroy()
+    return held
+
+
+def test_a_step_takes_four_shards_and_three_tiles():
+    size, tile_rows = 512, 30  # 18 tiles, of which the last has two rows
+    for held in run_ranks(2, _one_layer, size, tile_rows):
+        tile = -(-4 * size * 29 // 4096) * 4096  # rows of the largest, in pages
+        assert held["gathered weights"] == (2 * tile, 2 * tile)
+        assert all(bytes <= tile for bytes in held["gradients"])
+        for kind, (peak, forecast) in held.items():
+            assert peak == forecast, (kind, held)
+
+
+def _bits_of_one_rank():
+    """[(found, wanted)]: a linear layer's output and its input's gradient, in tiles, where the rank has all weights."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        plain = nn.Linear(64, 64).to(test_device(), DTYPES[dtype])
+        engine = make_engine(copy.deepcopy(plain), tiled_config(rows=64, dtype=dtype))  # a page, which a unit begins
+        tiles = tiles_of(engine.module.weight)
+        assert len(tiles) > 1 and len(tiles.runs()) == 1
+        mine, theirs = (torch.linspace(-1, 1, 192, device=test_device()).to(DTYPES[dtype]).view(3, 64).requires_grad_()
+                        for _ in range(2))  # fmt: skip
+        outs = engine(mine), plain(theirs)
+        engine.backward(outs[0].float().square().mean())
+        outs[1].float().square().mean().backward()
+        found += [(outs[0].detach().cpu(), outs[1].detach().cpu()), (mine.grad.cpu(), theirs.grad.cpu())]
+        engine.destroy()
+    return found
+
+
+def test_one_rank_that_has_all_weights_computes_the_whole_layers_bits():
+    for found, wanted in run_ranks(1, _bits_of_one_rank)[0]:
+        assert torch.equal(found, wanted)
 
 
 def _reads_and_writes():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+from .gradient_place import GradientPlace
 
 
 class Tile:
@@ -40,6 +41,11 @@ class Tile:
     def index(self):
         """int: of it in ``core``."""
         return self._index
+
+    @property
+    def tiles(self):
+        """[``Tile``]: this one alone, as a ``TileRun`` of it has."""
+        return [self]
 
     @property
     def rows(self):
@@ -77,10 +83,39 @@ class Tile:
         core = self.core
         if core is not None:
             core.take_gradient(self._index, gradient)
-        elif self.parameter.grad is None:
-            self.parameter.grad = gradient.to(self.parameter.dtype)
-        else:
-            self.parameter.grad += gradient
+            return
+        with self.gradient() as place:
+            place.add(gradient)
+
+    def gradient(self):
+        """``GradientPlace``: where an operation writes its gradient, of one use, in place of ``give_gradient``."""
+        return GradientPlace(self)
+
+
+class TileRun:
+    """Tiles whose values lie side by side in this rank's memory for good: a context, as a tile is, in which those of
+    all are one tensor.
+
+    Attributes:
+        tiles: [``Tile``], in order; neighbours.
+        begin, end: ints, rows of the whole parameter.
+    """
+
+    def __init__(self, tiles):
+        self.tiles, self.begin, self.end = tiles, tiles[0].begin, tiles[-1].end
+        self._core = None
+
+    def left_out(self):
+        return False
+
+    def __enter__(self):
+        self._core = self.tiles[0].core
+        return self._core.begin_tiles(self.tiles[0].index, self.tiles[-1].index)
+
+    def __exit__(self, kind, value, traceback):
+        for tile in self.tiles:
+            self._core.end_tile(tile.index)
+        return False
 
 
 class Tiles:
@@ -116,6 +151,16 @@ class Tiles:
 
     def __getitem__(self, position):
         return self._tiles[position]
+
+    def runs(self, dtype=None):
+        """[``TileRun``]: what an operation takes at once to compute with the values in ``dtype``; None: in their own.
+        That is one tile after the other, as [``Tile``]; or all, where this rank has all of them anyway and nothing is
+        made of them: one rank's weights, on its device."""
+        first, last = self._tiles[0], self._tiles[-1]
+        core = first.core
+        if core is None or dtype not in (None, first.parameter.dtype) or not core.lie_together(first.index, last.index):
+            return self._tiles
+        return [TileRun(self._tiles)]
 
     @property
     def whole(self):

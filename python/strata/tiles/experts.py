@@ -9,6 +9,7 @@ import copy
 import torch
 
 from . import functions
+from .grouped import Groups, has_grouped_product
 from .rules import TilingRule
 
 _NAME = "strata_tiles"
@@ -52,29 +53,76 @@ def _forward(self, hidden_states, top_k_index, top_k_weights):
         top_k_index, top_k_weights: [tokens, k]; an index that is the number of experts stands for none.
     """
     tiles = self.__dict__["_strata_experts"]
-    tokens, chosen = top_k_index.shape
     experts = top_k_index.t().reshape(-1)  # in the order in which eager takes an expert's tokens
     in_order, order = torch.sort(experts, stable=True)
-    counts = torch.bincount(in_order, minlength=self.num_experts + 1).tolist()[: self.num_experts]
-    order, in_order = order[: sum(counts)], in_order[: sum(counts)]
-    token, place = order % tokens, order // tokens
-    rows = hidden_states[token]
+    groups = Groups.of_sorted(in_order, self.num_experts)
+    uses = _Uses(order, *top_k_index.shape)
+    rows = _Spread.apply(hidden_states, uses)
+    in_order = in_order.clamp(max=self.num_experts - 1)
     name = "gate_up_proj" if self.has_gate else "up_proj"
-    rows = _project(self, tiles, name, rows, counts, in_order)
+    rows = _project(self, tiles, name, rows, groups, in_order)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    rows = _project(self, tiles, "down_proj", rows, counts, in_order)
-    rows = rows * top_k_weights[token, place, None]
-    return torch.zeros_like(hidden_states).index_add_(0, token, rows.to(hidden_states.dtype))
+    rows = _project(self, tiles, "down_proj", rows, groups, in_order)
+    weights = top_k_weights.masked_fill(top_k_index >= self.num_experts, 0.0)
+    rows = rows * weights.t().reshape(-1).index_select(0, order)[:, None]
+    return _Collect.apply(rows.to(hidden_states.dtype), uses)
 
 
-def _project(self, tiles, name, rows, counts, in_order):
+class _Uses:
+    """Rows that are tokens' uses of experts, ordered by expert, of which a token has ``chosen``."""
+
+    def __init__(self, order, tokens, chosen):
+        self._tokens, self._chosen = tokens, chosen
+        self._token = order % tokens
+        self._place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+    def spread(self, values):
+        """[tokens, width] to [rows, width]."""
+        return values.index_select(0, self._token)
+
+    def collect(self, rows):
+        """The sums of tokens' rows: summed in fp32, in the same order always, as ``index_add_`` is not on GPUs."""
+        return rows.index_select(0, self._place).view(self._chosen, self._tokens, rows.shape[1]).sum(0)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, uses):
+        ctx.uses = uses
+        return uses.spread(values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return ctx.uses.collect(grad), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, uses):
+        ctx.uses = uses
+        return uses.collect(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return ctx.uses.spread(grad), None
+
+
+def _project(self, tiles, name, rows, groups, in_order):
     if name in tiles:
-        rows = functions.grouped_linear(rows, tiles[name], counts, self.is_transposed)
+        rows = functions.grouped_linear(rows, tiles[name], groups, self.is_transposed)
     else:
-        weight, parts = getattr(self, name), []
-        for expert, part in enumerate(rows.split(counts)):
-            if part.shape[0]:
-                matrix = weight[expert]
-                parts.append(torch.nn.functional.linear(part, matrix.t() if self.is_transposed else matrix))
-        rows = torch.cat(parts) if parts else rows.new_zeros(0, weight.shape[2 if self.is_transposed else 1])
+        weight = getattr(self, name)
+        rows = _of_whole(rows, weight if self.is_transposed else weight.mT, groups)
     return rows + getattr(self, f"{name}_bias")[in_order] if self.has_bias else rows
+
+
+def _of_whole(rows, matrices, groups):
+    """``grouped_linear`` with a weight that is small enough to be whole; matrices: [experts, in, out]."""
+    used, rest = rows[: groups.rows], rows.new_zeros(len(rows) - groups.rows, matrices.shape[2])
+    if has_grouped_product(used, matrices):
+        parts = [torch.nn.functional.grouped_mm(used, matrices, offs=groups.ends)]
+    else:
+        parts = [used[here] @ matrices[expert] for expert, here in groups.of(0, len(matrices)).each]
+    return torch.cat([*parts, rest]) if len(rest) or len(parts) != 1 else parts[0]

@@ -1,14 +1,17 @@
 """Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, lets it
-go, and in backward hands its gradient over as soon as it is whole. They save their inputs for backward, and no weights.
+go, and in backward has its gradient reduced as soon as it is whole: a product is written where it is reduced from. They
+save their inputs for backward, and no weights.
 
 What one tile computes is what the whole would compute of these rows. Where tiles' results are added up (the gradient of
-a linear layer's input, the output of ``matmul``), the sum is kept in fp32, so that tensors of 16 bits are rounded once
-a tile and once at the end.
+a linear layer's input, the output of ``matmul``), the sum is kept in fp32: tensors of 16 bits are rounded once at the
+end, and where the BLAS cannot add them to an fp32 sum itself, once a tile.
 """
 
 import torch
 
 from .. import _C
+from ..model.products import write_product
+from .grouped import Groups
 
 
 def linear(x, tiles, bias=None):
@@ -59,14 +62,15 @@ def grouped_linear(x, tiles, counts, transposed=False):
     Args:
         x: [rows, in], floating.
         tiles: ``Tiles`` of a weight [groups, out, in].
-        counts: [int], rows of each group.
+        counts: [int], rows of each group, or ``Groups``, which has them on the device.
         transposed: the weight is [groups, in, out].
 
     Returns:
-        [rows, out].
+        [rows, out]; zeroes for rows that belong to no group.
     """
     x, _, dtype = _autocast(x, None)
-    return _GroupedLinear.apply(x, tiles.anchor, tiles, counts, transposed, dtype)
+    groups = counts if isinstance(counts, Groups) else Groups.of_counts(counts, x.device)
+    return _GroupedLinear.apply(x, tiles.anchor, tiles, groups, transposed, dtype)
 
 
 def apply_tile(function, tile, *tensors):
@@ -107,7 +111,7 @@ def _as(weight, dtype):
 class _Columns:
     """``x @ weight.t() + bias``: each tile's result is columns of it."""
 
-    def __init__(self, x, tiles, bias):
+    def __init__(self, x, tiles, bias, terms):
         self._x, self._bias = x, bias
         self._out = x.new_empty(x.shape[0], tiles.rows)
 
@@ -123,23 +127,19 @@ class _Columns:
 
 
 class _Sum:
-    """``x @ weight + bias``: each tile takes columns of x, and the results add up."""
+    """``x @ weight + bias``: each tile takes columns of x, and the results, so many terms, add up."""
 
-    def __init__(self, x, tiles, bias):
+    def __init__(self, x, tiles, bias, terms):
         self._x = x
-        self._wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
-        self._total = None
-        if bias is not None:
-            self._total = bias.to(self._wide).expand(x.shape[0], tiles.shape[1]).clone()
+        self._wide = torch.float32 if x.dtype.itemsize < 4 and terms > 1 else x.dtype
+        self._total = x.new_empty(x.shape[0], tiles.shape[1], dtype=self._wide)
+        self._holds = bias is not None
+        if self._holds:
+            self._total.copy_(bias)
 
     def add(self, tile, weight):
-        here = self._x[:, tile.begin : tile.end]
-        if self._total is None:
-            self._total = (here @ weight).to(self._wide)
-        elif self._wide == here.dtype:
-            self._total.addmm_(here, weight)
-        else:
-            self._total.add_(here @ weight)
+        write_product(self._total, self._x[:, tile.begin : tile.end], weight, self._holds)
+        self._holds = True
 
     def value(self):
         return self._total.to(self._x.dtype)
@@ -153,10 +153,11 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, bias, anchor, tiles, dtype, are_outputs):
         ctx.tiles, ctx.dtype, ctx.are_outputs = tiles, dtype, are_outputs
         ctx.save_for_backward(x)
-        product = (_Columns if are_outputs else _Sum)(x.reshape(-1, x.shape[-1]), tiles, bias)
-        for tile in tiles:
-            with tile as weight:
-                product.add(tile, _as(weight, dtype))
+        runs = tiles.runs(dtype)
+        product = (_Columns if are_outputs else _Sum)(x.reshape(-1, x.shape[-1]), tiles, bias, len(runs))
+        for run in runs:
+            with run as weight:
+                product.add(run, _as(weight, dtype))
         return product.value().view(*x.shape[:-1], tiles.rows if are_outputs else tiles.shape[1])
 
     @staticmethod
@@ -165,13 +166,17 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         flat, given = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         of_rows, other = (given, flat) if ctx.are_outputs else (flat, given)
-        product = (_Sum if ctx.are_outputs else _Columns)(given, ctx.tiles, None) if ctx.needs_input_grad[0] else None
-        for tile in reversed(ctx.tiles):
+        runs, product = ctx.tiles.runs(ctx.dtype), None
+        if ctx.needs_input_grad[0]:
+            product = (_Sum if ctx.are_outputs else _Columns)(given, ctx.tiles, None, len(runs))
+        for run in reversed(runs):
             if product is not None:
-                with tile as weight:
-                    product.add(tile, _as(weight, ctx.dtype))
-            if tile.trainable:
-                tile.give_gradient(of_rows[:, tile.begin : tile.end].t() @ other)
+                with run as weight:
+                    product.add(run, _as(weight, ctx.dtype))
+            for tile in reversed(run.tiles):
+                if tile.trainable:
+                    with tile.gradient() as place:
+                        place.add_product(of_rows[:, tile.begin : tile.end].t(), other)
         dx = None if product is None else product.value().view_as(x)
         return dx, given.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
@@ -217,52 +222,45 @@ class _Embedding(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, anchor, tiles, counts, transposed, dtype):
-        ctx.tiles, ctx.counts, ctx.transposed, ctx.dtype = tiles, counts, transposed, dtype
+    def forward(ctx, x, anchor, tiles, groups, transposed, dtype):
+        ctx.tiles, ctx.groups, ctx.transposed, ctx.dtype = tiles, groups, transposed, dtype
+        x = x.contiguous()
         ctx.save_for_backward(x)
         out = x.new_empty(x.shape[0], tiles.shape[2 if transposed else 1])
-        for tile, groups in _groups(tiles, counts):
-            if not groups and tile.left_out():
+        for run in tiles.runs(dtype):
+            members = groups.of(run.begin, run.end)
+            if not members.each and run.left_out():
                 continue
-            with tile as weight:
-                for group, rows in groups:
-                    matrix = _as(weight[group], dtype)
-                    torch.mm(x[rows], matrix if transposed else matrix.t(), out=out[rows])
+            with run as weight:
+                if members.each:
+                    matrices = _as(weight, dtype)
+                    members.multiply(x[members.rows], matrices if transposed else matrices.mT, out[members.rows])
+        out[groups.rows :].zero_()
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        for tile, groups in reversed(_groups(ctx.tiles, ctx.counts)):
-            if dx is not None and (groups or not tile.left_out()):
-                with tile as weight:
-                    for group, rows in groups:
-                        matrix = _as(weight[group], ctx.dtype)
-                        torch.mm(grad[rows], matrix.t() if ctx.transposed else matrix, out=dx[rows])
-            if tile.trainable:
-                given = x.new_zeros(tile.rows, *ctx.tiles.shape[1:])
-                for group, rows in groups:
-                    if ctx.transposed:
-                        torch.mm(x[rows].t(), grad[rows], out=given[group])
-                    else:
-                        torch.mm(grad[rows].t(), x[rows], out=given[group])
-                tile.give_gradient(given)
+        for run in reversed(ctx.tiles.runs(ctx.dtype)):
+            members = ctx.groups.of(run.begin, run.end)
+            if dx is not None and (members.each or not run.left_out()):
+                with run as weight:
+                    if members.each:
+                        matrices = _as(weight, ctx.dtype)
+                        matrices = matrices.mT if ctx.transposed else matrices
+                        members.multiply(grad[members.rows], matrices, dx[members.rows])
+            for tile in reversed(run.tiles):
+                if tile.trainable:
+                    members = ctx.groups.of(tile.begin, tile.end)
+                    ends = x[members.rows], grad[members.rows]
+                    with tile.gradient() as place:
+                        members.multiply_transposed(*(ends if ctx.transposed else reversed(ends)), place)
+        if dx is not None:
+            dx[ctx.groups.rows :].zero_()
         return dx, None, None, None, None, None
-
-
-def _groups(tiles, counts):
-    """[(tile, [(group in the tile, slice of the rows that are the group's)])], without groups that have none."""
-    result, at = [], 0
-    for tile in tiles:
-        groups = []
-        for group, count in enumerate(counts[tile.begin : tile.end]):
-            if count:
-                groups.append((group, slice(at, at + count)))
-            at += count
-        result.append((tile, groups))
-    return result
 
 
 class _Again(torch.autograd.Function):

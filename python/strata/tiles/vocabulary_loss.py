@@ -7,9 +7,13 @@ of weights: that needs the logarithm for all of the vocabulary, so it cannot be 
 One product of four is more than a loss has that keeps its logits (three); they are what it saves.
 """
 
+from contextlib import nullcontext
+
 import torch
 
 from .. import _C
+from ..model.gradient_place import Destination
+from ..model.products import write_product
 from ..model.tiles import tiles_of
 
 _BLOCK_BYTES = 128 << 20  # of fp32 logits at once
@@ -99,6 +103,11 @@ class _Rows:
         return False
 
 
+def _gradient_of(block, of_weight):
+    """A context that gives the ``Destination`` of a block's gradient: a tile has one of its own."""
+    return block.gradient() if of_weight is None else nullcontext(Destination(of_weight[block.begin : block.end]))
+
+
 class _Losses(torch.autograd.Function):
     """The loss of every token, 0 where its label does not count."""
 
@@ -140,22 +149,21 @@ class _Losses(torch.autograd.Function):
         dx = torch.zeros_like(flat, dtype=torch.float32) if wants_x else None
         db = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         of_weight = torch.empty_like(blocks.weight) if wants_weight and blocks.tiles is None else None
+        parts = blocks.of_tokens(len(flat))
         for block in reversed(blocks.vocabulary):
-            dw = None
-            with block as rows:
-                for part in blocks.of_tokens(len(flat)):
+            with block as rows, _gradient_of(block, of_weight) if wants_weight else nullcontext() as place:
+                dw = place.sum_of(len(parts)) if wants_weight else None
+                for part in parts:
                     given = _of_logits(blocks, flat[part], rows, bias, block, labels[part], of_all[part], grad[part])
                     if wants_bias:
                         db[block.begin : block.end] += given.sum(0)
                     given = given.to(flat.dtype)
                     if wants_x:
-                        dx[part] += given @ rows.to(flat.dtype)
+                        write_product(dx[part], given, rows.to(flat.dtype), holds=True)
                     if wants_weight:
-                        dw = _plus(dw, given.t(), flat[part])
-            if wants_weight and of_weight is not None:
-                of_weight[block.begin : block.end] = dw
-            elif wants_weight:
-                block.give_gradient(dw.to(flat.dtype))
+                        dw.add(given.t(), flat[part])
+                if wants_weight:
+                    dw.finish()
         dx = dx.to(flat.dtype) if wants_x else None
         return dx, of_weight, db.to(bias.dtype) if wants_bias else None, None, None, None
 
@@ -167,10 +175,3 @@ def _of_logits(blocks, x, rows, bias, block, labels, of_all, grad):
     inside = (here >= 0) & (here < block.end - block.begin)
     given.scatter_add_(1, here.clamp(0, block.end - block.begin - 1)[:, None], -inside.to(given.dtype)[:, None])
     return given.mul_(grad[:, None])
-
-
-def _plus(total, one, other):
-    """The sum of products over parts of the tokens, in fp32 at least."""
-    if total is None:
-        return (one @ other).to(torch.promote_types(one.dtype, torch.float32))
-    return total.addmm_(one, other) if total.dtype == one.dtype else total.add_(one @ other)

@@ -157,13 +157,7 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
 
 void Engine::add_gradient(int param, const std::byte* gradient, DType dtype,
                           std::shared_ptr<const void> owner) {
-  const Unit& unit = weights_.unit_of(param);
-  if (!unit.trainable()) {
-    throw UsageError(fmt::format(
-        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
-        "requires_grad before initialize()",
-        weights_.param(param).name));
-  }
+  const Unit& unit = weights_.trainable_unit_of(param);
   reducer_.add(unit.id, weights_.slot_index_of(param), gradient, dtype, std::move(owner));
 }
 

@@ -102,6 +102,7 @@ class Engine {
   // order of the compute stream.
   void add_gradient(int param, const std::byte* gradient, DType dtype,
                     std::shared_ptr<const void> owner = nullptr);
+  Reducer& reducer() { return reducer_; }  // for its begin_add() and end_add()
   void end_backward();
   // After a backward pass: the next one needs a forward of its own. Until then a graph may be run
   // again.

@@ -232,6 +232,18 @@ class FakeRank {
     compute_.run([there, values] { std::ranges::copy(values, there); });
     engine_->add_gradient(param, there, dtype, keeps_gradients_ ? std::move(memory) : nullptr);
   }
+  // add() of a tile, which the model computes where the engine says.
+  void write(int param, const Values& gradient) {
+    const int unit = engine_->weights().unit_of(param).id;
+    const GradientPlace place = engine_->reducer().begin_add(unit, 0);
+    ASSERT_EQ(place.dtype, DType::kFloat32);
+    compute_.run([gradient, place] {
+      auto* const values = reinterpret_cast<float*>(place.values);
+      for (std::size_t i = 0; i < gradient.size(); ++i)
+        values[i] = place.holds ? values[i] + gradient[i] : gradient[i];
+    });
+    engine_->reducer().end_add(unit, 0);
+  }
   // Scopes in reverse; `gradients` are those of one scope's own parameters, in reverse too.
   void backward(bool boundary, const std::function<void(int param)>& gradient,
                 bool synchronise = true) {

@@ -6,6 +6,7 @@
 #include "engine/core/parking_cases.h"
 #include "engine/core/shard_group_cases.h"
 #include "engine/core/short_passes.h"
+#include "engine/core/tile_cases.h"
 #include "engine/core/training_step_cases.h"
 
 namespace strata::engine::fake {
@@ -101,6 +102,18 @@ TEST_P(LateStep, CountsWhatTheHostWaitsForWithinIt) {
 
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereStatesAreAwayBetweenPasses) {
   expect_bits_with_states_away(GetParam(), Over::kLatePeers);
+}
+
+TEST(LateTiles, HaveTheSameBitsWhereGradientsAreWrittenInPlace) {
+  for (const bool at_boundary : {false, true}) {
+    RankOptions options;
+    options.engine.reduce_at_boundary = at_boundary;
+    for (const int world : {1, 2, 3}) {
+      EXPECT_TRUE(trained(world, {2, true, 2, true}, options, Over::kLatePeers) ==
+                  trained(world, {2, true, 2, false}, options))
+          << world << " ranks, at the boundary: " << at_boundary;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Stages, LateStep, ::testing::Values(0, 1, 2, 3),

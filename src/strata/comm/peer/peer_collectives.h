@@ -8,7 +8,7 @@
 // Streams of different ranks wait for each other by flags in host memory; no kernel waits. Texts,
 // numbers and the meeting before each reduction go through `control`.
 // Memory: each rank copies through world_size - 1 pieces of kReducePiece, made at the first
-// reduction that copies, uncharged.
+// reduction that copies, uncharged; of kSparingPiece while all of those are sparing.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
 // streams that wait for it go on then, with values that nobody may use: every later call throws.
@@ -25,6 +25,7 @@ namespace strata::comm {
 
 // Each costs a launch; of 8 MiB the link loses a fifth of its speed.
 inline constexpr Bytes kReducePiece = 32_MiB;
+inline constexpr Bytes kSparingPiece = 2_MiB;
 
 struct PeerOptions {
   // How long this rank waits for a peer's answer, for a buffer that a peer has not allocated, and

@@ -21,15 +21,21 @@ PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::s
                     reduction.source->name(), tag));
   }
   const Sources sources = sources_of(reduction, reduce.what);
-  device::Device& device = link_.device();
-  if (room_ == nullptr) room_ = device.allocate_uncharged(kReducePiece * link_.peers());
-  begin(reduction.writer != nullptr ? *reduction.writer : device.compute_stream(), times);
+  make_room(reduction.sparing ? kSparingPiece : kReducePiece);
+  begin(reduction.writer != nullptr ? *reduction.writer : link_.device().compute_stream(), times);
   const std::size_t numel = reduction.result.size();
-  const std::size_t most =
-      kReducePiece.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
+  const std::size_t most = piece_.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
   for (std::size_t at = 0; at < numel; at += most)
     add_piece(reduction, sources, at, std::min(most, numel - at));
   return end(times);
+}
+
+void PeerReductions::make_room(Bytes piece) {
+  if (room_ != nullptr && piece <= piece_) return;
+  if (room_ != nullptr) link_.transfers().synchronize();  // which may copy through it
+  room_.reset();
+  room_ = link_.device().allocate_uncharged(piece * link_.peers());
+  piece_ = piece;
 }
 
 PeerReductions::Started PeerReductions::start_arrived(const Reduction& reduction,
@@ -110,7 +116,7 @@ void PeerReductions::add_piece(const Reduction& reduction, const Sources& source
   for (int turn = 0; turn < link_.peers(); ++turn) {
     const auto from = static_cast<std::size_t>(link_.peer(turn));
     const std::span<std::byte> here =
-        room_->bytes().subspan(static_cast<std::size_t>(turn) * kReducePiece.size(), numel * item);
+        room_->bytes().subspan(static_cast<std::size_t>(turn) * piece_.size(), numel * item);
     device.copy(here, {sources[from] + begin * item, numel * item}, link_.transfers());
     pieces[from] = here.data();
   }

@@ -20,6 +20,9 @@ GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards&
       memory_(device, collectives),
       slots_(units.size()) {
   if (bounds.hard) memory_.set_total_limit(bounds.max_live);
+  for (const Unit& u : units) {
+    if (u.spec.tile() && !u.whole) largest_tile_ = std::max(largest_tile_, u.layout.flat_bytes());
+  }
 }
 
 GatheredUnits::~GatheredUnits() {
@@ -71,7 +74,7 @@ void GatheredUnits::gather(int index) {
 }
 
 GatherMemory::Pool::Lease GatheredUnits::take(int index) {
-  const Bytes bytes = unit(index).layout.flat_bytes();
+  const Bytes bytes = memory_of(index);
   GatherMemory::Taken taken = memory_.take(bytes);
   if (taken.shortage.empty()) return std::move(taken.lease);
   // The device has less than the bound allows.
@@ -96,7 +99,7 @@ void GatheredUnits::report_exhausted(int index, const std::string& cause) const 
 }
 
 bool GatheredUnits::start_ahead(int index) {
-  GatherMemory::Taken taken = memory_.take(unit(index).layout.flat_bytes());
+  GatherMemory::Taken taken = memory_.take(memory_of(index));
   if (!taken.shortage.empty()) {
     if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
     return false;  // its use will evict what it must, and tell what is missing

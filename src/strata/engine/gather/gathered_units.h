@@ -85,9 +85,7 @@ class GatheredUnits {
   Bytes live() const { return live_; }  // of gathered units and those being gathered
   std::int64_t allocations() const { return memory_.allocations(); }
   // What a unit takes while it is gathered.
-  Bytes footprint(int unit) const {
-    return GatherMemory::footprint(this->unit(unit).layout.flat_bytes());
-  }
+  Bytes footprint(int unit) const { return GatherMemory::footprint(memory_of(unit)); }
 
  private:
   enum class State { kReleased, kGathering, kGathered };
@@ -99,6 +97,12 @@ class GatheredUnits {
     StepRecorder::Recording recording;  // of `work`
   };
 
+  // All tiles take what the largest one does: buffers are kept by size, and one of each size would
+  // be kept for tiles that are shorter, as the last one of a parameter is.
+  Bytes memory_of(int unit) const {
+    const Unit& u = this->unit(unit);
+    return u.spec.tile() ? largest_tile_ : u.layout.flat_bytes();
+  }
   void count_use(State state);
   // Memory for a unit in use, whatever must be evicted for it.
   GatherMemory::Pool::Lease take(int unit);
@@ -119,6 +123,7 @@ class GatheredUnits {
   GatherMemory memory_;
   std::vector<Slot> slots_;  // by unit
   std::vector<int> tiles_;   // that have memory
+  Bytes largest_tile_;
   Bytes live_;
 };
 

@@ -40,7 +40,6 @@ class GradientArrivals {
   bool note(int unit, std::size_t slot, Bytes unit_bytes);
   void note_reduced(int unit);
   bool reduced(int unit) const { return of(unit).turns_over > 0; }  // in this pass
-  bool has_turns(int unit) const { return of(unit).turns > 1; }
   // Whether the next gradient of this slot is the only one that this pass is known to bring.
   bool only_one_expected(int unit, std::size_t slot) const {
     return of(unit).expected[slot] <= 1 && of(unit).seen[slot] == 0;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
+#include "strata/device/device.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::engine {
@@ -22,6 +23,9 @@ class GradientBuffers {
   struct Allocation {
     std::unique_ptr<comm::SharedBuffer> memory;
     memory::Charge charge;
+    // Of this rank's part of the reduction that reads it, where that runs on a stream; null: of
+    // none that somebody has to wait for.
+    std::unique_ptr<device::Event> read = nullptr;
   };
   using Buffer = std::unique_ptr<Allocation>;  // null: none
 

@@ -17,13 +17,16 @@ GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& coll
       options_(std::move(options)),
       inbox_(options_.name, units, collectives, device, options_.max_pushed),
       buffers_of_(units.size()),
-      stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr) {
+      stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
+      held_(device, options_.max_held) {
   if (device.runs_ahead() && stream_ == nullptr) {
     own_stream_ = device.create_stream();
     stream_ = own_stream_.get();
   }
   for (const Unit& unit : units_) {
-    if (unit.trainable()) of(unit.id).written.assign(unit.layout.slots().size(), false);
+    if (!unit.trainable()) continue;
+    of(unit.id).written.assign(unit.layout.slots().size(), false);
+    if (unit.spec.tile()) largest_tile_ = std::max(largest_tile_, unit.layout.padded());
   }
 }
 
@@ -48,7 +51,7 @@ void GradientWrites::widen() {
     const DType before = dtype(unit.id, false);
     const DType after = dtype(unit.id, true);
     if (b.buffer == nullptr || after == before) continue;
-    auto widened = buffers_.take(bytes(unit.id));
+    auto widened = take_buffer(unit.id);
     device_.cast(widened->memory->local().data(), after, b.buffer->memory->local().data(), before,
                  unit.layout.padded(), device_.compute_stream());
     buffers_.give_back(std::exchange(b.buffer, std::move(widened)));
@@ -66,35 +69,26 @@ void GradientWrites::follow_compute() {
 }
 
 void GradientWrites::compute_follows() {
-  let_go(Bytes());
+  held_.let_go();
   // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
   if (std::exchange(compute_is_behind_, false) && stream_ != nullptr)
     device_.compute_stream().wait_for(*stream_->record());
 }
 
-void GradientWrites::let_go(Bytes most) {
-  while (!held_.empty() && held_bytes_ > most) {
-    device_.compute_stream().wait_for(*held_.front().written);
-    held_bytes_ -= held_.front().bytes;
-    held_.pop_front();
-  }
+void GradientWrites::hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
+  if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_);
 }
 
-void GradientWrites::hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
-  if (stream_ == nullptr) return;
-  if (owner == nullptr) {
-    device_.compute_stream().wait_for(*stream_->record());
-    return;
-  }
-  let_go(std::max(options_.max_held - bytes, Bytes()));
-  held_.push_back({std::move(owner), bytes, stream_->record()});
-  held_bytes_ += bytes;
+// Tiles share buffers, whatever the length of each: there is a free one wherever there was one.
+GradientBuffers::Buffer GradientWrites::take_buffer(int unit) {
+  const bool tile = units_[static_cast<std::size_t>(unit)].spec.tile();
+  return buffers_.take(tile ? bytes_of(largest_tile_, dtype(unit)) : bytes(unit));
 }
 
 void GradientWrites::open_buffer(int unit) {
   UnitBuffer& b = of(unit);
   const DType type = dtype(unit);
-  b.buffer = buffers_.take(bytes(unit));
+  b.buffer = take_buffer(unit);
   follow_compute();
   std::fill(b.written.begin(), b.written.end(), false);
   // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
@@ -129,6 +123,21 @@ void GradientWrites::write(int unit, int slot_index, const std::byte* gradient, 
     device_.cast(target, dtype(unit), gradient, dtype_here, slot.numel, stream());
     b.written[index] = true;
   }
+}
+
+GradientPlace GradientWrites::place(int unit, int slot) {
+  UnitBuffer& b = of(unit);
+  const auto index = static_cast<std::size_t>(slot);
+  device::Stream& compute = device_.compute_stream();
+  if (const auto read = std::exchange(b.buffer->read, nullptr)) compute.wait_for(*read);
+  if (b.written[index] && stream_ != nullptr) compute.wait_for(*stream_->record());
+  return {place_of(unit, layout(unit).slots()[index]).data(), dtype(unit), b.written[index]};
+}
+
+void GradientWrites::wrote(int unit, int slot) {
+  of(unit).written[static_cast<std::size_t>(slot)] = true;
+  follow_compute();
+  compute_is_behind_ = true;
 }
 
 bool GradientWrites::push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
@@ -177,8 +186,13 @@ std::unique_ptr<comm::Work> GradientWrites::reduce(int unit, comm::Reduction red
   reduction.dtype = dtype(unit);
   reduction.writer = stream_;
   if (pushed) return inbox_.reduce(unit, reduction);
-  reduction.source = of(unit).buffer->memory.get();
-  return collectives_.reduce_scatter(reduction, units_[static_cast<std::size_t>(unit)].name());
+  GradientBuffers::Allocation& buffer = *of(unit).buffer;
+  reduction.source = buffer.memory.get();
+  auto work = collectives_.reduce_scatter(reduction, units_[static_cast<std::size_t>(unit)].name());
+  // Work::wait_for_readers() need not tell of this rank's own reading, which runs in this stream:
+  // what write() puts there next comes after it anyway, but place() has to know.
+  if (stream_ != nullptr) buffer.read = stream_->record();
+  return work;
 }
 
 GradientBuffers::Buffer GradientWrites::give_up_buffer(int unit, bool pushed) {
@@ -218,7 +232,7 @@ void GradientWrites::unpark() {
   for (const Unit& unit : units_) {
     UnitBuffer& b = of(unit.id);
     if (b.parked == nullptr) continue;
-    b.buffer = buffers_.take(bytes(unit.id));
+    b.buffer = take_buffer(unit.id);
     b.parked->give_back(b.buffer->memory->local());
     device_.compute_stream().synchronize();
     b.parked.reset();
@@ -234,8 +248,7 @@ FirstError GradientWrites::abandon() noexcept {
   // nothing runs on it that could still read what goes.
   error.attempt([this] { stream().synchronize(); });
   compute_is_behind_ = false;
-  held_.clear();
-  held_bytes_ = Bytes();
+  held_.forget();
   for (UnitBuffer& b : buffers_of_) error.attempt([&] { buffers_.give_back(std::move(b.buffer)); });
   return error;
 }

@@ -11,12 +11,14 @@
 // On a device that runs ahead, gradients are written beside the model's kernels, on the stream of
 // the collectives, or on one of this object's own; a few are held until that is done.
 //
+// The gradient of a tile may be written by its caller instead, so that it exists once: place() says
+// where. It never goes into other ranks' memory, since that takes it in slices, from a copy.
+//
 // Threads: one thread at a time. Ownership: gradients are read during push() and write(), or held
 // by hold_until_written(). Errors: OutOfMemoryError for a buffer; CommError; DeviceError.
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,10 +30,18 @@
 #include "strata/device/device.h"
 #include "strata/engine/reduce/gradient_buffers.h"
 #include "strata/engine/reduce/gradient_inbox.h"
+#include "strata/engine/reduce/held_gradients.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/offload/parked_copy.h"
 
 namespace strata::engine {
+
+// Where the gradient of a parameter is written by whoever computes it.
+struct GradientPlace {
+  std::byte* values = nullptr;
+  DType dtype = DType::kFloat32;
+  bool holds = false;  // something that the gradient is added to; else whatever lay there
+};
 
 struct GradientWriteOptions {
   std::string name;  // of the engine
@@ -69,6 +79,10 @@ class GradientWrites {
   // written. write(): into the unit's buffer, where it is added to what lies there.
   bool push(int unit, int slot, const std::byte* gradient, DType dtype);
   void write(int unit, int slot, const std::byte* gradient, DType dtype);
+  // In place of write(): the compute stream may write there from now on, until wrote(). Of a unit
+  // that has a buffer.
+  GradientPlace place(int unit, int slot);
+  void wrote(int unit, int slot);
   // `owner` of a gradient of so many bytes is kept until it is written; null: the compute stream
   // waits for that.
   void hold_until_written(std::shared_ptr<const void> owner, Bytes bytes);
@@ -102,17 +116,12 @@ class GradientWrites {
     std::vector<bool> written;                              // slots of it that hold something
     std::unique_ptr<offload::ParkedCopy> parked = nullptr;  // of the buffer
   };
-  struct Held {
-    std::shared_ptr<const void> owner;
-    Bytes bytes;
-    std::unique_ptr<device::Event> written;
-  };
 
   DType dtype(int unit, bool wide) const;
   device::Stream& stream();
   void follow_compute();
-  void let_go(Bytes most);
   std::span<std::byte> place_of(int unit, const plan::Slot& slot);
+  GradientBuffers::Buffer take_buffer(int unit);
   UnitBuffer& of(int unit) { return buffers_of_[static_cast<std::size_t>(unit)]; }
   const UnitBuffer& of(int unit) const { return buffers_of_[static_cast<std::size_t>(unit)]; }
   const plan::FlatLayout& layout(int unit) const {
@@ -130,8 +139,8 @@ class GradientWrites {
   std::unique_ptr<device::Stream> own_stream_;  // null: the collectives have one, or none is needed
   device::Stream* stream_ = nullptr;            // null: the compute stream
   bool compute_is_behind_ = false;  // something was queued that it was not told to wait for
-  std::deque<Held> held_;
-  Bytes held_bytes_;
+  Numel largest_tile_;
+  HeldGradients held_;
 };
 
 }  // namespace strata::engine

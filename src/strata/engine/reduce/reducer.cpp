@@ -56,8 +56,8 @@ void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses)
   // Narrow sums arrive wide, in memory of their own, which only buffers keep few of.
   if (pass != BackwardPass::kKeeps && !writes_.wide() &&
       options_.accumulation_dtype == DType::kFloat32) {
-    std::vector<int> pushed = arrivals_.order();  // what has several turns would be in it twice
-    std::erase_if(pushed, [this](int unit) { return arrivals_.has_turns(unit); });
+    std::vector<int> pushed = arrivals_.order();
+    std::erase_if(pushed, [this](int unit) { return !is_pushed(unit); });
     writes_.begin_pushing(pushed);
   }
 }
@@ -74,16 +74,37 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
   const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
-  got_gradient_[static_cast<std::size_t>(place.param)] = true;
-  const bool alone = !arrivals_.has_turns(unit) && !arrivals_.reduced(unit) &&
-                     arrivals_.only_one_expected(unit, index);
+  note_got(unit, index);
+  const bool alone =
+      is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
   if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
     open_buffer(unit);
     writes_.write(unit, slot, gradient, dtype);
   }
   writes_.hold_until_written(std::move(owner), bytes_of(place.numel, dtype));
+  note_written(unit, index);
+}
+
+GradientPlace Reducer::begin_add(int unit, int slot) {
+  STRATA_ASSERT(!is_pushed(unit));
+  note_got(unit, static_cast<std::size_t>(slot));
+  open_buffer(unit);
+  return writes_.place(unit, slot);
+}
+
+void Reducer::end_add(int unit, int slot) {
+  writes_.wrote(unit, slot);
+  note_written(unit, static_cast<std::size_t>(slot));
+}
+
+void Reducer::note_got(int unit, std::size_t slot) {
+  const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[slot];
+  got_gradient_[static_cast<std::size_t>(place.param)] = true;
+}
+
+void Reducer::note_written(int unit, std::size_t slot) {
   in_flight_.progress();
-  if (arrivals_.note(unit, index, writes_.bytes(unit)) && pass_ != BackwardPass::kKeeps)
+  if (arrivals_.note(unit, slot, writes_.bytes(unit)) && pass_ != BackwardPass::kKeeps)
     start_ready();
 }
 
@@ -93,7 +114,7 @@ void Reducer::start_ready() {
 
 void Reducer::start_reduction(int unit) {
   const bool late = arrivals_.reduced(unit);
-  const bool pushed = writes_.pushing() && !late && !arrivals_.has_turns(unit);
+  const bool pushed = writes_.pushing() && !late && is_pushed(unit);
   if (!pushed) open_buffer(unit);
   const std::optional<std::size_t> unused =
       pushed ? writes_.push_missing(unit) : writes_.write_missing(unit);
@@ -106,6 +127,7 @@ void Reducer::start_reduction(int unit) {
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.replicas = replicas_of(unit);
+  reduction.sparing = u.spec.tile();
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   auto work = writes_.reduce(unit, reduction, pushed);

@@ -62,6 +62,10 @@ class Reducer {
   // keeps its memory; null: it is read in the order of the compute stream, before this returns.
   void add(int unit, int slot, const std::byte* gradient, DType dtype,
            std::shared_ptr<const void> owner);
+  // In place of add(), of a tile: its gradient is computed where begin_add() says, in the order of
+  // the compute stream, before end_add(). Nothing else is called in between but what gathers.
+  GradientPlace begin_add(int unit, int slot);
+  void end_add(int unit, int slot);
   // Reduces what is left and waits for all. The shards are up to date afterwards.
   void end_backward();
   // A backward pass failed: what it left behind is dropped, so that the next one starts clean.
@@ -100,6 +104,11 @@ class Reducer {
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
   void open_buffer(int unit);
+  void note_got(int unit, std::size_t slot);
+  void note_written(int unit, std::size_t slot);
+  // Whether its gradients may go straight to where they are added up. Those of a tile are written
+  // where its reduction reads them, and a tied one would be in a pass twice.
+  bool is_pushed(int unit) const { return !units_[static_cast<std::size_t>(unit)].spec.tile(); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;

@@ -115,6 +115,17 @@ void Weights::settle_unparked() {
 
 Weights::~Weights() = default;
 
+const Unit& Weights::trainable_unit_of(int param) const {
+  const Unit& unit = unit_of(param);
+  if (!unit.trainable()) {
+    throw UsageError(fmt::format(
+        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
+        "requires_grad before initialize()",
+        this->param(param).name));
+  }
+  return unit;
+}
+
 const plan::Slot& Weights::slot_of(int param) const {
   const auto p = static_cast<std::size_t>(param);
   const Unit& unit = units_[static_cast<std::size_t>(unit_of_param_[p])];

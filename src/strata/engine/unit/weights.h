@@ -58,6 +58,8 @@ class Weights {
   const Unit& unit_of(int param) const {
     return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
   }
+  // Throws UsageError for a parameter that is frozen, of which no gradient is wanted.
+  const Unit& trainable_unit_of(int param) const;
   const plan::Slot& slot_of(int param) const;
   int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
 

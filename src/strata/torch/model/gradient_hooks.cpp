@@ -1,6 +1,7 @@
 #include "strata/torch/model/gradient_hooks.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -141,6 +142,27 @@ bool GradientHooks::stored_by_running_graph() const {
 
 void GradientHooks::take(int param, const at::Tensor& gradient) {
   nodes_->receiver->take(param, gradient);
+}
+
+GradientHooks::Destination GradientHooks::begin_take(int param) {
+  Receiver& receiver = *nodes_->receiver;
+  const engine::Weights& weights = receiver.engine->weights();
+  receiver.pass->begin();
+  const engine::GradientPlace place = receiver.engine->reducer().begin_add(
+      weights.trainable_unit_of(param).id, weights.slot_index_of(param));
+  const auto options =
+      at::TensorOptions().dtype(to_scalar_type(place.dtype)).device(receiver.place);
+  at::Tensor values = at::for_blob(place.values, weights.param(param).shape)
+                          .options(options)
+                          .target_device(receiver.place)
+                          .make_tensor();
+  return {std::move(values), place.holds, receiver.factor};
+}
+
+void GradientHooks::end_take(int param) {
+  engine::Engine& engine = *nodes_->receiver->engine;
+  engine.reducer().end_add(engine.weights().unit_of(param).id,
+                           engine.weights().slot_index_of(param));
 }
 
 void GradientHooks::set_factor(double factor) {

@@ -38,6 +38,15 @@ class GradientHooks {
   bool stored_by_running_graph() const;
   // A gradient that autograd does not store: of a tile, by the operation that used it.
   void take(int param, const at::Tensor& gradient);
+  // In place of take(), of a tile: the operation writes its gradient into `place`, of the shape of
+  // the parameter, times `factor`, and beside what `holds`; end_take() follows.
+  struct Destination {
+    at::Tensor place;
+    bool holds = false;
+    double factor = 1.0;
+  };
+  Destination begin_take(int param);
+  void end_take(int param);
   // What gradients are multiplied by when they come.
   void set_factor(double factor);
 

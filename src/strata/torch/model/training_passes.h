@@ -56,8 +56,8 @@ class TrainingPasses {
   // divided by the accumulation steps if `by_accumulation`.
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
 
-  // GradientHooks::take().
-  void take_gradient(int param, const at::Tensor& gradient) { hooks_.take(param, gradient); }
+  // take(), begin_take() and end_take().
+  GradientHooks& gradients() { return hooks_; }
 
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 

@@ -162,9 +162,9 @@ void ShardedModel::publish(std::span<const int> params, int root) {
   values_->publish(params, root);
 }
 
-void ShardedModel::take_gradient(int param, const at::Tensor& gradient) {
+GradientHooks& ShardedModel::gradients() {
   require_alive();
-  passes_->take_gradient(param, gradient);
+  return passes_->gradients();
 }
 
 bool ShardedModel::read(int param) {

@@ -63,7 +63,7 @@ class ShardedModel final : public ParameterOwner {
   void abandon_backward() noexcept;
   at::Tensor scale(const at::Tensor& loss);
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
-  void take_gradient(int param, const at::Tensor& gradient);
+  GradientHooks& gradients();
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
   // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
   bool park(const engine::StateSet& states, bool pinned);

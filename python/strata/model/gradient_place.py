@@ -1,0 +1,93 @@
+"""Where a gradient is written by the operation that computes it."""
+
+import torch
+
+from .products import write_product
+
+
+class Destination:
+    """Where a gradient belongs; all of ``values`` is written.
+
+    Attributes:
+        values: tensor.
+        holds: bool, whether there is something that the gradient is added to; else there is anything.
+        factor: float, what the gradient is multiplied by.
+    """
+
+    def __init__(self, values=None, holds=False, factor=1.0):
+        self.values, self.holds, self.factor = values, holds, factor
+
+    def add_product(self, one, other, row=None):
+        """``one @ other`` is the gradient, or that of row ``row``."""
+        write_product(self.values if row is None else self.values[row], one, other, self.holds, self.factor)
+
+    def add(self, gradient):
+        """``gradient`` is it."""
+        if self.holds:
+            self.values.add_(gradient.to(self.values.dtype), alpha=self.factor)
+            return
+        self.values.copy_(gradient)
+        if self.factor != 1.0:
+            self.values.mul_(self.factor)
+
+    def add_nothing(self, row=None):
+        """There is no gradient, or none of row ``row``."""
+        if not self.holds:
+            (self.values if row is None else self.values[row]).zero_()
+
+    def sum_of(self, count):
+        """A ``ProductSum`` of so many products."""
+        return ProductSum(self, count)
+
+
+class ProductSum:
+    """A gradient that is the sum of several products, summed in fp32 at least: in its destination where that is as wide
+    or there is but one, else beside it until ``finish``."""
+
+    def __init__(self, destination, count):
+        self._destination, self._any, values = destination, False, destination.values
+        wide = torch.promote_types(values.dtype, torch.float32)
+        in_place = count == 1 or wide == values.dtype
+        self._beside = None if in_place else torch.empty(values.shape, dtype=wide, device=values.device)
+
+    def add(self, one, other):
+        """One more product."""
+        if self._beside is None:
+            self._destination.add_product(one, other)
+            self._destination.holds = True
+        else:
+            write_product(self._beside, one, other, self._any)
+        self._any = True
+
+    def finish(self):
+        """All were added."""
+        if self._beside is not None and self._any:
+            self._destination.add(self._beside)
+        elif not self._any:
+            self._destination.add_nothing()
+
+
+class GradientPlace(Destination):
+    """A tile's gradient of one use, written where the engine reduces it from: it exists once. A context in backward,
+    within which no other gradient is given; the engine reduces it afterwards."""
+
+    def __init__(self, tile):
+        super().__init__()
+        self._tile, self._core = tile, tile.core
+
+    def __enter__(self):
+        parameter = self._tile.parameter
+        if self._core is not None:
+            self.values, self.holds, self.factor = self._core.begin_gradient(self._tile.index)
+        else:  # a plain tensor
+            self.holds = parameter.grad is not None
+            if not self.holds:
+                parameter.grad = torch.empty_like(parameter)
+            self.values = parameter.grad
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        self.values = None
+        if self._core is not None and kind is None:
+            self._core.end_gradient(self._tile.index)
+        return False
