@@ -1,4 +1,4 @@
-"""bench/trainer_story.py: an unchanged script of Trainer's, and one of GRPO, tell their first step and the later ones."""
+"""bench/trainer_story.py: unchanged scripts of Trainer and of GRPO tell their first step and later ones."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""bench/trainer_story.py on two ranks beside DeepSpeed, which compiles its optimizer for minutes where it has not yet."""
+"""bench/trainer_story.py on two ranks beside DeepSpeed, whose optimizer compiles for minutes the first time."""
 
 import shutil
 import sys
