@@ -13,45 +13,30 @@ Seconds are those of the slowest rank since the start of its process; memory is 
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
 
-import make_model
 from compiled_modules import environment
 from startup.limit import warm_page_cache
-from story_jobs import GIB, Failed, environment_of, has_deepspeed, run_job, strata_program, torchrun
+from story_jobs import GIB, Failed, environment_of, run_job
+from story_turns import ENGINES, Turns, command_of, installed, prepared_checkpoint
 from tables import show
 
 SCRIPT = Path(__file__).with_name("start_story_script.py")
 PARTS = ["import", "from_pretrained", "initialize", "total"]
-ENGINES = ["strata", "deepspeed"]
 
 
-def command_of(engine, world):
-    """[str]: how users start the script."""
-    if engine == "strata":
-        return [strata_program(), "run", f"--num_gpus={world}", SCRIPT]
-    return [*torchrun(world), SCRIPT]
-
-
-def prepared_checkpoint(folder, name, layers, device):
-    """``folder``, in which there is a checkpoint; written where there is none."""
-    if not sorted(folder.glob("*.safetensors")):
-        config = make_model.make_config(name, layers)
-        count, size = make_model.write_checkpoint(config, folder, unfused=True, device=device)
-        print(f"wrote {name} of {config.num_hidden_layers} layers: {count} tensors, {size / 1e9:.2f} GB", flush=True)
-    return folder
-
-
-def run_once(engine, folder, a, base):
+def run_once(engine, folder, a, base, tell=None):
     """{figure: value} of one turn, with "sum", "elements" and "deepspeed" of what was started.
 
     Raises:
         Failed: the job did, or its ranks tell different things.
     """
     gpus = a.world if a.device == "cuda" else 0
-    outcome = run_job([*command_of(engine, a.world), folder], environment_of(a.device, base), gpus, a.timeout)
+    command = [*command_of(engine, SCRIPT, a.world), folder]
+    outcome = run_job(command, environment_of(a.device, base), gpus, a.timeout, tell)
     told = [line for line in outcome.told if "from_pretrained" in line]
     if sorted(line["rank"] for line in told) != list(range(a.world)):
         raise Failed(f"{a.world} ranks ran, and {len(told)} told their times")
@@ -64,47 +49,41 @@ def run_once(engine, folder, a, base):
     return figures | {"command": outcome.seconds} | {k: told[0][k] for k in ("deepspeed", "elements", "sum")}
 
 
-def compare(a, folder, toy):
-    """{engine: [figures of a turn]}; of an engine that failed, its error."""
-    engines = [e for e in a.engines if e != "deepspeed" or has_deepspeed()]
-    for engine in set(a.engines) - set(engines):
-        print(f"skipped: {engine} is not installed")
-    turns = {engine: [] for engine in engines}
+def compare(a, engines, folder, toy):
+    """The Turns."""
+    turns = Turns(engines)
     with environment(a.as_installed) as base:
-        for engine in engines if toy else ():
-            run_turn(engine, toy, a, base, turns)
-        turns = {engine: [] if isinstance(done, list) else done for engine, done in turns.items()}
-        size, seconds = warm_page_cache(folder, threads=4)
+        if toy:
+            turns.warm_up(lambda engine: run_once(engine, toy, a, base))
+        size, seconds = warm_page_cache(folder, threads=min(16, os.cpu_count()))
         print(f"files of {size / 1e9:.2f} GB, read once in {seconds:.1f} s", flush=True)
         for _ in range(a.rounds):
-            for engine in engines:
-                run_turn(engine, folder, a, base, turns)
+            turns.take(lambda engine: run_once(engine, folder, a, base, tell=print_now), lambda: write(a, turns))
     return turns
 
 
-def run_turn(engine, folder, a, base, turns):
-    """Appends to ``turns``; an engine that fails has no more turns."""
-    if isinstance(turns[engine], str):
-        return
-    try:
-        turns[engine].append(run_once(engine, folder, a, base))
-    except Failed as error:
-        turns[engine] = str(error)
-        print(f"FAILED: {engine}: {error}", flush=True)
+def print_now(line):
+    print(line, flush=True)
+
+
+def write(a, turns):
+    """What there is until now: a bench that is ended has told of it."""
+    if a.json:
+        told = {"world": a.world, "device": a.device, "turns": turns.done, "errors": turns.errors}
+        a.json.write_text(json.dumps(told, indent=1))
 
 
 def print_table(turns):
     gibs = ["host_rank", "host_all", "device"]
     headings = ["", *(f"{part} s" for part in PARTS), "command s", "host, a rank", "host, all", "device"]
     rows = []
-    for engine, done in turns.items():
-        for figures in done if isinstance(done, list) else []:
-            seconds = [f"{figures[part]:.2f}" for part in (*PARTS, "command")]
-            rows.append([engine, *seconds, *(f"{figures[key] / GIB:.2f}" for key in gibs)])
+    for engine, figures in turns.figures():
+        seconds = [f"{figures[part]:.2f}" for part in (*PARTS, "command")]
+        rows.append([engine, *seconds, *(f"{figures[key] / GIB:.2f}" for key in gibs)])
     show([headings, *rows])
     print("Memory in GiB, at the most: host, anonymous and shared memory of one process, and of all together; device, "
           "of the fullest GPU beyond what was in use before.")
-    best = {e: {p: min(f[p] for f in d) for p in PARTS} for e, d in turns.items() if d and isinstance(d, list)}
+    best = {e: {p: min(f[p] for f in d) for p in PARTS} for e, d in turns.done.items() if d}
     if set(best) == set(ENGINES):
         ratios = ", ".join(f"{part} {best['strata'][part] / best['deepspeed'][part]:.3f}" for part in PARTS)
         print(f"Strata's time over DeepSpeed's, the best turn of each: {ratios}")
@@ -119,7 +98,7 @@ def main():
     parser.add_argument("--model", type=Path, help="the checkpoint's folder; default: a temporary one")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a job may take")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a turn may take")
     parser.add_argument("--as-installed", action="store_true", help="compile nothing beforehand")
     parser.add_argument("--json", type=Path, help="where the figures go, besides the table")
     a = parser.parse_args()
@@ -127,23 +106,17 @@ def main():
         import torch
 
         a.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        for engine in a.engines:
-            command_of(engine, a.world)
-    except FileNotFoundError as error:  # before a checkpoint is written
-        sys.exit(str(error))
+    engines = installed(a.engines, a.world)
     with tempfile.TemporaryDirectory(prefix="start-story-") as scratch:
-        toy = None if a.as_installed else prepared_checkpoint(Path(scratch) / "toy", "tiny-moe", None, "cpu")
+        toy = None if a.as_installed else prepared_checkpoint(Path(scratch) / "toy", "tiny-moe", None, "cpu", True)
         name, layers = ("tiny-moe", None) if a.tiny else ("qwen3-30b-a3b", a.layers)
-        folder = prepared_checkpoint(a.model or Path(scratch) / "model", name, layers, a.device)
-        turns = compare(a, folder, toy)
+        folder = prepared_checkpoint(a.model or Path(scratch) / "model", name, layers, a.device, unfused=True)
+        turns = compare(a, engines, folder, toy)
     print_table(turns)
-    if a.json:
-        a.json.write_text(json.dumps({"world": a.world, "device": a.device, "turns": turns}, indent=1))
-    sums = {(f["elements"], f["sum"]) for done in turns.values() if isinstance(done, list) for f in done}
+    sums = {(f["elements"], f["sum"]) for _, f in turns.figures()}
     if len(sums) > 1:
         print(f"different models were started: {sums}")
-    return 1 if len(sums) != 1 or any(isinstance(done, str) for done in turns.values()) else 0
+    return 1 if len(sums) != 1 or turns.errors else 0
 
 
 if __name__ == "__main__":

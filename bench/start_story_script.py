@@ -8,13 +8,13 @@ Writes a line of JSON a rank: seconds of its parts, from the start of its proces
 so that two libraries can be seen to have started the same.
 """
 
-import json
 import os
 import sys
 import time
 
 import deepspeed
 import torch
+from story_rank import began, tell
 from transformers import AutoModelForCausalLM
 
 imported = time.time()
@@ -35,30 +35,21 @@ def main():
     )
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    tell(engine, began(), imported, loaded, time.time())
+    tell(line_of(engine, began(), imported, loaded, time.time()))
 
 
-def began():
-    """Seconds since the epoch at the start of this process."""
-    with open("/proc/self/stat", encoding="utf-8") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.time() - since_boot + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def tell(engine, began, imported, loaded, ready):
+def line_of(engine, began, imported, loaded, ready):
     """The line of this rank."""
     weights = list(engine.module.parameters())
     bits = [w.detach().view({2: torch.int16, 4: torch.int32}[w.element_size()]).reshape(-1) for w in weights]
     sums = [sum(piece.sum(dtype=torch.int64).item() for piece in of.split(1 << 24)) for of in bits]  # exact
     total = sum(number * of for number, of in enumerate(sums, 1))
-    line = {
+    return {
         "rank": int(os.environ.get("RANK", "0")), "deepspeed": deepspeed.__version__, "import": imported - began,
         "from_pretrained": loaded - imported, "initialize": ready - loaded, "total": ready - began,
         "elements": sum(w.numel() for w in weights), "sum": total, "dtype": str(weights[0].dtype),
         "device": weights[0].device.type,
     }  # fmt: skip
-    os.write(1, f"{json.dumps(line)}\n".encode())  # one call, so that ranks do not write into each other's lines
 
 
 main()

@@ -5,24 +5,35 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from pathlib import Path
 
-from job_memory import JobMemory
+from job_memory import JobMemory, family
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "build" / "python" / "pkg"
 GIB = 1 << 30
+ENDING_S = 10  # that a job has, which is told to end
 
 # What a job has written as lines of JSON, the seconds of the whole command, and its ``JobMemory``.
 Outcome = namedtuple("Outcome", "told seconds memory")
 
 
 class Failed(Exception):
-    """A job did; with the end of what it wrote."""
+    """A job did; with the end of what it wrote.
+
+    Attributes:
+        told: what it had written as lines of JSON until then.
+    """
+
+    def __init__(self, message, told=()):
+        super().__init__(message)
+        self.told = list(told)
 
 
 def environment_of(device, base):
@@ -85,12 +96,13 @@ def torchrun(world):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
 
 
-def run_job(command, environment, gpus, timeout_s):
+def run_job(command, environment, gpus, timeout_s, tell=None):
     """The Outcome of a job; lines of JSON are those that begin with a brace and a quote.
 
     Args:
         command: [str or Path].
         gpus: how many of them it uses.
+        tell: is called with each line of JSON, as a string, when it comes.
 
     Raises:
         Failed: it ended with another status than 0, or not within ``timeout_s``.
@@ -100,24 +112,59 @@ def run_job(command, environment, gpus, timeout_s):
         job = subprocess.Popen([str(part) for part in command], env=environment, text=True, errors="replace",
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
         memory.watch(job.pid)
+        written = _Written(job.stdout, tell)
         try:
-            written, _ = job.communicate(timeout=timeout_s)
+            job.wait(timeout_s)
         except BaseException as error:
-            written = _end(job)
+            _end(job)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise Failed(f"it did not end within {timeout_s:g} s\n{written[-3000:]}") from None
+                raise Failed(f"it did not end within {timeout_s:g} s\n{written.end()}", written.told) from None
             raise
-        seconds = time.monotonic() - began
+        end, seconds = written.end(), time.monotonic() - began
     if job.returncode:
-        raise Failed(f"it ended with {job.returncode}\n{written[-3000:]}")
-    return Outcome([json.loads(line) for line in written.splitlines() if line.startswith('{"')], seconds, memory)
+        raise Failed(f"it ended with {job.returncode}\n{end}", written.told)
+    return Outcome(written.told, seconds, memory)
+
+
+class _Written:
+    """What a job writes, read as it comes: a job that is ended late has told of what it did before."""
+
+    def __init__(self, stream, tell):
+        self.told, self._lines, self._stream, self._tell = [], [], stream, tell
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._stream:
+            self._lines.append(line)
+            if line.startswith('{"'):
+                self.told.append(json.loads(line))
+                if self._tell:
+                    self._tell(line.rstrip())
+
+    def end(self):
+        """The last of it, once the job has ended."""
+        self._reader.join(ENDING_S)  # not for ever: a process that has outlived the job may hold the pipe
+        return "".join(self._lines)[-3000:]
 
 
 def _end(job):
-    """What a job has written that is told to end; launchers end their ranks."""
+    """Ends a job and what it has begun: launchers end their ranks, but not ranks that hang."""
+    handles = []
+    for pid in family(job.pid):
+        try:
+            handles.append(os.pidfd_open(pid))  # the number may be another process's by the time it is used
+        except ProcessLookupError:
+            pass
     job.terminate()
     try:
-        return job.communicate(timeout=30)[0]
+        job.wait(ENDING_S)
     except subprocess.TimeoutExpired:
-        job.kill()
-        return job.communicate()[0]
+        pass
+    for handle in handles:
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        os.close(handle)
+    job.wait()

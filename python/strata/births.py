@@ -22,6 +22,8 @@ from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_ot
 
 _ALONE = 2  # references to a parameter that only the dict has that is asked
 _MODULE_ALONE = 3  # to a module: the list of those that wait, a variable, and the call that counts
+_TOGETHER = 1 << 27  # elements of modules that are sharded as one: each such call is several handshakes of ranks
+_POSTPONED = 1 << 24  # elements that are whole meanwhile where small parameters wait for each other
 
 
 class Births:
@@ -30,12 +32,18 @@ class Births:
 
     Args:
         config: a _C.Config, for construction.
+
+    Attributes:
+        values_come_later: whether what constructors write is overwritten: then small parameters are sharded many at
+            once.
     """
 
     def __init__(self, config):
         self._config = config
+        self.values_come_later = False
         self._looks = self._recording = None
         self._waiting = []  # modules with parameters that have no memory yet, each once
+        self._postponed, self._postponed_numel = [], 0  # modules with parameters that have values
         self._count = 0
         self._numbers, self._next = {}, itertools.count()  # id(module) -> when its constructor began, in this context
         # Made with the first parameters, which say where all of them lie.
@@ -59,6 +67,7 @@ class Births:
         """It has failed: what it and the constructors within it have sharded goes. What was built before them and only
         attached stays its owner's."""
         number = self._numbers[id(module)]
+        self._postponed = [m for m in self._postponed if self._numbers[id(m)] < number]
         where = f"{type(module).__name__}/{number}/{self._count}"
         failed_births.give_up(self._looks.take_failed(number), where, self._device)
 
@@ -75,6 +84,20 @@ class Births:
         for m in module.modules():  # parametrizations take parameters over that were sharded elsewhere
             if type(m._parameters) is dict and any(p is not None and owner_of(p)[0] for p in m._parameters.values()):
                 _read_born(m)
+
+    def shard_complete(self, module, is_root):
+        """``shard_all`` of a module whose constructor is over, now or together with others. ``is_root``: nothing is
+        built around it, so that all is sharded."""
+        if is_root or not self.values_come_later:
+            self._postponed, self._postponed_numel = [], 0
+            self.shard_all(module)
+            return
+        self._postponed.append(module)
+        own = [p for name in module._parameters if self._has_values(p := _at(module, name))]
+        self._postponed_numel += sum(p.numel() for p in own)
+        if self._postponed_numel > _POSTPONED:
+            modules, self._postponed, self._postponed_numel = self._postponed, [], 0
+            self._shard([(m, name) for m in modules for name in m._parameters])
 
     def shard_unused(self, homes):
         """Shards those at ``homes`` that have values and that no rank refers to elsewhere. Whether that was all."""
@@ -109,7 +132,8 @@ class Births:
         others, self._waiting = [m for m in self._waiting if id(m) not in known], []
         dropped = self.of_all([sys.getrefcount(m) == _MODULE_ALONE for m in others])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
-        groups = [[(m, name) for name in m._parameters if self._is_unbacked(_at(m, name))] for m in modules]
+        each = [[(m, name) for name in m._parameters if self._is_unbacked(_at(m, name))] for m in modules]
+        groups = list(_joined(each))
         recipes = self._agreed_recipes([home for group in groups for home in group])
         replayed = []  # (parameter, its Unbacked)
         try:
@@ -181,7 +205,7 @@ class Births:
             parameter.data = unbacked.tensor.detach()
 
     def _replay(self, homes, recipes, replayed):
-        """Shards what is at ``homes``, of one module, and has a recipe; adds it to ``replayed``."""
+        """Shards what is at ``homes`` and has a recipe; adds it to ``replayed``."""
         if not homes:
             return
         tree = _Flat(homes)
@@ -248,6 +272,19 @@ class _Flat:
 
 def _at(module, name):
     return dict.__getitem__(module._parameters, name)
+
+
+def _joined(groups):
+    """Lists of homes, joined as long as they have ``_TOGETHER`` elements at most; a longer one stays by itself."""
+    joined, numel = [], 0
+    for group in groups:
+        own = sum(_at(*home).numel() for home in group)
+        if joined and numel + own > _TOGETHER:
+            yield joined
+            joined, numel = [], 0
+        joined, numel = joined + group, numel + own
+    if joined:
+        yield joined
 
 
 def _read_born(module):

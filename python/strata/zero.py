@@ -128,7 +128,7 @@ class Init:
         with self._recording.paused():
             try:
                 if not failed:
-                    self._births.shard_all(module)
+                    self._births.shard_complete(module, is_root)
                     self._births.wait_for(module)
                     if is_root:
                         self._births.shard_waiting(module)

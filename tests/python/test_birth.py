@@ -9,6 +9,7 @@ from devices import ON_GPU, needs_a_gpu_each
 from hf_models import MODELS
 from ranks import run_ranks
 from replayed_models import compare_worlds, config_of_birth, unlike, values_under_init
+from strata import births
 from strata.births import Births
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
@@ -221,15 +222,16 @@ def _no_room():
             kept.append(self)
             self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
-    made = Births._make_core
+    made, together = Births._make_core, births._TOGETHER
     try:
-        Births._make_core = lambda births, *arguments: (
-            made(births, *arguments) if births._count == 0 else births._config.no_room)
+        births._TOGETHER = 1  # element: each matrix by itself
+        Births._make_core = lambda own, *arguments: (
+            made(own, *arguments) if own._count == 0 else own._config.no_room)
         with pytest.raises(AttributeError):
             with Init(config_dict_or_path=config_of_birth()):
                 Two()
     finally:
-        Births._make_core = made
+        Births._make_core, births._TOGETHER = made, together
     parameters = list(kept[0].parameters())
     assert [p.numel() for p in parameters] == [256, 16] * 2
     assert not any("_strata_core" in p.__dict__ or "ds_id" in p.__dict__ for p in parameters)

@@ -4,6 +4,8 @@ import logging
 import sys
 from contextlib import contextmanager
 
+import torch
+
 from .. import zero
 from ..model.owner import owner_of
 
@@ -31,6 +33,17 @@ class Init(zero.Init):
             from .pretrained import install
 
             install()
+
+    def __enter__(self):
+        super().__enter__()
+        if self._looks is not None:
+            self._births.values_come_later = _initializes_nothing()
+        return self
+
+
+def _initializes_nothing():
+    """Whether transformers has put nothing in the place of torch's initializers: it fills the model afterwards."""
+    return getattr(torch.nn.init.normal_, "__qualname__", "").startswith("no_init_weights.")
 
 
 def register_external_parameter(module, parameter):
