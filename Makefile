@@ -119,6 +119,7 @@ soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, di
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
+	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
 
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill

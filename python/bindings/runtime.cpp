@@ -1,5 +1,6 @@
 // Collectives and devices for a process that Python drives.
 #include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "bindings.h"
@@ -77,9 +78,13 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
   joining.device = std::move(identity);
   joining.nccl_runs = nccl_runs;
   joining.waits = std::move(waits);
+  torch::UsedBackends used;
   joining.new_backend = [&](const std::string& backend, const std::vector<int>& ranks) {
     const py::gil_scoped_acquire acquire;
-    return new_backend(backend, ranks).cast<c10::intrusive_ptr<c10d::Backend>>();
+    auto made = std::make_shared<torch::GroupBackend>(
+        new_backend(backend, ranks).cast<c10::intrusive_ptr<c10d::Backend>>());
+    used.add(made);
+    return made;
   };
   joining.say = [&](bool warning, const std::string& text) {
     const py::gil_scoped_acquire acquire;
@@ -90,10 +95,19 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
     const py::gil_scoped_release release;
     joined = torch::join_ranks(config, joining);
   }
-  return py::make_tuple(std::move(joined.collectives), as_dict(joined.probe));
+  return py::make_tuple(std::move(joined.collectives), as_dict(joined.probe), std::move(used));
 }
 
 void bind_joining(py::module_& module) {
+  // Of a group that nobody uses any more, whoever still refers to it: its backends go.
+  module.def(
+      "release_group",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { group->release_resources(); },
+      py::arg("group"), py::call_guard<py::gil_scoped_release>());
+  // The backends of some collectives: whether these are left, and their end.
+  py::class_<torch::UsedBackends>(module, "UsedBackends")
+      .def("in_use", &torch::UsedBackends::in_use)
+      .def("let_go", &torch::UsedBackends::let_go, py::call_guard<py::gil_scoped_release>());
   // Throws where the settings ask for what cannot be, whoever the other ranks are.
   module.def(
       "require_possible",
@@ -105,8 +119,9 @@ void bind_joining(py::module_& module) {
       },
       py::arg("config"), py::arg("world_size"), py::arg("device"), py::arg("on_gpu"),
       py::arg("has_nccl"));
-  // new_backend(name, ranks) makes "gloo" or "nccl" among these ranks of the world; say(warning,
-  // text) tells of a choice, on rank 0. `identity`: what tells the device from others.
+  // (Collectives, probe or None, UsedBackends). new_backend(name, ranks) makes "gloo" or "nccl"
+  // among these ranks of the world; say(warning, text) tells of a choice, on rank 0. `identity`:
+  // what tells the device from others.
   module.def("join_ranks", &join_ranks, py::arg("config"), py::arg("rank"), py::arg("world_size"),
              py::arg("device"), py::arg("store"), py::arg("new_backend"), py::arg("say"),
              py::arg("on_gpu"), py::arg("nccl_runs"), py::arg("identity"), py::arg("waits"));

@@ -19,6 +19,7 @@ from .model.placement import move_buffers
 from .model.tiles import known_parameters, tile_of
 from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import unwatch, watch
+from .ranks.runtime import let_go
 from .schedule import Advance
 from .views.accounts import Accounts
 
@@ -292,6 +293,7 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
         self._saver = None
         self.core.destroy(keep_values)
         unwatch(self.core)
+        let_go(self._collectives)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
         give_up_ownership(self._described)

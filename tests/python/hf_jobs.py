@@ -23,7 +23,8 @@ from hf_models import MODELS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import HfDeepSpeedConfig
 
-STEPS = 20
+STEPS = int(os.environ.get("STRATA_TRAINER_STEPS", "10"))
+MIDDLE = STEPS // 2  # where there is a checkpoint
 VOCABULARY = 96
 ADAMW = {"lr": "auto", "betas": "auto", "eps": 1e-8, "weight_decay": "auto", "torch_adam": True}
 WARMUP = {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")}
@@ -160,7 +161,7 @@ def run_trainer(folder, out, case):
     """Trains with evaluation, checkpoints and the best model; then predicts and generates."""
     told = {}
     more = {
-        "eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10,
+        "eval_strategy": "steps", "eval_steps": MIDDLE, "save_strategy": "steps", "save_steps": MIDDLE,
         "load_best_model_at_end": True, "per_device_eval_batch_size": 2, "metric_for_best_model": "eval_loss",
     }  # fmt: skip
     args = arguments(out, CONFIGS[case](), **more)
@@ -191,7 +192,7 @@ def run_resumed(folder, out, case):
     """Goes on from the checkpoint in the middle of ``run_trainer``."""
     args = arguments(out, CONFIGS[case](), save_strategy="no")
     trainer = Recorder(args=args, model=prepared(new_model(folder), case), train_dataset=Texts(96, 1))
-    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-10")
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-{MIDDLE}")
     return {"resumed": trainer.losses}
 
 
@@ -278,10 +279,10 @@ def save_model(name, path):
         torch.save(model.state_dict(), f"{path}/pytorch_model.bin")
 
 
-def main():
+def main(command):
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    folder, name, *cases = sys.argv[1:]
+    folder, name, *cases = command
     told = {"deepspeed": importlib.import_module("deepspeed").__version__}
     for case in cases:
         transformers.set_seed(11)
@@ -298,4 +299,4 @@ def main():
 RUNS = {"loop": run_loop, "load": run_loading}
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,7 @@
-"""Starts jobs as users do: by `strata run`, or by torchrun, each rank in a process of its own."""
+"""Starts jobs as users do: by `strata run`, or by torchrun, each rank in a process of its own; or sooner, where how
+they start is not what is tested."""
 
+import json
 import os
 import site
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from pathlib import Path
 
 import strata.compat
+from ranks import run_ranks
 
 RANKS_ON_THE_HOST = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
@@ -39,6 +42,19 @@ def run(command, environment, code=0, timeout=400):
                           stderr=subprocess.STDOUT, text=True, timeout=timeout)  # fmt: skip
     assert done.returncode == code, done.stdout
     return done.stdout
+
+
+def forked(world, main, folder, name, *arguments):
+    """What ``told_by_ranks`` tells of a job that calls ``main([folder, name, ...])`` on every rank. Its processes have
+    torch and transformers from the start, which import for seconds where a launcher starts them."""
+    arguments = [str(part) for part in (folder, name, *arguments)]
+    run_ranks(world, main, arguments, timeout=400.0, env=RANKS_ON_THE_HOST)
+    return told_by_ranks(folder, name, world)
+
+
+def told_by_ranks(folder, name, world):
+    """What each rank of a job has written to FOLDER/NAME.rank<n>.json."""
+    return [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(world)]
 
 
 def torchrun(world):

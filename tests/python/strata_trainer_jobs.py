@@ -15,7 +15,7 @@ import strata
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from hf_jobs import Recorder, Texts, arguments, new_model, prepared, zero
+from hf_jobs import MIDDLE, Recorder, Texts, arguments, new_model, prepared, zero
 from peft import LoraConfig, get_peft_model
 from strata.integrations.transformers import StrataTrainerMixin
 from transformers import AutoModelForCausalLM
@@ -57,7 +57,7 @@ def run(kind, folder, out, case):
     """Trains with evaluation, checkpoints and the best model; then predicts and generates."""
     told, stage = {}, int(case[-1])
     args = arguments_of(
-        kind, out, stage, eval_strategy="steps", eval_steps=10, save_strategy="steps", save_steps=10,
+        kind, out, stage, eval_strategy="steps", eval_steps=MIDDLE, save_strategy="steps", save_steps=MIDDLE,
         load_best_model_at_end=True, per_device_eval_batch_size=2, metric_for_best_model="eval_loss",
     )  # fmt: skip
     model = model_of(folder, case)
@@ -88,7 +88,7 @@ def run_resumed(kind, folder, out, case):
     stage = int(case[-1])
     args = arguments_of(kind, out, stage, save_strategy="no")
     trainer = trainer_of(kind, args, model_of(folder, case), stage, train_dataset=Texts(96, 1))
-    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-10")
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-{MIDDLE}")
     return {"resumed": trainer.losses}
 
 
@@ -111,10 +111,10 @@ def refusals(folder, out):
     return said
 
 
-def main():
+def main(command):
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    folder, name, kind, *cases = sys.argv[1:]
+    folder, name, kind, *cases = command
     told = {}
     for case in cases:
         transformers.set_seed(11)
@@ -131,4 +131,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -95,6 +95,7 @@ def _dropped():
             if optimizer:
                 train_step(engine, make_batches(1, world)[0][rank])
             core, module = weakref.ref(engine.core), weakref.ref(engine.module)
+            engine.core.wait_for_all()  # nobody reads from a peer whose engine goes
             del engine
             gc.collect()
             assert core() is None and module() is None, f"stage {stage}"

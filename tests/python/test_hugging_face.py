@@ -1,10 +1,10 @@
 """Trainer, Accelerate and PEFT over ``deepspeed``, once DeepSpeed itself and once Strata in its place.
 
-Each of both runs all cases in one job a world size, as its users start jobs. What is compared is fp32: both compute the
+Each of both runs all cases in one job a world size; Strata's start as its users start jobs. Ten steps each: `make soak`
+has twenty (STRATA_TRAINER_STEPS). What is compared is fp32: both compute the
 same forward and backward, and differ in the last bits of the norm and the update (measured: 2e-7 relative).
 """
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from devices import ON_GPU
+from hf_jobs import STEPS, main
 from hf_models import llama
-from launching import environment_of, run, torchrun, with_pth
+from launching import environment_of, forked, run, told_by_ranks, torchrun, with_pth
 from safetensors.torch import load_file
 from test_command_line import find_program
 from transformers import AutoModelForCausalLM
@@ -43,17 +44,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def _told(folder, name, world):
-    return [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(world)]
-
-
 @pytest.fixture(scope="module")
 def by_deepspeed(folder):
-    told = {}
-    for world, cases in CASES.items():
-        run([*torchrun(world), SCRIPT, folder, f"deepspeed{world}", *cases], environment_of())
-        told[world] = _told(folder, f"deepspeed{world}", world)
-    return told
+    return {world: forked(world, main, folder, f"deepspeed{world}", *cases) for world, cases in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +56,7 @@ def by_strata(folder):
     resumed = [f"resume:{case}" for case in RESUMED]
     cases = [*CASES[2], *resumed, *AS_STAGE_3, "load"]
     run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "strata2", *cases], environment_of())
-    return {world: _told(folder, f"strata{world}", world) for world in CASES}
+    return {world: told_by_ranks(folder, f"strata{world}", world) for world in CASES}
 
 
 def _new(folder):
@@ -81,7 +74,7 @@ def test_each_ran_on_what_it_says(by_strata, by_deepspeed):
 def test_training_is_that_of_deepspeed(by_strata, by_deepspeed, world, case):
     for ours, theirs in zip(by_strata[world], by_deepspeed[world]):
         ours, theirs = ours[case], theirs[case]
-        assert len(theirs["losses"]) == 40 and len(theirs["norms"]) == 20
+        assert len(theirs["losses"]) == 2 * STEPS and len(theirs["norms"]) == STEPS
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             if name in ("best", "generated"):
@@ -100,7 +93,7 @@ def test_other_ways_to_stage_3_give_its_numbers(by_strata, by_deepspeed, case):
 @pytest.mark.parametrize("case", RESUMED)
 def test_training_goes_on_where_its_checkpoint_was(by_strata, case):
     for told in by_strata[2]:
-        assert told[f"resume:{case}"]["resumed"] == told[case]["losses"][20:]
+        assert told[f"resume:{case}"]["resumed"] == told[case]["losses"][STEPS:]
 
 
 @pytest.mark.parametrize("case", ["trainer-1", "trainer-3", "trainer-3-offload"])

@@ -3,7 +3,7 @@ or of plain TRL.
 
     torchrun ... trl_jobs.py FOLDER NAME deepspeed|strata|plain CASE...
 
-writes FOLDER/NAME.rank<n>.json: by case, losses and gradient norms of twenty steps.
+writes FOLDER/NAME.rank<n>.json: by case, losses and gradient norms of each step.
 """
 
 import functools
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-STEPS = 20
+STEPS = int(os.environ.get("STRATA_TRAINER_STEPS", "10"))
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
@@ -113,14 +113,14 @@ def begin(way):
     return importlib.import_module("strata" if way == "strata" else "torch").__version__
 
 
-def main():
+def main(command):
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     numbers = itertools.count()  # names for data that is in memory: datasets would pickle functions to find some
     datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: f"{next(numbers):016x}")
     datasets.fingerprint.Hasher.update = lambda self, value: None
     datasets.fingerprint.update_fingerprint = lambda *_: f"{next(numbers):016x}"
-    folder, name, way, *cases = sys.argv[1:]
+    folder, name, way, *cases = command
     tokenizer, told, path = byte_tokenizer(), {"version": begin(way)}, f"{folder}/{name}-model"
     if torch.distributed.get_rank() == 0:
         save_model(path, tokenizer)
@@ -140,4 +140,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,7 +1,6 @@
 """TRL's trainers, where TRL is installed: over ``deepspeed``, once DeepSpeed itself and once Strata in its place; and
 with ``StrataTrainerMixin`` beside plain TRL."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from launching import environment_of, run, torchrun  # noqa: E402
+from launching import environment_of, run, told_by_ranks, torchrun  # noqa: E402
 
 pytest.importorskip("trl")
 SCRIPT = Path(__file__).resolve().parents[1] / "python" / "trl_jobs.py"
@@ -32,8 +31,9 @@ def told(request, tmp_path_factory):
     (kind, world), folder = request.param, tmp_path_factory.mktemp("trl")
     for name, before in WAYS[kind].items():
         way = name if kind == "mixin" else "deepspeed"
-        run([*torchrun(world), *before, SCRIPT, folder, name, way, *CASES], environment_of())
-    both = [[json.loads((folder / f"{n}.rank{r}.json").read_text()) for r in range(world)] for n in WAYS[kind]]
+        environment = environment_of(STRATA_TRAINER_STEPS=str(STEPS))
+        run([*torchrun(world), *before, SCRIPT, folder, name, way, *CASES], environment)
+    both = [told_by_ranks(folder, name, world) for name in WAYS[kind]]
     if kind == "deepspeed":
         assert ["+strata" in ranks[0]["version"] for ranks in both] == [True, False]
     return both

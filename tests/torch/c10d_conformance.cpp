@@ -40,8 +40,8 @@ std::vector<std::string> run_gloo(int world_size, std::chrono::milliseconds time
   const auto make = [&](int rank) {
     const py::gil_scoped_acquire acquire;
     auto [backend, store] = make_backend(rank, world_size, seconds, group);
-    return torch::make_c10d_collectives(std::move(backend), std::move(store), std::to_string(group),
-                                        "gloo");
+    return torch::make_c10d_collectives(std::make_shared<torch::GroupBackend>(std::move(backend)),
+                                        std::move(store), std::to_string(group), "gloo");
   };
   return run_as_threads(world_size, make, body);
 }
@@ -67,7 +67,7 @@ std::vector<std::string> run_on_device(const Combine& combine, int world_size,
     if (world_size > 1) {
       const py::gil_scoped_acquire acquire;
       auto [backend, store] = make_backend(rank, world_size, seconds, group);
-      parts.bulk = std::move(backend);
+      parts.bulk = std::make_shared<torch::GroupBackend>(std::move(backend));
       parts.store = std::move(store);
     }
     return combine(torch::make_device_collectives(std::move(parts)), control);
@@ -133,7 +133,8 @@ TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
       c.barrier();
       return "gone";
     }
-    auto gloo = torch::make_c10d_collectives(backend, store, std::to_string(group), "gloo");
+    auto gloo = torch::make_c10d_collectives(std::make_shared<torch::GroupBackend>(backend), store,
+                                             std::to_string(group), "gloo");
     const auto work = gloo->reduce_scatter(reduction, "one");
     gloo.reset();
     backend.reset();

@@ -1,6 +1,5 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
-import atexit
 import logging
 import os
 from contextlib import contextmanager, suppress
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .process_groups import UsedGroups, note_default
 
 logger = logging.getLogger("strata")
 choices = logging.getLogger(__name__)  # of what carries the bytes
@@ -39,7 +39,7 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
         except RuntimeError as error:  # a host without any network; one rank can do without the group
             logger.warning("torch.distributed cannot be used: no process group of this one process: %s", error)
             return
-    atexit.register(_destroy_group, dist.group.WORLD)
+    note_default(dist.group.WORLD, made=True)
 
 
 def require_group():
@@ -51,15 +51,6 @@ def require_group():
             "call torch.distributed.init_process_group() before it, or leave dist_init_required out; the launcher "
             f"says WORLD_SIZE={processes}"
         )
-
-
-def _destroy_group(group):
-    """At the end of the program, after engines have left (exit hooks run last in, first out)."""
-    if dist.is_initialized() and dist.group.WORLD is group:
-        try:
-            dist.destroy_process_group()
-        except Exception as error:  # peers that died, or a GPU that is lost: who failed has said so
-            logger.debug("the process group could not be destroyed: %s", error)
 
 
 def rank_and_world_size():
@@ -99,16 +90,28 @@ def make_collectives(config, device, waits=None):
     with telling_the_others():
         facts = _facts(device)
         _C.require_possible(config, world_size, device, facts["on_gpu"], facts.pop("has_nccl"))
+    if dist.is_initialized():
+        note_default(dist.group.WORLD, made=False)
     if world_size == 1:
         return _C.single_rank(device, waits)
+    groups = UsedGroups()
 
     def new_backend(kind, ranks):
-        return _new_backend(kind, ranks, config.timeout_s, device)
+        return _new_backend(kind, ranks, config.timeout_s, device, groups.made)
 
     store = dist.distributed_c10d._get_default_store()
-    collectives, probe = _C.join_ranks(config, rank, world_size, device, store, new_backend, _say, waits=waits, **facts)
-    collectives.probe = probe
+    collectives, probe, groups.backends = _C.join_ranks(
+        config, rank, world_size, device, store, new_backend, _say, waits=waits, **facts
+    )
+    collectives.probe, collectives.groups = probe, groups
     return collectives
+
+
+def let_go(collectives):
+    """Nobody uses these of ``make_collectives`` any more: threads that work for them end. Local."""
+    groups = getattr(collectives, "groups", None)  # one rank has none
+    if groups is not None:
+        groups.let_go()
 
 
 def _facts(device):
@@ -138,9 +141,10 @@ def _device_identity(device):
     return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _new_backend(kind, ranks, timeout_s, device):
+def _new_backend(kind, ranks, timeout_s, device, made):
     """"gloo" or "nccl" among ``ranks``, as each of them calls it. NCCL among all ranks is that of the default process
-    group where it has one, since each takes memory of the GPU."""
+    group where it has one, since each takes memory of the GPU. A group of gloo is added to ``made``; those of NCCL,
+    whose kernels may still run when a host is done, end with the default group."""
     everyone = len(ranks) == dist.get_world_size()
     place = device if kind == "nccl" else torch.device("cpu")
     if kind == "nccl" and everyone:
@@ -153,6 +157,8 @@ def _new_backend(kind, ranks, timeout_s, device):
         group = dist.new_group(backend=kind, timeout=timeout)
     else:
         group = dist.new_group(ranks, backend=kind, timeout=timeout, use_local_synchronization=True)
+    if kind == "gloo":
+        made.append(group)
     return group._get_backend(place)
 
 

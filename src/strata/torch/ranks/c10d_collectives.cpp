@@ -28,10 +28,10 @@ at::Tensor byte_tensor(std::span<const std::byte> bytes) {
 
 class C10dCollectives final : public comm::Collectives {
  public:
-  C10dCollectives(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
+  C10dCollectives(std::shared_ptr<GroupBackend> group, c10::intrusive_ptr<c10d::Store> store,
                   const std::string& id, std::string name, comm::RankNames names)
-      : Collectives(group->getRank(),
-                    among(comm::kBackendTraits, group->getRank(), group->getSize())),
+      : Collectives(group->get().getRank(),
+                    among(comm::kBackendTraits, group->get().getRank(), group->get().getSize())),
         group_(std::move(group)),
         name_(std::move(name)),
         names_of_ranks_(names),
@@ -42,7 +42,7 @@ class C10dCollectives final : public comm::Collectives {
   std::string_view name() const override { return name_; }
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    failure_->rethrow();
+    require_usable();
     failure_->throw_if_a_peer_failed();
     auto memory = std::make_shared<memory::HostBuffer>(bytes);
     const std::span<std::byte> span = memory->bytes();
@@ -61,7 +61,7 @@ class C10dCollectives final : public comm::Collectives {
     at::Tensor target = byte_tensor(flat);
     at::Tensor source = byte_tensor(mine);
     return failure_->guarded(what, [&] {
-      return std::make_unique<GroupWork>(group_->_allgather_base(target, source), nullptr,
+      return std::make_unique<GroupWork>(group_->get()._allgather_base(target, source), nullptr,
                                          failure_of(what));
     });
   }
@@ -84,7 +84,7 @@ class C10dCollectives final : public comm::Collectives {
       accumulate ? result.add_(scaled) : result.copy_(scaled);
     };
     return failure_->guarded(what, [&] {
-      return std::make_unique<GroupWork>(group_->_reduce_scatter_base(sum, source), finish,
+      return std::make_unique<GroupWork>(group_->get()._reduce_scatter_base(sum, source), finish,
                                          failure_of(what));
     });
   }
@@ -95,7 +95,8 @@ class C10dCollectives final : public comm::Collectives {
     if (count == 0) return;
     at::Tensor mine = as_tensor(values.data(), count, at::kDouble).clone();
     at::Tensor all = at::empty({count * world_size()}, at::TensorOptions().dtype(at::kDouble));
-    failure_->guarded("all-reduce", [&] { return group_->_allgather_base(all, mine)->wait(); });
+    failure_->guarded("all-reduce",
+                      [&] { return group_->get()._allgather_base(all, mine)->wait(); });
     const auto* by_rank = all.const_data_ptr<double>();
     for (std::size_t i = 0; i < values.size(); ++i) {
       double result = by_rank[i];
@@ -115,7 +116,8 @@ class C10dCollectives final : public comm::Collectives {
     std::vector<at::Tensor> tensors{byte_tensor(bytes)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    failure_->guarded("broadcast", [&] { return group_->broadcast(tensors, options)->wait(); });
+    failure_->guarded("broadcast",
+                      [&] { return group_->get().broadcast(tensors, options)->wait(); });
   }
 
   std::vector<std::string> all_gather_text(const std::string& text) override {
@@ -133,13 +135,19 @@ class C10dCollectives final : public comm::Collectives {
     return [failure = failure_, what](const std::string& error) { failure->fail(what, error); };
   }
 
+  void require_usable() const {
+    failure_->rethrow();
+    static_cast<void>(group_->get());
+  }
+
   std::vector<std::string> gather_text(const std::string& text) {
+    require_usable();
     const int world = world_size();
     std::int64_t length = static_cast<std::int64_t>(text.size());
     at::Tensor mine = as_tensor(&length, 1, at::kLong);
     at::Tensor lengths = at::empty({world}, at::TensorOptions().dtype(at::kLong));
     failure_->guarded("exchange of texts",
-                      [&] { return group_->_allgather_base(lengths, mine)->wait(); });
+                      [&] { return group_->get()._allgather_base(lengths, mine)->wait(); });
     const auto* by_rank = lengths.const_data_ptr<std::int64_t>();
     const std::int64_t longest =
         std::max<std::int64_t>(1, *std::max_element(by_rank, by_rank + world));
@@ -148,7 +156,7 @@ class C10dCollectives final : public comm::Collectives {
     at::Tensor source = as_tensor(padded.data(), longest, at::kByte);
     at::Tensor all = at::empty({longest * world}, at::TensorOptions().dtype(at::kByte));
     failure_->guarded("exchange of texts",
-                      [&] { return group_->_allgather_base(all, source)->wait(); });
+                      [&] { return group_->get()._allgather_base(all, source)->wait(); });
     std::vector<std::string> texts;
     const auto* bytes = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
     for (int r = 0; r < world; ++r)
@@ -158,11 +166,12 @@ class C10dCollectives final : public comm::Collectives {
 
   // A handful of bytes from everybody, before sizes and kinds must agree.
   void require_same_operation(const std::string& what) {
+    require_usable();
     std::uint64_t hash = std::hash<std::string>{}(what);
     at::Tensor mine = as_tensor(&hash, sizeof(hash), at::kByte);
     at::Tensor all = at::empty({static_cast<std::int64_t>(sizeof(hash)) * world_size()},
                                at::TensorOptions().dtype(at::kByte));
-    failure_->guarded(what, [&] { return group_->_allgather_base(all, mine)->wait(); });
+    failure_->guarded(what, [&] { return group_->get()._allgather_base(all, mine)->wait(); });
     const auto* bytes = all.const_data_ptr<std::uint8_t>();
     bool same = true;
     for (int r = 1; r < world_size(); ++r) {
@@ -172,7 +181,7 @@ class C10dCollectives final : public comm::Collectives {
     if (!same) failure_->fail_with(comm::different_operations(gather_text(what), names_of_ranks_));
   }
 
-  c10::intrusive_ptr<c10d::Backend> group_;
+  std::shared_ptr<GroupBackend> group_;
   std::string name_;
   comm::RankNames names_of_ranks_;
   std::shared_ptr<GroupFailure> failure_;  // shared with works, which may outlive this
@@ -181,7 +190,7 @@ class C10dCollectives final : public comm::Collectives {
 
 }  // namespace
 
-std::unique_ptr<comm::Collectives> make_c10d_collectives(c10::intrusive_ptr<c10d::Backend> group,
+std::unique_ptr<comm::Collectives> make_c10d_collectives(std::shared_ptr<GroupBackend> group,
                                                          c10::intrusive_ptr<c10d::Store> store,
                                                          std::string id, std::string name,
                                                          comm::RankNames names) {

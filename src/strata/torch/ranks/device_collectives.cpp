@@ -33,7 +33,7 @@ void fold(const at::Tensor& result, const at::Tensor& sum, double scale, bool ac
 // Both planes and their one failure: shared by the Collectives and its works, which may outlive it.
 class Planes {
  public:
-  Planes(std::shared_ptr<comm::Collectives> control, c10::intrusive_ptr<c10d::Backend> bulk,
+  Planes(std::shared_ptr<comm::Collectives> control, std::shared_ptr<GroupBackend> bulk,
          c10::intrusive_ptr<c10d::Store> store, std::string id, comm::RankNames names)
       : control_(std::move(control)),
         bulk_(std::move(bulk)),
@@ -41,17 +41,21 @@ class Planes {
   }
 
   comm::Collectives& control() { return *control_; }
-  c10d::Backend* bulk() { return bulk_.get(); }  // null: one rank
+  bool has_bulk() const { return bulk_ != nullptr; }  // not: one rank
+  c10d::Backend& bulk() const { return bulk_->get(); }
 
-  void require_usable() {
+  void require_usable() const {
     failure_.rethrow();
-    if (bulk_) failure_.throw_if_a_peer_failed();
+    if (has_bulk()) static_cast<void>(bulk());
+  }
+  void throw_if_a_peer_failed() {
+    if (has_bulk()) failure_.throw_if_a_peer_failed();
   }
 
   // A call of the control plane; what it throws is the end of this group, too.
   template <typename Call>
   auto controlled(std::string_view what, Call&& call) -> decltype(call()) {
-    failure_.rethrow();
+    require_usable();
     try {
       return std::forward<Call>(call)();
     } catch (const CommError& error) {
@@ -85,14 +89,14 @@ class Planes {
     control_->abort(reason);
     if (!bulk_) return;
     try {
-      bulk_->abort();
+      bulk_->get().abort();
     } catch (const std::exception&) {
-      return;  // it is broken, which is why it is aborted
+      return;  // it is broken, which is why it is aborted, or was let go
     }
   }
 
   std::shared_ptr<comm::Collectives> control_;
-  c10::intrusive_ptr<c10d::Backend> bulk_;
+  std::shared_ptr<GroupBackend> bulk_;
   GroupFailure failure_;
   bool stopped_ = false;
 };
@@ -115,6 +119,7 @@ class DeviceCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
     planes_->require_usable();
+    planes_->throw_if_a_peer_failed();
     std::shared_ptr<device::Memory> memory = device_->allocate_uncharged(bytes);
     const std::span<std::byte> span = memory->bytes();
     device_->fill_zero(span, device_->compute_stream());
@@ -125,6 +130,7 @@ class DeviceCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
     planes_->require_usable();
+    planes_->throw_if_a_peer_failed();
     std::shared_ptr<device::GrowableMemory> memory;
     try {
       // Charged to a ledger that nobody reads: this device is the collectives' own.
@@ -151,7 +157,7 @@ class DeviceCollectives final : public comm::Collectives {
     const std::span<std::byte> mine = gather.source;
     require_same_operation(what);
     if (mine.empty()) return std::make_unique<GroupWork>();
-    if (planes_->bulk() == nullptr) {
+    if (!planes_->has_bulk()) {
       if (slices.writer != nullptr) device_->compute_stream().wait_for(*slices.writer->record());
       if (mine.data() != flat.data()) device_->copy(flat, mine, device_->compute_stream());
       return std::make_unique<GroupWork>();
@@ -165,7 +171,7 @@ class DeviceCollectives final : public comm::Collectives {
       device_->compute_stream().wait_for(*slices.writer->record());
     }
     return planes_->guarded(what, [&] {
-      return started([&] { return planes_->bulk()->_allgather_base(target, source); }, nullptr,
+      return started([&] { return planes_->bulk()._allgather_base(target, source); }, nullptr,
                      what);
     });
   }
@@ -189,12 +195,12 @@ class DeviceCollectives final : public comm::Collectives {
                          accumulate = reduction.accumulate] {
       fold(result, sum, scale, accumulate);
     };
-    if (planes_->bulk() == nullptr) {
+    if (!planes_->has_bulk()) {
       finish();
       return std::make_unique<GroupWork>();
     }
     return planes_->guarded(what, [&] {
-      return started([&] { return planes_->bulk()->_reduce_scatter_base(sum, source); }, finish,
+      return started([&] { return planes_->bulk()._reduce_scatter_base(sum, source); }, finish,
                      what);
     });
   }
@@ -208,14 +214,14 @@ class DeviceCollectives final : public comm::Collectives {
     const std::string what = comm::describe_broadcast(Bytes(bytes.size()), root, world_size());
     require_same_operation(what);
     if (bytes.empty() || world_size() == 1) return;
-    if (planes_->bulk() == nullptr || device_->host_accessible(bytes.data())) {
+    if (!planes_->has_bulk() || device_->host_accessible(bytes.data())) {
       planes_->controlled(what, [&] { planes_->control().broadcast(bytes, root); });
       return;
     }
     std::vector<at::Tensor> tensors{bytes_at(bytes)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    planes_->guarded(what, [&] { return planes_->bulk()->broadcast(tensors, options)->wait(); });
+    planes_->guarded(what, [&] { return planes_->bulk().broadcast(tensors, options)->wait(); });
   }
 
   std::vector<std::string> all_gather_text(const std::string& text) override {

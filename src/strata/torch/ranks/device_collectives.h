@@ -7,19 +7,20 @@
 // goes to Device::compute_stream(). The contribution to a reduction is overwritten. In a world of
 // one rank there is no backend: slices are copied, contributions scaled.
 // Memory: buffers come from the device, uncharged; freeing one waits for the current stream.
-// Threads, errors: see collectives.h; a failure of either plane ends both on this rank.
+// Threads, errors: see collectives.h; a failure of either plane ends both on this rank, and so does
+// letting the backend go.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "strata/comm/collectives.h"
 #include "strata/comm/comm_options.h"
 #include "strata/device/device.h"
+#include "strata/torch/ranks/group_backend.h"
 
 namespace strata::torch {
 
@@ -27,7 +28,7 @@ struct DeviceGroup {
   c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<device::Device> device;      // of `place`, made for this group alone
   std::shared_ptr<comm::Collectives> control;  // of host memory, the same ranks
-  c10::intrusive_ptr<c10d::Backend> bulk;      // null: one rank
+  std::shared_ptr<GroupBackend> bulk;          // null: one rank
   c10::intrusive_ptr<c10d::Store> store;       // carries the reasons of failures; null: one rank
   std::string id;    // tells groups that share a store apart; the same on every rank, not reused
   std::string name;  // of the backend: "nccl"

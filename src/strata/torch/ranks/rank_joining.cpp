@@ -171,7 +171,7 @@ class Part {
     try {
       std::vector<at::Tensor> zero{
           at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(me_.place))};
-      group.bulk->allreduce(zero)->wait();
+      group.bulk->get().allreduce(zero)->wait();
       group.device->compute_stream().synchronize();
     } catch (const std::exception& error) {
       std::array<char, 256> host{};

@@ -14,7 +14,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -22,6 +21,7 @@
 #include "strata/comm/combined/carrier_join.h"
 #include "strata/device/host_waits.h"
 #include "strata/engine/config/config.h"
+#include "strata/torch/ranks/group_backend.h"
 
 namespace strata::torch {
 
@@ -38,8 +38,8 @@ struct JoiningRank {
   std::shared_ptr<device::HostWaits> waits;  // of make_device(); null: its own
   // "gloo" or "nccl" among these ranks of the world, as each of them calls it. Null: this program
   // makes no process groups.
-  std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& backend,
-                                                  const std::vector<int>& ranks)>
+  std::function<std::shared_ptr<GroupBackend>(const std::string& backend,
+                                              const std::vector<int>& ranks)>
       new_backend;
   std::function<void(bool warning, const std::string& text)> say;  // on rank 0; null: to nobody
 };

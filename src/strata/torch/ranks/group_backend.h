@@ -1,0 +1,56 @@
+// The backend of a c10d process group, as collectives use it until it is let go. A backend has
+// threads that release tensors, for which they may want Python's lock: they must have ended before
+// an interpreter does, however long collectives, and an engine that has them, live. Whoever knows
+// when that is lets go; the threads end with the last reference, which the group itself may have.
+// Threads: one thread a rank; let_go() waits for the backend's, so without Python's lock.
+// Errors: get() throws CommError once the backend has gone.
+#pragma once
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+
+namespace strata::torch {
+
+class GroupBackend {
+ public:
+  explicit GroupBackend(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+
+  c10d::Backend& get() const {
+    if (backend_) return *backend_;
+    throw CommError(
+        "these collectives have let their process group go, since their engine was destroyed or "
+        "the program ends; call initialize() again to go on");
+  }
+  // Waits for operations that this rank has started.
+  void let_go() noexcept { backend_.reset(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> backend_;  // null: let go
+};
+
+// Those of one Collectives, which owns them.
+class UsedBackends {
+ public:
+  void add(const std::shared_ptr<GroupBackend>& backend) { backends_.push_back(backend); }
+  // Whether collectives are left that use one.
+  bool in_use() const {
+    for (const auto& backend : backends_) {
+      if (!backend.expired()) return true;
+    }
+    return false;
+  }
+  void let_go() noexcept {
+    for (const auto& backend : std::exchange(backends_, {})) {
+      if (const auto used = backend.lock()) used->let_go();
+    }
+  }
+
+ private:
+  std::vector<std::weak_ptr<GroupBackend>> backends_;
+};
+
+}  // namespace strata::torch
