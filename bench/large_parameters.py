@@ -11,13 +11,13 @@ activations. Of the start they are the engine's alone; bench_birth.py measures c
 
 embedding: an Embedding of --gib in its dtype, tied to its head, with states on the host; the device's allocator is
 capped, and what the engine takes past it is counted. The loss falls. What the device and the host will hold is told
-first, by the forecast. --precision: bf16 has fp32 masters (14 bytes of the host for each element, and a gradient),
-bf16-states neither masters nor fp32 moments (6 bytes and a gradient), fp32 12 bytes and a gradient. --weights: where
-they rest. A small one, on the same ranks without a cap, is trained beside plain torch first. On several ranks the model
-is built under zero.Init; on one it is built on the host. With --tiny sizes a CPU will do.
+first, by the forecast. --precision, one or several: bf16 has fp32 masters (14 bytes of the host for each element, and a
+gradient), bf16-states neither masters nor fp32 moments (6 bytes and a gradient), fp32 12 bytes and a gradient.
+--weights: where they rest. A small one, on the same ranks without a cap, is trained beside plain torch first. On
+several ranks the model is built under zero.Init; on one it is built on the host. With --tiny sizes a CPU will do.
 
-More ranks than GPUs share them, by peer copies; weights stay on the GPU then, since those of several ranks are gathered
-from the host by NCCL, which wants a GPU for each. A cap is each rank's.
+More ranks than GPUs share them, by peer copies; weights stay on the GPU then, since those of several ranks are
+gathered from the host by NCCL, which wants a GPU for each. A cap is each rank's.
 """
 
 import argparse
@@ -194,7 +194,13 @@ PRECISIONS = {
 
 def embedding(arguments, device):
     against_plain(arguments, device)
-    dtype, precision = PRECISIONS[arguments.precision]
+    for precision in arguments.precision:
+        embedding_in(precision, arguments, device)
+
+
+def embedding_in(name, arguments, device):
+    """``name``: of PRECISIONS."""
+    dtype, precision = PRECISIONS[name]
     rows, width, tile = (4096, 64, 32 << 10)
     if not arguments.tiny:
         rows, width, tile = int(arguments.gib * GIB) // (8192 * dtype.itemsize), 8192, 256 * MIB
@@ -205,7 +211,7 @@ def embedding(arguments, device):
         empty = Tied(rows, width, dtype)
     forecast = forecast_of(empty, config, device)
     weights = "host" if "offload_param" in config["zero_optimization"] else "device"
-    told = {"world": world_size(), "shared_gpu": shares_a_gpu(), "precision": arguments.precision, "weights": weights,
+    told = {"world": world_size(), "shared_gpu": shares_a_gpu(), "precision": name, "weights": weights,
             "parameter": rows * width * dtype.itemsize, "cap": cap, "forecast": forecast}  # fmt: skip
     say(case="embedding, before it", **told)
     if device.type == "cuda":
@@ -235,7 +241,7 @@ def main():
     parser.add_argument("--folder", default="/tmp", help="of the drive, for nvme")
     parser.add_argument("--cap-gib", type=float, default=8.0)
     parser.add_argument("--gib", type=float, default=24.0)
-    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
+    parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), default=["bf16"])
     parser.add_argument("--weights", choices=["device", "host"], default="host", help="of the embedding")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true")

@@ -22,22 +22,12 @@ from pathlib import Path
 
 import make_model
 from safetensors.torch import load_file
-from story_jobs import GIB, Failed, environment_of, run_job, with_compatibility
+from story_jobs import GIB, Failed, accelerate_launch, environment_of, run_job, with_compatibility
 from tables import show
 
 SCRIPT = Path(__file__).with_name("nvme_story_script.py")
 ADAPTER = "adapter_model.safetensors"
 GENERATIONS = 2
-LAUNCH = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  deepspeed_config_file: {config}
-  zero3_init_flag: true
-machine_rank: 0
-num_machines: 1
-num_processes: 1
-"""
 
 
 def config_of(drive, buffers, elements):
@@ -92,14 +82,12 @@ def run(engine, a, folder):
     """
     drive = Path(a.drive or folder) / "nvme-story"
     drive.mkdir(exist_ok=True)
-    config, launch = folder / "ds.json", folder / "accelerate.yaml"
-    config.write_text(json.dumps(config_of(str(drive), a.buffers, 4194304 if a.full else 65536)))
-    launch.write_text(LAUNCH.format(config=config))
+    config = config_of(str(drive), a.buffers, 4194304 if a.full else 65536)
     environment = environment_of(a.device, os.environ)
     if engine == "strata":
         environment = with_compatibility(environment, folder / "site")
-    start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch, SCRIPT]
-    command = [*start, folder / "model", folder / "out", drive, a.steps, GENERATIONS, a.tokens]
+    command = [*accelerate_launch(folder, config, 1), SCRIPT]
+    command += [folder / "model", folder / "out", drive, a.steps, GENERATIONS, a.tokens]
     command += ["cpu"] if a.device == "cpu" else []
     return run_job(command, environment, int(a.device == "cuda"), a.timeout)
 

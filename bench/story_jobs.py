@@ -19,6 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "build" / "python" / "pkg"
 GIB = 1 << 30
 ENDING_S = 10  # that a job has, which is told to end
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: {config}
+  zero3_init_flag: true
+machine_rank: 0
+num_machines: 1
+num_processes: {world}
+"""
 
 # What a job has written as lines of JSON, the seconds of the whole command, and its ``JobMemory``.
 Outcome = namedtuple("Outcome", "told seconds memory")
@@ -94,6 +104,19 @@ def has_deepspeed():
 def torchrun(world):
     """[str]: the start of a command that runs a script on ``world`` ranks."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+
+
+def accelerate_launch(folder, config, world):
+    """[str or Path]: the start of a command that runs a script on ``world`` ranks, by a file as `accelerate config`
+    writes it.
+
+    Args:
+        folder: where that and the configuration, a dict, are written.
+    """
+    written, launch = folder / "ds.json", folder / "accelerate.yaml"
+    written.write_text(json.dumps(config))
+    launch.write_text(LAUNCH.format(config=written, world=world))
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch]
 
 
 def run_job(command, environment, gpus, timeout_s, tell=None):

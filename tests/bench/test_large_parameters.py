@@ -42,10 +42,12 @@ def test_a_case_whose_rank_fails_says_why(tmp_path):
 def test_a_square_and_an_embedding_train_within_their_bounds():
     for case in _on_two_ranks("large_parameters.py", "square", "--tiny", "--place", "device"):
         assert case["training"]["engine"] == case["forecast"]["device"] <= case["bound"]
-    for precision in ("fp32", "bf16", "bf16-states"):
-        plain, before, trained = _on_two_ranks("large_parameters.py", "embedding", "--tiny", "--precision", precision,
-                                               "--cap-gib", "0.0003")  # fmt: skip
-        assert plain["agree"]
+    precisions = ["fp32", "bf16", "bf16-states"]
+    plain, *cases = _on_two_ranks("large_parameters.py", "embedding", "--tiny", "--precision", *precisions,
+                                  "--cap-gib", "0.0003")  # fmt: skip
+    assert plain["agree"]
+    assert [case["precision"] for case in cases] == [precision for precision in precisions for _ in range(2)]
+    for before, trained in zip(cases[::2], cases[1::2]):
         assert trained["training"]["engine"] == before["forecast"]["device"]
         assert trained["falls"] and trained["under_cap"] and trained["beyond_cap"]
 

@@ -1,7 +1,7 @@
 """PEFT and TRL's GRPO over Strata in DeepSpeed's place, by the example that ships: on ranks that gather, and with
 parameters on a drive, begun by `accelerate launch` as its users begin it."""
 
-import json
+import copy
 import re
 import sys
 from pathlib import Path
@@ -12,13 +12,18 @@ from launching import environment_of, run, with_pth
 from safetensors.torch import load_file
 from test_command_line import find_program
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "bench"))
+
+from story_jobs import accelerate_launch  # noqa: E402
+
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.xdist_group("hugging_face"),
     pytest.mark.skipif(ON_GPU, reason="the same on the CPU"),
 ]
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = REPOSITORY / "examples"
 SCRIPT = EXAMPLES / "train_peft_grpo.py"
 ARGUMENTS = [
     "--use_cpu", "--bf16=False", "--report_to=none", "--disable_tqdm=True", "--logging_steps=1", "--save_strategy=no",
@@ -40,16 +45,6 @@ ON_A_DRIVE = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-LAUNCH = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  deepspeed_config_file: {config}
-  zero3_init_flag: true
-machine_rank: 0
-num_machines: 1
-num_processes: {world}
-"""
 
 
 def _rewards(text):
@@ -71,14 +66,12 @@ def test_the_grpo_example_raises_its_reward(tmp_path):
 
 
 def test_it_trains_with_parameters_on_a_drive(tmp_path):
-    config = json.loads(json.dumps(ON_A_DRIVE))
+    config = copy.deepcopy(ON_A_DRIVE)
     config["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "drive")
     (tmp_path / "drive").mkdir()
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    (tmp_path / "accelerate.yaml").write_text(LAUNCH.format(config=tmp_path / "ds.json", world=1))
     (tmp_path / "site").mkdir()
     environment = with_pth(tmp_path / "site", environment_of(STRATA_COMPAT="deepspeed"))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", tmp_path / "accelerate.yaml"]
+    launch = accelerate_launch(tmp_path, config, 1)
     text = run([*launch, SCRIPT, f"--output_dir={tmp_path}", "--max_steps=3", *ARGUMENTS], environment)
     _rewards(text)
     assert _has_learned(tmp_path)
