@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(as_installed=False):
-    """A copy of this process's environment, in which modules that one process has imported are compiled for the next.
+    """A copy of this process's environment, in which modules that one process has imported are compiled for the next,
+    in the folder of PYTHONPYCACHEPREFIX where that is given: benches that follow each other find them there.
 
     Args:
         as_installed: nothing is changed: modules are compiled, or not, as the packages were installed.
@@ -19,7 +20,7 @@ def environment(as_installed=False):
         return
     with tempfile.TemporaryDirectory(prefix="bytecode-") as folder:
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        yield {**kept, "PYTHONPYCACHEPREFIX": folder}
+        yield {"PYTHONPYCACHEPREFIX": folder, **kept}
 
 
 def installed_state():

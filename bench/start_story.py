@@ -69,8 +69,7 @@ def print_now(line):
 def write(a, turns):
     """What there is until now: a bench that is ended has told of it."""
     if a.json:
-        told = {"world": a.world, "device": a.device, "turns": turns.done, "errors": turns.errors}
-        a.json.write_text(json.dumps(told, indent=1))
+        a.json.write_text(json.dumps({"world": a.world, "device": a.device} | turns.account(), indent=1))
 
 
 def print_table(turns):

@@ -57,10 +57,11 @@ class Turns:
     Attributes:
         done: {engine: [figures of a turn]}.
         errors: {engine: its error}, of engines that have failed.
+        told: {engine: what the job that failed had told}.
     """
 
     def __init__(self, engines):
-        self.done, self.errors = {engine: [] for engine in engines}, {}
+        self.done, self.errors, self.told = {engine: [] for engine in engines}, {}, {}
 
     def warm_up(self, run):
         """The uncounted turns, all at once: they compile modules, and DeepSpeed's operators, for minutes at times.
@@ -91,6 +92,10 @@ class Turns:
             if after:
                 after()
 
+    def account(self):
+        """All of it, for a file."""
+        return {"turns": self.done, "errors": self.errors, "told": self.told}
+
     def figures(self):
         """(engine, figures) of every turn."""
         return [(engine, turn) for engine, done in self.done.items() for turn in done]
@@ -101,6 +106,6 @@ class Turns:
         try:
             return run(engine)
         except Failed as error:
-            self.errors[engine] = str(error)
+            self.errors[engine], self.told[engine] = str(error), error.told
             print(f"FAILED: {engine}: {error}", flush=True)
             return None

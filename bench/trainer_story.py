@@ -118,10 +118,12 @@ def agree(turns, kind):
     if set(done) != set(ENGINES):
         return True
     ours, theirs = (done[engine] for engine in ENGINES)
-    show([["step", *(f"{name}, {engine}" for name in ("loss", "norm", "reward") for engine in ENGINES)], *(
-        [str(line["logged"]), *(f"{value[name]:.6g}" if name in value else "" for name in ("loss", "grad_norm", "reward")
-                                for value in (line, other))]
-        for line, other in zip(ours["logged"], theirs["logged"]))])  # fmt: skip
+    names = ("loss", "grad_norm", "reward")
+    rows = [["step", *(f"{name}, {engine}" for name in names for engine in ENGINES)]]
+    for of in zip(ours["logged"], theirs["logged"]):
+        cells = (f"{line[name]:.6g}" if name in line else "" for name in names for line in of)
+        rows.append([str(of[0]["logged"]), *cells])
+    show(rows)
     later = [statistics.median(figures["steps"][1:]) for figures in (ours, theirs) if figures["steps"][1:]]
     ratios = [f"first step {ours['first_step'] / theirs['first_step']:.3f}"]
     ratios += [f"later steps, medians, {later[0] / later[1]:.3f}"] if later else []
@@ -139,7 +141,7 @@ def compare(a, engines, folder, toy):
 
     def write():
         if a.json:
-            told = {kind: {"turns": of.done, "errors": of.errors} for kind, of in turns.items()}
+            told = {kind: of.account() for kind, of in turns.items()}
             a.json.write_text(json.dumps({"arguments": vars(a), "kinds": told}, indent=1, default=str))
 
     with environment(a.as_installed) as base:

@@ -261,13 +261,21 @@ class Births:
 
 
 class _Flat:
-    """A ModelTree of one module that has the parameters at these homes, each once, named after where they are."""
+    """A ModelTree of the parameters at these homes, each once, named after where they are. Those of a module are
+    gathered as one, and apart from others: what reads one weight after construction has no more than that whole."""
 
     def __init__(self, homes):
         parameters = {id(_at(*home)): _at(*home) for home in homes}
         names = {id(_at(m, name)): f"{type(m).__name__}/{name}" for m, name in homes}
         self.parameters = [(f"{names[key]}/{number}", p) for number, (key, p) in enumerate(parameters.items())]
-        self.modules = [("", types.SimpleNamespace(_parameters=dict(self.parameters)), None)]
+        root, by_module, seen = types.SimpleNamespace(_parameters={}), {}, set()
+        for module, name in homes:
+            parameter = _at(module, name)
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                by_module.setdefault(id(module), {})[name] = parameter
+        leaves = [types.SimpleNamespace(_parameters=own, _z3_leaf=True) for own in by_module.values()]
+        self.modules = [("", root, None), *((str(number), leaf, root) for number, leaf in enumerate(leaves))]
 
 
 def _at(module, name):

@@ -67,6 +67,7 @@ def test_an_engine_that_fails_loses_nothing_that_was_done():
         turns.take(run)
     assert turns.done == {"strata": [1, 3, 5], "deepspeed": [2]}
     assert turns.errors == {"deepspeed": "no room"}
+    assert turns.account()["told"] == {"deepspeed": [{"step": 1}]}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def _built(replay_above, values_come_later, **arguments):
     with Init(config_dict_or_path=config_of_birth(replay_above=replay_above)) as context:
         context._births.values_come_later = values_come_later
         model = Layers(**arguments)
+    assert model.layers[2].norm.weight.numel() == WIDTH  # read, so whole, and what its module has with it
+    assert [n for n, p in model.named_parameters() if p.numel()] == [f"layers.2.norm.{n}" for n in ("weight", "bias")]
     cores = {id(owner_of(p)[0]) for p in model.parameters()}
     with GatheredParameters(list(model.parameters())):
         return len(cores), {name: p.detach().clone() for name, p in model.named_parameters()}
