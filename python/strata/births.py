@@ -17,8 +17,7 @@ from .model.parameter import is_managed, mark_managed, unmark_managed
 from .model.placement import choose_device
 from .model.recording import write_pieces
 from .ranks.departure import watch
-from .ranks.joint import together
-from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others
+from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others, together
 
 _ALONE = 2  # references to a parameter that only the dict has that is asked
 _MODULE_ALONE = 3  # to a module: the list of those that wait, a variable, and the call that counts

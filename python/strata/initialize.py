@@ -12,13 +12,8 @@ from .model.model_input import ModelTree
 from .model.ownership import require_values
 from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
-from .ranks.joint import together
 from .ranks.runtime import (
-    init_distributed,
-    make_collectives,
-    rank_and_world_size,
-    require_group,
-    telling_the_others,
+    init_distributed, make_collectives, rank_and_world_size, require_group, telling_the_others, together,
 )
 from .schedule import ScheduledLR
 

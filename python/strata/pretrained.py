@@ -18,8 +18,7 @@ from .checkpoint.supported_transformers import require_supported
 from .early_runtime import open_runtime, take_over, warm_up
 from .initialize import assemble
 from .model.model_input import ModelTree
-from .ranks.joint import together
-from .ranks.runtime import init_distributed, make_collectives
+from .ranks.runtime import init_distributed, make_collectives, together
 from .views.start_up import StartUp
 
 __all__ = ["load_pretrained", "load_weights", "save_pretrained"]

@@ -5,7 +5,7 @@ import os
 
 from .. import _C
 from ..model.tiles import tiles_of
-from ..ranks.joint import together
+from ..ranks.runtime import together
 from ..tiles.host_copy import values_on_host
 from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names

@@ -12,7 +12,7 @@ import os
 import torch
 
 from .. import _C
-from ..ranks.joint import together
+from ..ranks.runtime import together
 from .names import state_names
 from .fp32_script import place_script
 from .optimizer_states import (

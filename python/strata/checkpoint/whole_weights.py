@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from ..model.ownership import owner_of
 from ..model.tiles import tiles_of
-from ..ranks.joint import together
+from ..ranks.runtime import together
 from ..tiles.host_copy import set_values, values_on_host
 
 

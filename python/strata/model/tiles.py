@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
-from .gradient_place import GradientPlace
 
 
 class Tile:
@@ -89,6 +88,8 @@ class Tile:
 
     def gradient(self):
         """``GradientPlace``: where an operation writes its gradient, of one use, in place of ``give_gradient``."""
+        from .gradient_place import GradientPlace  # not before there are tiles
+
         return GradientPlace(self)
 
 

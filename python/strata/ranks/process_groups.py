@@ -18,10 +18,9 @@ _defaults = []  # [(a weak reference to a default process group, whether Strata 
 
 
 class UsedGroups:
-    """The groups that carry the operations of some collectives.
+    """The groups that carry the operations of some collectives. Those of gloo were made for these, and end with them.
 
     Attributes:
-        made: [torch.distributed.ProcessGroup], those of gloo that were made for them alone and end with them.
         backends: the _C.UsedBackends of these collectives; None before they are there.
     """
 
@@ -29,7 +28,6 @@ class UsedGroups:
         for earlier in list(_used):  # of engines that nobody refers to any more
             if not earlier.in_use():
                 earlier.let_go()
-        self.made = []
         self.backends = None
         _used.append(self)
 
@@ -44,8 +42,6 @@ class UsedGroups:
             _used.remove(self)
         if self.backends is not None:
             self.backends.let_go()
-        while self.made:
-            _destroy(self.made.pop())
 
 
 def note_default(group, made):

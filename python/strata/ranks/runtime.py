@@ -1,5 +1,6 @@
 """Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
 
+import itertools
 import logging
 import os
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from .process_groups import UsedGroups, note_default
 
 logger = logging.getLogger("strata")
 choices = logging.getLogger(__name__)  # of what carries the bytes
+_gloo_numbers = {}  # ranks -> numbers of their groups, in the order in which all of them make these
 
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
 
@@ -97,7 +99,7 @@ def make_collectives(config, device, waits=None):
     groups = UsedGroups()
 
     def new_backend(kind, ranks):
-        return _new_backend(kind, ranks, config.timeout_s, device, groups.made)
+        return _new_backend(kind, ranks, config.timeout_s, device)
 
     store = dist.distributed_c10d._get_default_store()
     collectives, probe, groups.backends = _C.join_ranks(
@@ -141,25 +143,30 @@ def _device_identity(device):
     return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _new_backend(kind, ranks, timeout_s, device, made):
+def _new_backend(kind, ranks, timeout_s, device):
     """"gloo" or "nccl" among ``ranks``, as each of them calls it. NCCL among all ranks is that of the default process
-    group where it has one, since each takes memory of the GPU. A group of gloo is added to ``made``; those of NCCL,
-    whose kernels may still run when a host is done, end with the default group."""
-    everyone = len(ranks) == dist.get_world_size()
-    place = device if kind == "nccl" else torch.device("cpu")
-    if kind == "nccl" and everyone:
-        with suppress(RuntimeError):
-            backend = dist.group.WORLD._get_backend(place)
-            if backend.name() == kind:
-                return backend
+    group where it has one, since each takes memory of the GPU; others of NCCL, whose kernels may still run when a host
+    is done, end with the default group. One of gloo has no other reference than its user's."""
     timeout = timedelta(seconds=timeout_s)
-    if everyone:
-        group = dist.new_group(backend=kind, timeout=timeout)
-    else:
-        group = dist.new_group(ranks, backend=kind, timeout=timeout, use_local_synchronization=True)
     if kind == "gloo":
-        made.append(group)
-    return group._get_backend(place)
+        return _new_gloo(ranks, timeout)
+    if len(ranks) < dist.get_world_size():
+        group = dist.new_group(ranks, backend=kind, timeout=timeout, use_local_synchronization=True)
+        return group._get_backend(device)
+    with suppress(RuntimeError):
+        backend = dist.group.WORLD._get_backend(device)
+        if backend.name() == kind:
+            return backend
+    return dist.new_group(backend=kind, timeout=timeout)._get_backend(device)
+
+
+def _new_gloo(ranks, timeout):
+    """Not one of ``new_group``: torch names groups of some ranks by how many groups there are. Here they go when their
+    user does, so a name would come again, under which the addresses of ranks that are gone lie in the store."""
+    number = next(_gloo_numbers.setdefault(tuple(ranks), itertools.count()))
+    name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
 
 
 def _say(warning, text):
@@ -177,4 +184,36 @@ def telling_the_others():
         if world_size > 1:
             store = dist.distributed_c10d._get_default_store()
             _C.tell_failure(store, rank, world_size, str(error), _FAREWELL_S)
+        raise
+
+
+@contextmanager
+def together(collectives, what):
+    """Collective. An exception inside, on any rank, becomes an error on every rank that names the first
+    rank that failed, so that none waits for one that has left. Inside must be no collective.
+
+    Args:
+        collectives: a _C.Collectives.
+        what: names the work in messages: "opening the checkpoint".
+
+    Raises:
+        strata.Error: of the class that the first failed rank had; a rank that failed otherwise (a
+            TypeError) raises its own exception.
+    """
+    kind = message = ""
+    own = None
+    try:
+        yield
+    except _C.CommError:
+        raise
+    except Exception as error:
+        own = error
+        kind, message = type(error).__name__, str(error) or type(error).__name__
+        if not isinstance(error, _C.Error):
+            message = f"{kind}: {message}"
+    try:
+        _C.agree(collectives, what, kind, message)
+    except _C.Error as agreed:
+        if own is not None and not isinstance(own, _C.Error):
+            raise own from agreed
         raise

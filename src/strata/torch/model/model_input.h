@@ -23,6 +23,7 @@ namespace strata::torch {
 struct Borrowing {
   Bytes piece;            // the most that is brought from another rank, or from a drive, at once
   bool own_part = false;  // only what this rank's shard holds, which is all that it wants
+  bool may_be_whole = false;  // for a moment, on every rank: a gather is faster than many pieces
   std::function<void(Numel begin, const at::Tensor& values)> use;
 };
 

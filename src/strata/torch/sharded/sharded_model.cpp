@@ -201,7 +201,7 @@ std::pair<Numel, Numel> ShardedModel::owned_range(int param) const {
 
 void ShardedModel::lend_values(int param, const Borrowing& borrowing) {
   require_own_memory();
-  if (lends_pieces(*engine_)) {
+  if (lends_pieces(*engine_) && (borrowing.own_part || !borrowing.may_be_whole)) {
     lend_pieces(*engine_, runtime_.place, param, borrowing);
     return;
   }

@@ -9,6 +9,9 @@
 namespace strata::torch {
 namespace {
 
+// What is smaller is gathered at once: a piece costs ranks a few milliseconds, however small it is.
+constexpr std::int64_t kWholePieces = 32;
+
 // By parameter that has an owner, whether every rank keeps of it what its shard has already.
 std::vector<bool> cut_alike(engine::Engine& engine, const std::vector<ModelParameter>& parameters) {
   std::string mine;
@@ -26,6 +29,13 @@ std::vector<bool> cut_alike(engine::Engine& engine, const std::vector<ModelParam
     for (std::size_t i = 0; i < all.size(); ++i) all[i] = all[i] && text[i] == '1';
   }
   return all;
+}
+
+bool may_be_whole(const ModelParameter& parameter, Bytes piece) {
+  if (parameter.tile) return false;  // nor is it whole in training
+  const std::int64_t bytes =
+      c10::multiply_integers(parameter.shape) * parameter.variable.element_size();
+  return bytes <= kWholePieces * piece.value;
 }
 
 bool same_source(const ModelParameter& a, const ModelParameter& b) {
@@ -66,7 +76,8 @@ void take_from_owners(engine::Engine& engine, ValueIntake& intake,
     if (parameter.owner == nullptr) continue;
     const bool own_part = alike[position++];
     if (i > 0 && same_source(parameter, parameters[i - 1])) continue;  // lent with the first tile
-    const Borrowing borrowing{piece, own_part, [&](Numel begin, const at::Tensor& values) {
+    const Borrowing borrowing{piece, own_part, may_be_whole(parameter, piece),
+                              [&](Numel begin, const at::Tensor& values) {
                                 store_lent(intake, parameters, i, begin, values);
                               }};
     parameter.owner->lend_values(parameter.owner_index, borrowing);

@@ -1,6 +1,7 @@
 // Values of parameters that other models have sharded already (zero.Init), on their way into the
-// engine that takes them over: piece by piece, and without leaving a rank where both cut a
-// parameter alike. Threads: the engine's. Errors: those of the owners, as ValueIntake's.
+// engine that takes them over: without leaving a rank where both cut a parameter alike, gathered
+// where it has up to 32 pieces and is no parameter that training uses in tiles, else piece by
+// piece. Threads: the engine's. Errors: those of the owners, as ValueIntake's.
 #pragma once
 
 #include <vector>
