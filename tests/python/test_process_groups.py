@@ -5,6 +5,7 @@ import atexit
 import gc
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import strata
@@ -83,3 +84,26 @@ def _one_engine_after_another(drops):
 def test_threads_go_with_an_engine(drops):
     for counts in run_ranks(2, _one_engine_after_another, drops):
         assert counts == counts[:1] * 3
+
+
+def _names_of_groups():
+    names = []
+
+    class Noted(distributed.PrefixStore):
+        def __init__(self, name, store):
+            names.append(name)
+            super().__init__(name, store)
+
+    with mock.patch.object(distributed, "PrefixStore", Noted):
+        for _ in range(2):
+            config = config_of(3, zero_optimization={"mics_shard_size": 2}, strata={"collectives": "c10d"})
+            make_engine(make_model(), config).destroy()
+    return [name for name in names if name.startswith("strata/gloo/")]
+
+
+def test_a_group_has_another_name_than_one_that_is_gone():
+    """Addresses of the one are in the store still."""
+    names, *others = run_ranks(4, _names_of_groups)
+    assert len(set(names)) == len(names) > 2
+    for other in others:
+        assert len(set(other)) == len(other) == len(names)
