@@ -147,6 +147,26 @@ def test_shards_on_the_host_and_on_drives_have_the_same_values(tmp_path):
     assert run_ranks(2, _placed, tmp_path) == [[[], [], []]] * 2
 
 
+def _taken_over():
+    found = []
+    for piece in ("16", "8MiB"):  # what is larger than 32 pieces is sent in such, the rest is gathered
+        config = config_of_birth(piece) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        torch.manual_seed(5)
+        with Init(config_dict_or_path=config):
+            model = nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 17), nn.Linear(17, 3))
+        born = full_parameters(model)
+        engine = make_engine(model, config)
+        found += [born, full_parameters(engine.module)]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_engine_takes_values_over_in_pieces_and_at_once(world):
+    for found in run_ranks(world, _taken_over):
+        assert [differences(values, found[0]) for values in found[1:]] == [[]] * 3
+
+
 class Rotations(nn.Module):
     """Not element by element."""
 
