@@ -111,8 +111,6 @@ struct Reduction {
   // the compute stream.
   device::Stream* writer = nullptr;
   Replicas replicas = Replicas::kSum;
-  // Memory is scarce: what it takes beside source and result should be little, though it be slower.
-  bool sparing = false;
 };
 
 // Points of an operation by the device's clock. `begin` and `end`: when its bytes moved. Of a

@@ -52,10 +52,12 @@ __device__ float finish_sum(const SumArguments& a, float sum, float before) {
   return a.accumulate != 0 ? __fadd_rn(before, scaled) : scaled;
 }
 
-// Slices of several ranks, in their order.
+// Slices of several ranks, in their order. A thread has two accesses to each source on their way at
+// once: sources may lie in other devices' memory, as far as the link is long.
 template <typename From>
 __device__ void sum_in_order(float* target, std::int64_t numel, const SumArguments& a) {
   constexpr int kWide = 16 / sizeof(From);  // elements in an access of 16 bytes
+  constexpr int kAtOnce = 2;
   struct alignas(16) In {
     From at[kWide];
   };
@@ -67,19 +69,30 @@ __device__ void sum_in_order(float* target, std::int64_t numel, const SumArgumen
     packs = packs && reinterpret_cast<std::uintptr_t>(a.sources[s]) % 16 == 0;
   }
   const std::int64_t whole = packs ? numel / kWide : 0;
-  for (std::int64_t p = first_index(); p < whole; p += index_stride()) {
-    Out sum;
+  for (std::int64_t first = first_index(); first < whole; first += kAtOnce * index_stride()) {
+    Out sums[kAtOnce];
     for (int s = 0; s < a.count; ++s) {
-      const In in = static_cast<const In*>(a.sources[s])[p];
-      for (int k = 0; k < kWide; ++k) {
-        sum.at[k] = s == 0 ? widen(in.at[k]) : __fadd_rn(sum.at[k], widen(in.at[k]));
+      In in[kAtOnce] = {};
+      for (int n = 0; n < kAtOnce; ++n) {
+        const std::int64_t p = first + n * index_stride();
+        if (p < whole) in[n] = static_cast<const In*>(a.sources[s])[p];
+      }
+      for (int n = 0; n < kAtOnce; ++n) {
+        for (int k = 0; k < kWide; ++k) {
+          const float value = widen(in[n].at[k]);
+          sums[n].at[k] = s == 0 ? value : __fadd_rn(sums[n].at[k], value);
+        }
       }
     }
-    Out& out = reinterpret_cast<Out*>(target)[p];
-    Out before{};
-    if (a.accumulate != 0) before = out;
-    for (int k = 0; k < kWide; ++k) sum.at[k] = finish_sum(a, sum.at[k], before.at[k]);
-    out = sum;
+    for (int n = 0; n < kAtOnce; ++n) {
+      const std::int64_t p = first + n * index_stride();
+      if (p >= whole) break;
+      Out& out = reinterpret_cast<Out*>(target)[p];
+      Out before{};
+      if (a.accumulate != 0) before = out;
+      for (int k = 0; k < kWide; ++k) sums[n].at[k] = finish_sum(a, sums[n].at[k], before.at[k]);
+      out = sums[n];
+    }
   }
   for_elements(
       numel - whole * kWide, false, [](std::int64_t) {},

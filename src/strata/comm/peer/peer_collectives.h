@@ -4,11 +4,9 @@
 // of the device takes part, no peer has to come, and ranks may gather different things. Of a
 // reduction each rank adds up its slice of all contributions in fp32 in the order of ranks: the
 // same bits in every run, from contributions of 16 bits, too. Contributions that go through an
-// inbox lie in this rank's memory already; of all others it copies its slice, piece by piece.
-// Streams of different ranks wait for each other by flags in host memory; no kernel waits. Texts,
-// numbers and the meeting before each reduction go through `control`.
-// Memory: each rank copies through world_size - 1 pieces of kReducePiece, made at the first
-// reduction that copies, uncharged; of kSparingPiece while all of those are sparing.
+// inbox lie in this rank's memory already; all others it reads where their ranks have them, over
+// the link. Streams of different ranks wait for each other by flags in host memory; no kernel
+// waits. Texts, numbers and the meeting before each reduction go through `control`.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
 // streams that wait for it go on then, with values that nobody may use: every later call throws.
@@ -22,10 +20,6 @@
 #include "strata/device/device.h"
 
 namespace strata::comm {
-
-// Each costs a launch; of 8 MiB the link loses a fifth of its speed.
-inline constexpr Bytes kReducePiece = 32_MiB;
-inline constexpr Bytes kSparingPiece = 2_MiB;
 
 struct PeerOptions {
   // How long this rank waits for a peer's answer, for a buffer that a peer has not allocated, and

@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "strata/base/error.h"
 #include "strata/comm/bulk_operation.h"
 
@@ -21,31 +19,22 @@ PeerReductions::Started PeerReductions::start(const Reduction& reduction, std::s
                     reduction.source->name(), tag));
   }
   const Sources sources = sources_of(reduction, reduce.what);
-  make_room(reduction.sparing ? kSparingPiece : kReducePiece);
   begin(reduction.writer != nullptr ? *reduction.writer : link_.device().compute_stream(), times);
-  const std::size_t numel = reduction.result.size();
-  const std::size_t most = piece_.size() / static_cast<std::size_t>(size_of(reduction.dtype).value);
-  for (std::size_t at = 0; at < numel; at += most)
-    add_piece(reduction, sources, at, std::min(most, numel - at));
+  add(reduction, sources);
   return end(times);
-}
-
-void PeerReductions::make_room(Bytes piece) {
-  if (room_ != nullptr && piece <= piece_) return;
-  if (room_ != nullptr) link_.transfers().synchronize();  // which may copy through it
-  room_.reset();
-  room_ = link_.device().allocate_uncharged(piece * link_.peers());
-  piece_ = piece;
 }
 
 PeerReductions::Started PeerReductions::start_arrived(const Reduction& reduction,
                                                       const Sources& here, WorkTimes* times) {
   begin(link_.transfers(), times);
-  if (!reduction.result.empty()) {
-    link_.device().sum_in_order(reduction.result, here, reduction.dtype, reduction.scale,
-                                reduction.accumulate, link_.transfers());
-  }
+  add(reduction, here);
   return end(times);
+}
+
+void PeerReductions::add(const Reduction& reduction, const Sources& sources) {
+  if (reduction.result.empty()) return;
+  link_.device().sum_in_order(reduction.result, sources, reduction.dtype, reduction.scale,
+                              reduction.accumulate, link_.transfers());
 }
 
 // The stream that wrote the contribution waits for nobody before it says so: peers learn of it at
@@ -106,24 +95,6 @@ PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,
                                   offset, slice, what));
   }
   return sources;
-}
-
-void PeerReductions::add_piece(const Reduction& reduction, const Sources& sources,
-                               std::size_t begin, std::size_t numel) {
-  device::Device& device = link_.device();
-  const auto item = static_cast<std::size_t>(size_of(reduction.dtype).value);
-  std::vector<const std::byte*> pieces(sources.size());
-  for (int turn = 0; turn < link_.peers(); ++turn) {
-    const auto from = static_cast<std::size_t>(link_.peer(turn));
-    const std::span<std::byte> here =
-        room_->bytes().subspan(static_cast<std::size_t>(turn) * piece_.size(), numel * item);
-    device.copy(here, {sources[from] + begin * item, numel * item}, link_.transfers());
-    pieces[from] = here.data();
-  }
-  const auto own = static_cast<std::size_t>(link_.rank());
-  pieces[own] = sources[own] + begin * item;
-  device.sum_in_order(reduction.result.subspan(begin, numel), pieces, reduction.dtype,
-                      reduction.scale, reduction.accumulate, link_.transfers());
 }
 
 }  // namespace strata::comm

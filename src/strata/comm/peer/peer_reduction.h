@@ -1,8 +1,7 @@
-// Reductions between devices that reach each other's memory: each rank copies its slice of every
-// peer's contribution, piece by piece, and adds the pieces up, all on one stream: of streams that
-// wait the device's scheduler makes every kernel's launch longer, the model's, too.
-// Threads, errors: collectives.h. Ownership: the room for pieces is made at the first reduction
-// that needs as much, and kept.
+// Reductions between devices that reach each other's memory: each rank adds up its slice of all
+// contributions, reading its peers' where they lie, all on one stream: of streams that wait the
+// device's scheduler makes every kernel's launch longer, the model's, too.
+// Threads, errors: collectives.h.
 #pragma once
 
 #include <memory>
@@ -40,14 +39,10 @@ class PeerReductions {
   // What is around the additions: everybody's contribution is there; everybody may know of it.
   void begin(device::Stream& writer, WorkTimes* times);
   Started end(WorkTimes* times);
-  void make_room(Bytes piece);
-  void add_piece(const Reduction& reduction, const Sources& sources, std::size_t begin,
-                 std::size_t numel);
+  void add(const Reduction& reduction, const Sources& sources);
 
   PeerLink& link_;
   std::uint32_t count_ = 0;
-  std::unique_ptr<device::Memory> room_;  // a piece for each peer
-  Bytes piece_;
 };
 
 }  // namespace strata::comm

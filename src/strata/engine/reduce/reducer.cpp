@@ -127,7 +127,6 @@ void Reducer::start_reduction(int unit) {
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.replicas = replicas_of(unit);
-  reduction.sparing = u.spec.tile();
   reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   auto work = writes_.reduce(unit, reduction, pushed);
