@@ -97,6 +97,30 @@ void store(ShardedModel& model, int param, const at::Tensor& values) {
   }
 }
 
+// Reads for one model, or for several of one device, one after the other: pins its buffers once, and
+// chooses how to read once.
+class Reader {
+ public:
+  explicit Reader(ShardedModel& model)
+      : io_(torch::reading_options(model.threads())),
+        way_(io::read_way_from(model.config().strata.init_read).value()) {}
+
+  std::int64_t load(ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
+                    const std::vector<int>& params) {
+    engine::LoadSource source{checkpoint.index().open_files(), map, params, io_};
+    source.kept_ring = &ring_;
+    source.way = way_;
+    const engine::LoadedBytes loaded = engine::load_weights_together(model.engine(), source);
+    if (loaded.way != io::ReadWay::kAuto) way_ = loaded.way;
+    return loaded.read.value;
+  }
+
+ private:
+  io::ThreadEngine io_;
+  std::optional<engine::StagingRing> ring_;
+  io::ReadWay way_;
+};
+
 class Saver {
  public:
   Saver(std::shared_ptr<ShardedModel> model, std::string folder,
@@ -143,18 +167,11 @@ void bind_checkpoint(py::module_& module) {
   py::class_<format::WeightMap>(module, "WeightMap")
       .def(py::init(&make_map), py::arg("sources"), py::arg("checkpoint"))
       .def_property_readonly("unused", &format::WeightMap::unused);
-  // Collective.
-  module.def(
-      "load_ranges",
-      [](ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
-         const std::vector<int>& params) {
-        io::ThreadEngine io(torch::reading_options(model.threads()));
-        const io::ReadWay way = io::read_way_from(model.config().strata.init_read).value();
-        return engine::load_weights_together(
-                   model.engine(), {checkpoint.index().open_files(), map, params, io, {}, way})
-            .read.value;
-      },
-      py::arg("model"), py::arg("checkpoint"), py::arg("map"), py::arg("params"), unlocked);
+  py::class_<Reader>(module, "WeightReader")
+      .def(py::init<ShardedModel&>(), py::arg("model"), py::keep_alive<1, 2>(), unlocked)
+      // Collective.
+      .def("load", &Reader::load, py::arg("model"), py::arg("checkpoint"), py::arg("map"),
+           py::arg("params"), unlocked);
   module.def("store", &store, py::arg("model"), py::arg("param"), py::arg("values"), unlocked);
   module.def(
       "weights_changed", [](ShardedModel& model) { model.engine().weights_changed(); }, unlocked);

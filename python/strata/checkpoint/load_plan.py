@@ -96,14 +96,15 @@ class LoadPlan:
                 self._buffers.append((home, tensor))
         self.absent_buffers = absent
 
-    def read(self, core, known=None):
+    def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of what lies in the files as it is.
 
-        Memory: the engine's staging ring.
+        Memory: the reader's staging ring.
 
         Args:
             core: a _C.ShardedModel.
             known: of its engine; None: places among the parameters are indices in ``core``.
+            reader: a _C.WeightReader, for several plans one after the other; None: one of its own.
 
         Raises:
             IoError: on every rank; names the first that failed.
@@ -118,7 +119,7 @@ class LoadPlan:
                     sources.append(_of_part(source, part, known[place]))
                     indices.append(part.index)
             weight_map = _C.WeightMap(sources, self._checkpoint)
-        _C.load_ranges(core, self._checkpoint, weight_map, indices)
+        (reader or _C.WeightReader(core)).load(core, self._checkpoint, weight_map, indices)
 
     def compute(self, core, known=None):
         """The rest, after ``read``: tensors that must be computed, and buffers; then all ranks call

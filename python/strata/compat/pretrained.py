@@ -145,9 +145,10 @@ class _Plans:
 
     def run(self):
         """Reads. Collective. Returns what transformers calls the loading's result."""
+        reader = _C.WeightReader(self._plans[0][0]) if self._plans else None
         with torch.no_grad():
             for core, plan in self._plans:
-                plan.read(core)
+                plan.read(core, reader=reader)
                 plan.compute(core)
                 _C.weights_changed(core)
             for name, buffer in self._buffers.items():

@@ -285,6 +285,39 @@ TEST(WeightLoaderErrors, AFileThatShrinksAfterItsHeaderWasReadIsAnErrorOnEveryRa
   EXPECT_THAT(outcomes, Each(HasSubstr("failed on rank")));
 }
 
+TEST(WeightLoaderRing, ThatIsKeptServesTheNextLoadAlsoAfterOneThatFailed) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder / "model.safetensors";
+  testing::write_checkpoint(path, DType::kFloat32);
+  const std::string cut = folder / "cut.safetensors";
+  std::filesystem::copy_file(path, cut);
+  const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
+    RankModel rank(ranks, DType::kFloat32, 3);
+    const format::CheckpointIndex damaged(cut);
+    const format::CheckpointIndex checkpoint(path);
+    std::filesystem::resize_file(cut, 4096);
+    io::ThreadEngine io;
+    const std::vector<int> params = all_params(rank);
+    std::optional<StagingRing> ring;
+    const auto load_from = [&](const format::CheckpointIndex& index) {
+      const format::WeightMap map(whole_tensors(rank.params), index.tensors(), index.path());
+      LoadSource source{index.open_files(), map, params, io, kSmallRing};
+      source.kept_ring = &ring;
+      return load_weights(*rank.model, source);
+    };
+    EXPECT_THROW(load_from(damaged), IoError);
+    EXPECT_GT(load_from(checkpoint).read, Bytes());
+    EXPECT_EQ(load_from(checkpoint).way, io::ReadWay::kBuffered) << "buffers are too small";
+    EXPECT_EQ(rank.device->ledger()->peak(memory::Tier::kHost), 8_KiB) << "one ring";
+    rank.model->weights_changed();
+    for (std::size_t p = 0; p < rank.params.size(); ++p) {
+      EXPECT_EQ(rank.values(static_cast<int>(p)),
+                testing::expected_bytes(p, rank.params[p].numel(), DType::kFloat32));
+    }
+  });
+  EXPECT_THAT(outcomes, Each(""));
+}
+
 format::RangeCopy copy_of(std::int64_t offset, DType dtype, std::int64_t numel) {
   return {0, Bytes(offset), dtype, 0, Numel(), Numel(numel)};
 }

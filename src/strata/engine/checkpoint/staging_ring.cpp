@@ -39,10 +39,16 @@ StagingRing::StagingRing(const StagingOptions& options, device::Device& device)
 }
 
 StagingRing::~StagingRing() {
+  abandon();
+}
+
+void StagingRing::abandon() noexcept {
   for (Slot& each : slots_) {
+    each.transfer.reset();  // waits
+    const std::unique_ptr<device::Event> event = std::exchange(each.event, nullptr);
     try {
-      if (each.event) each.event->wait();
-    } catch (const Error&) {
+      if (event) event->wait();
+    } catch (const std::exception&) {
       continue;  // the device has failed; whoever waits for its work is told
     }
   }

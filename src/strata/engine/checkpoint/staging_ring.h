@@ -55,6 +55,8 @@ class StagingRing {
   void used_until(std::size_t turn, std::unique_ptr<device::Event> event);
   // Waits for all transfers.
   void drain();
+  // The same for transfers and what streams read, without their errors.
+  void abandon() noexcept;
 
  private:
   struct Slot {

@@ -118,6 +118,18 @@ class Sources {
   std::vector<io::FileRange> ranges_;
 };
 
+// The ring is in use for as long: of a load that fails no read goes on into it.
+class RingUse {
+ public:
+  explicit RingUse(StagingRing& ring) : ring_(ring) {}
+  ~RingUse() { ring_.abandon(); }
+  RingUse(const RingUse&) = delete;
+  RingUse& operator=(const RingUse&) = delete;
+
+ private:
+  StagingRing& ring_;
+};
+
 }  // namespace
 
 std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params) {
@@ -156,7 +168,10 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
   const std::vector<format::RangeCopy> copies = source.map.intersect(sink.wanted());
   const Sources sources(source, copies);
   device::Stream& stream = engine.device().compute_stream();
-  StagingRing ring(source.staging, engine.device());
+  std::optional<StagingRing> own;
+  std::optional<StagingRing>& kept = source.kept_ring != nullptr ? *source.kept_ring : own;
+  StagingRing& ring = kept ? *kept : kept.emplace(source.staging, engine.device());
+  const RingUse use(ring);
   io::ReadChoice choice;
   if (source.way) {
     const InitReport::Phase phase(engine.init_report(), "probe", {});
@@ -165,7 +180,7 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
   }
   const Bytes block = std::max(choice.direct ? io::File::kDirectBlock : 1_B,
                                source.check != nullptr ? source.check->block : 1_B);
-  const ReadPlan plan = plan_reads(copies, source.staging.buffer_bytes, block);
+  const ReadPlan plan = plan_reads(copies, ring.buffer_bytes(), block);
   const auto start = [&](std::size_t turn) {
     if (turn >= plan.batches.size()) return;
     const std::span<std::byte> target =
@@ -189,6 +204,8 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
     }
   };
   LoadedBytes loaded;
+  if (source.way && !copies.empty())
+    loaded.way = choice.direct ? io::ReadWay::kDirect : io::ReadWay::kBuffered;
   Bytes total;
   for (const ReadBatch& batch : plan.batches) total += batch.bytes;
   InitReport::Phase phase(engine.init_report(), source.phase, total);

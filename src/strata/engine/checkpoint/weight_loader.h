@@ -3,7 +3,8 @@
 // differ; through the page cache or past it, whichever is faster here (io/read_probe.h). Not a
 // collective, that choice included;
 // engine/checkpoint/joint_loading.h is what all ranks do together. Threads: the engine's. Memory: a
-// StagingRing, whatever the model's size, and a few words a range. Errors: IoError (the shards hold
+// StagingRing, whatever the model's size, its own or one that is lent, and a few words a range.
+// Errors: IoError (the shards hold
 // a mixture then: load again or give the engine up), UsageError for a map of other parameters.
 #pragma once
 
@@ -48,6 +49,8 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
 
 struct LoadedBytes {
   Bytes read;  // of the files
+  // How they were read; kAuto: there was nothing to choose for.
+  io::ReadWay way = io::ReadWay::kAuto;
 };
 
 // Looks at what was read before any of it is stored: whole blocks of a file, the last one up to its
@@ -67,6 +70,8 @@ struct LoadSource {
   std::optional<io::ReadWay> way = io::ReadWay::kAuto;  // nullopt: there is but one
   std::string phase = "read";
   const BlockCheck* check = nullptr;
+  // Of several loads, one after the other: the first one makes the ring. Null: a ring of its own.
+  std::optional<StagingRing>* kept_ring = nullptr;
 };
 
 // Where what is read goes.
