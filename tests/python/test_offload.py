@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from hf_models import MODELS
 from offloaded_training import (
     all_offloaded,
     config_of,
@@ -88,6 +89,36 @@ def _same_bits_wherever_weights_rest(folder, dtype):
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
 def test_where_weights_rest_changes_no_bit(world, dtype, tmp_path):
     run_gathering_together(world, _same_bits_wherever_weights_rest, str(tmp_path), dtype)
+
+
+def _trains_from_files(source, drive):
+    found = {}
+    for param, states in [("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")]:
+        engine, *_ = strata.load_pretrained(source, all_offloaded(param, states, drive))
+        engine.train()
+        losses = []
+        for step in range(4):
+            torch.manual_seed(step)
+            ids = torch.randint(0, 64, (2, 8)).to(engine.device)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found[param, states] = losses, whole_weights(engine), whole_states(engine)
+        engine.destroy()
+    expected = found.pop(("none", "none"))
+    for place, (losses, *values) in found.items():
+        assert losses == expected[0], place
+        for mine, theirs in zip(values, expected[1:]):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs)), place
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_from_files_trains_to_the_same_bits_wherever_it_rests(world, tmp_path):
+    (tmp_path / "drive").mkdir()
+    torch.manual_seed(0)
+    MODELS["qwen3"].build().save_pretrained(tmp_path / "source")
+    run_gathering_together(world, _trains_from_files, tmp_path / "source", str(tmp_path / "drive"))
 
 
 def _moves_weights(drive, folder):

@@ -144,6 +144,8 @@ struct RankOptions {
   std::string settings;
   std::optional<Bytes> memory_limit = std::nullopt;
   bool can_await = false;  // the parameters' readers
+  // Before weights have values, as where these come from files: states are there first then.
+  bool prepares_first = false;
   // Until they were read; else they are read before add_gradient() returns.
   bool keeps_gradients = true;
   std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
@@ -170,6 +172,7 @@ class FakeRank {
             model.params, model.plan, options.engine, options.rule, options.settings, collectives_,
             device_, options.stores ? options.stores(*device_) : stores_of(options.engine),
             views_)) {
+    if (options.prepares_first) engine_->prepare();
     for (int p = 0; p < model.count(); ++p) {
       const Values values = model.initial(p);
       const DType dtype = model.params[static_cast<std::size_t>(p)].dtype;

@@ -32,6 +32,7 @@ inline void expect_bits_where_states_rest(memory::Tier tier, int stage, Over ove
       c.options.engine.stage = stage;
       c.options.engine.gradient_clipping = world == 3 ? 0.0 : 0.25;
       c.options.engine.late_norm = over == Over::kLatePeers && dtype == DType::kBFloat16;
+      c.options.prepares_first = world > 1;
       place_states(c.options.engine, tier, folder.path());
       expect_bits_of_reference(model, c, plain_script(model));
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
+#include "strata/plan/master_form.h"
 
 namespace strata::engine {
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
@@ -54,8 +55,8 @@ void AdamOptimizer::make_stage() {
     if (remote.states) {
       const States& states = states_[shards_.index_of(unit.id)];
       bytes += store_.size_of(states.exp_avg) + store_.size_of(states.exp_avg_sq);
-      for (const StateBlock& block : shards_.weights().masters().blocks(unit.id))
-        bytes += store_.size_of(block.id);
+      // Not those of the store: units whose values come from files have no memory yet.
+      bytes += plan::master_bytes(shards_.weights().master_form(unit.id), unit.layout.shard());
     }
     if (remote.gradient) bytes += bytes_of(unit.layout.shard(), DType::kFloat32);
     if (remote.weights) bytes += unit.layout.shard_bytes();

@@ -44,6 +44,7 @@ void MasterStates::add(std::span<const Unit> units) {
 }
 
 std::vector<StateBlock> MasterStates::blocks(int unit) const {
+  STRATA_ASSERT(static_cast<std::size_t>(unit) < ids_.size());
   const Ids& ids = ids_[static_cast<std::size_t>(unit)];
   if (ids.wide >= 0) return {{ids.wide, kWideBits}};
   if (ids.low >= 0) return {{ids.low, kLowBits}, {ids.halves_up, kHalfUpBits}};
