@@ -97,8 +97,8 @@ void store(ShardedModel& model, int param, const at::Tensor& values) {
   }
 }
 
-// Reads for one model, or for several of one device, one after the other: pins its buffers once, and
-// chooses how to read once.
+// Reads for one model, or for several of one device, one after the other: pins its buffers once,
+// and chooses how to read once.
 class Reader {
  public:
   explicit Reader(ShardedModel& model)
