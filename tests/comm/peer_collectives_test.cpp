@@ -59,26 +59,6 @@ std::vector<std::string> on_peers(int world_size, const RankBody& body) {
   return run_peers(world_size, std::chrono::seconds(60), body);
 }
 
-TEST(PeerCollectives, ReduceWhatIsLarge) {
-  constexpr std::size_t numel = (80 << 20) / 4;
-  const auto results = on_peers(3, [&](Collectives& c) {
-    auto source = c.allocate("source", Bytes(numel * 4 * 3));
-    const auto values = floats_of(*source);
-    for (std::size_t i = 0; i < values.size(); ++i) values[i] = contribution(c.rank(), i);
-    std::vector<float> result(numel);
-    const std::size_t first = numel * static_cast<std::size_t>(c.rank());
-    const Reduction reduction{source.get(), 0_B, DType::kFloat32, result, 1.0F, false};
-    c.reduce_scatter(reduction, "large")->wait();
-    for (std::size_t i = 0; i < numel; ++i) {
-      require_or_say(result[i] == sum_by_rank(3, first + i),
-                     [&] { return fmt::format("element {}", i); });
-    }
-    c.barrier();
-    return std::string();
-  });
-  EXPECT_THAT(results, testing::Each(""));
-}
-
 // A clock that counts what its device has done.
 class OperationTime final : public device::TimedEvent {
  public:

@@ -46,7 +46,7 @@ def _matrix(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_stage_has_the_bits_of_plain_torch(world, dtype):
     run_ranks(world, _matrix, dtype)
 
@@ -150,7 +150,7 @@ def _over_peers():
             compare(config_of(stage, dtype, accumulation=2, clipping=0.05, strata={"collectives": "peer"}), reference)
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 3])
 def test_peers(world):
     run_ranks(world, _over_peers)
 

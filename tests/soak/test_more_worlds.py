@@ -7,8 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
 
+import test_compile as compiled  # noqa: E402
 import test_engine_names as names  # noqa: E402
 import test_micro_steps as micro  # noqa: E402
+import test_numerics as numerics  # noqa: E402
 import test_passes as passes  # noqa: E402
 import test_skipped_steps as skipped  # noqa: E402
 import test_unused_parameters as unused  # noqa: E402
@@ -19,6 +21,9 @@ JOBS = {
     "micro-steps by plain": (3, micro._micro_steps, (list(micro.MICRO_STEPS), "plain")),
     **{f"micro-steps by {how}": (3, micro._micro_steps, ([n for n in micro.MICRO_STEPS if "tensor's" not in n], how))
        for how in ("engine", "module")},
+    **{f"the bits of plain torch in {dtype}": (4, numerics._matrix, (dtype,)) for dtype in ("fp32", "bf16", "fp16")},
+    "eight peers": (8, numerics._over_peers, ()),
+    "compiled by one rank": (1, compiled._all_stages, ()),
     "a pass that autograd runs": (3, passes._found, ((0, 1, 2),)),
     "parameters and optimizers": (3, passes._parameters_and_optimizers, ()),
     "unused": (3, unused._sweep, (False,)),
