@@ -105,14 +105,13 @@ class Reader {
       : io_(torch::reading_options(model.threads())),
         way_(io::read_way_from(model.config().strata.init_read).value()) {}
 
-  std::int64_t load(ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
-                    const std::vector<int>& params) {
+  void load(ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
+            const std::vector<int>& params) {
     engine::LoadSource source{checkpoint.index().open_files(), map, params, io_};
     source.kept_ring = &ring_;
     source.way = way_;
     const engine::LoadedBytes loaded = engine::load_weights_together(model.engine(), source);
     if (loaded.way != io::ReadWay::kAuto) way_ = loaded.way;
-    return loaded.read.value;
   }
 
  private:

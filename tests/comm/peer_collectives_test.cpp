@@ -1,6 +1,7 @@
 #include "strata/comm/peer/peer_collectives.h"
 
 #include <atomic>
+#include <functional>
 
 #include "comm/collectives_conformance.h"
 #include "comm/late_ranks.h"
@@ -169,62 +170,56 @@ class CountingDevice final : public device::CpuDevice {
   Bytes bytes;
 };
 
+std::vector<std::string> on_counting_devices(
+    int world_size, const std::function<std::string(Collectives&, CountingDevice&)>& body) {
+  LocalGroup group(world_size);
+  std::vector<std::shared_ptr<CountingDevice>> devices;
+  for (int r = 0; r < world_size; ++r) devices.push_back(std::make_shared<CountingDevice>());
+  const auto device_of = [&](int rank) { return devices[static_cast<std::size_t>(rank)]; };
+  return run_as_threads(
+      world_size,
+      [&](int rank) { return make_peer_collectives(device_of(rank), group.rank(rank)); },
+      [&](Collectives& c) { return body(c, *device_of(c.rank())); });
+}
+
 TEST(PeerCollectives, AReductionCopiesNothing) {
   constexpr int kWorld = 3;
   constexpr std::size_t kNumel = 5000;
-  LocalGroup group(kWorld);
-  std::vector<std::shared_ptr<CountingDevice>> devices;
-  for (int r = 0; r < kWorld; ++r) devices.push_back(std::make_shared<CountingDevice>());
-  const auto results = run_as_threads(
-      kWorld,
-      [&](int rank) {
-        return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank));
-      },
-      [&](Collectives& c) {
-        const CountingDevice& device = *devices[static_cast<std::size_t>(c.rank())];
-        auto source = c.allocate("source", Bytes(kNumel * 4 * kWorld));
-        std::vector<float> result(kNumel);
-        const int before = device.copies;
-        c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "sum")->wait();
-        require(device.copies == before, "peers' contributions are read where they are");
-        c.barrier();
-        return std::string();
-      });
+  const auto results = on_counting_devices(kWorld, [](Collectives& c, CountingDevice& device) {
+    auto source = c.allocate("source", Bytes(kNumel * 4 * kWorld));
+    std::vector<float> result(kNumel);
+    const int before = device.copies;
+    c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, false}, "sum")->wait();
+    require(device.copies == before, "peers' contributions are read where they are");
+    c.barrier();
+    return std::string();
+  });
   EXPECT_THAT(results, testing::Each(""));
 }
 
 TEST(PeerCollectives, AGatherCopiesEachPeersSliceOnceAndNothingElse) {
   constexpr int kWorld = 3;
   constexpr std::size_t kSlice = 5000;
-  LocalGroup group(kWorld);
-  std::vector<std::shared_ptr<CountingDevice>> devices;
-  for (int r = 0; r < kWorld; ++r) devices.push_back(std::make_shared<CountingDevice>());
-  const auto results = run_as_threads(
-      kWorld,
-      [&](int rank) {
-        return make_peer_collectives(devices[static_cast<std::size_t>(rank)], group.rank(rank));
-      },
-      [&](Collectives& c) {
-        CountingDevice& device = *devices[static_cast<std::size_t>(c.rank())];
-        auto sharded = c.allocate("sharded", Bytes(kSlice));
-        auto whole = c.allocate("whole", Bytes(kSlice * kWorld));
-        std::vector<std::byte> flat(kSlice * kWorld);
-        c.barrier();
-        const auto counted = [&](const SliceMap& slices, std::span<std::byte> target) {
-          device.copies = 0;
-          device.bytes = Bytes();
-          c.all_gather(slices, target, "unit")->wait();
-          return std::pair(device.copies, device.bytes.size());
-        };
-        require(counted({sharded.get(), 0_B, 0_B, Bytes(kSlice)}, flat) ==
-                    std::pair(kWorld, kSlice * kWorld),
-                "a sharded unit: every slice once, this rank's own, too");
-        require(counted({whole.get(), 0_B, Bytes(kSlice), Bytes(kSlice)}, whole->local()) ==
-                    std::pair(kWorld - 1, kSlice * (kWorld - 1)),
-                "a unit that stays whole: the peers' slices, in place");
-        c.barrier();
-        return std::string();
-      });
+  const auto results = on_counting_devices(kWorld, [&](Collectives& c, CountingDevice& device) {
+    auto sharded = c.allocate("sharded", Bytes(kSlice));
+    auto whole = c.allocate("whole", Bytes(kSlice * kWorld));
+    std::vector<std::byte> flat(kSlice * kWorld);
+    c.barrier();
+    const auto counted = [&](const SliceMap& slices, std::span<std::byte> target) {
+      device.copies = 0;
+      device.bytes = Bytes();
+      c.all_gather(slices, target, "unit")->wait();
+      return std::pair(device.copies, device.bytes.size());
+    };
+    require(counted({sharded.get(), 0_B, 0_B, Bytes(kSlice)}, flat) ==
+                std::pair(kWorld, kSlice * kWorld),
+            "a sharded unit: every slice once, this rank's own, too");
+    require(counted({whole.get(), 0_B, Bytes(kSlice), Bytes(kSlice)}, whole->local()) ==
+                std::pair(kWorld - 1, kSlice * (kWorld - 1)),
+            "a unit that stays whole: the peers' slices, in place");
+    c.barrier();
+    return std::string();
+  });
   EXPECT_THAT(results, testing::Each(""));
 }
 

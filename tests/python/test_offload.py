@@ -61,6 +61,15 @@ def test_the_place_changes_no_bit(world, dtype, tmp_path):
     run_ranks(world, _same_bits, str(tmp_path), [1, 2, 3] if world == 2 else [3], dtype)
 
 
+def _require_those_of_the_device(found):
+    """Losses and tensors by (place of weights, place of states)."""
+    expected = found.pop(("none", "none"))
+    for place, (losses, *values) in found.items():
+        assert losses == expected[0], place
+        for mine, theirs in zip(values, expected[1:]):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs)), place
+
+
 def _same_bits_wherever_weights_rest(folder, dtype):
     found = {}
     for param, states in [("none", "none"), ("cpu", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]:
@@ -79,11 +88,7 @@ def _same_bits_wherever_weights_rest(folder, dtype):
         local = [strata.utils.safe_get_local_fp32_param(p).cpu() for p in engine.module.parameters()]
         found[param, states] = losses, whole_weights(engine), whole_states(engine), local
         engine.destroy()
-    expected = found.pop(("none", "none"))
-    for place, (losses, *values) in found.items():
-        assert losses == expected[0], place
-        for mine, theirs in zip(values, expected[1:]):
-            assert all(torch.equal(a, b) for a, b in zip(mine, theirs)), place
+    _require_those_of_the_device(found)
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bf16"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (2, "fp16")])
@@ -106,11 +111,7 @@ def _trains_from_files(source, drive):
             losses.append(loss.item())
         found[param, states] = losses, whole_weights(engine), whole_states(engine)
         engine.destroy()
-    expected = found.pop(("none", "none"))
-    for place, (losses, *values) in found.items():
-        assert losses == expected[0], place
-        for mine, theirs in zip(values, expected[1:]):
-            assert all(torch.equal(a, b) for a, b in zip(mine, theirs)), place
+    _require_those_of_the_device(found)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -4,8 +4,8 @@
 // collective, that choice included;
 // engine/checkpoint/joint_loading.h is what all ranks do together. Threads: the engine's. Memory: a
 // StagingRing, whatever the model's size, its own or one that is lent, and a few words a range.
-// Errors: IoError (the shards hold
-// a mixture then: load again or give the engine up), UsageError for a map of other parameters.
+// Errors: IoError (the shards hold a mixture then: load again or give the engine up), UsageError
+// for a map of other parameters.
 #pragma once
 
 #include <functional>
