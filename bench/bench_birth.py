@@ -1,11 +1,13 @@
 """What a parameter costs from its construction to its first step: one JSON line a case, of its largest rank.
 
-    python bench/bench_birth.py [--size 22528] [--ranks 2] [--libraries strata deepspeed] [--sources init host file] \
-        [--places device host nvme] [--tile-mib 64] [--drive DIR] [--json FILE]
+    python bench/bench_birth.py [--size 22528] [--ranks 2] [--libraries strata deepspeed] \
+        [--sources init host file load] [--places device host nvme] [--tile-mib 64] [--drive DIR] [--json FILE]
 
 A module of one fp32 parameter of SIZE x SIZE, at stage 3, trained one step by AdamW. *source*: built within zero.Init,
-given prebuilt on the host, or read from a file (``load_pretrained``; DeepSpeed: transformers' ``from_pretrained``).
-*place*: where weights and states rest. Strata uses the parameter in tiles of --tile-mib; with 0 it is whole.
+given prebuilt on the host, or read from a file by transformers' ``from_pretrained`` within the library's zero.Init;
+*load* is Strata's ``load_pretrained``, which makes the engine and its states at once. *place*: where weights and states
+rest. Strata uses the parameter in tiles of --tile-mib; with 0 it is whole.
+
 Bytes, above what the process had when its libraries were loaded, for each phase (*construct*, *initialize*, *step*:
 forward, backward and step): *device*: the most in use, as the driver tells it; *device_torch*: torch's allocator's;
 *ledger*: the engine's own count, by tier; *host*: anonymous and shared memory that was resident at the end;
@@ -31,7 +33,7 @@ import time
 from birth_rank import BATCH, PIECE
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-LIBRARIES, SOURCES, PLACES = ("strata", "deepspeed"), ("init", "host", "file"), ("device", "host", "nvme")
+LIBRARIES, SOURCES, PLACES = ("strata", "deepspeed"), ("init", "host", "file", "load"), ("device", "host", "nvme")
 PATIENCE_S = 15.0  # how long the others may go on once a rank has failed
 
 
@@ -134,11 +136,13 @@ def main():
     if "deepspeed" in arguments.libraries:
         _compile_operators(arguments.places)
     with tempfile.TemporaryDirectory(dir=arguments.drive, prefix="birth-") as drive:
-        if "file" in arguments.sources:
+        if {"file", "load"} & {*arguments.sources}:
             _write_file(drive, arguments.size)
         for place in arguments.places:
             for source in arguments.sources:
                 for library in arguments.libraries:
+                    if (library, source) == ("deepspeed", "load"):
+                        continue  # it has no such call
                     line = json.dumps(run_case(library, source, place, arguments, drive))
                     print(line, flush=True)
                     if arguments.json:

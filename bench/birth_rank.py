@@ -146,6 +146,8 @@ def _join(case):
         import strata as library
 
         library.init_distributed()
+        if case["source"] == "file":
+            import strata.compat.deepspeed  # before transformers, which asks once whether there is a DeepSpeed
     else:
         os.environ["LOCAL_RANK"] = str(device.index or 0)
         import deepspeed as library
@@ -163,7 +165,7 @@ def _construct(case, library, config, classes, watch):
     folder, shapes = os.path.join(case["drive"], "model"), config_class(size=case["size"])
     began = time.perf_counter()
     engine = model = None
-    if source == "file" and ours:
+    if source == "load":
         engine, *_ = library.load_pretrained(folder, config, model_class=matrix_class)
         engine.train()
     elif source == "file":
@@ -172,6 +174,7 @@ def _construct(case, library, config, classes, watch):
         kept = HfDeepSpeedConfig(config)  # from_pretrained looks for it
         model = matrix_class.from_pretrained(folder, dtype=torch.float32)
         del kept
+        model.train()
     elif source == "init":
         with library.zero.Init(config_dict_or_path=config):
             model = matrix_class(shapes)
@@ -181,11 +184,15 @@ def _construct(case, library, config, classes, watch):
         began = time.perf_counter()
         library.zero.Init(module=model, config_dict_or_path=config)
     watch.note("construct", began)
-    if ours and engine is not None:
-        watch.note_ledger("construct", engine.core)
-    elif ours and _world() > 1:
-        watch.note_ledger("construct", dict.__getitem__(model.matrix._parameters, "weight")._strata_core)
+    core = engine.core if engine is not None else _core_of(model)
+    if ours and core is not None:
+        watch.note_ledger("construct", core)
     return engine, model
+
+
+def _core_of(model):
+    """The core that has the parameter since ``zero.Init``; None where it is whole."""
+    return getattr(dict.__getitem__(model.matrix._parameters, "weight"), "_strata_core", None)
 
 
 def run_rank(case):

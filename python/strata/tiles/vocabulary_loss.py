@@ -85,9 +85,9 @@ class _Blocks:
         return [slice(begin, min(begin + self.tokens, count)) for begin in range(0, count, self.tokens)]
 
     def logits(self, x, weight, bias, block):
-        """[tokens, rows of the block], fp32."""
-        found = (x @ weight.to(self.dtype).t()).float()
-        return found if bias is None else found.add_(bias[block.begin : block.end].float())
+        """[tokens, rows of the block], fp32 with a bias, else of hidden's dtype."""
+        found = x @ weight.to(self.dtype).t()
+        return found if bias is None else found.float().add_(bias[block.begin : block.end].float())
 
 
 class _Rows:
@@ -123,29 +123,28 @@ class _Losses(torch.autograd.Function):
             with block as rows:
                 for part in blocks.of_tokens(count):
                     logits = blocks.logits(flat[part], rows, bias, block)
-                    here = labels[part] - block.begin
-                    inside = (here >= 0) & (here < block.end - block.begin) & counts[part]
-                    picked = logits.gather(1, here.clamp(0, block.end - block.begin - 1)[:, None])[:, 0]
-                    chosen[part] = torch.where(inside, picked, chosen[part])
+                    column, inside = _column(labels[part], block)
+                    chosen[part] = torch.where(inside, logits.gather(1, column)[:, 0].float(), chosen[part])
                     missing[part] &= ~inside
-                    top = torch.maximum(highest[part], logits.amax(1))
+                    top = torch.maximum(highest[part], logits.amax(1).float())
                     scale = torch.exp(highest[part] - top)
-                    total[part] = total[part] * scale + logits.sub_(top[:, None]).exp_().sum(1)
+                    total[part] = total[part] * scale + _less(logits, top).exp_().sum(1)
                     highest[part] = top
         of_all = highest + total.log()
         ctx.blocks, ctx.ignore_index = blocks, ignore_index
         ctx.has_bias = bias is not None
-        ctx.save_for_backward(flat, labels, of_all, *(() if bias is None else (bias,)))
+        ctx.save_for_backward(flat, labels, of_all, chosen, *(() if bias is None else (bias,)))
         losses = torch.where(counts, of_all - chosen, 0.0)
         return losses.masked_fill_(missing, torch.nan)  # a label beyond the vocabulary
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        flat, labels, of_all, *more = ctx.saved_tensors
+        flat, labels, of_all, chosen, *more = ctx.saved_tensors
         bias = more[0] if ctx.has_bias else None
         blocks, (wants_x, wants_weight, wants_bias) = ctx.blocks, ctx.needs_input_grad[:3]
-        grad = torch.where(labels != ctx.ignore_index, grad, 0.0)
+        tokens = _TokenGradients(torch.where(labels != ctx.ignore_index, grad, 0.0), labels, of_all, chosen)
+        signed = flat * tokens.sign[:, None].to(flat.dtype) if wants_weight else None
         dx = torch.zeros_like(flat, dtype=torch.float32) if wants_x else None
         db = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         of_weight = torch.empty_like(blocks.weight) if wants_weight and blocks.tiles is None else None
@@ -154,24 +153,49 @@ class _Losses(torch.autograd.Function):
             with block as rows, _gradient_of(block, of_weight) if wants_weight else nullcontext() as place:
                 dw = place.sum_of(len(parts)) if wants_weight else None
                 for part in parts:
-                    given = _of_logits(blocks, flat[part], rows, bias, block, labels[part], of_all[part], grad[part])
+                    given = tokens.of_logits(blocks.logits(flat[part], rows, bias, block), part, block)
                     if wants_bias:
-                        db[block.begin : block.end] += given.sum(0)
+                        db[block.begin : block.end] += (given * tokens.sign[part, None]).sum(0)
                     given = given.to(flat.dtype)
                     if wants_x:
                         write_product(dx[part], given, rows.to(flat.dtype), holds=True)
                     if wants_weight:
-                        dw.add(given.t(), flat[part])
+                        dw.add(given.t(), signed[part])
                 if wants_weight:
                     dw.finish()
-        dx = dx.to(flat.dtype) if wants_x else None
+        dx = dx.mul_(tokens.sign[:, None]).to(flat.dtype) if wants_x else None
         return dx, of_weight, db.to(bias.dtype) if wants_bias else None, None, None, None
 
 
-def _of_logits(blocks, x, rows, bias, block, labels, of_all, grad):
-    """The gradient of a block's logits, fp32: what softmax says, less the label, times the token's own."""
-    given = blocks.logits(x, rows, bias, block).sub_(of_all[:, None]).exp_()
+class _TokenGradients:
+    """The gradients of the logits of a block, given those of the tokens' losses.
+
+    A token's own gradient has a sign and a size. The size goes into the exponent, exp(logit - of_all + log(size)),
+    which saves a pass over the logits; the sign is for what multiplies them.
+    """
+
+    def __init__(self, grad, labels, of_all, chosen):
+        size = grad.abs()
+        self.sign = torch.where(grad < 0, -1.0, 1.0)
+        self._labels = labels
+        self._less = of_all - size.log()
+        self._of_label = torch.expm1(chosen - of_all) * size
+
+    def of_logits(self, logits, part, block):
+        """In the logits' memory: what softmax says, less the label, times the size."""
+        given = torch.exp(_less(logits, self._less[part]), out=logits)
+        column, inside = _column(self._labels[part], block)
+        of_label = torch.where(inside[:, None], self._of_label[part, None].to(given.dtype), given.gather(1, column))
+        return given.scatter_(1, column, of_label)
+
+
+def _column(labels, block):
+    """[tokens, 1], where each token's label is in a block, and [tokens], whether it is there; else any column."""
     here = labels - block.begin
-    inside = (here >= 0) & (here < block.end - block.begin)
-    given.scatter_add_(1, here.clamp(0, block.end - block.begin - 1)[:, None], -inside.to(given.dtype)[:, None])
-    return given.mul_(grad[:, None])
+    rows = block.end - block.begin
+    return here.clamp(0, rows - 1)[:, None], (here >= 0) & (here < rows)
+
+
+def _less(logits, numbers):
+    """fp32: logits less a number a token. In their memory where they are fp32; else the pass widens them, too."""
+    return torch.sub(logits, numbers[:, None], out=logits if logits.dtype == torch.float32 else None)

@@ -192,7 +192,11 @@ std::span<double> GradientShards::squares_memory() {
 
 void GradientShards::measure(int unit, device::Stream& stream) {
   const auto first = static_cast<std::size_t>(unit);
-  if (through_scratch(unit) && shards_[first].filled) return;  // what has arrived is a part
+  if (through_scratch(unit)) {
+    if (shards_[first].filled) return;  // what has arrived is a part
+  } else if (units_[first].spec.tile()) {
+    return;  // tiles follow each other at once: the next one would wait on the stream
+  }
   measure_run(first, first + 1, stream);
 }
 

@@ -48,7 +48,8 @@ class GradientShards {
   // One for each of these filled shards.
   std::vector<kernels::GradStats> statistics(std::span<const int> units);
   // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
-  // fills it, behind that. Where what has arrived is not all of it, squares() sums later.
+  // fills it, behind that. Where what has arrived is not all of it, squares() sums later, and so
+  // with a tile that stays on the device: all of those at once.
   void measure(int unit, device::Stream& stream);
   // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
   std::span<const double> squares();
