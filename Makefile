@@ -93,9 +93,9 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 
 # --- the work ---------------------------------------------------------------------------------------
 
-# Ranks wait for each other, for their processes to start and for deadlines: as many Python tests at once
-# as there are cores keep those busy. Each worker holds a process with torch in memory.
-PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) : 8 )))
+# Ranks wait for each other, for their processes to start and for deadlines: one Python test more than there
+# are cores keeps those busy. Each worker holds a process with torch in memory.
+PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
 RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
 .PHONY: test test-bench test-newest soak test-gpu test-core demo bench-cpu sanitize wheel

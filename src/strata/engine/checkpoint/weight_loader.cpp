@@ -130,6 +130,95 @@ class RingUse {
   StagingRing& ring_;
 };
 
+// The batches of some copies, a turn each, which are read as far ahead as the ring has buffers.
+class BatchReads {
+ public:
+  BatchReads(const LoadSource& source, const Sources& sources, StagingRing& ring, bool direct,
+             std::span<const format::RangeCopy> copies)
+      : source_(source),
+        sources_(sources),
+        ring_(ring),
+        direct_(direct),
+        block_(std::max(direct ? io::File::kDirectBlock : 1_B,
+                        source.check != nullptr ? source.check->block : 1_B)),
+        plan_(plan_reads(copies, ring.buffer_bytes(), block_)) {
+    for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
+  }
+
+  const std::vector<ReadBatch>& batches() const { return plan_.batches; }
+  std::span<const format::RangeCopy> pieces(const ReadBatch& batch) const {
+    return std::span(plan_.pieces).subspan(batch.first_piece, batch.piece_count);
+  }
+  Bytes total() const {
+    Bytes total;
+    for (const ReadBatch& batch : plan_.batches) total += batch.bytes;
+    return total;
+  }
+  // Waits for a batch. Its bytes stay until what used_until() was told, and some turns longer.
+  const std::byte* bytes(std::size_t turn) {
+    const ReadBatch& batch = plan_.batches[turn];
+    const std::span<std::byte> buffer = ring_.buffer(turn);
+    if (source_.check != nullptr)
+      source_.check->look(batch.file, batch.offset, sources_.target_of(batch, block_, buffer));
+    return buffer.data();
+  }
+  // A buffer is read into again some turns after its bytes were queued, when the device has taken
+  // them.
+  void used_until(std::size_t turn, std::unique_ptr<device::Event> event) {
+    ring_.used_until(turn, std::move(event));
+    const std::size_t lag = ring_.size() / 4;
+    if (turn >= lag) start(turn - lag + ring_.size());
+  }
+
+ private:
+  void start(std::size_t turn) {
+    if (turn >= plan_.batches.size()) return;
+    const ReadBatch& batch = plan_.batches[turn];
+    const std::span<std::byte> target = sources_.target_of(batch, block_, ring_.buffer(turn));
+    ring_.started(turn, sources_.read(batch, direct_, source_.io, target));
+  }
+
+  const LoadSource& source_;
+  const Sources& sources_;
+  StagingRing& ring_;
+  bool direct_;
+  Bytes block_;  // what a read begins at, and ends at
+  ReadPlan plan_;
+};
+
+// Tells who halts a load that stores have come to his places.
+class Halting {
+ public:
+  Halting(const Halts& halts, ValueSink& sink) : halts_(halts), sink_(sink) {}
+
+  void begin() {
+    if (!std::exchange(begun_, true) && halts_.begun) halts_.begun();
+  }
+  // Stores are queued of all before `next`.
+  void before(const format::FilePlace& next) {
+    for (; reached_ < halts_.places.size() && halts_.places[reached_] <= next; ++reached_) {
+      begin();
+      sink_.settle();  // while ranks meet
+      halts_.reached(reached_);
+    }
+  }
+
+ private:
+  const Halts& halts_;
+  ValueSink& sink_;
+  bool begun_ = false;
+  std::size_t reached_ = 0;
+};
+
+io::ReadChoice choose_way(InitReport& report, const LoadSource& source, const Sources& sources,
+                          StagingRing& ring, bool reads) {
+  if (!source.way) return {};
+  const InitReport::Phase phase(report, "probe", {});
+  const io::ReadChoice choice = sources.choose(*source.way, source.io, ring);
+  if (reads) report.set_reading(choice);
+  return choice;
+}
+
 }  // namespace
 
 std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params) {
@@ -172,62 +261,29 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
   std::optional<StagingRing>& kept = source.kept_ring != nullptr ? *source.kept_ring : own;
   StagingRing& ring = kept ? *kept : kept.emplace(source.staging, engine.device());
   const RingUse use(ring);
-  io::ReadChoice choice;
-  if (source.way) {
-    const InitReport::Phase phase(engine.init_report(), "probe", {});
-    choice = sources.choose(*source.way, source.io, ring);
-    if (!copies.empty()) engine.init_report().set_reading(choice);
-  }
-  const Bytes block = std::max(choice.direct ? io::File::kDirectBlock : 1_B,
-                               source.check != nullptr ? source.check->block : 1_B);
-  const ReadPlan plan = plan_reads(copies, ring.buffer_bytes(), block);
-  const auto start = [&](std::size_t turn) {
-    if (turn >= plan.batches.size()) return;
-    const std::span<std::byte> target =
-        sources.target_of(plan.batches[turn], block, ring.buffer(turn));
-    ring.started(turn, sources.read(plan.batches[turn], choice.direct, source.io, target));
-  };
-  for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
-  // A buffer is read into again some turns after its bytes were queued, when the device has taken
-  // them.
-  const std::size_t lag = ring.size() / 4;
-  std::size_t halt = 0;
-  bool begun = false;
-  const auto begin = [&] {
-    if (!std::exchange(begun, true) && halts.begun) halts.begun();
-  };
-  const auto halt_before = [&](const format::FilePlace& next) {
-    for (; halt < halts.places.size() && halts.places[halt] <= next; ++halt) {
-      begin();
-      sink.settle();  // while ranks meet
-      halts.reached(halt);
-    }
-  };
+  const bool direct =
+      choose_way(engine.init_report(), source, sources, ring, !copies.empty()).direct;
+  BatchReads reads(source, sources, ring, direct, copies);
+  Halting halting(halts, sink);
   LoadedBytes loaded;
   if (source.way && !copies.empty())
-    loaded.way = choice.direct ? io::ReadWay::kDirect : io::ReadWay::kBuffered;
-  Bytes total;
-  for (const ReadBatch& batch : plan.batches) total += batch.bytes;
-  InitReport::Phase phase(engine.init_report(), source.phase, total);
-  for (std::size_t turn = 0; turn < plan.batches.size(); ++turn) {
-    const ReadBatch& batch = plan.batches[turn];
-    halt_before({batch.file, batch.offset});
-    const std::span<std::byte> bytes = ring.buffer(turn);
-    if (source.check != nullptr)
-      source.check->look(batch.file, batch.offset, sources.target_of(batch, block, bytes));
-    for (std::size_t i = 0; i < batch.piece_count; ++i) {
-      const format::RangeCopy& piece = plan.pieces[batch.first_piece + i];
+    loaded.way = direct ? io::ReadWay::kDirect : io::ReadWay::kBuffered;
+  InitReport::Phase phase(engine.init_report(), source.phase, reads.total());
+  for (std::size_t turn = 0; turn < reads.batches().size(); ++turn) {
+    const ReadBatch& batch = reads.batches()[turn];
+    halting.before({batch.file, batch.offset});
+    const std::byte* const bytes = reads.bytes(turn);
+    for (const format::RangeCopy& piece : reads.pieces(batch)) {
       sink.enqueue_store(piece.param, piece.param_begin, piece.numel,
-                         bytes.data() + (piece.offset - batch.offset).size(), piece.source_dtype);
+                         bytes + (piece.offset - batch.offset).size(), piece.source_dtype);
     }
-    ring.used_until(turn, stream.record());
-    begin();
+    reads.used_until(turn, stream.record());
+    halting.begin();
     loaded.read += batch.bytes;
     phase.moved(batch.bytes);
-    if (turn >= lag) start(turn - lag + ring.size());
   }
-  begin();
-  halt_before({source.files.size(), Bytes()});
+  halting.begin();
+  halting.before({source.files.size(), Bytes()});
   sink.settle();
   stream.synchronize();
   return loaded;
