@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from strata.model.tiles import tiles_of
 
 STEPS = 3
+CLIPPING = 0.1  # the norm of all gradients decides about each
 # Gradients of inputs are sums over tiles, in another order than one product's.
 TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 2e-6}, "bf16": {"rtol": 2e-2, "atol": 5e-3}}
 
@@ -25,13 +26,14 @@ def _adamw(parameters):
 
 
 def _plain(model, world, batches, dtype, accumulation=1):
-    trainer = PlainTrainer(model, world, _adamw, DTYPES[dtype], accumulation=accumulation)
-    losses = []
+    trainer = PlainTrainer(model, world, _adamw, DTYPES[dtype], CLIPPING, accumulation)
+    losses, norms = [], []
     for step, batch in enumerate(batches):
         losses += trainer.micro_step(list(batch), loss_of)
         if (step + 1) % accumulation == 0:
             trainer.step()
-    return losses, trainer.values()
+            norms.append(trainer.norm)
+    return losses, norms, trainer.values()
 
 
 def _require_close(ours, theirs, dtype):
@@ -50,14 +52,20 @@ def _against_plain(cases):
         model = make_tiled(tied=tied, frozen=frozen)
         start = copy.deepcopy(model)
         batches = batches_of(STEPS * accumulation, world)
-        losses, values = _plain(model, world, batches, dtype, accumulation)
+        losses, norms, values = _plain(model, world, batches, dtype, accumulation)
         names = list(dict(model.named_parameters()))
-        engine = make_engine(model, tiled_config(dtype=dtype, accumulation=accumulation, **more))
+        config = tiled_config(dtype=dtype, accumulation=accumulation, gradient_clipping=CLIPPING, **more)
+        engine = make_engine(model, config)
         assert len(tiles_of(model.up.weight)) == (8 if dtype == "fp32" else 4)
         assert list(dict(model.named_parameters())) == names
         assert model.up.weight.ds_shape == (64, 16) and model.up.weight.numel() == 0
-        ours = [train_step(engine, batch[rank], loss_of) for batch in batches]
+        ours, our_norms = [], []
+        for step, batch in enumerate(batches):
+            ours.append(train_step(engine, batch[rank], loss_of))
+            if (step + 1) % accumulation == 0:
+                our_norms.append(engine.get_global_grad_norm())
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses[rank::world]), **TOLERANCE[dtype])
+        assert our_norms == pytest.approx(norms, rel=TOLERANCE[dtype]["rtol"])
         trained = full_parameters(model)
         _require_close(trained, values, dtype)
         for name in frozen:
@@ -314,8 +322,8 @@ def _reads_by_others():
     torch.manual_seed(0)
     model = Reader().to(test_device())
     batches = batches_of(STEPS, world)
-    _, values = _plain(model, world, batches, "fp32")
-    engine = make_engine(model, tiled_config())
+    *_, values = _plain(model, world, batches, "fp32")
+    engine = make_engine(model, tiled_config(gradient_clipping=CLIPPING))
     for batch in batches:
         train_step(engine, batch[rank], loss_of)
     _require_close(full_parameters(model), values, "fp32")

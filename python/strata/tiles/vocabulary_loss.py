@@ -1,9 +1,10 @@
 """A projection onto a vocabulary and its cross-entropy, a block of the vocabulary and of the tokens at a time.
 
-Forward keeps two numbers a token beside the input: the running maximum of its logits and the sum of their exponentials
-below it (the online softmax of Milakov and Gimelshein, 2018), of which the logarithm of the sum of all exponentials
-comes. Backward makes each block's logits once more and, in the same sweep, the gradients of the input and of the block
-of weights: that needs the logarithm for all of the vocabulary, so it cannot be done while forward still computes it.
+Forward keeps two numbers a token as it goes: the running maximum of its logits and the sum of their exponentials below
+it (the online softmax of Milakov and Gimelshein, 2018), of which the logarithm of the sum of all exponentials comes.
+That and the logit of the token's label stay for backward, beside the input. Backward makes each block's logits once
+more and, in the same sweep, the gradients of the input and of the block of weights: that needs the logarithm for all of
+the vocabulary, so it cannot be done while forward still computes it.
 One product of four is more than a loss has that keeps its logits (three); they are what it saves.
 """
 

@@ -186,7 +186,7 @@ class BatchReads {
   ReadPlan plan_;
 };
 
-// Tells who halts a load that stores have come to his places.
+// Calls a load's halts as stores come to their places.
 class Halting {
  public:
   Halting(const Halts& halts, ValueSink& sink) : halts_(halts), sink_(sink) {}
@@ -210,6 +210,7 @@ class Halting {
   std::size_t reached_ = 0;
 };
 
+// `reads`: there is something to read, so that the choice is told.
 io::ReadChoice choose_way(InitReport& report, const LoadSource& source, const Sources& sources,
                           StagingRing& ring, bool reads) {
   if (!source.way) return {};
