@@ -10,6 +10,7 @@ from .accumulation import Accumulation
 from .checkpoint.engine_checkpoints import EngineCheckpoints
 from .clocks import NoMonitor, ThroughputTimer, Timers
 from .compilation import Compilation
+from .data_loading import DataLoading
 from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
@@ -26,7 +27,7 @@ from .views.accounts import Accounts
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation, torch.nn.Module):
+class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts, Compilation, torch.nn.Module):
     """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
     ``Accumulation`` what concerns micro-steps, ``Accounts`` what it tells of memory and steps.
 
@@ -53,7 +54,6 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
         self.optimizer = optimizer
         self.lr_scheduler = None
         self._advance = None  # of the scheduler, by the last step
-        self.training_dataloader = None
         self.init_report = None
         self._at_boundary = False  # whether the last call of step() was one
         self._unapplied = 0  # micro-steps since the last boundary
@@ -235,24 +235,6 @@ class Engine(EngineCheckpoints, EngineNames, Accumulation, Accounts, Compilation
     def zero_optimization_stage(self):
         """int, 0 to 3."""
         return self._config.stage
-
-    def zero_gather_16bit_weights_on_model_save(self):
-        """bool: ``stage3_gather_16bit_weights_on_model_save`` of the configuration."""
-        return self._config.gather_16bit_weights_on_model_save
-
-    def deepspeed_io(self, dataset, collate_fn=None, batch_size=None):
-        """A DataLoader over ``dataset`` of this rank's part, in micro-batches on the host; pinned for a GPU."""
-        sampler = torch.utils.data.distributed.DistributedSampler(
-            dataset, num_replicas=self.world_size, rank=self.global_rank, drop_last=self._config.drop_last
-        )
-        return torch.utils.data.DataLoader(
-            dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            sampler=sampler,
-            collate_fn=collate_fn,
-            pin_memory=self.device.type == "cuda",
-            drop_last=self._config.drop_last,
-        )
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
         """Writes the weights, each in the dtype that it has, and the model's configuration, so that transformers'

@@ -1,67 +1,28 @@
 """Names that training scripts and frameworks read on DeepSpeed's engine, beside those that train."""
 
-import json
+import gc
 import os
 
 import torch
 
 from . import _C
+from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights
 from .state_parking import StateParking
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _setting(path, meaning):
-    """A method that returns the configuration's value at ``path``."""
-
-    def value(self):
-        return self._value_at(path)
-
-    value.__doc__ = f"``{path}`` of the configuration: {meaning}."
-    return value
-
-
-def _hint(path, default, meaning):
-    """A method that returns what the configuration says at ``path``, which has no effect here."""
-
-    def value(self):
-        text = self._config.hint_values.get(path)
-        return default if text is None else json.loads(text)
-
-    value.__doc__ = f"``{path}`` of the configuration, which has no effect here: {meaning}."
-    return value
-
-
 def _place(tier):
     return None if tier == "device" else {"device": {"host": "cpu"}.get(tier, tier)}
 
 
-def _off(meaning):
-    """A method that returns False, of what this engine does not do."""
-
-    def value(self):
-        return False
-
-    value.__doc__ = f"False: {meaning}."
-    return value
-
-
-class EngineNames(EngineWeights, StateParking):
+class EngineNames(EngineWeights, StateParking, EngineSettings):
     """What ``Engine`` tells of its configuration; it has ``_config``, ``core``, ``optimizer``,
     ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 
     _batch = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
     _samples_before = (0, 0)  # (samples, micro-steps) until then
-
-    def _value_at(self, path):
-        """The canonical value of an honoured setting; None where none is given and none is the default."""
-        settings = self.__dict__.get("_settings")
-        if settings is None:
-            lines = self._config.digest().splitlines()
-            settings = self.__dict__["_settings"] = dict(line.split(" = ", 1) for line in lines)
-        text = settings.get(path)
-        return None if text is None else json.loads(text)
 
     # --- batches ---
 
@@ -116,9 +77,6 @@ class EngineNames(EngineWeights, StateParking):
         since = self.core.micro_steps - micro_steps
         return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
 
-    managed_gradient_accumulation = _setting(
-        "managed_gradient_accumulation", "bool, whether micro-steps are counted")
-
     # --- the optimizer and its schedule ---
 
     def get_lr(self):
@@ -153,9 +111,6 @@ class EngineNames(EngineWeights, StateParking):
     def _groups(self):
         return [] if self.optimizer is None else self.optimizer.param_groups
 
-    optimizer_name = _setting("optimizer.type", "the class that it names, or None")
-    scheduler_name = _setting("scheduler.type", "the class that it names, or None")
-
     def optimizer_params(self):
         """{name: value}: ``optimizer.params`` of the configuration with its defaults; None without an optimizer."""
         return self._params_of("optimizer")
@@ -167,42 +122,22 @@ class EngineNames(EngineWeights, StateParking):
     def _params_of(self, section):
         if self._value_at(f"{section}.type") is None:
             return None
-        start = f"{section}.params."
-        given = {path[len(start):]: self._value_at(path) for path in self._settings if path.startswith(start)}
-        return {**(self._value_at(f"{section}.params") or {}), **given}
+        return {**(self._value_at(f"{section}.params") or {}), **self._section(f"{section}.params")}
 
     # --- precision ---
-
-    fp16_enabled = _setting("fp16.enabled", "bool")
-    bfloat16_enabled = _setting("bf16.enabled", "bool")
-    fp16_auto_cast = _setting("fp16.auto_cast", "bool, whether inputs are cast")
-    bf16_master_weights_and_gradients = _setting("bf16.bf16_master_weights_and_grads", "bool")
-    bf16_optimizer_states = _setting("bf16.bf16_optimizer_states", "bool")
-    torch_autocast_enabled = _setting("torch_autocast.enabled", "bool")
 
     def torch_autocast_dtype(self):
         """torch.dtype of ``torch_autocast.dtype``; None where forward is not within autocast."""
         return self._config.autocast_dtype
 
-    gradient_clipping = _setting("gradient_clipping", "float, the largest norm; 0.0: none")
-    gradient_allreduce_op = _setting("gradient_allreduce_op", '"mean" or "sum"')
-
     def loss_scale(self):
         """float: the factor of the loss; 1.0 but under fp16. 0.0 of the configuration, dynamic, is what it is now."""
         return self.core.loss_scale
-
-    def dynamic_loss_scale(self):
-        """bool: whether the loss scale adapts."""
-        return self.fp16_enabled() and self._value_at("fp16.loss_scale") == 0.0
 
     @property
     def communication_data_type(self):
         """torch.dtype in which gradients travel between ranks."""
         return _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"]
-
-    torch_autocast_lower_precision_safe_modules = _hint(
-        "torch_autocast.lower_precision_safe_modules", None, "[str] or None, classes of modules")
-    amp_enabled = _off("mixed precision is that of bf16, fp16 and torch_autocast")
 
     def get_data_types(self):
         """(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate); float32 is the first
@@ -213,6 +148,14 @@ class EngineNames(EngineWeights, StateParking):
     def steps_per_print(self):
         """int or None: steps between two lines of progress."""
         return self._config.steps_per_print
+
+    def get_wall_clock_timers(self):
+        """{name: mean milliseconds} of ``timers``."""
+        return self.timers.get_mean(list(self.timers.get_timers()), reset=False)
+
+    def collect_python_gc(self):
+        """int: unreachable objects that Python's garbage collector found now."""
+        return gc.collect()
 
     # --- sharding ---
 
@@ -228,21 +171,6 @@ class EngineNames(EngineWeights, StateParking):
         """bool: whether parameters are sharded (stage 3)."""
         return self._config.stage >= 3
 
-    zero_reduce_bucket_size = _setting("zero_optimization.reduce_bucket_size", "int, elements")
-    zero_prefetch_bucket_size = _setting("zero_optimization.stage3_prefetch_bucket_size", "int, elements")
-    zero_param_persistence_threshold = _setting(
-        "zero_optimization.stage3_param_persistence_threshold", "int, elements")
-    zero_model_persistence_threshold = _setting(
-        "zero_optimization.stage3_model_persistence_threshold", "int, elements")
-    zero_sub_group_size = _hint("zero_optimization.sub_group_size", 1_000_000_000, "int, elements")
-    zero_max_live_parameters = _setting("zero_optimization.stage3_max_live_parameters", "int, elements, or None")
-    zero_max_reuse_distance = _setting("zero_optimization.stage3_max_reuse_distance", "int, elements, or None")
-    zero_hpz_partition_size = _setting("zero_optimization.zero_hpz_partition_size", "int, ranks")
-    zero_ignore_unused_parameters = _setting("zero_optimization.ignore_unused_parameters", "bool")
-    zero_allgather_sequential = _setting("zero_optimization.stage3_allgather_sequential", "bool")
-    zero_overlap_comm = _setting("zero_optimization.overlap_comm", "bool, or None")
-    dataloader_drop_last = _setting("dataloader_drop_last", "bool")
-
     def zero_offload_optimizer(self):
         """{"device": "cpu" or "nvme"}: where optimizer state is; None: on the device."""
         return _place(self._config.optimizer_tier)
@@ -253,17 +181,13 @@ class EngineNames(EngineWeights, StateParking):
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
+    def zero_nvme_offload_optimizer(self):
+        """bool: optimizer state is on a drive."""
+        return self._config.optimizer_tier == "nvme"
+
     def zero_offload_param(self):
         """{"device": "cpu" or "nvme"}: where shards of parameters rest; None: on the device."""
         return _place(self._config.param_tier)
-
-    zero_partial_offload = _off("what is offloaded is so as a whole")
-    zero_quantized_weights = zero_quantized_gradients = _off("nothing travels quantised")
-    wall_clock_breakdown = memory_breakdown = flops_profiler_enabled = _off(
-        "nothing is printed of each step; ``step_report()`` tells")
-    sparse_gradients_enabled = _off("gradients are dense")
-    is_deepcompile_enabled = is_deepcompile_active = _off("there is no such compiler")
-    autotuning_enabled = curriculum_learning_enabled = _off("the feature is not offered")
 
     # --- ranks ---
 
@@ -285,6 +209,9 @@ class EngineNames(EngineWeights, StateParking):
         return self.global_rank
 
     # --- what there is not ---
+
+    def allreduce_gradients(self, bucket_size=None):
+        """Does nothing: gradients are reduced as backward makes them, or, within ``no_sync()``, by a later step."""
 
     def empty_partition_cache(self):
         """Does nothing: what stays gathered is bounded by the configuration at all times

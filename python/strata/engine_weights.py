@@ -1,6 +1,7 @@
 """The engine's weights as whole state dicts, under DeepSpeed's names."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from . import _C
 
@@ -15,27 +16,55 @@ class EngineWeights:
     """What ``Engine`` does with its weights as one dict; it has ``_config``, ``core``, ``module`` and
     ``global_rank``."""
 
-    def module_state_dict(self, exclude_frozen_parameters=False):
-        """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective)."""
+    def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
+        """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
+
+        Args:
+            destination: a dict that is filled and returned; None: a new one.
+            prefix: in front of every name.
+            keep_vars: tensors that autograd knows; without effect at stage 3.
+            exclude_frozen_parameters: leave out what needs no gradient.
+        """
         self.core.require_weights("a state dict")
         self.core.require_own_memory()
+        destination = OrderedDict() if destination is None else destination
         if self._config.stage >= 3:
-            return _whole_weights().whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
-        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in self.module.state_dict().items()
-                if not (exclude_frozen_parameters and name in frozen)}
+            found = _whole_weights().whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
+            destination.update((prefix + name, value) for name, value in found.items())
+            return destination
+        found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if exclude_frozen_parameters and not parameter.requires_grad:
+                found.pop(prefix + name, None)
+        return found
 
-    def load_module_state_dict(self, state_dict, strict=True):
+    def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
+                               z3_params_to_fetch=None, allowed_missing_keys=None):  # fmt: skip
         """Gives the model the values of a state dict of whole tensors. Collective; rank 0's count. Masters follow;
         the optimizer's states stay.
 
+        Args:
+            checkpoint: the state dict; or a dict whose "module" is that.
+            custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model
+                is whole; needs room for that.
+            fetch_z3_params, z3_params_to_fetch: accepted for DeepSpeed's sake: what is set is gathered for it.
+            allowed_missing_keys: names that may be missing though ``strict``.
+
         Returns:
-            (missing keys, unexpected keys).
+            (missing keys, unexpected keys); None with ``custom_load_fn``.
 
         Raises:
             UsageError: with ``strict``, where names do not fit; shapes that do not.
         """
-        return _whole_weights().set_whole_weights(self, state_dict, strict)
+        inner = checkpoint.get("module")
+        state_dict = inner if isinstance(inner, Mapping) else checkpoint
+        if custom_load_fn is None:
+            return _whole_weights().set_whole_weights(self, state_dict, strict, allowed_missing_keys or ())
+        from .gathered_parameters import GatheredParameters
+
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+            custom_load_fn(src=state_dict, dst=self.module)
+        return None
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """{name: tensor} under the model's own names, those of ``engine.module``.

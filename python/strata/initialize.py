@@ -198,7 +198,8 @@ def assemble(
         if rule == "external":
             run_on_shards(sharded_optimizer, engine.core)
     engine.lr_scheduler = _make_scheduler(config, sharded_optimizer, lr_scheduler)
-    engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn) if training_data is not None else None
+    engine.collate_fn = collate_fn
+    engine.training_dataloader = engine.deepspeed_io(training_data) if training_data is not None else None
     _log_hints(config, engine)
     return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -51,9 +51,10 @@ def _copy_of(parameter, copies, keep):
     return copies[id(parameter)]
 
 
-def set_whole_weights(engine, state_dict, strict=True):
+def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
     """Takes a state dict's values for the engine's model. Collective; rank 0's names and values count, and what other
-    ranks pass does not matter. Nothing is changed before all of it is known to fit.
+    ranks pass does not matter. Nothing is changed before all of it is known to fit. With ``strict`` names of
+    ``may_miss`` may be missing.
 
     Returns:
         as ``torch.nn.Module.load_state_dict``: (missing keys, unexpected keys).
@@ -73,8 +74,9 @@ def set_whole_weights(engine, state_dict, strict=True):
         if name in left:
             _require_shape(name, buffer.shape, left[name])
     values = [(buffer, left.pop(name)) for name, buffer in buffers.items() if name in left]
-    if strict and (missing or left):
-        raise _C.UsageError(f"the state dict does not fit the model: missing {missing[:3]}, unexpected "
+    lost = [name for name in missing if name not in may_miss]
+    if strict and (lost or left):
+        raise _C.UsageError(f"the state dict does not fit the model: missing {lost[:3]}, unexpected "
                             f"{list(left)[:3]}; pass strict=False to take what fits")
     with torch.no_grad():
         for _, parameter, value in there:

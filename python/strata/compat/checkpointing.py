@@ -32,9 +32,18 @@ def reset():
     """Does nothing: no activations are kept between passes."""
 
 
-def checkpoint(function, *args):
-    """``function(*args)``, whose activations are computed again in backward."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+def checkpoint(function, *args, **kwargs):
+    """``function(*args, **kwargs)``, whose activations are computed again in backward. Every keyword is the function's;
+    tensors among them take part in autograd. Of several results a tuple."""
+    count, names = len(args), tuple(kwargs)
+
+    def call(*given):  # torch looks for devices of random numbers, and for its own options, among what it is given
+        return function(*given[:count], **dict(zip(names, given[count:])))
+
+    found = torch.utils.checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+    if not isinstance(found, (tuple, list)):
+        return found
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 non_reentrant_checkpoint = checkpoint

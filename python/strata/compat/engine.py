@@ -2,6 +2,8 @@
 
 from ..engine import Engine
 from ..model.owner import owner_of
+from .refusal import refused_method
+from .refused_names import REFUSED_METHODS
 from .sharding import ParameterOffload, no_external_parameters
 
 
@@ -62,3 +64,7 @@ class DeepSpeedEngine(Engine):
             return
         self.module.__dict__.pop("ds_external_parameters", None)
         super().destroy(keep_values)
+
+
+for _name, _refusal in REFUSED_METHODS.items():
+    setattr(DeepSpeedEngine, _name, refused_method(f"engine.{_name}", _refusal))

@@ -20,6 +20,16 @@ def refused(name, refusal):
     return _Refused(name.rpartition(".")[2], (), {"_refused": (name, refusal), "__doc__": _text(name, refusal)})
 
 
+def refused_method(name, refusal):
+    """A method in the place of ``name``, which raises NotImplementedError."""
+
+    def method(self, *args, **kwargs):
+        raise NotImplementedError(_text(name, refusal))
+
+    method.__name__, method.__doc__ = name.rpartition(".")[2], _text(name, refusal)
+    return method
+
+
 def _text(name, refusal):
     return f"{name}: Strata does not offer {refusal.what}. " + (
         refusal.instead or "Use DeepSpeed itself for it: start without STRATA_COMPAT and 'strata run'."

@@ -96,3 +96,11 @@ REFUSED = {
     "sequence": {},
     "sequence.layer": _all(_SEQUENCE, "DistributedAttention"),
 }
+
+# Methods of the engine.
+REFUSED_METHODS = {
+    "load_moe_state_dict": _EXPERTS,
+    "random_ltd_initialize": Refusal("random layerwise token dropping"),
+    "register_compile_pass": Refusal("passes of DeepCompile", "Use torch.compile: engine.compile(backend=...)."),
+    "set_custom_curriculum_learning_schedule": _CURRICULUM,
+}

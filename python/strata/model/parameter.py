@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from .. import _C
 from .owner import owner_of
 
 _ids = itertools.count()  # equal on all ranks, since all mark the same parameters in the same order
@@ -57,6 +58,36 @@ class ShardedParameter(torch.nn.Parameter):
         part = self.detach().reshape(-1).clone() if core is None else core.local_part(index)
         part.ds_numel, part.status = part.numel(), ParameterStatus.AVAILABLE
         return part
+
+    def partition_numel(self):
+        """int: elements of this rank's part, which may be 0."""
+        core, index = owner_of(self)
+        if core is None:
+            return self.ds_numel
+        first, last = _C.state_range(core, index)
+        return last - first
+
+    def ds_summary(self, use_debug_name=False):
+        """{what: value} of this parameter, for logs.
+
+        Args:
+            use_debug_name: whether "id" is the parameter's name in the model.
+        """
+        core, index = owner_of(self)
+        name = core.parameter_name(index) if core is not None else None
+        return {
+            "id": name if use_debug_name and name is not None else self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.numel(),
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "grad_shape": tuple(self.grad.shape) if self.grad is not None else None,
+            "persist": self.ds_persist,
+            "active_sub_modules": self.ds_active_sub_modules,
+            "ds_tensor.shape": torch.Size([self.partition_numel()]),
+        }
 
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
         """Makes the parameters whole until ``partition()``. Collective where gathers are.

@@ -1,0 +1,201 @@
+"""What DeepSpeed's engine tells of its configuration by methods of its own: one table, a method a row."""
+
+import json
+
+# (method, path, default), by what the method returns: what the configuration says at ``path``, honoured or a hint;
+# ``default`` where it says nothing and the engine has no default of its own.
+_VALUES = (
+    ("managed_gradient_accumulation", "managed_gradient_accumulation", True),
+    ("optimizer_name", "optimizer.type", None),
+    ("optimizer_legacy_fusion", "optimizer.legacy_fusion", False),
+    ("scheduler_name", "scheduler.type", None),
+    ("fp16_enabled", "fp16.enabled", False),
+    ("fp16_auto_cast", "fp16.auto_cast", False),
+    ("fp16_master_weights_and_gradients", "fp16.fp16_master_weights_and_grads", False),
+    ("bfloat16_enabled", "bf16.enabled", False),
+    ("bf16_master_weights_and_gradients", "bf16.bf16_master_weights_and_grads", False),
+    ("bf16_optimizer_states", "bf16.bf16_optimizer_states", False),
+    ("torch_autocast_enabled", "torch_autocast.enabled", False),
+    ("torch_autocast_lower_precision_safe_modules", "torch_autocast.lower_precision_safe_modules", None),
+    ("gradient_clipping", "gradient_clipping", 1.0),
+    ("gradient_allreduce_op", "gradient_allreduce_op", "mean"),
+    ("gradient_predivide_factor", "gradient_predivide_factor", 1.0),
+    ("dataloader_drop_last", "dataloader_drop_last", False),
+    ("dump_state", "dump_state", False),
+    ("log_level", "log_level", None),
+    ("checkpoint_serialization_enabled", "checkpoint.checkpoint_serialization", True),
+    ("load_universal_checkpoint", "checkpoint.load_universal", False),
+    ("use_node_local_storage", "checkpoint.use_node_local_storage", False),
+    ("flops_profiler_enabled", "flops_profiler.enabled", False),
+    ("flops_profiler_detailed", "flops_profiler.detailed", True),
+    ("flops_profiler_module_depth", "flops_profiler.module_depth", -1),
+    ("flops_profiler_output_file", "flops_profiler.output_file", None),
+    ("flops_profiler_profile_step", "flops_profiler.profile_step", 1),
+    ("flops_profiler_recompute_fwd_factor", "flops_profiler.recompute_fwd_factor", 0.0),
+    ("flops_profiler_top_modules", "flops_profiler.top_modules", 1),
+    ("memory_breakdown", "memory_breakdown", False),
+    ("wall_clock_breakdown", "wall_clock_breakdown", False),
+    ("sparse_gradients_enabled", "sparse_gradients", False),
+    ("zero_allow_untested_optimizer", "zero_allow_untested_optimizer", False),
+    ("zero_force_ds_cpu_optimizer", "zero_force_ds_cpu_optimizer", True),
+    ("cpuadam_cores_perc", "zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
+    ("super_offload", "zero_optimization.offload_optimizer.super_offload", False),
+    ("zero_partial_offload", "zero_optimization.offload_optimizer.ratio", 1.0),
+    ("is_sanity_checks_enabled", "zero_optimization.enable_sanity_checks", False),
+    ("zero_allgather_bucket_size", "zero_optimization.allgather_bucket_size", 500_000_000),
+    ("zero_allgather_partitions", "zero_optimization.allgather_partitions", True),
+    ("zero_allgather_sequential", "zero_optimization.stage3_allgather_sequential", False),
+    ("zero_compute_grad_norm", "zero_optimization.compute_grad_norm", True),
+    ("zero_contiguous_gradients", "zero_optimization.contiguous_gradients", True),
+    ("zero_elastic_checkpoint", "zero_optimization.elastic_checkpoint", False),
+    ("zero_gather_16bit_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+    ("zero_hpz_partition_size", "zero_optimization.zero_hpz_partition_size", 1),
+    ("zero_ignore_unused_parameters", "zero_optimization.ignore_unused_parameters", True),
+    ("zero_legacy_stage1", "zero_optimization.legacy_stage1", False),
+    ("zero_load_from_fp32_weights", "zero_optimization.load_from_fp32_weights", True),
+    ("zero_log_trace_cache_warnings", "zero_optimization.log_trace_cache_warnings", False),
+    ("zero_max_live_parameters", "zero_optimization.stage3_max_live_parameters", None),
+    ("zero_max_reuse_distance", "zero_optimization.stage3_max_reuse_distance", None),
+    ("zero_model_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold", None),
+    ("zero_module_granularity_threshold", "zero_optimization.stage3_module_granularity_threshold", 0),
+    ("zero_multi_rank_bucket_allreduce", "zero_optimization.use_multi_rank_bucket_allreduce", True),
+    ("zero_overlap_comm", "zero_optimization.overlap_comm", None),
+    ("zero_param_persistence_threshold", "zero_optimization.stage3_param_persistence_threshold", 100_000),
+    ("zero_parameter_alignment", "zero_optimization.parameter_alignment", False),
+    ("zero_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size", 50_000_000),
+    ("zero_quantized_gradients", "zero_optimization.zero_quantized_gradients", False),
+    ("zero_quantized_nontrainable_weights", "zero_optimization.zero_quantized_nontrainable_weights", False),
+    ("zero_quantized_weights", "zero_optimization.zero_quantized_weights", False),
+    ("zero_reduce_bucket_size", "zero_optimization.reduce_bucket_size", 500_000_000),
+    ("zero_reduce_scatter", "zero_optimization.reduce_scatter", True),
+    ("zero_round_robin_gradients", "zero_optimization.round_robin_gradients", False),
+    ("zero_save_muon_momentum_buffer_in_memory", "zero_optimization.save_muon_momentum_buffer_in_memory", False),
+    ("zero_sub_group_size", "zero_optimization.sub_group_size", 1_000_000_000),
+)
+
+# (method, value): of features that are refused unless they are off, what DeepSpeed says where they are.
+_OFF = (
+    ("amp_enabled", False),
+    ("autotp_size", 0),
+    ("autotuning_enabled", False),
+    ("autotuning_end_profile_step", 5),
+    ("autotuning_metric", "throughput"),
+    ("autotuning_profile_model_info", False),
+    ("autotuning_start_profile_step", 3),
+    ("compile_autosp", False),
+    ("compile_autotp", False),
+    ("compile_zero_optimization_stage", False),
+    ("curriculum_learning_config", {"enabled": False}),
+    ("curriculum_learning_enabled", False),
+    ("data_efficiency_config", {"enabled": False}),
+    ("data_efficiency_enabled", False),
+    ("data_sampling_config", {"enabled": False}),
+    ("data_sampling_enabled", False),
+    ("get_compile_time", []),
+    ("get_model_parallel_rank", 0),
+    ("get_sequence_parallel_group", None),
+    ("get_tensor_parallel_rank", 0),
+    ("is_deepcompile_active", False),
+    ("is_deepcompile_enabled", False),
+    ("random_ltd_config", {"enabled": False}),
+    ("random_ltd_enabled", False),
+    ("swap_tensor_config", None),
+    ("tensor_parallel_config", None),
+    ("uses_parallelization_pass_only", False),
+    ("zenflow_config", None),
+)
+
+
+def _value(name, path, default):
+    def value(self):
+        return self._configured(path, default)
+
+    value.__name__ = name
+    value.__doc__ = f"``{path}`` of the configuration; {default!r} where it says nothing."
+    return value
+
+
+def _off(name, off):
+    def value(self):
+        return off.copy() if isinstance(off, (dict, list)) else off
+
+    value.__name__ = name
+    value.__doc__ = f"{off!r}: the feature is not offered."
+    return value
+
+
+class EngineSettings:
+    """The getters of the tables above, and those that compute; it has ``_config`` and ``core``."""
+
+    def _value_at(self, path):
+        """The canonical value of an honoured setting; None where none is given and none is the default."""
+        settings = self.__dict__.get("_settings")
+        if settings is None:
+            lines = self._config.digest().splitlines()
+            settings = self.__dict__["_settings"] = dict(line.split(" = ", 1) for line in lines)
+        text = settings.get(path)
+        return None if text is None else json.loads(text)
+
+    def _configured(self, path, default):
+        value = self._value_at(path)
+        if value is None and path in self._config.hint_values:
+            value = json.loads(self._config.hint_values[path])
+        return default if value is None else value
+
+    def _section(self, path):
+        """{name: value} of all honoured settings below ``path``."""
+        self._value_at(path)
+        start = f"{path}."
+        return {name[len(start):]: self._value_at(name) for name in self._settings if name.startswith(start)}
+
+    def dynamic_loss_scale(self):
+        """bool: whether the loss scale adapts."""
+        return self.fp16_enabled() and self._value_at("fp16.loss_scale") == 0.0
+
+    def initial_dynamic_scale(self):
+        """int: the loss scale that fp16 begins with."""
+        return 2 ** int(self._configured("fp16.initial_scale_power", 16))
+
+    def dynamic_loss_scale_args(self):
+        """{name: value}: how fp16's loss scale adapts, by DeepSpeed's names."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self._configured("fp16.loss_scale_window", 1000),
+            "delayed_shift": self._configured("fp16.hysteresis", 2),
+            "consecutive_hysteresis": self._configured("fp16.consecutive_hysteresis", False),
+            "min_scale": self._configured("fp16.min_loss_scale", 1),
+        }
+
+    def postscale_gradients(self):
+        """bool: not ``prescale_gradients``, which has no effect."""
+        return not self._configured("prescale_gradients", False)
+
+    def checkpoint_tag_validation_enabled(self):
+        """bool: ``checkpoint.tag_validation`` is not "Ignore". Different tags are an error in any case."""
+        return self._configured("checkpoint.tag_validation", "Warn").lower() != "ignore"
+
+    def checkpoint_tag_validation_fail(self):
+        """bool: ``checkpoint.tag_validation`` is "Fail". Different tags are an error in any case."""
+        return self._configured("checkpoint.tag_validation", "Warn").lower() == "fail"
+
+    def checkpoint_writer_enabled(self):
+        """bool: whether the configuration has a section ``checkpoint.writer``, which has no effect."""
+        return any(path.startswith("checkpoint.writer.") for path in self._config.hint_values)
+
+    def aio_config(self):
+        """{name: value}: the section ``aio``, with its defaults."""
+        return self._section("aio")
+
+    def autotuning_metric_path(self):
+        """str: where DeepSpeed's autotuning, which is not offered, would write its metric."""
+        return "autotuning_metric.json"
+
+    def autotuning_model_info_path(self):
+        """str: where DeepSpeed's autotuning, which is not offered, would write of the model."""
+        return "autotuning_model_info.json"
+
+
+for _name, _path, _default in _VALUES:
+    setattr(EngineSettings, _name, _value(_name, _path, _default))
+for _name, _default in _OFF:
+    setattr(EngineSettings, _name, _off(_name, _default))
