@@ -36,11 +36,9 @@ def init_distributed(
         auto_mpi_discovery, verbose, config: accepted for DeepSpeed's sake; MPI is not asked.
 
     Raises:
-        RuntimeError: ``dist_init_required=False`` and no group.
+        RuntimeError: ``dist_init_required=False`` and no group; or a group of other ranks than the launcher's.
     """
-    if is_initialized():
-        return
-    if dist_init_required is False:
+    if is_initialized() or dist_init_required is False:
         runtime.require_group()
         return
     options = {} if timeout is None else {"timeout": timeout}

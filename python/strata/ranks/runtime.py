@@ -27,13 +27,17 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
     Args:
         dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
         timeout: a ``datetime.timedelta``; torch's default when None.
+
+    Raises:
+        UsageError: there is a group of other ranks than the launcher's.
     """
     if dist.is_initialized():
+        _require_launchers_group()
         return
     if dist_backend is None:
         dist_backend = "cpu:gloo,cuda:nccl" if _C.usable_gpus() else "gloo"
     options = {} if timeout is None else {"timeout": timeout}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _launched("WORLD_SIZE", 1) > 1:
         dist.init_process_group(dist_backend, **options)
     else:
         try:
@@ -45,13 +49,40 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
 
 
 def require_group():
-    """Raises UsageError in a job of several processes that has no default process group: each would train alone."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1 and not dist.is_initialized():
+    """Raises UsageError in a job of several processes that has no default process group, or one of other ranks than
+    the launcher's: each would train alone."""
+    processes = _launched("WORLD_SIZE", 1)
+    if dist.is_initialized():
+        _require_launchers_group()
+    elif processes > 1:
         raise _C.UsageError(
             "initialize(dist_init_required=False) takes the process group that the script has made, and there is none: "
             "call torch.distributed.init_process_group() before it, or leave dist_init_required out; the launcher "
             f"says WORLD_SIZE={processes}"
+        )
+
+
+def _launched(name, otherwise=None):
+    """int: RANK or WORLD_SIZE, as the launcher has set it in the environment."""
+    text = os.environ.get(name) or None
+    try:
+        return otherwise if text is None else int(text)
+    except ValueError:
+        raise _C.UsageError(f"{name} of the environment must be a whole number, as launchers set it; "
+                            f"found '{text}'") from None
+
+
+def _require_launchers_group():
+    """Raises UsageError where the default process group is not the one that the launcher's environment describes:
+    its ranks would train on parts of the data that are not theirs, or alone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    launched_rank, launched_size = _launched("RANK", rank), _launched("WORLD_SIZE", world_size)
+    if (launched_rank, launched_size) != (rank, world_size):
+        raise _C.UsageError(
+            f"torch's default process group has {world_size} ranks, of which this process is rank {rank}, and the "
+            f"launcher's environment says WORLD_SIZE={launched_size} and RANK={launched_rank}: make the group from the "
+            "environment (torch.distributed.init_process_group() without rank and world_size), or leave it to "
+            "strata.initialize; where the group is meant as it is, correct or remove these variables"
         )
 
 
@@ -62,7 +93,7 @@ def rank_and_world_size():
 
 def expected_world_size():
     """The world size of the default process group; before ``init_distributed()`` the one that it will have."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else _launched("WORLD_SIZE", 1)
 
 
 def make_collectives(config, device, waits=None):
