@@ -8,6 +8,7 @@ from . import _C
 from .checkpoint.supported_transformers import is_transformers_model, unsupported
 from .config_source import read_config
 from .engine import Engine
+from .model.leaves import mark_leaves_of
 from .model.model_input import ModelTree
 from .model.ownership import require_values
 from .model.placement import choose_device
@@ -15,7 +16,7 @@ from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, w
 from .ranks.runtime import (
     init_distributed, make_collectives, rank_and_world_size, require_group, telling_the_others, together,
 )
-from .schedule import ScheduledLR
+from .schedule import schedule_from_config
 
 logger = logging.getLogger("strata")
 
@@ -198,6 +199,7 @@ def assemble(
         if rule == "external":
             run_on_shards(sharded_optimizer, engine.core)
     engine.lr_scheduler = _make_scheduler(config, sharded_optimizer, lr_scheduler)
+    mark_leaves_of(tree.model, engine._section("zero_optimization.leaf_module"))
     engine.collate_fn = collate_fn
     engine.training_dataloader = engine.deepspeed_io(training_data) if training_data is not None else None
     _log_hints(config, engine)
@@ -258,11 +260,13 @@ def _make_scheduler(config, optimizer, lr_scheduler):
             return lr_scheduler
         return lr_scheduler(optimizer)
     if config.has_scheduler and optimizer is not None:
-        return ScheduledLR(config, optimizer)
+        return schedule_from_config(config, optimizer)
     return None
 
 
 def _log_hints(config, engine):
+    if engine.log_level() is not None:
+        logger.setLevel(engine.log_level().upper())
     if engine.global_rank != 0:
         return
     logger.info("strata: stage %d, %s, on %s, world size %d over %s", config.stage,

@@ -9,6 +9,7 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
+from .optimizer_names import OptimizerNames
 
 logger = logging.getLogger("strata")
 
@@ -38,7 +39,7 @@ def _unwrapped(method):
     return inspect.unwrap(function).__get__(method.__self__)
 
 
-class ShardedOptimizer(_WithoutCompiler):
+class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
     """What schedulers and scripts see of the engine's optimizer.
 
     ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
@@ -80,16 +81,6 @@ class ShardedOptimizer(_WithoutCompiler):
         return self._model.loss_scale
 
     cur_scale = loss_scale
-
-    @property
-    def fp32_partitioned_groups_flat(self):
-        """[[tensor]], by param group: this rank's parts of the fp32 masters, each of one dimension. Copies, but for an
-        optimizer of the user's: ``safe_set_local_fp32_param`` changes them."""
-        from .parameter_states import safe_get_local_fp32_param  # not before somebody asks
-
-        if self.inner is not None:
-            return [list(group["params"]) for group in self.inner.param_groups]
-        return [[safe_get_local_fp32_param(p) for p in group["params"]] for group in self.param_groups]
 
     def step(self, closure=None):
         """Does nothing: ``engine.step()`` updates the weights."""
@@ -164,7 +155,14 @@ def optimizer_from_config(config, parameters):
     if kind == "torch":
         inner = _lean(getattr(torch.optim, torch_class))(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
-    return ShardedOptimizer(_as_groups(parameters), adam), kind
+    from .ops.adam import DeepSpeedCPUAdam, FusedAdam  # not at `import strata`
+
+    decoupled = kind == "adamw"
+    if config.optimizer_tier != "device":
+        client = DeepSpeedCPUAdam(_as_groups(parameters), adamw_mode=decoupled, **adam)
+    else:
+        client = FusedAdam(_as_groups(parameters), adam_w_mode=decoupled, **adam)
+    return _sharded(client, None), kind
 
 
 def _lean(torch_class):

@@ -4,9 +4,10 @@ import copy
 
 from . import _C
 from .config_source import read_config
+from .schedule_names import ScheduleNames, settings_of_schedule
 
 
-class ScheduledLR:
+class ScheduledLR(ScheduleNames):
     """Writes a schedule's rates into the optimizer's param groups; the engine steps it.
 
     The schedules are DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest, with
@@ -17,6 +18,7 @@ class ScheduledLR:
         config.require_filled_in("scheduler")
         self.optimizer = optimizer
         groups = optimizer.param_groups
+        self._tell_of(settings_of_schedule(config), groups)
         self._schedule = _C.Scheduler(config, [g["lr"] for g in groups], all("betas" in g for g in groups))
         initial = self._schedule.initial()
         if initial is not None:
@@ -133,7 +135,7 @@ class WarmupLR(ScheduledLR):
         _start(locals())
 
 
-class WarmupDecayLR(ScheduledLR):
+class WarmupDecayLR(WarmupLR):
     """``WarmupLR``, then linearly to 0 at ``total_num_steps``."""
 
     type = "WarmupDecayLR"
@@ -209,3 +211,12 @@ class LRRangeTest(ScheduledLR):
         last_batch_iteration=-1,
     ):
         _start(locals())
+
+
+def schedule_from_config(config, optimizer):
+    """The schedule that the configuration names, an instance of its class; _C.Config, ``ShardedOptimizer``."""
+    name = settings_of_schedule(config)["type"]
+    found = next(c for c in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest) if c.type == name)
+    schedule = found.__new__(found)
+    ScheduledLR.__init__(schedule, config, optimizer)
+    return schedule

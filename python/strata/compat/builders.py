@@ -60,6 +60,16 @@ class FusedLionBuilder(_Builder):
     NAME = "fused_lion"
 
 
+class FusedLambBuilder(_Builder):
+    """LAMB on a GPU, which is not offered."""
+
+    NAME = "fused_lamb"
+
+    def is_compatible(self, verbose=False):
+        """False: there is no LAMB."""
+        return False
+
+
 class UtilsBuilder(_Builder):
     """Flattening of tensors."""
 
@@ -68,4 +78,4 @@ class UtilsBuilder(_Builder):
 
 BUILDERS = (AsyncIOBuilder, CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLionBuilder,
             UtilsBuilder)  # fmt: skip
-COMPATIBLE = {builder.NAME: True for builder in BUILDERS}
+COMPATIBLE = {**{builder.NAME: True for builder in BUILDERS}, FusedLambBuilder.NAME: False}

@@ -20,7 +20,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, tree, config, optimizer, *args, **kwargs):
         super().__init__(tree, config, optimizer, *args, **kwargs)
         if optimizer is not None:
-            optimizer.zero_stage = config.stage
+            optimizer.zero_stage, optimizer.zero_precision = config.stage, config.dtype
         if config.stage == 3:
             offload = ParameterOffload(self.module)
             self.module.__dict__["ds_external_parameters"] = no_external_parameters

@@ -4,6 +4,7 @@ A target is "module:name" of where it lives, "module:" for that module itself, a
 are data: what a name does is written where it lives.
 """
 
+from .constants import CONSTANTS
 from .identity import VERSION
 from .refused_names import REFUSED
 
@@ -63,6 +64,9 @@ _ENGINE = {"DeepSpeedEngine": "strata.compat.engine:DeepSpeedEngine"}
 _CONFIG = {
     "DeepSpeedConfig": "strata.compat.start:DeepSpeedConfig",
     "DeepSpeedConfigError": "strata._C:ConfigError",
+    "DeepSpeedZeroConfig": "strata.compat.zero_config:DeepSpeedZeroConfig",
+    "get_gradient_clipping": "strata.compat.config_getters:get_gradient_clipping",
+    "get_log_level": "strata.compat.config_getters:get_log_level",
 }
 _SHARDING = {
     "GatheredParameters": "strata.compat.sharding:GatheredParameters",
@@ -73,8 +77,8 @@ _SHARDING = {
     "unregister_external_parameter": "strata.compat.sharding:unregister_external_parameter",
 }
 _TENSORS = "strata.compat.tensor_trees"
+_PATHS = _of("strata.compat.module_paths", "recursive_getattr recursive_setattr")
 _OFFLOAD = {"DeepSpeedZeRoOffload": "strata.compat.sharding:ParameterOffload"}
-_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _SCALERS = _of("strata.compat.loss_scalers", "DynamicLossScaler LossScaler LossScalerBase")
 _ENUMERATIONS = "strata.compat.enumerations"
 _OPTIMIZERS = "strata.compat.optimizer_classes"
@@ -105,6 +109,7 @@ _OFFERED = {
     "accelerator": {
         "DeepSpeedAccelerator": "strata.compat.accelerator:Accelerator",
         "get_accelerator": "strata.compat.accelerator:get_accelerator",
+        "is_current_accelerator_supported": "strata.compat.communication:yes",
     },
     "accelerator.real_accelerator": {"get_accelerator": "strata.compat.accelerator:get_accelerator"},
     "checkpoint": {},
@@ -115,7 +120,8 @@ _OFFERED = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "git_version_info": {**_VERSION, "installed_ops": {}, "compatible_ops": "strata.compat.builders:COMPATIBLE",
-                         "torch_info": {}},
+                         "torch_info": "strata.compat.torch_facts:TORCH_INFO"},
+    "compression.helper": _PATHS,
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "strata.compat.launching:DEEPSPEED_ENVIRONMENT_NAME"},
     "moe": {},
@@ -131,7 +137,8 @@ _OFFERED = {
     "ops.lion": _of("strata.ops.lion", "DeepSpeedCPULion FusedLion"),
     "ops.op_builder": _of(
         "strata.compat.builders",
-        "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder UtilsBuilder",
+        "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder "
+        "FusedLionBuilder UtilsBuilder",
     ),
     "runtime": {},
     "runtime.activation_checkpointing": {},
@@ -148,10 +155,14 @@ _OFFERED = {
         "DeepSpeedSchedulerCallable": "typing:Callable",
     },
     "runtime.fp16": {},
+    "runtime.bf16_optimizer": _of(_OPTIMIZERS, "BF16_Optimizer"),
+    "runtime.fp16.fused_optimizer": _of(_OPTIMIZERS, "FP16_Optimizer"),
     "runtime.fp16.loss_scaler": _SCALERS,
+    "runtime.fp16.unfused_optimizer": _of(_OPTIMIZERS, "FP16_UnfusedOptimizer"),
     "runtime.lr_schedules": {
-        "VALID_LR_SCHEDULES": list(_SCHEDULES),
-        **_of("strata.schedule", " ".join(_SCHEDULES)),
+        **_of("strata.schedule", "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"),
+        "get_lr_from_config": "strata.compat.config_getters:get_lr_from_config",
+        "get_torch_optimizer": "strata.compat.config_getters:get_torch_optimizer",
     },
     "runtime.utils": {
         **_of(_TENSORS, "copy_to_device move_to_device"),
@@ -164,11 +175,18 @@ _OFFERED = {
     "runtime.zero": {**_SHARDING, **_OFFLOAD,
                      "unwrap_model_for_generation": "strata.compat.sharding:unwrap_model_for_generation"},
     "runtime.zero.config": {
-        "DeepSpeedZeroConfig": "strata.compat.start:DeepSpeedZeroConfig",
+        **_of("strata.compat.zero_config", "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig "
+              "DeepSpeedZeroOffloadParamConfig get_zero_config"),
         **_of(_ENUMERATIONS, "OffloadDeviceEnum ZeroStageEnum"),
         "ZERO_OPTIMIZATION": "zero_optimization",
     },
-    "runtime.zero.offload_config": _of(_ENUMERATIONS, "OffloadDeviceEnum OffloadStateTypeEnum"),
+    "runtime.zero.leaf_module_config": _of("strata.compat.zero_config", "DeepSpeedZeroLeafModuleConfig"),
+    "runtime.zero.linear": {"LinearModuleForZeroStage3": "torch.nn:Linear",
+                            "zero3_linear_wrap": "torch.nn.functional:linear"},
+    "runtime.zero.offload_config": {
+        **_of(_ENUMERATIONS, "OffloadDeviceEnum OffloadStateTypeEnum"),
+        **_of("strata.compat.zero_config", "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"),
+    },
     "runtime.zero.offload_states": {},
     "runtime.zero.parameter_offload": _OFFLOAD,
     "runtime.zero.partition_parameters": {
@@ -181,6 +199,7 @@ _OFFERED = {
         "DeepSpeedZeroOptimizer_Stage3": f"{_OPTIMIZERS}:DeepSpeedZeroOptimizer_Stage3",
         "unwrap_model_for_generation": "strata.compat.sharding:unwrap_model_for_generation",
     },
+    "runtime.zero.utils": {"ZeRORuntimeException": "strata._C:UsageError"},
     "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": f"{_OPTIMIZERS}:DeepSpeedZeroOptimizer"},
     "utils": {
         **_LOGGING,
@@ -199,6 +218,9 @@ _OFFERED = {
         **_LOGGING,
         **_of("strata.compat.log_level", "get_current_level set_log_level_from_string should_log_le"),
     },
+    "utils.module_utils": _PATHS,
+    "utils.torch": _of("strata.compat.torch_facts",
+                       "is_functorch_transforming register_grad_hook required_torch_version"),
     "utils.nvtx": {"instrument_w_nvtx": "strata.compat.tensor_trees:as_it_is"},
     "utils.tensor_fragment": {**_STATES, "fragment_address": "strata.compat.loss_scalers:fragment_address"},
     "utils.timer": _of("strata.clocks", "ThroughputTimer"),
@@ -216,6 +238,8 @@ _OFFERED = {
 
 def _joined():
     joined = {path: dict(names) for path, names in _OFFERED.items()}
+    for path, names in CONSTANTS.items():
+        joined.setdefault(path, {}).update(names)
     for path, names in REFUSED.items():
         parts = path.split(".")
         for count in range(len(parts) + 1):

@@ -8,8 +8,8 @@ from ..config_source import document_of, read_config
 from ..initialize import initialize_as
 from ..rank_logging import log_dist
 from .engine import DeepSpeedEngine
-from .enumerations import ZeroStageEnum
 from .identity import VERSION
+from .zero_config import get_zero_config
 
 
 def initialize(
@@ -128,21 +128,4 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps = parsed.accumulation_steps
         self.zero_optimization_stage = parsed.stage
         self.zero_enabled = parsed.stage > 0
-        self.zero_config = DeepSpeedZeroConfig(**self._param_dict.get("zero_optimization", {}))
-
-
-class DeepSpeedZeroConfig:
-    """The section ``zero_optimization`` as attributes; what is not given is None.
-
-    Attributes:
-        stage: ``ZeroStageEnum``.
-    """
-
-    def __init__(self, **settings):
-        self.__dict__.update(settings)
-        self.stage = ZeroStageEnum(settings.get("stage", 0))
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
+        self.zero_config = get_zero_config(self._param_dict)

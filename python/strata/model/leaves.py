@@ -62,6 +62,14 @@ def set_z3_leaf_modules_by_suffix(model, module_name_suffixes, flag=True, raise_
     return _mark_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
+def mark_leaves_of(model, section):
+    """Marks the modules that ``zero_optimization.leaf_module`` of a configuration, a dict, names: for scripts that ask.
+    The engine has read the configuration itself."""
+    set_z3_leaf_modules(model, section.get("classes", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, section.get("names", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, section.get("name_suffixes", ()), raise_if_not_found=False)
+
+
 def _mark_classes(model, classes, flag, raise_if_not_found):
     if isinstance(classes, (str, type)) or not all(isinstance(cls, (str, type)) for cls in classes):
         raise TypeError(f"leaf modules are given as a list of classes or of their names; found {classes!r}")

@@ -1,5 +1,7 @@
 """What the optimizers of this package share: checks, states in torch's form, saving and loading them."""
 
+import inspect
+
 import torch
 
 from .. import _C
@@ -10,8 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def add_group_without_compiler(optimizer, param_group):
     """``torch.optim.Optimizer.add_param_group``, which is wrapped to keep torch's compiler out of it. The wrapper
     imports the compiler for that: 880 modules, most of the time that a small model's start takes."""
-    wrapped = torch.optim.Optimizer.add_param_group
-    getattr(wrapped, "__wrapped__", wrapped)(optimizer, param_group)
+    inspect.unwrap(torch.optim.Optimizer.add_param_group)(optimizer, param_group)
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
@@ -86,7 +87,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         for group in state_dict["param_groups"]:
             self._refuse(group)
-        super().load_state_dict(state_dict)
+        inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)  # as adding a group
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             # DeepSpeed's FusedAdam has this key, and counts the steps of all parameters at one of them.
             counts_once = ours.pop("step", None) is not None

@@ -1,0 +1,26 @@
+"""Attributes by dotted paths, as DeepSpeed-Chat's scripts look for modules to replace."""
+
+import functools
+
+
+def recursive_getattr(model, module_name):
+    """The attribute of ``model`` at "layers.0.up"; numbers are members of a ModuleList.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    return functools.reduce(_member, module_name.split("."), model)
+
+
+def recursive_setattr(model, module_name, module):
+    """Sets the attribute of ``model`` at a path.
+
+    Raises:
+        AttributeError: what the path leads through is not there.
+    """
+    path, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, path) if path else model, name, module)
+
+
+def _member(owner, name):
+    return getattr(owner, name)

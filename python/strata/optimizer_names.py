@@ -1,0 +1,122 @@
+"""What scripts read on DeepSpeed's optimizer of an engine: the loss scale, flat masters, the optimizer inside."""
+
+import torch
+
+
+class LossScale:
+    """``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``: how the loss is scaled, live.
+
+    Args:
+        optimizer: the ``ShardedOptimizer`` of an engine.
+    """
+
+    scale_factor = 2.0
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    @property
+    def cur_scale(self):
+        """float: the factor of the loss; 1.0 but under fp16. Waits for the device."""
+        return self._optimizer.loss_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self):
+        """bool: whether it adapts."""
+        return self._engine.dynamic_loss_scale()
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def use_grad_scaling(self):
+        """bool: whether there is one, which is so under fp16."""
+        return self._engine.fp16_enabled()
+
+    @property
+    def cur_iter(self):
+        """int: accumulation boundaries so far."""
+        return self._engine.global_steps
+
+    @property
+    def scale_window(self):
+        """int: steps without an overflow before it rises; None where it does not adapt."""
+        return self._setting("scale_window")
+
+    @property
+    def min_scale(self):
+        """float: the least; None where it does not adapt."""
+        return self._setting("min_scale")
+
+    min_loss_scale = min_scale
+
+    @property
+    def delayed_shift(self):
+        """int: overflows before it falls; None where it does not adapt."""
+        return self._setting("delayed_shift")
+
+    @property
+    def consecutive_hysteresis(self):
+        """bool: whether a step without an overflow fills them up again; None where it does not adapt."""
+        return self._setting("consecutive_hysteresis")
+
+    def _setting(self, name):
+        return self._engine.dynamic_loss_scale_args()[name] if self.dynamic else None
+
+    @property
+    def _engine(self):
+        return self._optimizer._bound()
+
+
+class Inside:
+    """``optimizer.optimizer`` where the engine itself updates: the same optimizer, without what wraps it."""
+
+    def __init__(self, optimizer):
+        self.__dict__["_optimizer"] = optimizer
+
+    def __getattr__(self, name):
+        if name == "optimizer":
+            raise AttributeError("the optimizer inside has none inside itself")
+        return getattr(self._optimizer, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._optimizer, name, value)
+
+
+class OptimizerNames:
+    """Of ``ShardedOptimizer``, which has ``inner``, ``param_groups`` and ``_bound()``."""
+
+    @property
+    def loss_scaler(self):
+        """``LossScale``."""
+        return LossScale(self)
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def dynamic_loss_scale(self):
+        """bool: whether the loss scale adapts."""
+        return self._bound().dynamic_loss_scale()
+
+    def needs_scaler(self):
+        """bool: whether a loss has to be scaled before backward (``engine.scale``), which is so under fp16."""
+        return self._bound().fp16_enabled()
+
+    @property
+    def optimizer(self):
+        """The optimizer inside: the script's, which updates the shards; else what stands for the engine's own."""
+        return Inside(self) if self.inner is None else self.inner
+
+    @property
+    def fp32_partitioned_groups_flat(self):
+        """[tensor], by param group: this rank's parts of the fp32 masters in one, of one dimension. Copies:
+        ``safe_set_local_fp32_param`` changes them."""
+        from .parameter_states import safe_get_local_fp32_param  # not before somebody asks
+
+        flat = []
+        for group in self.param_groups:
+            parts = [safe_get_local_fp32_param(p) for p in group["params"]]
+            parts = [part.reshape(-1) for part in parts if part is not None]
+            flat.append(torch.cat(parts) if parts else torch.empty(0))
+        return flat
