@@ -233,6 +233,7 @@ void bind_training(py::module_& module) {
                              [](const Opened& o) { return o.get().manifest().training; })
       .def_property_readonly("world_size",
                              [](const Opened& o) { return o.get().manifest().world_size; })
+      .def_property_readonly("stage", [](const Opened& o) { return o.get().manifest().stage; })
       .def_property_readonly("kinds", [](const Opened& o) { return o.get().manifest().kinds; })
       .def("tensors", &Opened::tensors)
       .def("has", &Opened::has, py::arg("name"), py::arg("kind"))

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 PACKAGE = "strata"
 FOLDER = "python/strata"
-ROOMS = ("views", "model", "tiles", "ranks", "ops", "checkpoint", "importing")  # lowest first; the root is above them
+# lowest first; the root is above them
+ROOMS = ("views", "model", "tiles", "ranks", "ops", "checkpoint", "importing", "exporting")
 ROOT_FOLDERS = ("utils",)  # that are of the root
 ABOVE_ROOT = ("compat", "integrations")  # rooms that only stand on the root: what other libraries ask for
 EXTENSION = f"{PACKAGE}._C"

@@ -21,7 +21,7 @@ def optimizer_state(engine, tensors):
         {k: to_plain(v, tensors, f"optimizer.param_groups[{i}].{k}") for k, v in group.items() if k != "params"}
         for i, group in enumerate(optimizer.param_groups)
     ]
-    state = {"class": type(optimizer.inner or optimizer).__name__, "param_groups": groups}
+    state = {"class": type(optimizer.inner or optimizer).__name__, "param_groups": groups, "members": _members(engine)}
     if optimizer.inner is not None:
         mine = {}
         for index, segment, values in _segments(engine):
@@ -31,6 +31,16 @@ def optimizer_state(engine, tensors):
         state["scalars"] = mine  # of this rank's parameters: their tensors are within the JSON
         state["scalars_as_they_are"] = True  # importers have numbers of what was a tensor
     return state
+
+
+def _members(engine):
+    """[[names]] of each param group's parameters, in its order: exports to flat formats need it."""
+    known_by = {id(known.parameter): known for known in engine.known}
+    return [
+        [engine.core.known_name(part.index) for p in group["params"] if id(p) in known_by
+         for part in known_by[id(p)].parts]
+        for group in engine.optimizer.param_groups
+    ]  # fmt: skip
 
 
 def _scalar(value, name, key):

@@ -123,6 +123,9 @@ def _training_of(model, states, beside, steps, scalars):
             "param_groups": [plain_values(g, beside, f"optimizer.param_groups[{i}]") for i, g in enumerate(groups)],
             "scalars": {name: plain_values(values, beside, name) for name, values in scalars.items()},
         }
+        members = _members(states.param_groups, model.shapes)
+        if members is not None:
+            training["optimizer"]["members"] = members
     scaler = states.loss_scaler
     training["loss_scale"] = float(getattr(scaler, "cur_scale", 1.0))
     if getattr(scaler, "dynamic", False):
@@ -131,6 +134,14 @@ def _training_of(model, states, beside, steps, scalars):
             "last_overflow": int(scaler.last_overflow_iter), "hysteresis_left": int(scaler.cur_hysteresis),
         }  # fmt: skip
     return training
+
+
+def _members(param_groups, shapes):
+    """[[names]] of each param group; None where the file does not say which flat tensors a group has."""
+    flats = [group.get("params", []) for group in param_groups]
+    if sorted(flat for own in flats for flat in own) != list(range(len(shapes))):
+        return [[name for named in shapes for name in named]] if len(flats) == 1 else None
+    return [[name for flat in own for name in shapes[flat]] for own in flats]
 
 
 def _accumulation_steps(config, world_size):

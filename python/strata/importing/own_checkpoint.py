@@ -35,7 +35,8 @@ def read_own(path):
         stored = {kind: _stored(checkpoint, role, name, kind, dtype) for kind in kinds
                   if kind == VALUE or checkpoint.has(name, kind)}
         tensors.append(WholeTensor(name, shape, dtype, stored, role, trainable, aliases))
-    return WholeCheckpoint(os.path.basename(path), tensors, json.loads(checkpoint.training), checkpoint.world_size)
+    return WholeCheckpoint(os.path.basename(path), tensors, json.loads(checkpoint.training), checkpoint.world_size,
+                           checkpoint.stage)
 
 
 def _stored(checkpoint, role, name, kind, dtype):

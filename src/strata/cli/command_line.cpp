@@ -54,12 +54,14 @@ class CommandLine {
     add_plan();
     add_bench_io();
     add_run();
-    add_import(
+    add_python(
         "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
         "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
         "Example:\n  strata import-deepspeed runs/deepspeed runs/strata\n");
-    add_import("import-dcp", "Write a folder of torch.distributed.checkpoint as one of Strata",
+    add_python("import-dcp", "Write a folder of torch.distributed.checkpoint as one of Strata",
                "Example:\n  strata import-dcp runs/fsdp2 runs/strata\n");
+    add_python("export-deepspeed", "Write a checkpoint of Strata as one of DeepSpeed",
+               "Example:\n  strata export-deepspeed runs/strata runs/deepspeed\n");
   }
 
   ExitCode run(std::vector<std::string> arguments) {
@@ -82,8 +84,8 @@ class CommandLine {
     return command;
   }
 
-  // Torch's own reader does these, in Python, which has the rest of the command line and its help.
-  void add_import(const std::string& name, const char* what, const char* examples) {
+  // Torch's own reader and writer do these, in Python, which has the rest of the command line.
+  void add_python(const std::string& name, const char* what, const char* examples) {
     CLI::App& command = *app_.add_subcommand(name, what);
     command.footer(examples);
     command.set_help_flag();
@@ -91,8 +93,9 @@ class CommandLine {
     command.final_callback([this, name, &command] {
       command_ = [name, &command]() -> ExitCode {
         std::vector<std::string> arguments = command.remaining();
+        const std::size_t dash = name.find('-');
         arguments.insert(arguments.begin(),
-                         {"-m", "strata.importing", name.substr(name.find('-') + 1)});
+                         {"-m", "strata." + name.substr(0, dash) + "ing", name.substr(dash + 1)});
         become_python(std::move(arguments));
       };
     });
