@@ -57,6 +57,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self.init_report = None
         self._at_boundary = False  # whether the last call of step() was one
         self._unapplied = 0  # micro-steps since the last boundary
+        self._steps_by = "engine"  # whose step() is called: its own, or the optimizer's
+        self._ended_by = None  # whose ended the last micro-step
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
@@ -105,7 +107,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             scale_wrt_gas: divide by the accumulation steps.
 
         Returns:
-            ``loss``, not scaled.
+            The loss, divided by the accumulation steps where ``scale_wrt_gas`` says so; not multiplied by the loss
+            scale.
 
         Raises:
             UsageError: without a forward before; for a loss that depends on no parameter.
@@ -120,7 +123,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             if type(error) is RuntimeError:  # what hooks throw loses its class on its way through autograd
                 self._collectives.require_usable()
             raise
-        return loss
+        steps = self.core.accumulation_steps
+        return loss / steps if scale_wrt_gas and steps > 1 else loss
 
     def scale(self, loss):
         """The tensor to call ``backward()`` on: ``loss`` times the loss scale in fp16, else ``loss`` itself. Gradients
@@ -132,7 +136,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         return self.core.scale(loss)
 
     def step(self, lr_kwargs=None):
-        """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler.
+        """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler. Does nothing
+        where ``optimizer.step()`` has done it since the last backward pass.
 
         Raises:
             UsageError: without a backward pass since the last step; within ``coalesce_grad_reduction()``.
@@ -142,10 +147,15 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         if self.coalesces:
             raise _C.UsageError("step() was called within coalesce_grad_reduction(), whose gradients are not reduced "
                                 "yet; call it after the block")
-        self._at_boundary = False
         if self.core.ends_step():
             self._settle_schedule()
-        result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        try:
+            result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
+        except _C.UsageError as error:
+            if "without a backward pass" in str(error) and self._is_done_already():
+                return
+            raise
+        self._at_boundary, self._ended_by = False, self._steps_by
         self._unapplied = self._unapplied + 1 if result is None else 0
         if result is None:
             return
@@ -166,6 +176,21 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             skipped = self.core.skipped_steps(wait=False)
             logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, skipped, self.get_lr())
+
+    def step_by_optimizer(self):
+        """What ``optimizer.step()`` does."""
+        self._steps_by = "optimizer"
+        try:
+            self.step()
+        finally:
+            self._steps_by = "engine"
+
+    def _is_done_already(self):
+        """Of a step() without a backward pass since the last one: whether the other of engine and optimizer has done
+        it. An optimizer without any gradients yet does nothing, either."""
+        if self._ended_by is None:
+            return self._steps_by == "optimizer"
+        return self._ended_by != self._steps_by
 
     def _settle_schedule(self):
         """A step that the device skipped counts for the scheduler neither."""

@@ -8,6 +8,7 @@ import torch
 from . import _C
 from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights
+from .ops.param_groups import set_value
 from .state_parking import StateParking
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +82,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
 
     def get_lr(self):
         """[float]: the learning rate of each param group; [] without an optimizer, as of the two below."""
-        return self._of_groups("lr")
+        return [float(rate) for rate in self._of_groups("lr")]
 
     def set_lr(self, lr):
         """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it.
@@ -93,7 +94,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
             raise _C.UsageError("set_lr: this engine has no optimizer; name one in the configuration, or pass one as "
                                 "optimizer= to initialize")
         for group in self._groups:
-            group["lr"] = lr
+            set_value(group, "lr", lr)
 
     def get_mom(self):
         """The momentum of each param group: betas, or "momentum" of optimizers that have that."""

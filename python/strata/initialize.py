@@ -12,7 +12,7 @@ from .model.leaves import mark_leaves_of
 from .model.model_input import ModelTree
 from .model.ownership import require_values
 from .model.placement import choose_device
-from .optimizer import ShardedOptimizer, optimizer_from_config, run_on_shards, wrap_torch_optimizer
+from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
 from .ranks.runtime import (
     init_distributed, make_collectives, rank_and_world_size, require_group, telling_the_others, together,
 )
@@ -62,7 +62,8 @@ def initialize(
             there shard by shard, buffers whole.
         optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
             that makes one from parameters. AdamW and Adam, torch's or of ``strata.ops.adam``, run in the engine's
-            kernel; others run as they are on the fp32 shards, which is right for those that work element by element.
+            kernel; others run as they are on the fp32 shards where they work element by element, which is tried here.
+            Those that do not (Adafactor, Muon, LAMB) run on whole parameters at stage 0, or on one rank.
         model_parameters: what the configuration's optimizer optimises: parameters or param groups; all
             trainable parameters when None.
         training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
@@ -80,7 +81,8 @@ def initialize(
 
     Raises:
         ConfigError: the configuration, or ranks that bring different models or configurations.
-        UsageError: a model whose parameters went with an engine that was destroyed or dropped.
+        UsageError: a model whose parameters went with an engine that was destroyed or dropped; an optimizer that
+            cannot run at this stage.
         CommError: a rank that does not come or ends.
         OutOfMemoryError: the shards do not fit.
     """
@@ -184,6 +186,10 @@ def assemble(
         with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
             _require_filled_in(config, optimizer, lr_scheduler)
             sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
+            if rule == "external":
+                from .client_optimizer import choose_parts  # not before somebody brings one
+
+                choose_parts(sharded_optimizer, config.stage, collectives.world_size, torch.device(runtime.device))
             cut_parameters(born_flat)
         progress = start_up.progress(collectives.rank, collectives.world_size)
         with start_up.phase("make engine"):
@@ -196,8 +202,6 @@ def assemble(
         raise
     if sharded_optimizer is not None:
         sharded_optimizer.bind(engine)
-        if rule == "external":
-            run_on_shards(sharded_optimizer, engine.core)
     engine.lr_scheduler = _make_scheduler(config, sharded_optimizer, lr_scheduler)
     mark_leaves_of(tree.model, engine._section("zero_optimization.leaf_module"))
     engine.collate_fn = collate_fn

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import types
 import weakref
 
 import torch
@@ -43,17 +44,23 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
     """What schedulers and scripts see of the engine's optimizer.
 
     ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
-    any torch optimizer. ``step()`` and ``zero_grad()`` are the engine's business and do nothing here
-    (as under DeepSpeed). ``inner`` is the user's optimizer when one updates the shards, else None. What ``initialize``
+    any torch optimizer. ``inner`` is the user's optimizer when one updates the shards, else None. What ``initialize``
     returns for an optimizer of the user's is an instance of its class, too.
 
     Attributes:
+        members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
+            of the user's have its fp32 masters.
+        takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
             not wait for a GPU to tell: ``engine.was_step_applied()`` does.
     """
 
+    takes_whole = False
+    _client = None  # what the user gave to ``initialize``, until the engine is made
+
     def __init__(self, param_groups, defaults, inner=None):
         self._model, self._engine = None, None
+        self.members = []
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
@@ -74,6 +81,18 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
     def bind(self, engine):
         """Called when the engine is made."""
         self._model, self._engine = engine.core, weakref.ref(engine)
+        self.members = [list(group["params"]) for group in self.param_groups]
+        if self.inner is not None:
+            from .client_optimizer import run_on_shards  # not before somebody brings one
+
+            run_on_shards(self, engine)
+        client, self._client = self._client, None
+        if client is not None:
+            _send_steps_to(self, client)
+
+    def trains(self):
+        """bool: whether its engine lives."""
+        return self._model is not None and self._model.alive
 
     @property
     def loss_scale(self):
@@ -83,7 +102,26 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
     cur_scale = loss_scale
 
     def step(self, closure=None):
-        """Does nothing: ``engine.step()`` updates the weights."""
+        """``engine.step()``, for scripts that step the optimizer: it ends a micro-step, and at an accumulation boundary
+        it updates the weights and steps the engine's scheduler. Where ``engine.step()`` has been called since the last
+        backward pass it does nothing, and nor does ``engine.step()`` after it; nor before the first backward pass, as
+        torch's optimizers without gradients. Collective.
+
+        Args:
+            closure: None, or a callable that runs forward and backward and returns the loss; it is called once, first.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Raises:
+            UsageError: called again without a backward pass since its last call; and as ``engine.step()``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._bound().step_by_optimizer()
+        return loss
 
     def zero_grad(self, set_to_none=True):
         """Does nothing: the engine forgets gradients when it has used them."""
@@ -104,7 +142,10 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         return engine
 
     def scalars(self):
-        """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now."""
+        """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now. A user's
+        optimizer reads its groups itself."""
+        if self.inner is not None:
+            return [(0.0, 0.0, 0.0, 0.0, 0.0, True)] * len(self.param_groups)
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
@@ -184,8 +225,8 @@ def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
 
     AdamW and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, are computed by the engine's own
-    one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is on the fp32
-    shards, which is right for optimizers that work element by element.
+    one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is: on the fp32
+    shards where it works element by element, else on whole parameters.
     """
     from .ops.adam import adam_mode  # not at `import strata`
 
@@ -217,83 +258,23 @@ def _sharded(client, inner):
     kept = {name: value for name, value in client.__dict__.items() if name != "step"}  # which a scheduler has wrapped
     sharded.__dict__.update(kept)
     ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
+    sharded._client = client
     return sharded
 
 
-def run_on_shards(sharded, model):
-    """Lets ``sharded.inner`` update this rank's fp32 shards: its groups get the segments as parameters."""
-    inner = sharded.inner
-    for group in inner.param_groups:
-        group["params"] = []
-    segments, by_parameter = [], {}
-    for group_index, parameter, weight in model.segments():
-        segments.append(torch.nn.Parameter(weight))
-        by_parameter[parameter] = segments[-1]
-        inner.param_groups[group_index]["params"].append(segments[-1])
-    if inner.state:  # Adagrad's, say, which exists from the start
-        groups = [dict(group) for group in inner.param_groups]
-        inner.state.clear()
-        inner.state.update(type(inner)(groups, **inner.defaults).state)
+def _send_steps_to(sharded, client):
+    """Scripts may go on to call ``step()`` of the optimizer that they have given to ``initialize``."""
+    if "step" in vars(client):
+        return  # a scheduler has wrapped it, and looks whether it still is its own
+    own, there = type(client).step, weakref.ref(sharded)
 
-    def update(gradients):
-        for segment, gradient in zip(segments, gradients, strict=True):
-            segment.grad = gradient
-        try:
-            inner.step()
-        finally:
-            for segment in segments:
-                segment.grad = None  # the memory is the engine's again
+    def step(client, closure=None):
+        sharded = there()
+        if sharded is None or not sharded.trains():
+            return own(client, *(() if closure is None else (closure,)))
+        return sharded.step(closure)
 
-    model.set_update(update)
-    model.segment_states = SegmentStates(inner, by_parameter, segments)
-
-
-class SegmentStates:
-    """What an optimizer of the user's keeps, element by element, of this rank's parts of the parameters.
-
-    Args:
-        inner: the optimizer.
-        segments: {index of a parameter: its part, which ``inner`` knows as a parameter}.
-        in_order: these parts, as ``core.segments()`` has them.
-    """
-
-    def __init__(self, inner, segments, in_order):
-        self._inner, self._segments, self._in_order = inner, segments, in_order
-        self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
-
-    def park(self, states, pin_memory):
-        """Moves the optimizer's tensors to the host, where ``states`` has "optim_states", and lets go of the masters,
-        whose memory the engine may move. A part is empty then."""
-        if "optim_states" in states:
-            for kept in self._inner.state.values():
-                for name, value in kept.items():
-                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                        copy = torch.empty_like(value, device="cpu", pin_memory=pin_memory)
-                        self._away.append((kept, name, value.device))
-                        kept[name] = copy.copy_(value)
-        if "hp_params" in states or "lp_params" in states:
-            for segment in self._in_order:
-                segment.data = segment.data.new_empty(0)
-
-    def unpark(self, core):
-        """After the engine has brought its states back."""
-        away, self._away = self._away, []
-        for kept, name, device in away:
-            kept[name] = kept[name].to(device)
-        for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
-            segment.data = weight
-
-    def part(self, parameter, name):
-        """The state itself, of the part's shape; None where there is none."""
-        segment = self._segments.get(parameter)
-        if segment is None:
-            return None
-        value = self._inner.state.get(segment, {}).get(name)
-        return value if isinstance(value, torch.Tensor) and value.shape == segment.shape else None
-
-    def has(self, name):
-        """Whether any part has a state of this name."""
-        return any(self.part(parameter, name) is not None for parameter in self._segments)
+    client.step = types.MethodType(step, client)
 
 
 def _as_groups(parameters):

@@ -98,6 +98,7 @@ def _read(param, name, whole):
     if core is None:
         return None
     outside = _kept_outside(core, name)
+    _see_written_weights(core, name)
     if outside is not None:
         values = _part_kept_outside(core, index, name, outside)
         values = _C.join_state(core, index, values) if whole else values
@@ -163,13 +164,21 @@ def _kept_outside(core, name):
     return None
 
 
+def _see_written_weights(core, name):
+    """A master that is read is what a script has made of its weight."""
+    outside = getattr(core, "segment_states", None)
+    if outside is not None and name == "master":
+        _wait_for(core)
+        outside.adopt()
+
+
 def _part_kept_outside(core, index, name, outside):
     """A copy of this rank's part, empty where it owns none; None where there is no such state."""
     _wait_for(core)
     first, last = _C.state_range(core, index)
     part = outside.part(index, name)
     if part is not None:
-        return part.detach()[: last - first].to(torch.float32, copy=True)  # what follows is padding
+        return part.to(torch.float32, copy=True)
     return torch.empty(0, device=core.device) if first == last and outside.has(name) else None
 
 
@@ -184,7 +193,7 @@ def _set_outside(core, index, name, outside, whole, flat):
     if part is None:
         return first == last
     with torch.no_grad():
-        part[: last - first].copy_(flat[first:last] if whole else flat)
+        part.copy_(flat[first:last] if whole else flat)
     return True
 
 

@@ -2,8 +2,11 @@
 
 import copy
 
+import torch
+
 from . import _C
 from .config_source import read_config
+from .ops.param_groups import set_value
 from .schedule_names import ScheduleNames, settings_of_schedule
 
 
@@ -19,7 +22,7 @@ class ScheduledLR(ScheduleNames):
         self.optimizer = optimizer
         groups = optimizer.param_groups
         self._tell_of(settings_of_schedule(config), groups)
-        self._schedule = _C.Scheduler(config, [g["lr"] for g in groups], all("betas" in g for g in groups))
+        self._schedule = _C.Scheduler(config, [float(g["lr"]) for g in groups], all("betas" in g for g in groups))
         initial = self._schedule.initial()
         if initial is not None:
             self._write(initial)
@@ -37,7 +40,7 @@ class ScheduledLR(ScheduleNames):
 
     def get_last_lr(self):
         """[float]: the rate of each param group as last written."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
     def last_batch_iteration(self):
@@ -55,9 +58,17 @@ class ScheduledLR(ScheduleNames):
     def _write(self, rates):
         lrs, betas = rates
         for i, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = lrs[i]
+            set_value(group, "lr", lrs[i])
             if betas is not None:
-                group["betas"] = betas[i]
+                _set_betas(group, betas[i])
+
+
+def _set_betas(group, values):
+    for old, new in zip(group["betas"], values):
+        if isinstance(old, torch.Tensor):
+            old.fill_(new)
+    if not any(isinstance(old, torch.Tensor) for old in group["betas"]):
+        group["betas"] = values
 
 
 class Advance:
@@ -93,7 +104,7 @@ class Advance:
             self._scheduler.load_state_dict(self._state)
         for group, key, before, after in self._written:
             if _same(group[key], after):
-                group[key] = before
+                set_value(group, key, before)
 
 
 def _settings(group):

@@ -7,13 +7,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
 
+import test_client_optimizers as clients  # noqa: E402
 import test_compile as compiled  # noqa: E402
 import test_engine_names as names  # noqa: E402
 import test_micro_steps as micro  # noqa: E402
 import test_numerics as numerics  # noqa: E402
+import test_optimizer_step as stepping  # noqa: E402
 import test_passes as passes  # noqa: E402
 import test_skipped_steps as skipped  # noqa: E402
 import test_unused_parameters as unused  # noqa: E402
+import test_written_weights as written  # noqa: E402
 import test_zero_init as init  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
@@ -31,6 +34,14 @@ JOBS = {
     **{f"unused in {dtype}": (world, unused._sweep, (False, dtype)) for world, dtype in ((2, "bf16"), (3, "fp16"))},
     **{f"skipped, {world}, {dtype}": (world, skipped._all_stages, (dtype,))
        for world, dtype in ((2, "fp32"), (1, "bf16"), (3, "fp32"), (3, "bf16"))},
+    **{f"optimizer.step(), {world}": (world, stepping._ways, (range(4), (1, 2), ("fp32", "bf16"), list(stepping.WAYS)))
+       for world in (1, 2, 3)},
+    **{f"whole parameters, {world}": (world, clients._trained_whole, (range(4) if world == 1 else (0,),
+                                                                      ("fp32", "bf16"), (1, 2), list(clients.WHOLE)))
+       for world in (1, 2, 3)},
+    **{f"written weights, {world}": (world, written._written, (range(4) if world == 1 else range(3),
+                                                               ("fp32", "bf16", "fp16"), (1, 2), list(written.RULES)))
+       for world in (1, 2, 3)},
     "zero.Init": (3, init._trained, ((0, 1, 2), "fp32")),
     "zero.Init of transformers": (3, init._released_transformers, ()),
 }  # fmt: skip

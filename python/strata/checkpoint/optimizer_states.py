@@ -9,6 +9,7 @@ import json
 import torch
 
 from .. import _C
+from ..ops.param_groups import set_values
 from .plain_values import to_plain
 
 
@@ -23,11 +24,14 @@ def optimizer_state(engine, tensors):
     ]
     state = {"class": type(optimizer.inner or optimizer).__name__, "param_groups": groups, "members": _members(engine)}
     if optimizer.inner is not None:
-        mine = {}
-        for index, segment, values in _segments(engine):
+        mine, states = {}, engine.core.segment_states
+        for index, _, values in states.entries():
             name = engine.core.known_name(index)
-            scalars = {k: v for k, v in values.items() if not _by_element(v, segment)}
-            mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
+            scalars = {k: v for k, v in values.items() if not states.is_by_element(index, v)}
+            if optimizer.takes_whole:  # every rank has the same ones, whatever their shape
+                mine[name] = {k: to_plain(v, _large(v, tensors), f"optimizer.{name}.{k}") for k, v in scalars.items()}
+            else:
+                mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
         state["scalars"] = mine  # of this rank's parameters: their tensors are within the JSON
         state["scalars_as_they_are"] = True  # importers have numbers of what was a tensor
     return state
@@ -37,10 +41,13 @@ def _members(engine):
     """[[names]] of each param group's parameters, in its order: exports to flat formats need it."""
     known_by = {id(known.parameter): known for known in engine.known}
     return [
-        [engine.core.known_name(part.index) for p in group["params"] if id(p) in known_by
-         for part in known_by[id(p)].parts]
-        for group in engine.optimizer.param_groups
+        [engine.core.known_name(part.index) for p in group if id(p) in known_by for part in known_by[id(p)].parts]
+        for group in engine.optimizer.members
     ]  # fmt: skip
+
+
+def _large(value, tensors):
+    return None if isinstance(value, torch.Tensor) and value.numel() == 1 else tensors
 
 
 def _scalar(value, name, key):
@@ -50,14 +57,10 @@ def _scalar(value, name, key):
     return value
 
 
-def _place_of(key, group, segment):
+def place_of(key, group, parameter):
     """Where torch's optimizers keep a tensor of one element, as their load_state_dict has it."""
     on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return segment.device if on_device else "cpu"
-
-
-def _by_element(value, segment):
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == segment.numel()
+    return parameter.device if on_device else "cpu"
 
 
 def of_all_ranks(engine, mine):
@@ -68,40 +71,34 @@ def of_all_ranks(engine, mine):
     return merged
 
 
-def _segments(engine):
-    """[(parameter, segment, what the inner optimizer keeps of it)]."""
-    inner = engine.optimizer.inner
-    segments = [segment for group in inner.param_groups for segment in group["params"]]
-    by_pointer = {segment.data_ptr(): segment for segment in segments if segment.numel()}
-    result = []
-    for _, param, weight in engine.core.segments():
-        if weight.numel():
-            segment = by_pointer[weight.data_ptr()]
-            result.append((param, segment, inner.state.get(segment, {})))
-    return result
-
-
 def states_of_segments(engine):
+    """[(parameter, kind, this rank's part of it)] of what an optimizer of the user's keeps by element."""
     if engine.optimizer is None or engine.optimizer.inner is None:
         return []
-    return [
-        (param, key, value.detach().contiguous())
-        for param, segment, values in _segments(engine) for key, value in values.items() if _by_element(value, segment)
-    ]  # fmt: skip
+    states = engine.core.segment_states
+    states.adopt()
+    found = []
+    for index, _, values in states.entries():
+        kept = {key: states.own(index, value) for key, value in values.items() if states.is_by_element(index, value)}
+        found += [(index, key, part.contiguous()) for key, part in kept.items() if part.numel()]
+    return found
 
 
 def targets_of_segments(engine, checkpoint):
-    """([(parameter, kind, tensor to fill)], [(segment, key, the same tensor)])."""
+    """([(parameter, kind, tensor to fill)], [(parameter, kind, the same tensor; None: this rank owns nothing)])."""
     targets, tensors = [], []
     if engine.optimizer.inner is None:
         return targets, tensors
-    for param, segment, _ in _segments(engine):
-        name = engine.core.known_name(param)
+    for index, parameter, _ in engine.core.segment_states.entries():
+        name = engine.core.known_name(index)
         for kind in checkpoint.kinds[1:]:
             dtype = checkpoint.dtype_of(name, kind)
-            if dtype is not None:
-                tensors.append((segment, kind, torch.zeros(segment.shape, dtype=dtype, device=segment.device)))
-                targets.append((param, kind, tensors[-1][2]))
+            if dtype is None:
+                continue
+            first, last = _C.state_range(engine.core, index)
+            tensors.append((index, kind, torch.zeros(last - first, dtype=dtype, device=parameter.device)))
+            if first < last:
+                targets.append(tensors[-1])
     return targets, tensors
 
 
@@ -111,28 +108,29 @@ def load_optimizer(engine, saved, tensors):
         return
     groups = saved["param_groups"]
     for group, values in zip(optimizer.param_groups, groups):
-        group.update(values)
+        set_values(group, values)
     if optimizer.inner is None:
         return
     if optimizer.inner.param_groups is not optimizer.param_groups:
         for group, values in zip(optimizer.inner.param_groups, groups):
-            group.update(values)
-    group_of = {id(segment): group for group in optimizer.inner.param_groups for segment in group["params"]}
-    by_segment = {}
-    for segment, key, tensor in tensors:
-        by_segment.setdefault(id(segment), {})[key] = tensor
+            set_values(group, values)
+    states = engine.core.segment_states
+    group_of = {id(p): group for group in optimizer.inner.param_groups for p in group["params"]}
+    by_element = {}
+    for index, key, part in tensors:
+        by_element.setdefault(index, {})[key] = states.from_own(index, part if part.numel() else None)
     scalars = saved.get("scalars", {})
-    for param, segment, present in _segments(engine):
-        values = dict(scalars.get(engine.core.known_name(param), {}))
+    for index, parameter, _ in states.entries():
+        values = dict(scalars.get(engine.core.known_name(index), {}))
         for key, value in values.items():
             if key == "step" and not isinstance(value, torch.Tensor) and not saved.get("scalars_as_they_are"):
                 value = torch.tensor(float(value))  # torch's optimizers count steps in tensors
             if isinstance(value, torch.Tensor):
-                value = value.to(_place_of(key, group_of[id(segment)], segment)).clone()
+                value = value.to(place_of(key, group_of[id(parameter)], parameter)).clone()
             values[key] = value
-        values.update(by_segment.get(id(segment), {}))
+        values.update({key: value for key, value in by_element.get(index, {}).items() if value is not None})
         if values:
-            optimizer.inner.state[segment] = values
+            states.put(index, values)
 
 
 def require_same_groups(engine, saved):

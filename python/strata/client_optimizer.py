@@ -1,0 +1,283 @@
+"""An optimizer of the user's at work on the engine's fp32 masters: what it is lent, and what it keeps."""
+
+import weakref
+from contextlib import contextmanager
+
+import torch
+
+from . import _C
+from .optimizer_probe import needs_closure, why_not_by_element
+
+
+def choose_parts(sharded, stage, world_size, device):
+    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones.
+
+    Raises:
+        UsageError: it can do neither.
+    """
+    name = type(sharded.inner).__name__
+    if needs_closure(sharded.inner):
+        raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
+                            "of the passes that the script makes; take an optimizer whose step() needs no closure, "
+                            "such as AdamW")
+    reason = why_not_by_element(sharded.inner, device)
+    if reason is None:
+        return
+    if stage != 0 and world_size > 1:
+        raise _C.UsageError(
+            f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a part of each "
+            "parameter, from which its steps would be wrong. Write zero_optimization.stage 0, where it gets whole "
+            f"parameters, or take AdamW, Lion, SGD or another elementwise optimizer; found stage {stage} on "
+            f"{world_size} ranks"
+        )
+    sharded.takes_whole = True
+
+
+def run_on_shards(sharded, engine):
+    """Lets ``sharded.inner`` update this rank's fp32 masters: its groups get them as parameters."""
+    known = {id(known.parameter): known for known in engine.known}
+    members = []
+    for group in sharded.members:
+        found = [known[id(p)] for p in group if id(p) in known and p.requires_grad]
+        if sharded.takes_whole and any(len(parameter.parts) > 1 for parameter in found):
+            raise _C.UsageError(f"{type(sharded.inner).__name__} needs whole parameters, and some are used in tiles; "
+                                "set strata.tiles.max_gather to the size of the largest, or take an optimizer that "
+                                "updates element by element, such as AdamW")
+        found = [parameter for parameter in found if 0 not in parameter.shape]
+        members.append([(part.index, parameter.shape) for parameter in found for part in parameter.parts])
+    states = WholeStates if sharded.takes_whole else SegmentStates
+    engine.core.segment_states = states(sharded.inner, engine.core, members, engine.world_size)
+
+
+class SegmentStates:
+    """The optimizer over this rank's parts of the parameters, each a Parameter of one dimension to it.
+
+    Args:
+        inner: the user's optimizer; its param groups get the parts.
+        core: a _C.ShardedModel, which is not kept: it keeps this.
+        members: [[(index in ``core``, shape)]], the parameters of each param group that have elements, in the user's
+            order.
+        world: number of ranks.
+    """
+
+    def __init__(self, inner, core, members, world):
+        self._inner, self._step, self._core = inner, inner.step, weakref.ref(core)
+        self._members, self._alone = members, world == 1
+        self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
+        trained = {index for group in members for index, _ in group} | {index for _, index, _ in core.segments()}
+        self._ranges = {index: _C.state_range(core, index) for index in trained}
+        self._lend(core)
+        self._is_written = {index: _has_master_beside(core, index) for index in self._indices}
+        if inner.state:  # Adagrad's, say, which exists from the start
+            groups = [dict(group) for group in inner.param_groups]
+            inner.state.clear()
+            inner.state.update(type(inner)(groups, **inner.defaults).state)
+        core.set_update(self._update)
+
+    def _lend(self, core):
+        for group in self._inner.param_groups:
+            group["params"] = []
+        self._in_order, self._parameters = [], {}
+        for group, index, weight in core.segments():
+            self._in_order.append(torch.nn.Parameter(weight))
+            self._parameters[index] = self._in_order[-1]
+            self._inner.param_groups[group]["params"].append(self._in_order[-1])
+        self._indices = list(self._parameters)
+
+    def _update(self, gradients):
+        """Called in the engine's step. ``gradients``: by segment, lent; None where no rank had one."""
+        self.adopt()
+        for segment, gradient in zip(self._in_order, gradients, strict=True):
+            segment.grad = gradient
+        try:
+            self._step()
+        finally:
+            for segment in self._in_order:
+                segment.grad = None  # the memory is the engine's again
+
+    def adopt(self):
+        """Masters whose weights a script has written since the last step take the values written: a weight is its
+        master, rounded, unless somebody wrote it."""
+        core = self._core()
+        for index, segment in zip(self._indices, self._in_order, strict=True):
+            if not self._is_written[index] or segment.numel() == 0:
+                continue
+            weight, master = core.local_part(index), self._own_master(index, segment)
+            kept = master.to(weight.dtype) == weight
+            if kept.device.type == "cpu" and bool(kept.all()):
+                continue  # a GPU would have to be waited for
+            master.copy_(torch.where(kept, master, weight.to(master.dtype)))
+
+    def _own_master(self, index, segment):
+        first, last = self._ranges[index]
+        return segment.detach()[: last - first]  # what follows is padding
+
+    # --- what it keeps ---
+
+    def entries(self):
+        """[(index in the engine, the Parameter that the optimizer knows, what it keeps of that)]."""
+        return [(i, p, self._inner.state.get(p, {})) for i, p in self._parameters.items() if p.numel()]
+
+    def put(self, index, values):
+        """Makes ``values``, a dict, what the optimizer keeps of a parameter; empty: nothing."""
+        parameter = self._parameters.get(index)
+        if parameter is None:
+            return
+        self._inner.state.pop(parameter, None)
+        if values:
+            self._inner.state[parameter] = values
+
+    def is_by_element(self, index, value):
+        """Whether ``value``, which is kept, holds something of each element of what the optimizer was lent."""
+        parameter = self._parameters[index]
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+
+    def own(self, index, value):
+        """This rank's part of a state by element: a view of one dimension."""
+        first, last = self._ranges[index]
+        return value.detach()[: last - first]  # what follows is padding
+
+    def from_own(self, index, part):
+        """The state whose part of this rank is ``part``, as the optimizer keeps it; None: it keeps nothing of the
+        parameter. ``part`` is None where this rank owns nothing of it. Collective over whole parameters."""
+        parameter = self._parameters.get(index)
+        if parameter is None or part is None:
+            return None
+        state = torch.zeros(parameter.shape, dtype=part.dtype, device=parameter.device)
+        self.own(index, state).copy_(part.reshape(-1))
+        return state
+
+    def part(self, index, name):
+        """The state itself, of this rank's part, of one dimension; None where there is none."""
+        parameter = self._parameters.get(index)
+        value = None if parameter is None else self._inner.state.get(parameter, {}).get(name)
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return None
+        return self.own(index, value)
+
+    def has(self, name):
+        """Whether any part has a state of this name."""
+        return any(self.part(index, name) is not None for index in self._parameters)
+
+    # --- while it rests ---
+
+    def park(self, states, pin_memory):
+        """Moves the optimizer's tensors to the host, where ``states`` has "optim_states", and lets go of the masters,
+        whose memory the engine may move. A part is empty then."""
+        if "optim_states" in states:
+            for kept in self._inner.state.values():
+                for name, value in kept.items():
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        copy = torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+                        self._away.append((kept, name, value.device))
+                        kept[name] = copy.copy_(value)
+        if "hp_params" in states or "lp_params" in states:
+            self.adopt()
+            for segment in self._in_order:
+                segment.data = segment.data.new_empty(0)
+
+    def unpark(self, core):
+        """After the engine has brought its states back."""
+        away, self._away = self._away, []
+        for kept, name, device in away:
+            kept[name] = kept[name].to(device)
+        self._return_masters(core)
+
+    def _return_masters(self, core):
+        for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
+            segment.data = weight
+
+
+class WholeStates(SegmentStates):
+    """The optimizer over whole parameters, for classes whose update of an element needs others. Every rank makes the
+    same update of all of them, and the engine takes of each what the rank owns.
+
+    Over several ranks masters and gradients are put together of all ranks' parts in each step, in memory that stays:
+    8 bytes an element on each rank, beside the optimizer's states.
+    """
+
+    def _lend(self, core):
+        self._take_masters(core)
+        self._parameters = {}
+        for group, members in zip(self._inner.param_groups, self._members, strict=True):
+            group["params"] = []
+            for index, shape in members:
+                flat = self._masters.get(index) if self._alone else None
+                if flat is None:
+                    flat = torch.zeros(torch.Size(shape).numel(), device=core.device)
+                self._parameters[index] = torch.nn.Parameter(flat.view(shape))
+                group["params"].append(self._parameters[index])
+
+    def _take_masters(self, core):
+        """Views of this rank's parts: {index in the engine: part}, of those of which it owns some."""
+        segments = core.segments()
+        self._in_order = [weight for _, _, weight in segments]
+        self._indices = [index for _, index, _ in segments]
+        self._masters = {index: self._own_master(index, weight) for _, index, weight in segments}
+
+    def _update(self, gradients):
+        self.adopt()
+        core = self._core()
+        lent = zip(self._indices, gradients, strict=True)
+        mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
+        try:
+            for index, parameter in self._parameters.items():  # in one order on every rank
+                gradient = mine.get(index)
+                if not self._alone:
+                    gradient = _C.join_state(core, index, gradient)
+                    parameter.detach().view(-1).copy_(_C.join_state(core, index, self._masters.get(index)))
+                parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+            with _same_random_numbers(core, self._alone):
+                self._step()
+            if not self._alone:
+                for index, master in self._masters.items():
+                    master.copy_(self.own(index, self._parameters[index]))
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    def is_by_element(self, index, value):
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self._parameters[index].shape
+
+    def own(self, index, value):
+        first, last = self._ranges[index]
+        return value.detach().view(-1)[first:last]
+
+    def from_own(self, index, part):
+        parameter = self._parameters[index]
+        if self._alone:
+            return None if part is None else part.clone().view(parameter.shape)
+        whole = _C.join_state(self._core(), index, None if part is None else part.reshape(-1).float())
+        return None if whole is None else whole.to(torch.float32 if part is None else part.dtype).view(parameter.shape)
+
+    def park(self, states, pin_memory):
+        super().park(states, pin_memory)
+        if "hp_params" in states or "lp_params" in states:
+            self._in_order, self._indices, self._masters = [], [], {}
+            for parameter in self._parameters.values():
+                if self._alone:
+                    parameter.data = parameter.data.new_empty(0)
+
+    def _return_masters(self, core):
+        self._take_masters(core)
+        for group in self._members if self._alone else ():
+            for index, shape in group:
+                if index in self._masters:
+                    self._parameters[index].data = self._masters[index].view(shape)
+
+
+def _has_master_beside(core, index):
+    """Whether a script can write the weight itself, on this rank, beside an fp32 master."""
+    return not core.is_sharded(index) and core.local_part(index).dtype != torch.float32
+
+
+@contextmanager
+def _same_random_numbers(core, alone):
+    """A class that draws some draws the same on every rank, and leaves the script's numbers alone."""
+    if alone:
+        yield
+        return
+    device = torch.device(core.device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(core.global_steps)
+        yield

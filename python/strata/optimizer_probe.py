@@ -1,0 +1,121 @@
+"""Whether a class of optimizers updates each element by itself, so that it can run on parts of parameters.
+
+The class is tried on small tensors: once on whole ones, and once as two ranks would have them, each with its own
+optimizer and one-dimensional pieces. Equal bits after a few steps say that it does.
+"""
+
+import collections
+import copy
+import inspect
+
+import torch
+
+_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adadelta,
+                torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+                torch.optim.ASGD)  # fmt: skip
+_SHAPES = {1: ((768,), (128,)), 2: ((8, 96), (4, 32))}
+_CUT = 320  # of the first one's elements: pieces are whole vectors, whose last elements compute as the others do
+_STEPS = (1.0, 30.0, 0.01)  # sizes of gradients
+
+
+def needs_closure(optimizer):
+    """Whether its ``step()`` computes the loss itself, several times."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def why_not_by_element(optimizer, device):
+    """None where ``optimizer``, which has taken no step, updates element by element; else a text that says how that
+    was found. Takes milliseconds; the optimizer and torch's random numbers stay as they are.
+
+    Args:
+        optimizer: a torch.optim.Optimizer.
+        device: torch.device on which it is to run.
+    """
+    kind = getattr(type(optimizer), "_strata_likeness", type(optimizer))
+    if kind in _ELEMENTWISE or kind.__module__.startswith("strata.ops."):
+        return None
+    shapes = [_shapes_of(group) for group in optimizer.param_groups]
+    drawn = [[_values(shape, seed=i) for i, shape in enumerate(of_group)] for of_group in shapes]
+    of_rank_0 = [[(i, slice(0, _CUT)) for i in range(0, len(tensors), 2)] for tensors in drawn]
+    of_rank_1 = [[(i, slice(0 if i % 2 else _CUT, None)) for i in range(len(tensors))] for tensors in drawn]
+    everything = [[(i, None) for i in range(len(tensors))] for tensors in drawn]
+    try:
+        whole = _run(optimizer, drawn, everything, device)
+    except Exception as error:
+        return f"its step() failed on a small tensor: {type(error).__name__}: {error}"
+    try:
+        pieces = [_run(optimizer, drawn, part, device) for part in (of_rank_0, of_rank_1)]
+    except Exception as error:
+        return f"its step() failed on a part of a tensor: {type(error).__name__}: {error}"
+    for group, tensors in enumerate(drawn):
+        for i in range(len(tensors)):
+            there = [piece[group, i] for piece in pieces if (group, i) in piece]
+            if not torch.equal(whole[group, i].view(torch.int32), torch.cat(there).view(torch.int32)):
+                return "on a small tensor and on two parts of it its steps differ"
+    return None
+
+
+def _shapes_of(group):
+    """Of each number of dimensions that the group's parameters have two shapes."""
+    known = [getattr(p, "ds_shape", p.shape) for p in group["params"]]
+    dimensions = {len(shape) for shape in known if torch.Size(shape).numel()} or {2}
+    shapes = []
+    for n in sorted({max(1, d) for d in dimensions}):
+        first, second = _SHAPES[min(n, 2)]
+        shapes += [first[:1] + (1,) * (n - 2) + first[1:], second[:1] + (1,) * (n - 2) + second[1:]]
+    return shapes
+
+
+def _values(shape, seed):
+    """(weights, gradients of each step), flat, of mixed sizes, and the shape."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    numel = torch.Size(shape).numel()
+    gradients = [
+        torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator) * size
+        for size in _STEPS
+    ]  # fmt: skip
+    return torch.randn(numel, generator=generator), gradients, shape
+
+
+def _run(optimizer, drawn, wanted, device):
+    """{(group, tensor): flat weights after the steps}. ``wanted``: by group, [(tensor, slice; None: in its shape)]."""
+    parameters, groups = {}, []
+    for g, (tensors, members) in enumerate(zip(drawn, wanted, strict=True)):
+        for i, part in members:
+            weights, _, shape = tensors[i]
+            values = weights.view(shape) if part is None else weights[part]
+            parameters[g, i] = torch.nn.Parameter(values.to(device, copy=True))
+        settings = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[g].items() if k not in _OF_PARAMETERS}
+        groups.append({**settings, "params": [parameters[g, i] for i, _ in members]})
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), torch.enable_grad():
+        torch.manual_seed(0)
+        like = _likeness(optimizer, groups)
+        if callable(getattr(like, "train", None)):
+            like.train()  # of those that keep two sets of weights
+        for step in range(len(_STEPS)):
+            for g, members in enumerate(wanted):
+                for i, part in members:
+                    gradient = drawn[g][i][1][step]
+                    gradient = gradient.view(drawn[g][i][2]) if part is None else gradient[part]
+                    parameters[g, i].grad = gradient.to(device, copy=True)
+            like.step()
+    return {key: parameter.detach().reshape(-1).cpu() for key, parameter in parameters.items()}
+
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+def _likeness(optimizer, groups):
+    """Another one of its class and settings, over ``groups``."""
+    if optimizer.state:  # made by its constructor, Adagrad's say
+        return type(optimizer)(groups, **optimizer.defaults)
+    like = type(optimizer).__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):  # one that wraps another
+            value = _likeness(value, groups)
+        like.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    like.__dict__.pop("step", None)  # which a scheduler has wrapped
+    like.param_groups, like.state = groups, collections.defaultdict(dict)
+    return like
