@@ -1,5 +1,6 @@
 // One Python class for each class of error. All derive from strata.Error, a RuntimeError: callers
-// take a ValueError out of saving for something else.
+// take a ValueError out of saving for something else. As in DeepSpeed, what a configuration says
+// wrongly is a ValueError, too, and a call that is out of order an AssertionError.
 #include "bindings.h"
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/schedule/loss_scaler.h"
@@ -8,13 +9,15 @@ namespace strata::python {
 
 void bind_errors(py::module_& module) {
   const auto base = py::register_exception<Error>(module, "Error", PyExc_RuntimeError);
-  const auto config = py::register_exception<ConfigError>(module, "ConfigError", base);
+  const auto and_also = [&](PyObject* cls) { return py::make_tuple(base, py::handle(cls)); };
+  const auto config =
+      py::register_exception<ConfigError>(module, "ConfigError", and_also(PyExc_ValueError));
   py::register_exception<engine::JsonSyntaxError>(module, "JsonSyntaxError", config);
   py::register_exception<FormatError>(module, "FormatError", base);
   py::register_exception<IoError>(module, "IoError", base);
   py::register_exception<CommError>(module, "CommError", base);
   py::register_exception<OutOfMemoryError>(module, "OutOfMemoryError", base);
-  py::register_exception<UsageError>(module, "UsageError", base);
+  py::register_exception<UsageError>(module, "UsageError", and_also(PyExc_AssertionError));
   py::register_exception<DeviceError>(module, "DeviceError", base);
   py::register_exception<NumericsError>(module, "NumericsError", base);
   py::register_exception<engine::LossScaleError>(module, "LossScaleError", base);

@@ -99,6 +99,14 @@ class OptimizerNames:
         """bool: whether the loss scale adapts."""
         return self._bound().dynamic_loss_scale()
 
+    def get_lr(self):
+        """float: the learning rate of the first param group; ``engine.get_lr()`` has all."""
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr):
+        """Sets the learning rate of every param group, for the steps from now on."""
+        self._bound().set_lr(lr)
+
     def needs_scaler(self):
         """bool: whether a loss has to be scaled before backward (``engine.scale``), which is so under fp16."""
         return self._bound().fp16_enabled()

@@ -61,12 +61,13 @@ class ScheduleNames:
             setattr(self, name, settings[name])
         if self.cycle_momentum and all("betas" in group for group in groups):
             self.min_moms, self.max_moms = (
-                [(m, group["betas"][1]) for m, group in zip(by_group(name), groups)]
+                [(momentum, 0.99) for momentum in by_group(name)]  # DeepSpeed's second beta
                 for name in ("cycle_min_mom", "cycle_max_mom"))
 
     def get_mom(self):
-        """[(float, float)]: the betas of each param group where the schedule stands; None where it changes none."""
-        return self._schedule.current()[1]
+        """[(float, float)]: the betas of each param group where the schedule stands, the largest before its first
+        step, as DeepSpeed says; None where it changes none."""
+        return self._schedule.current()[1] if self.last_batch_iteration >= 0 else getattr(self, "max_moms", None)
 
     def get_lr_ratio(self):
         """float, of WarmupCosineLR: the rate over the optimizer's own, where the schedule stands; 0.0 before its first

@@ -32,6 +32,7 @@ def test_schedules_tell_what_they_are(schedule):
         "train_micro_batch_size_per_gpu": 1, "optimizer": adam, "scheduler": {"type": schedule.type, "params": params}})
     client = schedule(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5, betas=(0.9, 0.99)), **params)
     for found in (engine.lr_scheduler, client):
+        assert found.get_mom() == getattr(found, "max_moms", None)
         assert isinstance(found, schedule)
         assert {name: getattr(found, name) for name in attributes} == attributes
         for _ in range(3):

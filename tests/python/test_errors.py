@@ -237,22 +237,6 @@ def test_calls_out_of_order(stage):
         assert_told([by_rank[name] for by_rank in told], *words)
 
 
-class Sparse(TinyModel):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 16, sparse=True)
-
-
-def _sparse():
-    rank, _ = rank_and_world()
-    engine = make_engine(make_model(Sparse), config_of(3))
-    return error_of(train_step, engine, make_batches(1, WORLD)[0, rank])
-
-
-def test_sparse_gradients_are_refused():
-    assert_told(run_ranks(WORLD, _sparse, timeout=SECONDS), "embedding.weight", "sparse=False")
-
-
 # --- a rank that dies ---
 
 

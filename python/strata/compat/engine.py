@@ -16,6 +16,7 @@ class DeepSpeedEngine(Engine):
     """
 
     document = {}  # of the configuration
+    sparse_tensor_module_names = frozenset()  # gradients are dense
 
     def __init__(self, tree, config, optimizer, *args, **kwargs):
         super().__init__(tree, config, optimizer, *args, **kwargs)
@@ -48,6 +49,17 @@ class DeepSpeedEngine(Engine):
             load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer,
             load_lr_scheduler_states, load_module_only, custom_load_fn,
         )  # fmt: skip
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
+                        exclude_frozen_parameters=False):  # fmt: skip
+        """As Strata's.
+
+        Raises:
+            ValueError: there is no folder.
+        """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint: pass the folder for checkpoints; found {save_dir!r}")
+        return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def destroy(self, keep_values=False):
         """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of

@@ -322,6 +322,17 @@ TEST(Config, ListsHintsWithTheirReason) {
   EXPECT_EQ(c.hints.size(), 4U);
 }
 
+TEST(Config, ListsEmptySectionsOfFeaturesThatItDoesNotHave) {
+  const Config c = parsed(R"({"zero_optimization": {"zenflow": {}}, "hybrid_engine": {},
+      "log_level": "WARNING", "sparse_gradients": true})");
+  EXPECT_EQ(reason_of(c, "zero_optimization.zenflow"),
+            "an empty section counts as off: asynchronous updates of ZenFlow");
+  EXPECT_EQ(reason_of(c, "hybrid_engine").substr(0, 31), "an empty section counts as off:");
+  EXPECT_EQ(reason_of(c, "sparse_gradients").substr(0, 31), "sparse gradients are made dense");
+  EXPECT_EQ(c.hints.size(), 3U);
+  EXPECT_NE(c.digest().find("log_level = \"warning\""), std::string::npos);
+}
+
 TEST(Config, DoesNotListHintsOfWhatIsSwitchedOffOrNotGiven) {
   const Config c = parsed(R"({"wandb": {"enabled": false, "project": "x"}, "log_level": null,
       "flops_profiler": {"detailed": false}, "zero_optimization": {"reduce_scatter": "auto"}})");

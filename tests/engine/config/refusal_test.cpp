@@ -181,7 +181,7 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
       {R"({"compile": {"deepcompile": true}})", "compile: not supported (DeepCompile)"},
       {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
       {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
-      {R"({"sparse_gradients": true})", "sparse_gradients: not supported"},
+      {R"({"log_level": "loud"})", "log_level: wanted"},
       {R"({"torch_autocast": {"enabled": true}})", "torch_autocast.dtype: wanted"},
       {R"({"torch_autocast": {"enabled": true, "dtype": "bf16"}, "fp16": {"enabled": true}})",
        "torch_autocast.dtype: contradicts fp16.enabled"},

@@ -60,7 +60,7 @@ TEST(JsonText, MayHoldCommentsAndATrailingComma) {
     "zero_optimization": {"stage": 1,},  # hash
     /* a block
        of lines */
-    "log_level": "http://not#a/*comment*/",
+    "wandb": {"project": "http://not#a/*comment*/"},
   })")
                 .zero.stage,
             1);

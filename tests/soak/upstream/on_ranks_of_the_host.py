@@ -27,10 +27,10 @@ def pytest_configure(config):
         for name in names:
             setattr(marks, name, lambda test_case: test_case)
     importlib.import_module("transformers.training_args").is_torch_bf16_gpu_available = lambda: True
-    config.pluginmanager.register(_Report(os.environ["STRATA_UPSTREAM_REPORT"]))
+    config.pluginmanager.register(Report(os.environ["STRATA_UPSTREAM_REPORT"]))
 
 
-class _Report:
+class Report:
     def __init__(self, path):
         self._path = path
         self._rows = []

@@ -61,9 +61,9 @@ constexpr std::array kTrainingKeys{
         "the engine's own Adam updates offloaded states, on the GPU where there is one"},
     Key{"vocabulary_size", kInteger, "null", "", kHint, "size of the vocabulary",
         "it was only ever checked for alignment"},
-
-    Key{"sparse_gradients", kFlag, "false", "", kRefused, "sparse gradients of embeddings",
-        "write false or remove the key: gradients are dense"},
+    Key{"sparse_gradients", kFlag, "false", "", kHint,
+        "reduce sparse gradients of embeddings as such",
+        "sparse gradients are made dense, and so reduced"},
 };
 
 #define PARAM "optimizer.params."

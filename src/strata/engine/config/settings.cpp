@@ -110,6 +110,10 @@ class Reader {
   void take(const Key& key, const json& value, bool quiet) {
     if (key.kind == Kind::kSwitch) {
       if (is_switched_on(key, value)) refuse_feature(key, value);
+      if (value.is_object() && value.empty()) {
+        remarks_->hints.push_back({std::string(key.path),
+                                   fmt::format("an empty section counts as off: {}", key.meaning)});
+      }
       return;
     }
     json checked = check_value(key, value);

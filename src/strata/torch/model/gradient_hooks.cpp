@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -26,13 +27,8 @@ struct Receiver {
 
   void take(int param, const at::Tensor& given) const {
     pass->begin();
-    if (given.layout() != at::kStrided) {
-      throw UsageError(fmt::format(
-          "the gradient of '{}' is sparse, which cannot be sharded; make the embedding with "
-          "sparse=False",
-          engine->weights().param(param).name));
-    }
     at::Tensor gradient = given.to(place);
+    if (given.layout() != at::kStrided) gradient = made_dense(param, gradient);
     if (factor != 1.0) {
       const at::NoGradGuard no_grad;
       gradient = gradient.mul(factor);
@@ -45,6 +41,18 @@ struct Receiver {
         std::make_shared<const at::Tensor>(gradient.to(to_scalar_type(dtype)).contiguous());
     const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
     engine->add_gradient(param, values, dtype, std::move(dense));
+  }
+
+  // An embedding's rows that come more than once are summed in fp32, as the reduction sums.
+  at::Tensor made_dense(int param, const at::Tensor& sparse) const {
+    if (engine->collectives().rank() == 0) {
+      TORCH_WARN_ONCE("the gradient of '", engine->weights().param(param).name,
+                      "' is sparse, and is made dense, as the gradients of all such parameters "
+                      "are; make the embedding with sparse=False, which computes the same");
+    }
+    const at::NoGradGuard no_grad;
+    const bool is_double = sparse.scalar_type() == at::kDouble;
+    return (is_double ? sparse : sparse.to(at::kFloat)).to_dense();
   }
 };
 

@@ -10,8 +10,8 @@
 // Threads: the hooks run in autograd's threads, one at a time for one device. Ownership:
 // keeps the AccumulateGrad nodes alive (a tensor holds its node weakly); the hooks hold the
 // receiver weakly through a shared switch, and do nothing once this object is gone.
-// Errors: UsageError, thrown out of backward, for sparse gradients and for parameters that were
-// frozen.
+// A sparse gradient is made dense, which is said once in a process.
+// Errors: UsageError, thrown out of backward, for parameters that were frozen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
