@@ -179,6 +179,26 @@ def test_buffers_follow_the_tensors(world, tmp_path):
     run_gathering_together(world, _few_buffers, str(tmp_path))
 
 
+def _default_buffers(folder):
+    """By which DeepSpeed takes gigabytes: half again what is on the drive, which then is not read again."""
+    config = all_offloaded("nvme", "nvme", folder)
+    for section in ("offload_param", "offload_optimizer"):
+        del config["zero_optimization"][section]["buffer_count"], config["zero_optimization"][section]["buffer_size"]
+    engine, *_ = strata.initialize(model=make_model(), config=config)
+    train_steps(engine, 3)
+    report = engine.memory_report()
+    staged, peak = report["host", "staging"]
+    assert staged == engine.memory_forecast("host")["staging"] - RING and peak >= staged
+    on_drive = report["nvme", "total"][0]
+    assert STAGING < on_drive < staged < 1.5 * on_drive + STAGING, (staged, on_drive)
+    assert engine.step_report()["offload"]["links"]["read"]["bytes"] == 0
+    engine.destroy()
+
+
+def test_buffers_are_no_larger_than_what_is_staged(tmp_path):
+    run_gathering_together(2, _default_buffers, str(tmp_path))
+
+
 def _starts(folder):
     """Nothing is left behind by engines that come and go: no file, descriptor or memory."""
 

@@ -8,6 +8,7 @@
 #include "strata/engine/checkpoint/async_saver.h"
 #include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/optimize/staging_need.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
 #include "strata/offload/make_store.h"
@@ -38,10 +39,11 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   engine::EngineOptions options = training.options;
   options.trace.clear();
   NoViews views;
+  const std::shared_ptr<comm::Collectives> collectives = make_dry_collectives(traits, device);
+  engine::cap_staging(options, params, plan, training.rule, collectives->shard_place().count);
   const offload::MadeStores stores =
       offload::make_dry_stores(options.states, options.weights, *device);
-  engine::Engine engine(params, plan, options, training.rule, "",
-                        make_dry_collectives(traits, device), device,
+  engine::Engine engine(params, plan, options, training.rule, "", collectives, device,
                         {stores.states, stores.weights}, views);
   engine.weights_changed(/*complete=*/true);
   engine.prepare();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/optimize/staging_need.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/consistency.h"
 #include "strata/memory/available_memory.h"
@@ -127,6 +128,8 @@ void ModelStart::require_room(const engine::EngineOptions& options) const {
 void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
+  engine::cap_staging(engine_options, model_.specs, model_.plan, options.rule,
+                      runtime_.collectives->shard_place().count);
   require_room(engine_options);
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
