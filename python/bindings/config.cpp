@@ -1,5 +1,6 @@
 // The configuration as Python reads it.
 #include <algorithm>
+#include <set>
 
 #include "bindings.h"
 #include "strata/engine/config/value_check.h"
@@ -23,9 +24,16 @@ py::object optimizer_of(const engine::Config& config) {
   adam["betas"] = py::make_tuple(o.adam.beta1, o.adam.beta2);
   adam["eps"] = o.adam.eps;
   adam["weight_decay"] = o.adam.weight_decay;
+  adam["bias_correction"] = o.adam.bias_correction;
   const bool ours = o.kind == engine::OptimizerKind::kAdam;
   return py::make_tuple(ours ? (o.adam.decoupled ? "adamw" : "adam") : "torch", o.torch_class,
                         o.torch_params, adam);
+}
+
+// None, or (class of torch.optim.lr_scheduler, keyword arguments as JSON)
+py::object torch_scheduler_of(const engine::Config& config) {
+  if (!config.torch_scheduler) return py::none();
+  return py::make_tuple(config.torch_scheduler->type, config.torch_scheduler->params);
 }
 
 void bind_precision(py::class_<engine::Config>& config) {
@@ -54,6 +62,27 @@ void bind_precision(py::class_<engine::Config>& config) {
                              [](const Config& c) { return c.precision.cast_inputs; });
 }
 
+void bind_hints(py::class_<engine::Config>& config) {
+  using engine::Config;
+  config
+      .def_property_readonly("hints",
+                             [](const Config& c) {
+                               std::vector<std::pair<std::string, std::string>> hints;
+                               for (const auto& hint : c.hints)
+                                 hints.emplace_back(hint.path, hint.reason);
+                               return hints;
+                             })
+      .def_readonly("hint_values", &Config::hint_values)
+      .def_property_readonly("missed",  // the paths of hints whose effect is missed
+                             [](const Config& c) {
+                               std::set<std::string> paths;
+                               for (const auto& hint : c.hints) {
+                                 if (hint.missed) paths.insert(hint.path);
+                               }
+                               return paths;
+                             });
+}
+
 }  // namespace
 
 void bind_config(py::module_& module) {
@@ -63,6 +92,8 @@ void bind_config(py::module_& module) {
   config.def_static("parse", &Config::parse, py::arg("text_or_path"))
       .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
       .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
+      .def("require_for_training", &Config::require_for_training, py::arg("own_optimizer"),
+           py::arg("own_scheduler"))
       .def("digest", &Config::digest)
       .def("for_construction",  // of a model whose parameters are all sharded as they are made
            [](Config c) {
@@ -112,18 +143,12 @@ void bind_config(py::module_& module) {
                              })
       .def_property_readonly("tile_matches", [](const Config& c) { return c.strata.tile_matches; })
       .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })
-      .def_property_readonly("hints",
-                             [](const Config& c) {
-                               std::vector<std::pair<std::string, std::string>> hints;
-                               for (const auto& hint : c.hints)
-                                 hints.emplace_back(hint.path, hint.reason);
-                               return hints;
-                             })
-      .def_readonly("hint_values", &Config::hint_values)
       .def_property_readonly("optimizer", &optimizer_of)
       .def_property_readonly("has_scheduler",
-                             [](const Config& c) { return c.scheduler.has_value(); });
+                             [](const Config& c) { return c.scheduler.has_value(); })
+      .def_property_readonly("torch_scheduler", &torch_scheduler_of);
   bind_precision(config);
+  bind_hints(config);
 }
 
 }  // namespace strata::python

@@ -1,5 +1,6 @@
 """``strata.initialize``: from a model and a configuration to an engine."""
 
+import json
 import logging
 
 import torch
@@ -184,7 +185,7 @@ def assemble(
     cut_parameters = _tiling(config, runtime.device, collectives, tree)
     try:
         with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
-            _require_filled_in(config, optimizer, lr_scheduler)
+            config.require_for_training(optimizer is not None, lr_scheduler is not None)
             sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
             if rule == "external":
                 from .client_optimizer import choose_parts  # not before somebody brings one
@@ -227,17 +228,6 @@ def _find_config(args, config, config_params):
     return None
 
 
-def _require_filled_in(config, optimizer, lr_scheduler):
-    """Raises ConfigError for an "auto" that nobody replaced in a section that counts: an optimizer or a scheduler that
-    the script passes counts in place of the configuration's."""
-    config.require_filled_in("gradient_clipping")
-    config.require_filled_in("zero_optimization")
-    if optimizer is None:
-        config.require_filled_in("optimizer")
-    if lr_scheduler is None:
-        config.require_filled_in("scheduler")
-
-
 def make_optimizer(config, tree, optimizer, model_parameters):
     """(ShardedOptimizer or None, rule). ``tree`` is the model's ModelTree, the last two are ``initialize``'s."""
     parameters = model_parameters
@@ -263,6 +253,9 @@ def _make_scheduler(config, optimizer, lr_scheduler):
         if hasattr(lr_scheduler, "step"):
             return lr_scheduler
         return lr_scheduler(optimizer)
+    if config.torch_scheduler is not None and optimizer is not None:
+        name, params = config.torch_scheduler
+        return getattr(torch.optim.lr_scheduler, name)(optimizer, **json.loads(params))
     if config.has_scheduler and optimizer is not None:
         return schedule_from_config(config, optimizer)
     return None
@@ -278,6 +271,7 @@ def _log_hints(config, engine):
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)
-    if config.hints:
-        lines = "".join(f"\n  {path}: {reason}" for path, reason in config.hints)
-        logger.info("accepted settings without effect:%s", lines)
+    for level, missed in ((logging.INFO, False), (logging.WARNING, True)):
+        lines = "".join(f"\n  {path}: {reason}" for path, reason in config.hints if (path in config.missed) == missed)
+        if lines:
+            logger.log(level, "accepted settings without effect:%s", lines)

@@ -84,6 +84,9 @@ DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_
     ({"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}}, "optimizer.params.momentum: .*torch.optim.SGD"),
     ({"scheduler": DECAY}, "scheduler.params.total_num_steps: .*an integer"),
     ({"gradient_clipping": "auto"}, r'gradient_clipping: .*"gradient_clipping": 1.0'),
+    ({"bf16": {"enabled": "auto"}}, r'bf16.enabled: "auto" is filled in by .*"enabled": true'),
+    ({"fp16": {"enabled": "auto"}}, r'fp16.enabled: "auto" is filled in by .*"enabled": true'),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": None}}}, "warmup_num_steps: null is no value"),
     ({"optimizer": {"params": {"lr": 1e-3}}}, 'optimizer.type: wanted the optimizer\'s class.*"type": "AdamW"'),
 ])
 def test_initialize_wants_what_nobody_filled_in(config, words):

@@ -163,7 +163,8 @@ def test_defaults_of_frameworks_count_as_under_deepspeed(caplog):
     with caplog.at_level(logging.WARNING, "strata"):
         engine, optimizer, *_ = initialize(model=make_model(), config=config)
     assert config == given and engine.config is config
-    assert [word in caplog.text for word in ("offload_param counts at stage 3", "warmup_num_steps is 0")] == [True] * 2
+    for word in ("weights are sharded at stage 3 alone", "warmup_num_steps is 0"):
+        assert word in caplog.text
     masters = optimizer.fp32_partitioned_groups_flat
     assert [m.shape for m in masters] == [(sum(p.numel() for p in engine.module.parameters()),)]
     assert masters[0].dtype == torch.float32

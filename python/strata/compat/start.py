@@ -56,26 +56,13 @@ def initialize(
 
 def settings_of(document):
     """What Strata's parser gets of a dict that frameworks have filled in: without what has no effect in DeepSpeed
-    either (keys with dots, an endless ``steps_per_print``, ``offload_param`` below stage 3), and whole numbers as such.
+    either (keys with dots, an endless ``steps_per_print``), and whole numbers as such.
     """
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]
-    _leave_out_offloading_of_whole_weights(settings)
     _warm_up_for_a_step(settings)
     return settings
-
-
-def _leave_out_offloading_of_whole_weights(settings):
-    """Accelerate writes ``offload_param`` at every stage; DeepSpeed looks at it at stage 3."""
-    zero = settings.get("zero_optimization")
-    if not isinstance(zero, dict) or not isinstance(zero.get("offload_param"), dict):
-        return
-    if zero.get("stage", 0) in (0, 1, 2):
-        offload = zero.pop("offload_param")
-        if offload.get("device", "none") != "none":
-            log_dist("zero_optimization.offload_param counts at stage 3 alone, where weights are sharded, and is left "
-                     f"out; set stage 3, or device 'none'; found stage {zero.get('stage', 0)}", [0], logging.WARNING)
 
 
 def _warm_up_for_a_step(settings):

@@ -11,8 +11,9 @@
 #include "strata/base/error.h"
 #include "strata/cli/byte_size.h"
 #include "strata/cli/comparison.h"
+#include "strata/cli/config_check.h"
 #include "strata/cli/consolidation.h"
-#include "strata/cli/drive_speed.h"
+#include "strata/cli/drive_command.h"
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/python_module.h"
@@ -51,6 +52,7 @@ class CommandLine {
     add_inspect();
     add_consolidate();
     add_diff();
+    add_check();
     add_plan();
     add_bench_io();
     add_run();
@@ -174,6 +176,19 @@ class CommandLine {
     command.callback([this] { command_ = [this] { return diff_command(); }; });
   }
 
+  void add_check() {
+    CLI::App& command =
+        add("check", "Say what becomes of each key of a configuration, and mend it",
+            "Every key is honoured, a hint without effect, an old spelling, or refused, with the "
+            "reason.\nExit code 1: initialize refuses the configuration.\n\n"
+            "Examples:\n"
+            "  strata check ds.json\n"
+            "  strata check ds.json --fix mended.json\n"
+            "  strata check ds.json --json | jq '.keys[] | select(.verdict == \"hint\")'");
+    add_check_options(command, check_);
+    command.callback([this] { command_ = [this] { return check_command(); }; });
+  }
+
   void add_plan() {
     CLI::App& command = add(
         "plan", "Say what each device will hold, at every stage, before there is one",
@@ -213,34 +228,19 @@ class CommandLine {
         "  strata bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n"
         "  strata bench-io /mnt/nvme --block 1MiB,8MiB --depth 32,128\n"
         "  strata bench-io /mnt/nvme --quick --json | jq .aio");
-    command.add_option("PATH", paths_, "Folders, each on a drive")->required();
-    command.add_option("--size", size_, "Of the file, as 16GiB; 1GiB, if not given");
-    command.add_option("--block", blocks_, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
-        ->delimiter(',');
-    command.add_option("--depth", depths_, "Blocks under way; 8,32, if not given")
-        ->delimiter(',')
-        ->check(CLI::Range(1, kDepthMax));
-    command.add_option("--engine", engine_, "auto, io_uring or threads")
-        ->capture_default_str()
-        ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
-    command.add_flag("--quick", quick_, "A file of 256MiB and blocks of 1MiB, if not given");
+    add_drive_options(command, drives_);
     command.callback([this] { command_ = [this] { return bench_io_command(); }; });
   }
 
+  ExitCode check_command() {
+    const ConfigCheck result = check_config(check_);
+    session_.show(text_of(result), json_of(result));
+    return result.review.accepted() ? kDone : kFoundWrong;
+  }
+
   ExitCode bench_io_command() {
-    DriveRequest request;
-    request.paths = paths_;
-    request.engine = io::engine_kind_from(engine_).value();
-    if (quick_) {
-      request.size = 256_MiB;
-      request.blocks = {1_MiB};
-    }
-    if (!size_.empty()) request.size = parse_byte_size(size_, "--size");
-    if (!depths_.empty()) request.depths = depths_;
-    if (!blocks_.empty()) request.blocks.clear();
-    for (const std::string& block : blocks_)
-      request.blocks.push_back(parse_byte_size(block, "--block"));
-    const DriveSpeeds speeds = measure_drives(request, session_.ledger, session_.console);
+    const DriveSpeeds speeds =
+        measure_drives(request_of(drives_), session_.ledger, session_.console);
     session_.show(text_of(speeds), json_of(speeds));
     return kDone;
   }
@@ -297,7 +297,6 @@ class CommandLine {
   }
 
   static constexpr int kWorldMax = 1'000'000;
-  static constexpr int kDepthMax = 1024;
 
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Session session_;
@@ -312,12 +311,8 @@ class CommandLine {
   std::string host_memory_;
   std::string nvme_space_;
   std::string device_ = "cuda";
-  std::vector<std::string> paths_;
-  std::string size_;
-  std::vector<std::string> blocks_;
-  std::vector<int> depths_;
-  std::string engine_ = "auto";
-  bool quick_ = false;
+  DriveOptions drives_;
+  CheckRequest check_;
   bool verify_ = false;
   bool no_verify_ = false;
   bool kinds_ = false;

@@ -47,12 +47,22 @@ engine::UpdateRule rule_of(const engine::Config& config, std::vector<std::string
     remarks.emplace_back("the configuration names no optimizer: taken to be AdamW");
     return engine::UpdateRule::kAdamW;
   }
-  if (config.optimizer->kind == engine::OptimizerKind::kTorch) {
+  if (!config.optimizer->in_own_kernel) {
     remarks.push_back(fmt::format("what torch.optim.{} keeps of each parameter is not counted",
                                   config.optimizer->torch_class));
     return engine::UpdateRule::kExternal;
   }
   return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
+}
+
+// What is planned with a default although a framework will fill in something else.
+void note_open(const engine::Config& config, std::vector<std::string>& remarks) {
+  for (const engine::OpenSetting& setting : config.open) {
+    if (setting.path == "bf16.enabled" || setting.path == "fp16.enabled") {
+      remarks.push_back(fmt::format(
+          "{} is \"auto\", which a framework fills in: taken to be false here", setting.path));
+    }
+  }
 }
 
 // Where the configuration leaves the batch open, micro-steps are what it says, or one.
@@ -170,6 +180,7 @@ MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
   engine::Config own = engine::Config::parse(engine::canonical_text(document.json));
   plan.stage = own.zero.stage;
   const engine::UpdateRule rule = rule_of(own, plan.remarks);
+  note_open(own, plan.remarks);
   complete_batch(own, request.job.world_size, plan.remarks);
   plan.ranks_of_host = forecast::ranks_of_a_host(request.job);
   note_unbounded(own, request, plan.remarks);

@@ -17,7 +17,7 @@ namespace {
 using GroupOfParameter = std::unordered_map<const c10::TensorImpl*, int>;
 
 engine::GroupScalars scalars_of(const engine::AdamOptions& adam) {
-  return {adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay};
+  return {adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.bias_correction};
 }
 
 engine::UpdateRule rule_of(const engine::Config& config, bool has_groups) {
@@ -83,9 +83,7 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
     throw UsageError("a trainer needs a module; found null. Pass model.ptr()");
   }
   engine::Config config = engine::Config::parse(options.config);
-  config.require_filled_in("gradient_clipping");
-  config.require_filled_in("scheduler");
-  if (options.groups.empty()) config.require_filled_in("optimizer");
+  config.require_for_training(!options.groups.empty(), false);
   const engine::UpdateRule rule = rule_of(config, !options.groups.empty());
   const GroupOfParameter group_of = index_groups(options.groups);
   const ModuleDescription description = describe_module(*module_, group_of);
@@ -116,6 +114,13 @@ Trainer::~Trainer() {
 
 void Trainer::make_scheduler() {
   const engine::Config& config = model_->config();
+  if (config.torch_scheduler) {
+    throw ConfigError(fmt::format(
+        "scheduler.type: schedulers of torch.optim.lr_scheduler need Python; a C++ program has "
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest. Write one of these; "
+        "found \"{}\"",
+        config.torch_scheduler->type));
+  }
   if (!config.scheduler || groups_.empty()) return;
   std::vector<double> lrs;
   for (const engine::GroupScalars& group : groups_) lrs.push_back(group.lr);

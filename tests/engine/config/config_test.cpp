@@ -178,71 +178,9 @@ TEST(Config, TakesInfinityWhereItMakesSense) {
             std::numeric_limits<std::int64_t>::max());
 }
 
-TEST(Config, DropsAutoInSectionsAndWhereCallersFillIn) {
-  const Config c = parsed(R"({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2,
-      "bf16": {"enabled": "auto"},
-      "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})");
-  EXPECT_TRUE(c.open.empty());
-  EXPECT_FALSE(c.batch.train_batch_size.has_value());
-  EXPECT_EQ(c.batch.micro_batch_size, 2);
-  EXPECT_EQ(c.precision.param_dtype, std::nullopt) << "each parameter's own";
-  EXPECT_EQ(c.zero.reduce_bucket_size, Numel(500'000'000));
-}
-
-std::string problem_of(const Config& config, const std::string& section) {
-  try {
-    config.require_filled_in(section);
-  } catch (const ConfigError& e) {
-    return e.what();
-  }
-  return "none";
-}
-
-TEST(Config, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
-  const Config c = parsed(R"({"gradient_clipping": "auto",
-      "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
-                    "weight_decay": "auto", "torch_adam": "auto"}},
-      "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto",
-                    "warmup_min_lr": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}})");
-  EXPECT_EQ(problem_of(c, "gradient_clipping"),
-            "gradient_clipping: \"auto\" is filled in by frameworks such as transformers' Trainer, "
-            "and here nobody has; write a number >= 0 (largest global L2 norm of the gradient; 0 "
-            "does not clip), for example \"gradient_clipping\": 1.0; found \"auto\"");
-  EXPECT_THAT(problem_of(c, "optimizer"), StartsWith("optimizer.params.betas: \"auto\" is filled"));
-  EXPECT_THAT(problem_of(c, "scheduler"),
-              StartsWith("scheduler.params.total_num_steps: \"auto\" is filled in"));
-  EXPECT_THAT(problem_of(c, "scheduler"), HasSubstr("for example \"total_num_steps\": 1000;"));
-  EXPECT_EQ(problem_of(c, "optim"), "none");
-  EXPECT_NE(problem_of(c, ""), "none");
-  EXPECT_EQ(c.open.size(), 9U);
-  EXPECT_EQ(c.optimizer->adam.lr, 1e-3);  // what is not needed for training may be asked for
-  EXPECT_FALSE(c.scheduler.has_value());
-}
-
-TEST(Config, WantsAStageAndASchedulerThatSomebodyChose) {
-  const Config c =
-      parsed(R"({"zero_optimization": {"stage": "auto"}, "scheduler": {"type": "auto"}})");
-  EXPECT_THAT(problem_of(c, "zero_optimization"), StartsWith("zero_optimization.stage: \"auto\""));
-  EXPECT_THAT(problem_of(c, "scheduler"), StartsWith("scheduler.type: \"auto\" is filled in"));
-  EXPECT_EQ(c.open.size(), 2U);
-}
-
 TEST(Config, KeepsWhatItWasGivenWithoutEffect) {
   const Config c = parsed(R"({"zero_optimization": {"sub_group_size": 1e6}})");
   EXPECT_EQ(c.hint_values.at("zero_optimization.sub_group_size"), "1000000");
-}
-
-TEST(Config, WantsTheClassOfAnOptimizerThatTrains) {
-  for (const char* sign :
-       {R"({"optimizer": {"params": {"lr": 1}}})", R"({"optimizer": {}, "gradient_clipping": 1})",
-        R"({"optimizer": {"type": null}, "gradient_accumulation_steps": 2})",
-        R"({"optimizer": {"type": "auto"}, "scheduler": {"type": "WarmupLR"}})"}) {
-    EXPECT_THAT(problem_of(parsed(sign), "optimizer"),
-                StartsWith("optimizer.type: wanted the optimizer's class, since "))
-        << sign;
-  }
-  EXPECT_EQ(problem_of(parsed(R"({"optimizer": {}, "train_batch_size": 1})"), "optimizer"), "none");
-  EXPECT_EQ(problem_of(parsed(R"({"optimizer": null, "gradient_clipping": 1})"), ""), "none");
 }
 
 TEST(Config, ReadsNumbersGivenAsText) {
@@ -296,6 +234,26 @@ TEST(Config, ReadsSomeWordsInAnyCaseOfLetters) {
                                    "communication_data_type": "bf16"})")
                             .digest());
   EXPECT_THAT(refusal_of(R"({"strata": {"device": "CPU"}})"), StartsWith("strata.device: wanted"));
+}
+
+TEST(Config, TakesAioFromWhereDocumentationPutsIt) {
+  const Config c = parsed(R"({"zero_optimization": {"stage": 3, "aio": {"block_size": 262144,
+                              "thread_count": 2, "queue_depth": 8}}})");
+  EXPECT_EQ(c.offload.io.piece, 256_KiB);
+  EXPECT_EQ(c.offload.io.depth, 16);
+  EXPECT_THAT(refusal_of(R"({"aio": {}, "zero_optimization": {"aio": {}}})"),
+              StartsWith("zero_optimization.aio: an old spelling of \"aio\", which is given too"));
+  EXPECT_EQ(parsed(R"({"zero_optimization": {"reduce_bucket_size": 0}})").zero.reduce_bucket_size,
+            Numel());
+}
+
+TEST(Config, TakesWhatOldFilesHold) {
+  EXPECT_EQ(parsed(R"({"zero_optimization": true})").zero.stage, 1);
+  EXPECT_EQ(parsed(R"({"zero_optimization": false})").zero.stage, 0);
+  const Config c = parsed(R"({"bf16": {"enabled": true, "loss_scale": 0, "hysteresis": 2},
+                              "fp16": {"enabled": false, "opt_level": "O1"}})");
+  EXPECT_FALSE(c.precision.scales_loss());
+  EXPECT_THAT(reason_of(c, "bf16.loss_scale"), StartsWith("the loss needs no scale"));
 }
 
 TEST(Config, MapsOldSpellings) {

@@ -40,7 +40,32 @@ TEST(OptimizerConfig, HandsTorchAdamItsParametersAsTheyAre) {
   EXPECT_EQ(c.optimizer->kind, OptimizerKind::kTorch);
   EXPECT_EQ(c.optimizer->torch_class, "Adam");
   EXPECT_EQ(c.optimizer->torch_params, R"({"amsgrad":true,"lr":0.01})");
+  EXPECT_FALSE(c.optimizer->in_own_kernel);
   EXPECT_EQ(parsed(optimizer("Adam", R"({"torch_adam": true})")).optimizer->torch_class, "AdamW");
+}
+
+TEST(OptimizerConfig, ComputesTorchAdamInItsOwnKernelWhereThatCan) {
+  for (const auto& [params, decoupled] : std::vector<std::pair<const char*, bool>>{
+           {R"({"torch_adam": true, "fused": true, "foreach": null})", true},
+           {R"({"torch_adam": true, "adam_w_mode": false, "amsgrad": false})", false},
+           {R"({"torch_adam": true, "bias_correction": true})", true},
+           {R"({"bias_correction": false})", true}}) {
+    const Config c = parsed(optimizer("Adam", params));
+    EXPECT_TRUE(c.optimizer->in_own_kernel) << params;
+    EXPECT_EQ(c.optimizer->adam.decoupled, decoupled) << params;
+  }
+  for (const char* params :
+       {R"({"torch_adam": true, "maximize": true})", R"({"torch_adam": true, "capturable": 1})"})
+    EXPECT_FALSE(parsed(optimizer("AdamW", params)).optimizer->in_own_kernel) << params;
+  EXPECT_FALSE(parsed(optimizer("SGD", R"({"lr": 1})")).optimizer->in_own_kernel);
+}
+
+TEST(OptimizerConfig, ReadsWhetherMomentsAreCorrected) {
+  EXPECT_TRUE(parsed(optimizer("Adam")).optimizer->adam.bias_correction);
+  EXPECT_FALSE(
+      parsed(optimizer("Adam", R"({"bias_correction": false})")).optimizer->adam.bias_correction);
+  EXPECT_THAT(refusal_of(optimizer("Adam", R"({"bias_correction": false, "torch_adam": true})")),
+              StartsWith("optimizer.params.bias_correction: torch.optim's Adam always corrects"));
 }
 
 TEST(OptimizerConfig, HandsElementwiseClassesOfTorchTheirs) {

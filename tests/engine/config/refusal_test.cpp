@@ -38,8 +38,8 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
        "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
        "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found \" "
        "5e8\""},
-      {R"({"zero_optimization": {"reduce_bucket_size": 0.5}})",
-       "zero_optimization.reduce_bucket_size: wanted a number of elements > 0"},
+      {R"({"zero_optimization": {"reduce_bucket_size": -0.5}})",
+       "zero_optimization.reduce_bucket_size: wanted a number of elements >= 0"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": NaN}})",
        "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
        "elements that are gathered at a time, but for the units in use and, unless "
@@ -138,22 +138,13 @@ TEST(Refusals, OfTopLevelKeysSpareOnesThatResembleNone) {
 
 TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
   expect_refusals({
-      {R"({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}})",
-       "zero_optimization.offload_optimizer.device: states that are offloaded are sharded ones: "
-       "wanted zero_optimization.stage 1, 2 or 3, or device \"none\"; found stage 0"},
       {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})",
        "zero_optimization.offload_optimizer.nvme_path: wanted the path of a folder"},
       {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})",
        "zero_optimization.offload_param.nvme_path: wanted the path of a folder on the drive that "
        "the weights go to, or a list of such; found none"},
-      {R"({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})",
-       "zero_optimization.offload_param.device: weights that are offloaded are sharded ones: "
-       "wanted "
-       "zero_optimization.stage 3, or device \"none\"; found stage 2"},
       {R"({"zero_optimization": {"offload_param": {"device": "gpu"}}})",
        "zero_optimization.offload_param.device: wanted one of none, cpu, nvme"},
-      {R"({"zero_optimization": {"cpu_offload": true}})",
-       "zero_optimization.offload_optimizer.device: states that are offloaded are sharded ones"},
       {R"({"zero_optimization": {"legacy_stage1": true}})",
        "zero_optimization.legacy_stage1: not supported (the first implementation of stage 1); "
        "write "
@@ -178,7 +169,9 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
        "amp: not supported (mixed precision of NVIDIA apex); remove the section and write "
        "\"bf16\": "
        "{\"enabled\": true}; found "},
-      {R"({"compile": {"deepcompile": true}})", "compile: not supported (DeepCompile)"},
+      {R"({"compile": {"deepcompile": true}})",
+       "compile.deepcompile: not supported (DeepCompile); write false or remove the key, and call "
+       "engine.compile(); found true"},
       {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
       {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
       {R"({"log_level": "loud"})", "log_level: wanted"},
@@ -193,15 +186,91 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
   });
 }
 
+// One rule for all of them.
 TEST(Refusals, SpareFeaturesThatAreOff) {
-  EXPECT_EQ(refusal_of(R"({"amp": {"enabled": false}, "elasticity": null, "hybrid_engine": {},
-      "compile": {"deepcompile": false}, "tensor_parallel": {"autotp_size": 0},
-      "sparse_gradients": false, "sequence_parallel_size": 1, "curriculum_learning":
-      {"enabled": false, "min": 3}, "graph_harvesting": false, "managed_gradient_accumulation": true,
-      "zero_optimization": {"zenflow": null, "mics_shard_size": -1, "zero_hpz_partition_size": 1,
-      "legacy_stage1": false, "offload_param": {"device": "none", "nvme_path": null},
-      "offload_optimizer": null}})"),
-            "accepted");
+  for (const char* off :
+       {R"({"amp": {"enabled": false, "opt_level": "O1"}, "elasticity": null, "eigenvalue": {}})",
+        R"({"amp": 0, "nebula": "auto", "elasticity": {"enabled": "auto"}})",
+        R"({"curriculum_learning": {"disable": true, "min": 3}})",
+        R"({"tensor_parallel": {"autotp_size": 1}, "pipeline": {"stages": 1, "seed": 7}})",
+        R"({"tensor_parallel": {"enabled": true, "autotp_size": 0, "tp": {"tp_size": 1}}})",
+        R"({"tensor_parallel": {"tp": {"tp_size": 4, "enabled": false}}})",
+        R"({"expert_parallel": {"ep_size": 1, "deep": {"degree": 1, "list": [], "a": null}}})",
+        R"({"compile": {"deepcompile": false, "passes": ["autosp"]}})",
+        R"({"compile": {"disable": false, "backend": "inductor", "kwargs": {"mode": "x"}}})",
+        R"({"sparse_gradients": false, "sequence_parallel_size": 1, "graph_harvesting": 0})",
+        R"({"sequence_parallel_size": 0, "data_types": {"param_dtype": ""}})",
+        R"({"data_efficiency": {"enabled": true, "data_sampling": {"enabled": false},
+               "data_routing": {"enabled": true, "random_ltd": {"enabled": false, "n": 3}}}})",
+        R"({"data_efficiency": {"enabled": false, "data_routing": {"random_ltd": {
+               "enabled": true}}}})",
+        R"({"compression_training": {"weight_quantization": {"shared_parameters": {
+               "enabled": false, "bits": 8}, "different_groups": {"a": {"modules": ["x"]}}},
+               "layer_reduction": {"enabled": false, "keep_number_layer": 5}}})",
+        R"({"zero_optimization": {"zenflow": {}, "mics_shard_size": -1, "legacy_stage1": false,
+               "zero_hpz_partition_size": 1, "zero_quantized_weights": false,
+               "zeropp_loco_param": {"err_beta": 0.8}, "offload_optimizer": null,
+               "offload_param": {"device": "none", "nvme_path": null}}})"}) {
+    EXPECT_EQ(refusal_of(off), "accepted") << off;
+  }
+  for (const char* on :
+       {R"({"amp": true})", R"({"amp": {"opt_level": "O1"}})", R"({"amp": {"enabled": true}})",
+        R"({"tensor_parallel": {"autotp_size": 2}})", R"({"tensor_parallel": {"enabled": true}})",
+        R"({"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 2}}})",
+        R"({"pipeline": {"stages": 2}})", R"({"expert_parallel": {"ep_size": 2}})",
+        R"({"expert_parallel": {"rank": 1}})", R"({"elasticity": {"enabled": "yes"}})",
+        R"({"data_efficiency": {"enabled": true, "data_routing": {"random_ltd": {
+            "enabled": true}}}})",
+        R"({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": true}}}})",
+        R"({"curriculum_learning": {"enabled": true, "disable": false}})"}) {
+    EXPECT_THAT(refusal_of(on), HasSubstr(": not supported (")) << on;
+  }
+  EXPECT_EQ(
+      reason_of(parsed(R"({"zero_optimization": {"zenflow": {}}})"), "zero_optimization.zenflow"),
+      "an empty section counts as off: asynchronous updates of ZenFlow");
+  EXPECT_THAT(reason_of(parsed(R"({"compile": {"backend": "eager"}})"), "compile.backend"),
+              HasSubstr("engine.compile("));
+  EXPECT_TRUE(parsed(R"({"compile": {"disable": true, "backend": "eager"}})").hints.empty());
+}
+
+TEST(Refusals, LeaveOnTheDeviceWhatIsNotShardedAndWarn) {
+  const Config two =
+      parsed(R"({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"},
+                                "offload_optimizer": {"device": "cpu"}}})");
+  EXPECT_EQ(two.offload.param, memory::Tier::kDevice);
+  EXPECT_EQ(two.offload.optimizer, memory::Tier::kHost);
+  ASSERT_EQ(two.hints.size(), 1U);
+  EXPECT_EQ(two.hints[0], (Hint{"zero_optimization.offload_param.device",
+                                "weights are sharded at stage 3 alone, and nothing is offloaded at "
+                                "stage 2; write \"none\", or that stage",
+                                true}));
+  const Config none = parsed(R"({"zero_optimization": {"cpu_offload": true,
+                                 "offload_param": {"device": "nvme"}}})");
+  EXPECT_EQ(none.offload.optimizer, memory::Tier::kDevice);
+  EXPECT_FALSE(none.offload.offloads_params());
+  EXPECT_EQ(none.hints.size(), 2U);
+}
+
+TEST(Refusals, NameANullThatWouldBeTakenForANumber) {
+  expect_refusals({
+      {R"({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": null}}})",
+       "scheduler.params.warmup_num_steps: null is no value of it, and trained numbers would "
+       "depend "
+       "on what it is taken for; write an integer > 0 (steps of the warm-up; fewer than 2 count as "
+       "2), or remove the key, which gives 1000; found null"},
+      {R"({"gradient_clipping": null})", "gradient_clipping: null is no value of it"},
+      {R"({"zero_optimization": {"stage": null}})", "zero_optimization.stage: null is no value"},
+      {R"({"optimizer": {"type": "AdamW", "params": {"betas": null}}})",
+       "optimizer.params.betas: null is no value of it"},
+      {R"({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": null}}})",
+       "optimizer.params.momentum: wanted a number, true or false for torch.optim.SGD; found null"},
+      {R"({"fp16": {"enabled": true, "hysteresis": null}})", "fp16.hysteresis: null is no value"},
+  });
+  EXPECT_EQ(
+      refusal_of(R"({"fp16": {"enabled": false, "hysteresis": null}, "bf16": {"enabled": null},
+      "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": null}}, "train_batch_size": null,
+      "optimizer": {"type": "SGD", "params": {"foreach": null}}})"),
+      "accepted");
 }
 
 TEST(Refusals, NameShardGroupsThatDoNotComeOutEven) {

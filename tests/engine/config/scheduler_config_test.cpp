@@ -58,5 +58,18 @@ TEST(SchedulerConfig, RefusesWrongValues) {
                  "parameter group, >= 0"));
 }
 
+TEST(SchedulerConfig, LeavesClassesOfTorchToPython) {
+  const Config c = parsed(R"({"scheduler": {"type": "CosineAnnealingLR",
+                              "params": {"T_max": "100", "eta_min": 1e-5, "last_epoch": null}}})");
+  EXPECT_FALSE(c.scheduler.has_value());
+  ASSERT_TRUE(c.torch_scheduler.has_value());
+  EXPECT_EQ(c.torch_scheduler->type, "CosineAnnealingLR");
+  EXPECT_EQ(c.torch_scheduler->params, R"({"T_max":100,"eta_min":1e-05})");
+  const Config open =
+      parsed(R"({"scheduler": {"type": "LinearLR", "params": {"total_iters": "auto"}}})");
+  EXPECT_EQ(open.open.size(), 1U);
+  EXPECT_THROW(open.require_filled_in("scheduler"), ConfigError);
+}
+
 }  // namespace
 }  // namespace strata::engine

@@ -4,9 +4,16 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <string_view>
+
+#include "strata/engine/config/remarks.h"
 
 namespace strata::engine {
 
-void apply_aliases(nlohmann::json* document);
+// `remarks` gets a finding for each old spelling.
+void apply_aliases(nlohmann::json* document, Remarks* remarks);
+
+// The object that holds `path`'s last key, or null when the document has none.
+nlohmann::json* holder_of(nlohmann::json* document, std::string_view path);
 
 }  // namespace strata::engine

@@ -20,14 +20,14 @@ namespace {
 
 using nlohmann::json;
 
-json open_document(std::string_view text_or_path) {
+json open_document(std::string_view text_or_path, Remarks* remarks) {
   const ConfigSource source = open_config_source(text_or_path);
   json document = parse_json_text(source.text, source.origin);
   if (!document.is_object()) {
     throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
                                   source.origin, shown(document)));
   }
-  apply_aliases(&document);
+  apply_aliases(&document, remarks);
   return document;
 }
 
@@ -175,6 +175,15 @@ void note_missing_type(const json& document, Remarks* remarks) {
                    sign)});
 }
 
+// "auto" that no other batch size settles: one pass a step would train something else.
+void note_open_accumulation(const json& document, const BatchSizes& batch, Remarks* remarks) {
+  constexpr std::string_view kKey = "gradient_accumulation_steps";
+  const bool settled = batch.train_batch_size && batch.micro_batch_size;
+  const auto given = document.find(std::string(kKey));
+  if (settled || given == document.end() || *given != "auto") return;
+  remarks->open.push_back(unresolved_auto(kKey, "passes of one step", "1"));
+}
+
 // Weights that groups of ranks hold, or that peers are told to read, stay on the device. What
 // "auto" does not look at, and what only "auto" looks at, are hints.
 void restrict_automatic(Config& config, const Settings& s, Remarks* remarks) {
@@ -213,13 +222,13 @@ bool is_in(std::string_view path, std::string_view section) {
 }  // namespace
 
 Config Config::parse(std::string_view text_or_path) {
-  const json document = open_document(text_or_path);
+  Remarks remarks;
+  const json document = open_document(text_or_path, &remarks);
   Config config;
   Settings s;
-  Remarks remarks;
   read_settings(config_keys(), document, "", &s, &remarks);
   config.zero = read_zero(s);
-  config.offload = read_offload(s, config.zero.stage);
+  config.offload = read_offload(s, config.zero.stage, &remarks);
   config.precision = read_precision(s);
   config.strata = read_strata(s);
   restrict_automatic(config, s, &remarks);
@@ -228,6 +237,7 @@ Config Config::parse(std::string_view text_or_path) {
   config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
                   .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),
                   .accumulation_steps = s.maybe<std::int64_t>("gradient_accumulation_steps")};
+  note_open_accumulation(document, config.batch, &remarks);
   config.gradient_clipping = s.number("gradient_clipping");
   config.gradient_op =
       s.text("gradient_allreduce_op") == "sum" ? GradientOp::kSum : GradientOp::kMean;
@@ -243,7 +253,8 @@ Config Config::parse(std::string_view text_or_path) {
   s.at("scheduler.params");
   if (has_optimizer) config.optimizer = read_optimizer(&s, &remarks);
   if (!has_optimizer) note_missing_type(document, &remarks);
-  if (has_scheduler) config.scheduler = read_scheduler(&s, &remarks);
+  if (has_scheduler) config.torch_scheduler = read_torch_scheduler(&s, &remarks);
+  if (has_scheduler && !config.torch_scheduler) config.scheduler = read_scheduler(&s, &remarks);
   STRATA_ASSERT(s.first_unread().empty());
   config.hints = std::move(remarks.hints);
   config.hint_values = std::move(remarks.hint_values);
@@ -262,6 +273,14 @@ void Config::complete_batch(int world_size) {
 void Config::require_filled_in(std::string_view section) const {
   for (const OpenSetting& setting : open) {
     if (is_in(setting.path, section)) throw ConfigError(setting.problem);
+  }
+}
+
+void Config::require_for_training(bool own_optimizer, bool own_scheduler) const {
+  for (const OpenSetting& setting : open) {
+    if (own_optimizer && is_in(setting.path, "optimizer")) continue;
+    if (own_scheduler && is_in(setting.path, "scheduler")) continue;
+    throw ConfigError(setting.problem);
   }
 }
 

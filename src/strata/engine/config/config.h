@@ -98,6 +98,9 @@ struct Config {
   // For who needs the settings of `section` ("optimizer", "gradient_clipping"; "": all): throws
   // ConfigError where one of them is "auto", which a caller had to replace, or is missing.
   void require_filled_in(std::string_view section) const;
+  // The same for a start, which needs all of them but those of sections in whose place the caller
+  // has something of its own.
+  void require_for_training(bool own_optimizer, bool own_scheduler) const;
 
   // One line "path = value" a setting, sorted by path, defaults included; hints are left out. Ranks
   // that got the same configuration have the same digest.
@@ -115,7 +118,8 @@ struct Config {
   int keep_checkpoints = 0;  // 0: all
   bool drop_last = false;
   std::optional<OptimizerConfig> optimizer;
-  std::optional<SchedulerConfig> scheduler;  // absent also while a setting of it is open
+  std::optional<SchedulerConfig> scheduler;             // absent also while a setting of it is open
+  std::optional<TorchSchedulerConfig> torch_scheduler;  // in its place
   StrataConfig strata;
   std::vector<Hint> hints;
   std::map<std::string, std::string> hint_values;  // as JSON, by path, of those that were given

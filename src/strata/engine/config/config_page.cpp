@@ -26,8 +26,9 @@ Every key is one of:
 - **honoured**: it has the effect that the table says;
 - **hint**: accepted, without effect, for the reason given. The engine lists the hints of a
   configuration once at the start;
-- **refused**: accepted only at its default, or while the section is absent, `null`, empty or
-  disabled. The error says what to write instead.
+- **refused**: accepted only at its default, or while it is off. The error says what to write instead.
+
+`strata check ds.json` says it of every key of a file ([how](COMMAND_LINE.md#check)).
 
 A key that is in no table is refused, and the error names the nearest known one. At the top level
 this holds for a key that resembles a known one: by its spelling, or because it speaks of zero,
@@ -35,9 +36,17 @@ optim, sched, bf16, fp16 or strata. Any other is your own, and is listed with th
 top-level keys with a dot in their name, which some frameworks write.)
 
 `null` means *not given*, and so does `"auto"`, which frameworks replace. Some values have to be
-chosen: an `"auto"` that nobody replaced is an error of `initialize` in `gradient_clipping` and
-`zero_optimization.stage`, and for the scheduler's type and the numbers of the optimizer and the
-scheduler, unless you pass these yourself. A configuration for training whose `optimizer` has no `type` is one, too.
+chosen, since training would compute something else: an `"auto"` that nobody replaced is an error of
+`initialize` in `gradient_clipping`, `communication_data_type`, `zero_optimization.stage` and the
+sections `bf16`, `fp16`, `torch_autocast` and `data_types`, in `gradient_accumulation_steps` where no
+other batch size gives it, and for the scheduler's type and the numbers of the optimizer and the
+scheduler, unless you pass these yourself. A `null` in place of one of these numbers is an error where
+the number has a default. A configuration for training whose `optimizer` has no `type` is one, too.
+
+What belongs to a feature that Strata does not have is **off**, and accepted, by one rule: `null`,
+`false`, 0 and what is empty; a size of 1 (`"tensor_parallel": {"autotp_size": 1}`); a section with
+`"enabled": false` or `"disable": true`; a section whose values are all off. An empty one is listed
+with the hints.
 
 A number may be a text (`"3"`, `"0.01"`), and `1` and `0` are read as true and false. Sizes may be
 written as `5e8`; fractions of an element are cut off. Bytes may be written as `"512MiB"` (KiB, MiB,
@@ -96,7 +105,8 @@ std::string aliases_table() {
       "|\n"
       "| `zero_optimization.cpu_offload_param` | `zero_optimization.offload_param.device`: \"cpu\" "
       "|\n"
-      "| `zero_optimization.cpu_offload_use_pin_memory` | `pin_memory` of the two |\n";
+      "| `zero_optimization.cpu_offload_use_pin_memory` | `pin_memory` of the two |\n"
+      "| `zero_optimization`: true | `zero_optimization.stage`: 1 |\n";
   return text;
 }
 
@@ -110,6 +120,10 @@ std::string render_config_page() {
       "\nOther elementwise classes of torch.optim (SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, "
       "RMSprop, "
       "Rprop, ASGD), and Adam with `torch_adam`, get their parameters as they are.\n";
+  page +=
+      "\nSchedulers of torch.optim.lr_scheduler (ConstantLR, CosineAnnealingLR, "
+      "CosineAnnealingWarmRestarts, CyclicLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, "
+      "PolynomialLR, StepLR) do so, too.\n";
   for (const std::string_view type : scheduler_types()) {
     page += table(fmt::format("scheduler.params of {}", type), scheduler_keys(type));
   }

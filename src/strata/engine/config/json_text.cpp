@@ -90,12 +90,13 @@ class StrictCopy {
   std::string out_;
 };
 
-// Builds the document and refuses a key that its object already has.
-class Builder : public nlohmann::json_sax<json> {
+// Builds the document and refuses a key that its object already has. `Json`: json or ordered_json.
+template <typename Json>
+class Builder : public nlohmann::json_sax<Json> {
  public:
   Builder(std::string_view text, std::string_view origin) : text_(text), origin_(origin) {}
 
-  json take() { return std::move(root_); }
+  Json take() { return std::move(root_); }
 
   bool null() override { return add(nullptr); }
   bool boolean(bool v) override { return add(v); }
@@ -108,9 +109,9 @@ class Builder : public nlohmann::json_sax<json> {
     }
     return add(v);
   }
-  bool binary(json::binary_t&) override { return false; }
-  bool start_object(std::size_t) override { return open(json::object()); }
-  bool start_array(std::size_t) override { return open(json::array()); }
+  bool binary(typename Json::binary_t&) override { return false; }
+  bool start_object(std::size_t) override { return open(Json::object()); }
+  bool start_array(std::size_t) override { return open(Json::array()); }
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
 
@@ -125,7 +126,8 @@ class Builder : public nlohmann::json_sax<json> {
     return true;
   }
 
-  bool parse_error(std::size_t position, const std::string&, const json::exception& e) override {
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::json::exception& e) override {
     const auto end = text_.begin() + static_cast<std::ptrdiff_t>(std::min(position, text_.size()));
     const auto line = 1 + std::count(text_.begin(), end, '\n');
     throw JsonSyntaxError(
@@ -133,22 +135,22 @@ class Builder : public nlohmann::json_sax<json> {
   }
 
  private:
-  json* place(json value) {
+  Json* place(Json value) {
     if (stack_.empty()) {
       root_ = std::move(value);
       return &root_;
     }
-    json& parent = *stack_.back();
+    Json& parent = *stack_.back();
     if (parent.is_array()) return &parent.emplace_back(std::move(value));
     return &(parent[key_] = std::move(value));
   }
 
-  bool add(json value) {
+  bool add(Json value) {
     place(std::move(value));
     return true;
   }
 
-  bool open(json value) {
+  bool open(Json value) {
     if (stack_.size() >= kMaxDepth) {
       throw ConfigError(
           fmt::format("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth));
@@ -168,19 +170,28 @@ class Builder : public nlohmann::json_sax<json> {
 
   std::string_view text_;
   std::string_view origin_;
-  json root_;
-  std::vector<json*> stack_;       // from the root to the open object or list
+  Json root_;
+  std::vector<Json*> stack_;       // from the root to the open object or list
   std::vector<std::string> path_;  // the key of each, without the root's
   std::string key_;
 };
 
+template <typename Json>
+Json parse(std::string_view text, std::string_view origin) {
+  const std::string strict = StrictCopy(text).run();
+  Builder<Json> builder(strict, origin);
+  Json::sax_parse(strict, &builder);
+  return builder.take();
+}
+
 }  // namespace
 
 json parse_json_text(std::string_view text, std::string_view origin) {
-  const std::string strict = StrictCopy(text).run();
-  Builder builder(strict, origin);
-  json::sax_parse(strict, &builder);
-  return builder.take();
+  return parse<json>(text, origin);
+}
+
+nlohmann::ordered_json parse_ordered_text(std::string_view text, std::string_view origin) {
+  return parse<nlohmann::ordered_json>(text, origin);
 }
 
 std::string canonical_text(const json& value) {

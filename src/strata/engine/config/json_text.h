@@ -19,6 +19,8 @@ class JsonSyntaxError : public ConfigError {
 
 // `origin` names the text in messages: "ds.json", "the configuration".
 nlohmann::json parse_json_text(std::string_view text, std::string_view origin);
+// The same, whose objects keep the order of their keys.
+nlohmann::ordered_json parse_ordered_text(std::string_view text, std::string_view origin);
 
 // The same text in one canonical spelling: sorted keys, shortest numbers, Infinity as it came.
 std::string canonical_text(const nlohmann::json& value);

@@ -14,6 +14,7 @@ namespace {
 // cpu_offload and its kin change more than a name; see aliases.cpp.
 constexpr std::array kAliases{
     Alias{"bfloat16", "bf16"},
+    Alias{"zero_optimization.aio", "aio"},  // before what is old in aio
     Alias{"zero_optimization.stage3_gather_fp16_weights_on_model_save",
           "zero_optimization.stage3_gather_16bit_weights_on_model_save"},
     Alias{"zero_optimization.gather_16bit_weights_on_model_save",

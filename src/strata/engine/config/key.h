@@ -27,7 +27,7 @@ enum class Kind : std::uint8_t {
   kSection,   // an object whose keys have rows of their own
   kRules,     // a list of objects, which whoever reads it checks, or "auto"
   kParams,    // an object that the optimizer or scheduler of that name checks
-  kSwitch,    // an object of a feature that is off unless one of the keys in `limits` is set
+  kSwitch,    // an object of a feature; `limits`: what turns it on, "a|b.c" (off_values.h)
 };
 
 enum class Treatment : std::uint8_t {

@@ -9,6 +9,8 @@ namespace {
 using enum Kind;
 using enum Treatment;
 
+#define NO_SCALE "the loss needs no scale in bfloat16, and inputs are the model's own"
+
 constexpr std::array kPrecisionKeys{
     Key{"bf16", kSection, "{}", "", kHonoured,
         "parameters in bfloat16, master weights in fp32; without it and fp16 each parameter keeps "
@@ -27,6 +29,13 @@ constexpr std::array kPrecisionKeys{
         ""},
     Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kHonoured,
         "Adam's moments in bfloat16; needs bf16_master_weights_and_grads", ""},
+    Key{"bf16.auto_cast", kFlag, "false", "", kHint, "of fp16, in files that copy its section",
+        NO_SCALE},
+    Key{"bf16.loss_scale", kNumber, "0.0", ">= 0", kHint, "likewise", NO_SCALE},
+    Key{"bf16.initial_scale_power", kInteger, "16", "", kHint, "likewise", NO_SCALE},
+    Key{"bf16.loss_scale_window", kInteger, "1000", "", kHint, "likewise", NO_SCALE},
+    Key{"bf16.hysteresis", kInteger, "2", "", kHint, "likewise", NO_SCALE},
+    Key{"bf16.min_loss_scale", kInteger, "1", "", kHint, "likewise", NO_SCALE},
 
     Key{"fp16", kSection, "{}", "", kHonoured, "parameters in float16, loss scaled", ""},
     Key{"fp16.enabled", kFlag, "false", "", kHonoured, "whether it is on", ""},
@@ -44,6 +53,11 @@ constexpr std::array kPrecisionKeys{
         "count only overflows in a row", ""},
     Key{"fp16.min_loss_scale", kInteger, "1", "", kHonoured,
         "the scale never falls below; > 0 when dynamic", ""},
+    Key{"fp16.opt_level", kText, "null", "", kHint, "level of NVIDIA apex, as old files have it",
+        "parameters are float16, with fp32 masters"},
+    Key{"fp16.fp16_scale_tolerance", kNumber, "0.0", ">= 0", kHint,
+        "share of overflows that does not lower the scale, as old files have it",
+        "hysteresis counts them"},
     Key{"fp16.fp16_master_weights_and_grads", kFlag, "false", "", kRefused,
         "master weights in float16", "remove the key: master weights are fp32"},
 
@@ -71,6 +85,8 @@ constexpr std::array kPrecisionKeys{
     Key{"data_types.keep_in_fp32_modules", kStrings, "null", "", kRefused,
         "buffers kept in fp32 by name", "remove the key: buffers keep their type"},
 };
+
+#undef NO_SCALE
 
 }  // namespace
 

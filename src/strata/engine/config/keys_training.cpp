@@ -41,7 +41,9 @@ constexpr std::array kTrainingKeys{
         "Adam is always one fused pass"},
     Key{"scheduler", kSection, "{}", "", kHonoured, "the schedule of learning rates", ""},
     Key{"scheduler.type", kText, "null", "", kHonoured,
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest", ""},
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest; or, in Python, a class "
+        "of torch.optim.lr_scheduler that needs no functions, other schedulers or metrics",
+        ""},
     Key{"scheduler.params", kParams, "{}", "", kHonoured, "its parameters", ""},
 
     Key{"prescale_gradients", kFlag, "false", "", kHint, "divide before the reduction",
@@ -77,9 +79,11 @@ constexpr std::array kAdam{
     Key{PARAM "adam_w_mode", kFlag, "true", "", kHonoured,
         "decoupled weight decay; \"Adam\" has it too unless this is false", ""},
     Key{PARAM "torch_adam", kFlag, "false", "", kHonoured,
-        "use torch.optim's class instead of the engine's kernel", ""},
-    Key{PARAM "bias_correction", kFlag, "true", "", kRefused, "Adam without bias correction",
-        "remove the key, and pass strata.ops.adam.FusedAdam with it to initialize"},
+        "make torch.optim's class; the engine's kernel computes its update all the same, but for "
+        "what it lacks (amsgrad, maximize, capturable)",
+        ""},
+    Key{PARAM "bias_correction", kFlag, "true", "", kHonoured,
+        "false: the moments count as they are, from the first step on", ""},
     Key{PARAM "amsgrad", kFlag, "false", "", kRefused, "the AMSGrad variant",
         "add \"torch_adam\": true, which offers it"},
     Key{PARAM "maximize", kFlag, "false", "", kRefused, "ascent instead of descent",

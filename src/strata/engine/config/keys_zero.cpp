@@ -15,8 +15,10 @@ constexpr std::array kZeroKeys{
     Key{"zero_optimization", kSection, "{}", "", kHonoured, "what is sharded over the ranks", ""},
     Key{ZERO "stage", kInteger, "0", "0..3", kHonoured,
         "0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters", ""},
-    Key{ZERO "reduce_bucket_size", kNumel, "500000000", "> 0", kHonoured,
-        "most gradient elements under reduction at a time, those of a block at least", ""},
+    Key{ZERO "reduce_bucket_size", kNumel, "500000000", ">= 0", kHonoured,
+        "most gradient elements under reduction at a time, those of a block at least; 0: one block "
+        "after the other",
+        ""},
     Key{ZERO "overlap_comm", kFlag, "null", "", kHonoured,
         "false: new weights are complete when step() is over (see strata.refresh_at); reductions "
         "run beside backward in any case",
@@ -131,8 +133,9 @@ constexpr std::array kZeroKeys{
     Key{ZERO "zero_quantized_gradients", kFlag, "false", "", kRefused,
         "reductions of quantised gradients (ZeRO++)",
         "remove the key; \"communication_data_type\": \"bf16\" halves the bytes"},
-    Key{ZERO "zeropp_loco_param", kSwitch, "null", "", kRefused,
-        "error feedback of quantised gradients (LoCo)", "remove the section"},
+    Key{ZERO "zeropp_loco_param", kParams, "{}", "", kHint,
+        "error feedback of quantised gradients (LoCo)",
+        "it is for zero_quantized_gradients, which is not offered"},
 };
 
 #undef ZERO

@@ -75,17 +75,34 @@ Numel param_staging(const Settings& settings) {
          elements_of(1, settings.integer(kMaxInCpu));
 }
 
-void read_param(const Settings& settings, int stage, OffloadConfig& config) {
-  config.param = tier_named(settings.text(kParamDevice));
+// The device that `key` names, where the stage shards what lies there.
+memory::Tier tier_at(const Settings& settings, std::string_view key, bool sharded, int stage,
+                     std::string_view advice, Remarks* remarks) {
+  const memory::Tier tier = tier_named(settings.text(key));
+  if (sharded || tier == memory::Tier::kDevice) return tier;
+  remarks->hints.push_back(
+      {std::string(key),
+       fmt::format("{}, and nothing is offloaded at stage {}; write \"none\", or that stage",
+                   advice, stage),
+       true});
+  return memory::Tier::kDevice;
+}
+
+void require_sharded(bool sharded, std::string_view what, std::string_view stages, int stage) {
+  if (sharded) return;
+  throw ConfigError(fmt::format(
+      "strata.placement: {} that are offloaded are sharded ones: wanted zero_optimization.stage "
+      "{}, or \"device\"; found stage {}",
+      what, stages, stage));
+}
+
+void read_param(const Settings& settings, int stage, OffloadConfig& config, Remarks* remarks) {
+  config.param = tier_at(settings, kParamDevice, stage == 3, stage,
+                         "weights are sharded at stage 3 alone", remarks);
   config.param_staging = param_staging(settings);
   config.param_folders = folders_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
                                      settings, kParamFolder, "weights");
-  if (config.offloads_params() && stage != 3) {
-    throw ConfigError(fmt::format(
-        "{}: weights that are offloaded are sharded ones: wanted zero_optimization.stage 3, or "
-        "device \"none\"; found stage {}",
-        kParamDevice, stage));
-  }
+  require_sharded(!config.offloads_params() || stage == 3, "weights", "3", stage);
 }
 
 std::optional<Bytes> bytes_at(const Settings& settings, std::string_view key) {
@@ -134,10 +151,8 @@ bool OffloadConfig::offloads_params() const {
   return names(param, tiers, memory::Tier::kHost) || names(param, tiers, memory::Tier::kNvme);
 }
 
-OffloadConfig read_offload(const Settings& settings, int stage) {
+OffloadConfig read_offload(const Settings& settings, int stage, Remarks* remarks) {
   OffloadConfig config;
-  const std::string device = settings.text(kOptimizerDevice);
-  config.optimizer = tier_named(device);
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
   config.staging = bytes_of(elements, DType::kFloat32);
   config.ratio = settings.number(kRatio);
@@ -147,18 +162,17 @@ OffloadConfig read_offload(const Settings& settings, int stage) {
   config.automatic = places_automatically(settings);
   config.device_budget = bytes_at(settings, kDeviceBudget);
   config.host_budget = bytes_at(settings, kHostBudget);
+  settings.at(kOptimizerDevice);
   if (config.automatic) return read_automatic(settings, stage, std::move(config));
-  read_param(settings, stage, config);
+  config.optimizer = tier_at(settings, kOptimizerDevice, stage >= 1, stage,
+                             "optimizer states are sharded from stage 1 on", remarks);
+  read_param(settings, stage, config, remarks);
   const std::vector<memory::Tier> tiers = config.optimizer_tiers();
   const auto has = [&](memory::Tier tier) { return names(config.optimizer, tiers, tier); };
   config.optimizer_folders =
       folders_for(has(memory::Tier::kNvme), settings, kOptimizerFolder, "states");
-  if ((has(memory::Tier::kHost) || has(memory::Tier::kNvme)) && stage < 1) {
-    throw ConfigError(fmt::format(
-        "{}: states that are offloaded are sharded ones: wanted zero_optimization.stage 1, 2 or 3, "
-        "or device \"none\"; found stage {}",
-        kOptimizerDevice, stage));
-  }
+  require_sharded(!(has(memory::Tier::kHost) || has(memory::Tier::kNvme)) || stage >= 1, "states",
+                  "1, 2 or 3", stage);
   return config;
 }
 

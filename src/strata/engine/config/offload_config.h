@@ -14,6 +14,7 @@
 namespace strata::engine {
 
 class Settings;
+struct Remarks;
 
 // One part is read, one is worked on and one is written, each at least as large as what a drive
 // moves at full speed.
@@ -55,7 +56,8 @@ struct OffloadConfig {
   bool offloads_params() const;  // or may
 };
 
-// `stage`: of zero_optimization.
-OffloadConfig read_offload(const Settings& settings, int stage);
+// `stage`: of zero_optimization. What nothing is sharded of at this stage stays on the device, as
+// under DeepSpeed, and is a hint.
+OffloadConfig read_offload(const Settings& settings, int stage, Remarks* remarks);
 
 }  // namespace strata::engine

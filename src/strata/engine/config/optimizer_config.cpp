@@ -56,7 +56,7 @@ std::string_view class_of(const std::string& type) {
   }
   for (const Unsupported& u : kUnsupported) {
     if (u.name != name) continue;
-    throw ConfigError(fmt::format(
+    throw RefusedFeature(fmt::format(
         "optimizer.type: not supported ({}); write \"AdamW\" or another elementwise class of "
         "torch.optim; found \"{}\"",
         u.reason, type));
@@ -76,26 +76,36 @@ void refuse_max_grad_norm(const json& params) {
                   shown(*found), shown(*found)));
 }
 
-// What is passed to torch: everything given but the engine's own two keys.
+// Arguments whose default is None in torch: null leaves the choice to it.
+bool takes_none(const std::string& name) {
+  return name == "foreach" || name == "fused";
+}
+
+// What is passed to torch: everything given but the engine's own keys.
 json torch_arguments(const std::string& torch_class, const json& params, Remarks* remarks) {
   json kept = json::object();
   for (const auto& [name, value] : params.items()) {
-    const bool ours = name == "torch_adam" || name == "adam_w_mode";
-    if (ours || value.is_null()) continue;
+    if (name == "torch_adam" || name == "adam_w_mode") continue;
+    if (name == "bias_correction" && torch_class.starts_with("Adam") && flag_in(value) == true)
+      continue;
+    if (value.is_null() && takes_none(name)) continue;
+    const std::string path = join_path("optimizer.params", name);
+    const std::string meaning = fmt::format("an argument of torch.optim.{}", torch_class);
     if (value == "auto") {
-      const Key* key = find_key(adam_keys(), join_path("optimizer.params", name));
+      const Key* key = find_key(adam_keys(), path);
+      remarks->findings.push_back({path, Verdict::kOpen, shown(value), meaning});
       remarks->open.push_back(
-          unresolved_auto(join_path("optimizer.params", name),
-                          fmt::format("what torch.optim.{} shall get", torch_class),
+          unresolved_auto(path, fmt::format("what torch.optim.{} shall get", torch_class),
                           key == nullptr ? "0" : key->fallback));
       continue;
     }
     json argument = with_numbers(value);
-    if (argument.is_string()) {
+    if (argument.is_string() || argument.is_null()) {
       throw ConfigError(fmt::format(
           "optimizer.params.{}: wanted a number, true or false for torch.optim.{}; found {}", name,
           torch_class, shown(value)));
     }
+    remarks->findings.push_back({path, Verdict::kHonoured, shown(value), meaning});
     kept[name] = std::move(argument);
   }
   return kept;
@@ -104,11 +114,18 @@ json torch_arguments(const std::string& torch_class, const json& params, Remarks
 OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
                                 Settings* settings, Remarks* remarks) {
   const json arguments = torch_arguments(torch_class, params, remarks);
+  const auto is_set = [&](const char* name) {
+    return arguments.contains(name) && flag_in(arguments[name]) == true;
+  };
+  const bool adam = torch_class == "Adam" || torch_class == "AdamW";
+  const bool special = is_set("amsgrad") || is_set("maximize") || is_set("capturable");
+  const bool decoupled = torch_class == "AdamW" || is_set("decoupled_weight_decay");
   OptimizerConfig config{.type = std::move(type),
                          .kind = OptimizerKind::kTorch,
-                         .adam = {},
+                         .adam = {.decoupled = decoupled},
                          .torch_class = std::move(torch_class),
-                         .torch_params = canonical_text(arguments)};
+                         .torch_params = canonical_text(arguments),
+                         .in_own_kernel = adam && !special};
   settings->set("optimizer.torch_class", config.torch_class);
   settings->at("optimizer.torch_class");
   return config;
@@ -134,6 +151,11 @@ OptimizerConfig read_optimizer(Settings* settings, Remarks* remarks) {
   }
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
   if (flag_or(params, "torch_adam", false)) {
+    if (!flag_or(params, "bias_correction", true)) {
+      throw ConfigError(
+          "optimizer.params.bias_correction: torch.optim's Adam always corrects; remove "
+          "\"torch_adam\", by which the engine's kernel does without, or write true; found false");
+    }
     return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks);
   }
   settings->set("optimizer.params",
@@ -149,7 +171,8 @@ OptimizerConfig read_optimizer(Settings* settings, Remarks* remarks) {
                    .beta2 = betas.at(1).get<double>(),
                    .eps = settings->number("optimizer.params.eps"),
                    .weight_decay = settings->number("optimizer.params.weight_decay"),
-                   .decoupled = settings->flag("optimizer.params.adam_w_mode")},
+                   .decoupled = settings->flag("optimizer.params.adam_w_mode"),
+                   .bias_correction = settings->flag("optimizer.params.bias_correction")},
           .torch_class = {},
           .torch_params = "{}"};
 }

@@ -20,6 +20,7 @@ struct AdamOptions {
   double eps = 1e-8;
   double weight_decay = 0.0;
   bool decoupled = true;  // AdamW; false: Adam with L2 added to the gradient
+  bool bias_correction = true;
 
   bool operator==(const AdamOptions&) const = default;
 };
@@ -32,9 +33,12 @@ enum class OptimizerKind : std::uint8_t {
 struct OptimizerConfig {
   std::string type;  // as the configuration spells it
   OptimizerKind kind = OptimizerKind::kAdam;
-  AdamOptions adam;
+  AdamOptions adam;                 // of a class of torch.optim `decoupled` alone
   std::string torch_class;          // "SGD"
   std::string torch_params = "{}";  // keyword arguments as JSON text
+  // The engine's kernel computes the update. That is so for torch's Adam and AdamW, too, unless one
+  // is asked for what the kernel lacks.
+  bool in_own_kernel = true;
 };
 
 // Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.

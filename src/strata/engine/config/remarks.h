@@ -1,6 +1,8 @@
-// What reading a configuration leaves to be said. Plain values.
+// What reading a configuration leaves to be said: to who starts with it, and to who looks at it key
+// by key (config_review.h). Plain values.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -9,8 +11,9 @@ namespace strata::engine {
 
 // An accepted key that has no effect.
 struct Hint {
-  std::string path;    // "zero_optimization.overlap_comm"
-  std::string reason;  // why it has no effect
+  std::string path;     // "zero_optimization.overlap_comm"
+  std::string reason;   // why it has no effect
+  bool missed = false;  // it asks for memory or output, which is missed without it
 
   bool operator==(const Hint&) const = default;
 };
@@ -22,7 +25,28 @@ struct OpenSetting {
   std::string problem;  // the message of the error
 };
 
+// What becomes of a key that somebody wrote.
+enum class Verdict : std::uint8_t {
+  kHonoured,
+  kHint,         // accepted, without effect
+  kOff,          // of a feature that Strata does not have, or a section, that the values leave off
+  kOpen,         // "auto", which somebody has to replace
+  kOwn,          // the user's, for another program
+  kOldSpelling,  // of the key that the reason names
+  kRefused,      // asks for a feature that Strata does not have
+  kWrong,        // misspelled, or a value that it cannot have
+};
+
+struct Finding {
+  std::string path;
+  Verdict verdict = Verdict::kHonoured;
+  std::string value;   // as JSON, shortened
+  std::string reason;  // what it does, why it does nothing, or what to write instead
+};
+
 struct Remarks {
+  std::vector<Finding> findings;  // one a key that was read
+  bool collects = false;          // an error in a key is a finding, and reading goes on
   std::vector<Hint> hints;
   std::map<std::string, std::string>
       hint_values;  // as JSON, by path; also of sections that are off

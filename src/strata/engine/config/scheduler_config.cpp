@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
+#include "strata/engine/config/json_text.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/nearest.h"
 #include "strata/engine/config/settings.h"
@@ -15,6 +17,13 @@ namespace strata::engine {
 namespace {
 
 using nlohmann::json;
+
+// Of torch.optim.lr_scheduler those that JSON can describe, and that look at no metric.
+constexpr std::array<std::string_view, 10> kTorchClasses{
+    "ConstantLR",  "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
+    "CyclicLR",    "ExponentialLR",     "LinearLR",
+    "MultiStepLR", "OneCycleLR",        "PolynomialLR",
+    "StepLR"};
 
 // Typed access to the parameters of one scheduler.
 class Params {
@@ -109,6 +118,23 @@ ScheduleParams params_of(const std::string& type, const Params& p) {
 }
 
 }  // namespace
+
+std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings, Remarks* remarks) {
+  const std::string type = settings->text("scheduler.type");
+  if (std::ranges::find(kTorchClasses, type) == kTorchClasses.end()) return std::nullopt;
+  const json params = settings->at("scheduler.params");
+  const std::string meaning = fmt::format("an argument of torch.optim.lr_scheduler.{}", type);
+  json kept = json::object();
+  for (const auto& [name, value] : params.items()) {
+    const std::string path = join_path("scheduler.params", name);
+    const bool open = value == "auto";
+    remarks->findings.push_back(
+        {path, open ? Verdict::kOpen : Verdict::kHonoured, shown(value), meaning});
+    if (open) remarks->open.push_back(unresolved_auto(path, meaning, "1000"));
+    if (!open && !value.is_null()) kept[name] = with_numbers(value);
+  }
+  return TorchSchedulerConfig{type, canonical_text(kept)};
+}
 
 std::optional<SchedulerConfig> read_scheduler(Settings* settings, Remarks* remarks) {
   const std::string type = settings->text("scheduler.type");

@@ -9,6 +9,7 @@
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/config/lookalike.h"
 #include "strata/engine/config/nearest.h"
+#include "strata/engine/config/off_values.h"
 #include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
@@ -17,24 +18,38 @@ namespace {
 using nlohmann::json;
 
 // Top-level keys that callers fill in, so "auto" there means: not given.
-constexpr std::array<std::string_view, 4> kFilledByCallers{
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "communication_data_type"};
+constexpr std::array<std::string_view, 3> kFilledByCallers{
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"};
 
-// Training would go wrong with a default where callers fill in what the user chose.
-bool must_be_filled_in(const Key& key) {
-  for (const std::string_view path :
-       {"gradient_clipping", "zero_optimization.stage", "scheduler.type"}) {
+bool is_numeric(const Key& key) {
+  return key.kind == Kind::kNumber || key.kind == Kind::kNumbers || key.kind == Kind::kInteger ||
+         key.kind == Kind::kPerGroup;
+}
+
+// What training computes would be another thing with a default where somebody chose.
+bool changes_results(const Key& key) {
+  if (key.treatment != Treatment::kHonoured) return false;
+  for (const std::string_view path : {"gradient_clipping", "communication_data_type",
+                                      "zero_optimization.stage", "scheduler.type"}) {
     if (key.path == path) return true;
   }
   const std::string_view section = parent_of(key.path);
-  const bool number = key.kind == Kind::kNumber || key.kind == Kind::kNumbers ||
-                      key.kind == Kind::kInteger || key.kind == Kind::kPerGroup;
-  return (section == "optimizer.params" || section == "scheduler.params") && number;
+  if (section == "optimizer.params" || section == "scheduler.params") return is_numeric(key);
+  return section == "bf16" || section == "fp16" || section == "torch_autocast" ||
+         section == "data_types";
+}
+
+// What an absent key means.
+std::string default_of(const Key& key) {
+  const bool plain = key.fallback != "null" && key.kind != Kind::kSection;
+  return plain ? fmt::format("its default, {}", key.fallback) : "its default";
 }
 
 // A value that a reader can copy, where the table has no default.
 std::string example_of(const Key& key) {
+  if (key.kind == Kind::kFlag) return "true";
+  if (key.kind == Kind::kChoice || key.kind == Kind::kWord)
+    return fmt::format("\"{}\"", key.limits.substr(0, key.limits.find('|')));
   if (key.fallback != "null") return std::string(key.fallback);
   return key.kind == Kind::kInteger ? "1000" : "0.001";
 }
@@ -46,25 +61,11 @@ class Reader {
 
   void read(const json& object, std::string_view prefix, bool quiet) {
     for (const auto& [name, value] : object.items()) {
-      if (prefix.empty() && name.find('.') != std::string::npos) {
-        remarks_->hints.push_back({name,
-                                   "a key with a dot names nothing; nest it: {\"section\": "
-                                   "{\"key\": value}}"});
-        continue;
-      }
       const std::string path = join_path(prefix, name);
-      const Key* key = find_key(keys_, path);
-      if (key == nullptr) {
-        if (!prefix.empty()) refuse_unknown(path, nearest_to(path, prefix), value);
-        take_unknown(name, value);
-        continue;
-      }
-      if (!is_given(*key, value, prefix)) continue;
-      if (key->kind == Kind::kSection) {
-        if (!value.is_object()) refuse_type(*key, value);
-        read(value, path, quiet || is_switched_off(*key, value));
-      } else {
-        take(*key, value, quiet);
+      try {
+        read_key(name, path, value, prefix, quiet);
+      } catch (const ConfigError& error) {
+        note_error(error, path, value, remarks_);
       }
     }
   }
@@ -78,16 +79,55 @@ class Reader {
   }
 
  private:
-  bool is_given(const Key& key, const json& value, std::string_view prefix) {
-    if (value.is_null()) return false;
-    if (value != "auto" || key.kind == Kind::kRules) return true;
-    if (must_be_filled_in(key)) {
-      remarks_->open.push_back(unresolved_auto(
-          key.path, fmt::format("{} ({})", wanted(key), key.meaning), example_of(key)));
+  void read_key(const std::string& name, const std::string& path, const json& value,
+                std::string_view prefix, bool quiet) {
+    if (prefix.empty() && name.find('.') != std::string::npos) {
+      note_hint(name, value,
+                "a key with a dot names nothing; nest it: {\"section\": {\"key\": value}}");
+      return;
+    }
+    const Key* key = find_key(keys_, path);
+    if (key == nullptr) {
+      if (!prefix.empty()) refuse_unknown(path, nearest_to(path, prefix), value);
+      return take_unknown(name, value);
+    }
+    if (!is_given(*key, value, prefix, quiet)) return;
+    if (key->kind != Kind::kSection) return take(*key, value, quiet);
+    if (!value.is_object()) refuse_type(*key, value);
+    read(value, path, quiet || is_switched_off(*key, value));
+  }
+
+  void note(std::string_view path, Verdict verdict, const json& value, std::string reason) {
+    remarks_->findings.push_back({std::string(path), verdict, shown(value), std::move(reason)});
+  }
+
+  void note_hint(std::string_view path, const json& value, std::string_view reason) {
+    remarks_->hints.push_back({std::string(path), std::string(reason)});
+    note(path, Verdict::kHint, value, std::string(reason));
+  }
+
+  // `quiet`: the section is switched off.
+  bool is_given(const Key& key, const json& value, std::string_view prefix, bool quiet) {
+    if (key.treatment == Treatment::kRefused) return true;  // off, or refused
+    if (value.is_null()) {
+      const bool missed = changes_results(key) && is_numeric(key) && key.fallback != "null";
+      if (missed && !quiet) refuse_null(key);
+      note(key.path, Verdict::kHonoured, value, "not given: " + default_of(key));
       return false;
     }
-    if (!prefix.empty()) return false;
+    if (value != "auto" || key.kind == Kind::kRules) return true;
+    if (changes_results(key) && !(quiet && leaf_of(key.path) != "enabled")) {
+      remarks_->open.push_back(unresolved_auto(
+          key.path, fmt::format("{} ({})", wanted(key), key.meaning), example_of(key)));
+      note(key.path, Verdict::kOpen, value, std::string(key.meaning));
+      return false;
+    }
     const bool filled = std::ranges::find(kFilledByCallers, key.path) != kFilledByCallers.end();
+    if (filled) note(key.path, Verdict::kOpen, value, std::string(key.meaning));
+    if (!prefix.empty())
+      note(key.path, Verdict::kHonoured, value,
+           fmt::format("{}, where no framework fills it in", default_of(key)));
+    if (!prefix.empty()) return false;
     if (!filled && key.kind != Kind::kText) {
       throw ConfigError(
           fmt::format("{}: \"auto\" is filled in by the caller of other keys, not of this one; "
@@ -98,38 +138,57 @@ class Reader {
     return false;
   }
 
-  // A section of hints that is disabled asks for nothing, so its keys need not be listed.
+  // A section that is disabled asks for nothing, so hints in it need not be listed.
   bool is_switched_off(const Key& section, const json& object) const {
+    if (is_disabled(object)) return true;
     const std::string path = join_path(section.path, "enabled");
     const Key* key = find_key(keys_, path);
-    if (key == nullptr || key->treatment != Treatment::kHint) return false;
-    const auto found = object.find("enabled");
-    return found == object.end() ? key->fallback != "true" : flag_in(*found) == false;
+    if (key == nullptr || key->treatment == Treatment::kRefused) return false;
+    return !object.contains("enabled") && key->fallback != "true";
   }
 
   void take(const Key& key, const json& value, bool quiet) {
-    if (key.kind == Kind::kSwitch) {
-      if (is_switched_on(key, value)) refuse_feature(key, value);
-      if (value.is_object() && value.empty()) {
-        remarks_->hints.push_back({std::string(key.path),
-                                   fmt::format("an empty section counts as off: {}", key.meaning)});
-      }
-      return;
-    }
+    if (key.treatment == Treatment::kRefused) return take_refused(key, value);
     json checked = check_value(key, value);
     if (key.treatment == Treatment::kHonoured) {
       settings_->set(std::string(key.path), std::move(checked));
-    } else if (key.treatment == Treatment::kHint) {
-      remarks_->hint_values.emplace(key.path, canonical_text(checked));
-      if (!quiet) remarks_->hints.push_back({std::string(key.path), std::string(key.note)});
-    } else if (checked != json::parse(key.fallback)) {
-      refuse_feature(key, value);
+      // The optimizer's and the scheduler's are read one by one.
+      if (key.kind != Kind::kParams)
+        note(key.path, Verdict::kHonoured, value, std::string(key.meaning));
+      return;
+    }
+    remarks_->hint_values.emplace(key.path, canonical_text(checked));
+    if (quiet) {
+      note(key.path, Verdict::kOff, value, "its section is off");
+    } else {
+      note_hint(key.path, value, key.note);
     }
   }
 
+  void take_refused(const Key& key, const json& value) {
+    if (leaves_off(key, value)) {
+      // DeepSpeed has a default for each of its settings, by which some are on.
+      if (value.is_object() && value.empty())
+        remarks_->hints.push_back({std::string(key.path),
+                                   fmt::format("an empty section counts as off: {}", key.meaning)});
+      note(key.path, Verdict::kOff, value, std::string(key.meaning));
+      return;
+    }
+    if (key.kind == Kind::kSwitch && !value.is_object() && !flag_in(value)) refuse_type(key, value);
+    if (key.kind == Kind::kSwitch || check_value(key, value) != json::parse(key.fallback))
+      refuse_feature(key, value);
+  }
+
   [[noreturn]] static void refuse_feature(const Key& key, const json& value) {
-    throw ConfigError(fmt::format("{}: not supported ({}); {}; found {}", key.path, key.meaning,
-                                  key.note, shown(value)));
+    throw RefusedFeature(fmt::format("{}: not supported ({}); {}; found {}", key.path, key.meaning,
+                                     key.note, shown(value)));
+  }
+
+  [[noreturn]] static void refuse_null(const Key& key) {
+    throw ConfigError(
+        fmt::format("{}: null is no value of it, and trained numbers would depend on what it is "
+                    "taken for; write {} ({}), or remove the key, which gives {}; found null",
+                    key.path, wanted(key), key.meaning, key.fallback));
   }
 
   [[noreturn]] static void refuse_type(const Key& key, const json& value) {
@@ -141,8 +200,10 @@ class Reader {
   void take_unknown(const std::string& name, const json& value) {
     const std::string near = lookalike_of(name, value);
     if (!near.empty()) refuse_unknown(name, near, value);
-    remarks_->hints.push_back(
-        {name, "no key of DeepSpeed or Strata has a name like it, so it is taken for your own"});
+    const char* reason =
+        "no key of DeepSpeed or Strata has a name like it, so it is taken for your own";
+    remarks_->hints.push_back({name, reason});
+    note(name, Verdict::kOwn, value, reason);
   }
 
   std::string nearest_to(const std::string& path, std::string_view prefix) const {
@@ -198,6 +259,18 @@ void read_settings(std::span<const Key> keys, const json& object, std::string_vi
   Reader reader(keys, settings, remarks);
   reader.read(object, prefix, false);
   reader.fill_defaults();
+}
+
+void note_error(const ConfigError& error, std::string_view path, const json& value,
+                Remarks* remarks) {
+  if (!remarks->collects) throw;
+  std::string reason = error.what();
+  if (reason.starts_with(std::string(path) + ": ")) reason = reason.substr(path.size() + 2);
+  // The value stands beside it.
+  if (const auto found = reason.rfind("; found "); found != std::string::npos) reason.resize(found);
+  const bool feature = dynamic_cast<const RefusedFeature*>(&error) != nullptr;
+  remarks->findings.push_back({std::string(path), feature ? Verdict::kRefused : Verdict::kWrong,
+                               shown(value), std::move(reason)});
 }
 
 OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,

@@ -14,10 +14,18 @@
 #include <string_view>
 #include <vector>
 
+#include "strata/base/error.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/remarks.h"
 
 namespace strata::engine {
+
+// A key that asks for a feature that Strata does not have. Without the key a configuration is as
+// good as before, but for the feature.
+class RefusedFeature : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
 
 class Settings {
  public:
@@ -55,6 +63,11 @@ class Settings {
 // `remarks`. Every honoured key of `keys` has a value in `settings` afterwards.
 void read_settings(std::span<const Key> keys, const nlohmann::json& object, std::string_view prefix,
                    Settings* settings, Remarks* remarks);
+
+// To be called in the handler of `error`, which reading `value` at `path` ended with: throws it
+// again, or makes a finding of it where `remarks` collects.
+void note_error(const ConfigError& error, std::string_view path, const nlohmann::json& value,
+                Remarks* remarks);
 
 // The setting at `path` is "auto", and what would be written there is `wanted`, such as `example`.
 OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,

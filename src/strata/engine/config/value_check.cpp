@@ -193,27 +193,6 @@ std::string shown(const json& value) {
   return text;
 }
 
-bool is_switched_on(const Key& key, const json& value) {
-  if (!value.is_object()) {
-    if (const auto flag = flag_in(value)) return *flag;
-    refuse(key, value);
-  }
-  if (value.empty()) return false;
-  bool has_switch = false;
-  std::string_view rest = key.limits;
-  while (!rest.empty()) {
-    const auto bar = std::min(rest.find('|'), rest.size());
-    const auto found = value.find(std::string(rest.substr(0, bar)));
-    if (found != value.end()) {
-      has_switch = true;
-      const bool off = found->is_null() || flag_in(*found) == false || *found == "auto";
-      if (!off) return true;
-    }
-    rest.remove_prefix(std::min(bar + 1, rest.size()));
-  }
-  return !has_switch;
-}
-
 json with_numbers(const json& value) {
   if (value.is_string()) {
     const std::string& text = value.get_ref<const std::string&>();

@@ -30,10 +30,6 @@ std::optional<double> parse_size(std::string_view text, SizeText spelling);
 // Towards zero; what no int64 holds becomes the largest or smallest.
 std::int64_t clamped(double v);
 
-// Whether a kSwitch object asks for its feature: one of its switches is set, or it has content but
-// none.
-bool is_switched_on(const Key& key, const nlohmann::json& value);
-
 // A value as messages show it: its JSON, shortened.
 std::string shown(const nlohmann::json& value);
 

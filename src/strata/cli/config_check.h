@@ -1,0 +1,33 @@
+// What becomes of each key of a DeepSpeed configuration, as `strata check` shows it, and the same
+// configuration rewritten so that initialize() takes it. Threads: one. Errors: ConfigError for a
+// file that is no configuration; IoError where the rewritten one cannot be written.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "strata/engine/config/config_review.h"
+
+namespace strata::cli {
+
+struct CheckRequest {
+  std::string config;  // path
+  std::string fix;     // where to write the rewritten one; empty: nowhere
+};
+
+struct ConfigCheck {
+  CheckRequest request;
+  engine::ConfigReview review;
+  bool written = false;
+};
+
+// Gives `command` the options, which are kept in `request`.
+void add_check_options(CLI::App& command, CheckRequest& request);
+
+ConfigCheck check_config(const CheckRequest& request);
+
+std::string text_of(const ConfigCheck& check);
+nlohmann::json json_of(const ConfigCheck& check);
+
+}  // namespace strata::cli
