@@ -115,11 +115,15 @@ test-newest: module $(VENV)/.strata-tests  ## Tests that meet transformers, with
 	PYTHONPATH=$(abspath $(BUILD))/pkg $(NEWEST)/bin/python -m pytest -n $(PYTHON_JOBS) --dist loadgroup \
 	  $(MEETS_TRANSFORMERS) $(PYTEST)
 
+# Frameworks that train over DeepSpeed, each in an environment of its own.
+FRAMEWORKS := build/frameworks$(patsubst .venv%,%,$(notdir $(VENV)))
+soak: export STRATA_FRAMEWORKS = $(abspath $(FRAMEWORKS))
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)
+	sh tools/framework_environments.sh $(VENV) $(FRAMEWORKS)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
 
 # Ranks share the GPU where there is one; what wants one for each rank is skipped by name. Tests that fill
