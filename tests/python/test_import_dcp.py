@@ -13,6 +13,7 @@ from devices import ON_GPU
 from ranks import run_ranks
 from strata.importing.__main__ import main as command_line
 from strata.importing.dcp import import_dcp
+from strata.importing.dcp_files import _overlap
 from tiny_models import rank_and_world
 
 pytestmark = [
@@ -193,3 +194,49 @@ def test_what_is_no_such_folder_is_refused(saved, tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "outside of the folder" in _told(folder, out)
     assert not out.exists() or os.listdir(out) in ([], [".strata.lock"])
+
+
+def _overlapping(folder, key, change):
+    """Changes where pieces of ``key`` lie: two of equal sizes."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    chunks = metadata.state_dict_metadata[key].chunks
+    by_offsets = {index.offset: info for index, info in metadata.storage_data.items() if index.fqn == key}
+    for index in [index for index in metadata.storage_data if index.fqn == key]:
+        del metadata.storage_data[index]
+    entry = metadata.state_dict_metadata[key]
+    entry.chunks, places = change(chunks)
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    for chunk, (offsets, _) in zip(entry.chunks, places):
+        metadata.storage_data[MetadataIndex(key, chunk.offsets)] = by_offsets[offsets]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_pieces_must_cover_a_tensor_and_not_overlap(saved, tmp_path):
+    """A sum of their sizes is no cover: what two pieces write twice, another place lacks."""
+    import dataclasses
+
+    folder = shutil.copytree(saved[0] / "whole", tmp_path / "overlapping")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    key = "model.back.weight"
+    first, second = metadata.state_dict_metadata[key].chunks
+    assert first.sizes == second.sizes == torch.Size([4, 7])
+    moved = dataclasses.replace(second, offsets=torch.Size([2, 0]))
+    found = [tuple(first.offsets), tuple(second.offsets)]
+    _overlapping(folder, key, lambda _: ([first, moved], [(torch.Size(o), None) for o in found]))
+    told = _told(folder, tmp_path / "out")
+    assert told.startswith("FormatError") and "overlap" in told and "'model.back.weight'" in told, told
+    assert "[2, 0]" in told and "[8, 7]" in told
+    folder = shutil.copytree(saved[0] / "whole", tmp_path / "gap")
+    _overlapping(folder, key, lambda _: ([first], [(torch.Size(found[0]), None)]))
+    assert "do not make up its shape [8, 7]" in _told(folder, tmp_path / "out")
+
+
+def test_boxes_that_overlap_are_found_in_any_number_of_dimensions():
+    rows = [([begin, 0], [3, 5]) for begin in range(0, 3000, 3)]
+    assert _overlap(rows) is None and _overlap([([], [])]) is None
+    assert _overlap(rows + [([4, 4], [1, 1])]) is not None and _overlap([([], []), ([], [])]) is not None
+    corners = [([i, j, 0], [2, 2, 4]) for i in (0, 2) for j in (0, 2)]
+    assert _overlap(corners + [([1, 1, 1], [0, 2, 2])]) is None  # an empty one meets none
+    assert _overlap([*corners[:3], ([1, 2, 3], [2, 2, 1])]) == (([0, 2, 0], [2, 2, 4]), ([1, 2, 3], [2, 2, 1]))

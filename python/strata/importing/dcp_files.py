@@ -108,7 +108,7 @@ class DcpFolder:
         """Stored for a tensor; its pieces are put together when it is read.
 
         Raises:
-            FormatError: the pieces are not those of a tensor of its shape.
+            FormatError: the pieces do not cover a tensor of its shape, or overlap.
         """
         entry = self._entries[key]
         shape, dtype = self.shape_of(key), entry.properties.state[0]
@@ -122,7 +122,11 @@ class DcpFolder:
                 raise _C.FormatError(f"'{self._folder}': a piece of '{key}' has no place in a file or in its shape "
                                      f"{shape}")
             pieces.append((begin, sizes, info))
-        if sum(math.prod(sizes) for _, sizes, _ in pieces) != math.prod(shape):
+        overlap = _overlap([(begin, sizes) for begin, sizes, _ in pieces])
+        if overlap is not None:
+            raise _C.FormatError(f"'{self._folder}': pieces of '{key}', whose shape is {shape}, overlap: found "
+                                 f"{overlap[0]} and {overlap[1]} as (offsets, sizes); save the folder again")
+        if sum(math.prod(sizes) for _, sizes, _ in pieces) != math.prod(shape):  # without overlaps: not all is there
             raise _C.FormatError(f"'{self._folder}': the pieces of '{key}' do not make up its shape {shape}")
         return Stored(dtype, lambda: self._assembled(key, shape, dtype, pieces))
 
@@ -167,3 +171,20 @@ class DcpFolder:
         except Exception as error:
             raise _C.FormatError(f"'{path}': '{key}' at {info.offset} is damaged, or holds more than data: "
                                  f"{str(error).splitlines()[0]}") from error
+
+
+def _overlap(boxes):
+    """The first two of ``boxes``, [(offsets, sizes)], that have an element in common; None where none have.
+
+    A sweep along the first dimension: a box is compared with those that have begun and not ended. Pieces of one
+    dimension's cuts meet none, so that thousands of ranks cost a sort.
+    """
+    under_way = []
+    for box in sorted(box for box in boxes if math.prod(box[1]) > 0):
+        begin = box[0][0] if box[0] else 0  # a tensor of no dimension has one element
+        under_way = [other for other in under_way if not other[0] or other[0][0] + other[1][0] > begin]
+        for other in under_way:
+            if all(max(b, o) < min(b + n, o + m) for b, n, o, m in zip(*box, *other)):
+                return other, box
+        under_way.append(box)
+    return None
