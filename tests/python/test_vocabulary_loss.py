@@ -56,6 +56,38 @@ def test_logits_that_overflow_exponentials_do_not():
     torch.testing.assert_close(LCE(hidden, weight, labels), _plain(hidden, weight, None, labels, "mean"))
 
 
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_blocks_of_the_vocabulary_that_are_masked_count_as_in_plain_torch(dtype, near):
+    rows, device = 8192, test_device()  # of a block of a weight that is not in tiles
+    for masked, label in (
+        ([slice(0, rows)], rows + 3),  # the first block, so that nothing is there yet
+        ([slice(rows, 2 * rows)], 5),
+        ([slice(0, 2 * rows)], 2 * rows + 1),
+        ([slice(0, rows + 2), slice(rows + 3, None)], rows + 2),  # all but one
+    ):
+        generator = torch.Generator().manual_seed(2)
+        hidden = torch.randn(6, 4, generator=generator).to(device, dtype).requires_grad_()
+        weight = torch.randn(2 * rows + 7, 4, generator=generator).to(device, dtype).requires_grad_()
+        bias = torch.randn(2 * rows + 7, generator=generator).to(device, dtype)
+        for part in masked:
+            bias[part] = -torch.inf
+        bias.requires_grad_()
+        labels = torch.full((6,), label, device=device)
+        labels[2] = -100
+        inputs = (hidden, weight, bias)
+        ours, theirs = LCE(hidden, weight, labels, bias), _plain(hidden, weight, bias, labels, "mean")
+        assert (ours - theirs).abs() <= near * (theirs.abs() + 1)
+        for mine, wanted in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs)):
+            assert mine.isfinite().all()
+            assert (mine.float() - wanted.float()).abs().max() <= near * (wanted.float().abs().max() + 1)
+
+
+def test_a_vocabulary_that_is_masked_whole_is_not_a_number_as_in_plain_torch():
+    hidden, weight, bias, labels = _case(torch.float32, True)
+    bias = torch.full_like(bias, -torch.inf)
+    assert LCE(hidden, weight, labels, bias).isnan() and _plain(hidden, weight, bias, labels, "mean").isnan()
+
+
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight, _, labels = _case(torch.float32, False)
     LCE(hidden.detach(), weight, labels).backward()

@@ -128,8 +128,9 @@ class _Losses(torch.autograd.Function):
                     chosen[part] = torch.where(inside, logits.gather(1, column)[:, 0].float(), chosen[part])
                     missing[part] &= ~inside
                     top = torch.maximum(highest[part], logits.amax(1).float())
-                    scale = torch.exp(highest[part] - top)
-                    total[part] = total[part] * scale + _less(logits, top).exp_().sum(1)
+                    base = top.masked_fill(top == -torch.inf, 0.0)  # where all so far is -inf the sum stays 0
+                    scale = torch.exp(highest[part] - base)
+                    total[part] = total[part] * scale + _less(logits, base).exp_().sum(1)
                     highest[part] = top
         of_all = highest + total.log()
         ctx.blocks, ctx.ignore_index = blocks, ignore_index
