@@ -2,25 +2,23 @@
 
 import itertools
 import json
-import sys
 import types
 
 import torch
 
 from . import _C
 from .model import failed_births
-from .model.looks import BornParameters, references
+from .model.looks import BornParameters
 from .model.model_input import describe_modules, describe_parameters
 from .model.owner import clear_owner, owner_of
 from .model.ownership import take_ownership
 from .model.parameter import is_managed, mark_managed, unmark_managed
 from .model.placement import choose_device
 from .model.recording import write_pieces
+from .model.reference_counts import is_alone
 from .ranks.departure import watch
 from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others, together
 
-_ALONE = 2  # references to a parameter that only the dict has that is asked
-_MODULE_ALONE = 3  # to a module: the list of those that wait, a variable, and the call that counts
 _TOGETHER = 1 << 27  # elements of modules that are sharded as one: each such call is several handshakes of ranks
 _POSTPONED = 1 << 24  # elements that are whole meanwhile where small parameters wait for each other
 
@@ -102,7 +100,7 @@ class Births:
         """Shards those at ``homes`` that have values and that no rank refers to elsewhere. Whether that was all."""
         homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
         self._connect(homes)
-        unused = self.of_all([references(m._parameters, name) == _ALONE for m, name in homes])
+        unused = self.of_all([is_alone(m._parameters, name) for m, name in homes])
         self._shard([home for home, is_unused in zip(homes, unused) if is_unused])
         return all(unused)
 
@@ -129,7 +127,7 @@ class Births:
         known = {id(m) for m in root.modules()}
         modules = list(root.modules())
         others, self._waiting = [m for m in self._waiting if id(m) not in known], []
-        dropped = self.of_all([sys.getrefcount(m) == _MODULE_ALONE for m in others])
+        dropped = self.of_all([is_alone(others, place) for place in range(len(others))])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
         each = [[(m, name) for name in m._parameters if self._is_unbacked(_at(m, name))] for m in modules]
         groups = list(_joined(each))

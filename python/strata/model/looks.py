@@ -1,7 +1,6 @@
 """Parameters that were sharded when their module was made, and are whole while somebody looks at them."""
 
 import gc
-import sys
 import threading
 import weakref
 
@@ -11,6 +10,7 @@ from . import failed_births
 from .owner import clear_owner, owner_of, set_owner
 from .ownership import give_up_values
 from .parameter import unmark_managed
+from .reference_counts import references
 
 _here = threading.local()  # .looks: the Looks of the zero.Init that is open in this thread
 
@@ -195,11 +195,6 @@ class Looks:
             born.core.put_back(born.indices)
             if release:
                 born.core.release(born.indices, True)
-
-
-def references(parameters, name):
-    """How many references there are to the item ``name`` of the dict ``parameters``, this call's among them."""
-    return sys.getrefcount(dict.__getitem__(parameters, name))
 
 
 def _references_while_shared():

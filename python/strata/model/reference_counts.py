@@ -1,0 +1,19 @@
+"""How many references there are to an item of a container. What the interpreter itself counts, its stack and the
+arguments of calls, differs between versions of Python, so every count is compared with another one taken here."""
+
+import sys
+
+
+def references(container, key):
+    """References to the item ``key`` of a dict or a list, with some of the interpreter's own among them: as many for
+    every object that is referred to as often elsewhere."""
+    kind = dict if isinstance(container, dict) else list
+    return sys.getrefcount(kind.__getitem__(container, key))
+
+
+_alone = references([object()], 0)
+
+
+def is_alone(container, key):
+    """Whether nothing but its container refers to the item ``key`` of a dict or a list."""
+    return references(container, key) == _alone
