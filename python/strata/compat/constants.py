@@ -15,7 +15,7 @@ _OF_SCHEDULES = (
     "TOTAL_NUM_STEPS"
 ).split()
 _OPTIMIZERS = {f"{name}_OPTIMIZER": name.lower() for name in "ADAGRAD ADAM ADAMW LAMB LION MUON".split()}
-_LEAVES = [
+LEAVES = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
@@ -44,7 +44,7 @@ CONSTANTS = {
     },
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1024 * 1024},
     "runtime.zero.leaf_module_config": {
-        "DEFAULT_LEAF_MODULE_CLASSES": _LEAVES,
+        "DEFAULT_LEAF_MODULE_CLASSES": LEAVES,
         "DEFAULT_LEAF_MODULE_NAMES": [],
         "DEFAULT_LEAF_MODULE_NAME_SUFFIXES": [],
     },

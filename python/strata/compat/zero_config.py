@@ -3,6 +3,7 @@
 import sys
 
 from .. import _C
+from .constants import LEAVES
 from .enumerations import OffloadDeviceEnum, ZeroStageEnum
 
 
@@ -69,9 +70,14 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
 
 class DeepSpeedZeroLeafModuleConfig(_Section):
-    """``zero_optimization.leaf_module``; what is not given is None: the configuration's own default."""
+    """``zero_optimization.leaf_module``; each setting is a list of texts, or one text."""
 
-    DEFAULTS = {"classes": None, "names": [], "name_suffixes": []}
+    DEFAULTS = {"classes": LEAVES, "names": [], "name_suffixes": []}
+
+    def __init__(self, strict=False, **settings):
+        super().__init__(strict, **settings)
+        for name, value in self.__dict__.items():
+            self.__dict__[name] = [value] if isinstance(value, str) else list(value)
 
 
 _STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",

@@ -102,6 +102,15 @@ class ShardedParameter(torch.nn.Parameter):
                 core.gather([index])
                 parameter._strata_gathered = True
 
+    def all_gather_coalesced(self, params=None, **kwargs):
+        """As ``all_gather``, which it is here: a block is gathered as one.
+
+        Returns:
+            an object whose ``wait()`` does nothing.
+        """
+        self.all_gather(params)
+        return _Gathered()
+
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
         """Releases the parameters, unless a running scope uses them; what was written to them is lost.
 
@@ -152,6 +161,13 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol):
         return torch.nn.Parameter(self.data.clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class _Gathered:
+    """What an asynchronous gather is when it has ended."""
+
+    def wait(self, **kwargs):
+        """Does nothing."""
 
 
 def _listed(parameter, param_list):

@@ -13,7 +13,8 @@ import os
 import pytest
 from on_ranks_of_the_host import Report
 
-PRELOADED = ["strata.compat.deepspeed", "torch", "torch.distributed", "pytest", "strata.initialize", "strata.ops.adam"]
+PRELOADED = ["strata.compat.deepspeed", "torch", "torch.distributed", "pytest", "rank_of_the_cpu", "strata.initialize",
+             "strata.ops.adam"]  # fmt: skip
 
 
 def pytest_configure(config):
@@ -23,9 +24,9 @@ def pytest_configure(config):
     found = importlib.import_module("deepspeed").__version__
     if ("strata" in found) != stands_in:
         raise pytest.UsageError(f"STRATA_COMPAT is {os.environ.get('STRATA_COMPAT')!r}, and deepspeed is {found}")
-    multiprocessing.set_forkserver_preload(PRELOADED if stands_in else PRELOADED[1:4])
+    multiprocessing.set_forkserver_preload(PRELOADED if stands_in else PRELOADED[1:5])
     accelerator = type(importlib.import_module("deepspeed.accelerator").get_accelerator())
-    accelerator.device_count = lambda self: 16  # each rank takes itself for a device
+    accelerator.device_count = lambda self: 16
     pytest.exit = lambda reason="", returncode=None: pytest.fail(reason)  # a hang ends one test, not all of them
     config.pluginmanager.register(Report(os.environ["STRATA_UPSTREAM_REPORT"]))
 
