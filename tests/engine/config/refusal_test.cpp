@@ -244,7 +244,7 @@ TEST(Refusals, LeaveOnTheDeviceWhatIsNotShardedAndWarn) {
                                 "weights are sharded at stage 3 alone, and nothing is offloaded at "
                                 "stage 2; write \"none\", or that stage",
                                 true}));
-  const Config none = parsed(R"({"zero_optimization": {"cpu_offload": true,
+  const Config none = parsed(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
                                  "offload_param": {"device": "nvme"}}})");
   EXPECT_EQ(none.offload.optimizer, memory::Tier::kDevice);
   EXPECT_FALSE(none.offload.offloads_params());
