@@ -172,6 +172,7 @@ void bind_runtime(py::module_& module) {
       // For a program that an exception ends: peers raise CommError "rank 1 left: <reason>".
       .def("leave", &comm::Collectives::leave, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
+      .def("all_left", &comm::Collectives::all_left)
       .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
       .def("all_gather_text", &comm::Collectives::all_gather_text,
            py::call_guard<py::gil_scoped_release>());

@@ -62,6 +62,10 @@ class CollectiveNetwork : public Collectives {
     return ranks_->all_gather_text(text);
   }
   void barrier() override { come_for("barrier"); }
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    ranks_->announce_departure(words);
+  }
   void end(Ending ending, std::string_view reason) noexcept override {
     ranks_->end(ending, reason);
   }

@@ -85,6 +85,31 @@ TEST_P(CollectivesReportErrors, ARankThatLeavesAndGoesIsNotAStranger) {
   EXPECT_THAT(errors[2], told);
 }
 
+// Who waits in a last barrier is no rank that mixes operations up.
+TEST_P(CollectivesReportErrors, ARankWhoseProgramEndsIsSaidToHaveLeft) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    c.barrier();
+    if (c.rank() == 1) {
+      c.announce_departure("its program ended after step 2");
+      c.barrier();
+    } else {
+      reduce_once(c, 64, "layers.3");
+    }
+  });
+  EXPECT_THAT(errors, testing::Each(testing::AllOf(
+                          testing::HasSubstr("rank 1 has left: its program ended after step 2"),
+                          testing::HasSubstr("reduc"))));
+}
+
+TEST_P(CollectivesReportErrors, ProgramsThatEndTogetherSayNothing) {
+  const auto errors = errors_on_ranks(3, [](Collectives& c) {
+    if (c.rank() != 2) c.announce_departure(c.rank() == 0 ? "" : "its program ended");
+    c.barrier();
+    c.all_left();
+  });
+  EXPECT_THAT(errors, testing::Each("no error"));
+}
+
 TEST_P(CollectivesReportErrors, AbortFailsAReductionThatPeersWaitFor) {
   const auto errors = errors_on_ranks(3, [](Collectives& c) {
     c.barrier();

@@ -29,6 +29,10 @@ class Shared final : public Collectives {
     return all_->all_gather_text(text);
   }
   void barrier() override { all_->barrier(); }
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    all_->announce_departure(words);
+  }
   void end(Ending ending, std::string_view reason) noexcept override { all_->end(ending, reason); }
 
  private:

@@ -154,6 +154,10 @@ class HostResults final : public Collectives {
   }
   void barrier() override { collectives_->barrier(); }
   void group_barrier() override { collectives_->group_barrier(); }
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    collectives_->announce_departure(words);
+  }
   void end(Ending ending, std::string_view reason) noexcept override {
     collectives_->end(ending, reason);
   }

@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,13 @@ class Core:
     def end_trace(self):
         self._call("end_trace")
 
-    def wait_for_all(self):
-        self._call("wait_for_all")
+    global_steps = 2
+
+    def announce_departure(self, words):
+        self.words = words
+
+    def depart(self):
+        self._call("depart")
 
     def leave(self, reason):
         self.told.append(reason)
@@ -47,6 +53,7 @@ def hook(monkeypatch):
     """What sys.excepthook was before, with its calls; nothing is watched before and after."""
     gc.collect()  # engines that tests before have dropped
     assert not departure._present
+    monkeypatch.setattr(departure, "_last_error", None)
     calls = []
     monkeypatch.setattr(sys, "excepthook", lambda *shown: calls.append(shown))
     monkeypatch.delattr(sys, "last_value", raising=False)
@@ -57,8 +64,8 @@ def hook(monkeypatch):
 
 @pytest.mark.parametrize("failures", [
     {"end_trace": strata.DeviceError("device-side assert triggered")},
-    {"wait_for_all": strata.CommError("rank 1 is gone")},
-    {"wait_for_all": RuntimeError("CUDA error: device-side assert triggered")},
+    {"depart": strata.CommError("rank 1 is gone")},
+    {"depart": RuntimeError("CUDA error: device-side assert triggered")},
 ])
 def test_what_fails_at_exit_is_no_second_traceback(failures, caplog):
     failing, other = Core(**failures), Core()
@@ -68,7 +75,7 @@ def test_what_fails_at_exit_is_no_second_traceback(failures, caplog):
         departure._leave_together()
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert str(next(iter(failures.values()))) in caplog.text
-    assert other.calls == ["end_trace", "wait_for_all"]
+    assert other.calls == ["end_trace", "depart"]
 
 
 def test_who_leaves_by_an_exception_waits_for_nobody(monkeypatch):
@@ -142,7 +149,7 @@ def test_cores_that_share_collectives_meet_the_others_once():
     for core in cores:
         departure.watch(core, group=shared)
     departure._leave_together()
-    assert [core.calls for core in cores] == [["end_trace"], ["end_trace", "wait_for_all"]]
+    assert [core.calls for core in cores] == [["end_trace"], ["end_trace", "depart"]]
     departure._tell_peers(ValueError, ValueError("no more data"))
     assert [core.told for core in cores] == [["ValueError: no more data"], []]
 
@@ -171,6 +178,93 @@ def _ends_while_the_other_goes_on(folder):
 def test_a_rank_whose_model_no_engine_took_stays_as_long_as_its_peers(tmp_path):
     first, second = run_ranks(2, _ends_while_the_other_goes_on, str(tmp_path))
     assert first == second and (tmp_path / "left").read_text() == "True"
+
+
+def test_peers_that_do_not_come_are_told_of_the_last_error():
+    core = Core()
+    departure.watch(core)
+    departure._leave_together()
+    assert core.words == "its program ended after 2 steps"
+    departure.note_error(ValueError("no more data"))
+    departure._leave_together()
+    assert core.words == "its program ended after 2 steps; its last error was ValueError: no more data"
+
+
+@pytest.mark.parametrize("status, told", [(None, ""), (0, ""), (3, " by sys.exit(3) at test_departure.py:"),
+                                          ("no data", " by sys.exit('no data') at test_departure.py:")])
+def test_peers_that_do_not_come_are_told_of_an_exit_with_a_failure(status, told):
+    core, before = Core(), sys.exit
+    departure.watch(core)
+    with pytest.raises(SystemExit) as left:
+        sys.exit(status)
+    assert left.value.code == status
+    departure._leave_together()
+    assert core.calls == ["end_trace", "depart"], "a checkpoint may still be written, by all"
+    assert core.words.startswith("its program ended after 2 steps" + told) and ("sys.exit" in core.words) is bool(told)
+    departure.unwatch(core)
+    assert sys.exit is before
+
+
+def _one_rank_ends(collectives, how):
+    rank, world = rank_and_world()
+    engine = make_engine(make_model(), config_of(3, strata={"collectives": collectives}))
+    sys.modules["the engine of this program"] = engine
+    for step, batch in enumerate(make_batches(3, world)):
+        if rank == 1 and step == 2:
+            with suppress(SystemExit, TypeError):
+                if how == "exit":
+                    sys.exit(3)
+                engine(no_such_argument=batch[rank])
+            return None
+        try:
+            train_step(engine, batch[rank])
+        except strata.CommError as error:
+            return str(error)
+
+
+@needs_a_gpu_each
+@pytest.mark.parametrize("collectives, how", [("shm", "exit"), ("shm", "caught"), ("c10d", "caught")])
+def test_peers_learn_that_a_rank_has_left_and_its_last_words(collectives, how):
+    told, _ = run_ranks(2, _one_rank_ends, collectives, how)
+    if how == "exit":
+        assert "rank 1 has left: its program ended after 2 steps by sys.exit(3) at test_departure.py:" in told
+    else:
+        assert "rank 1 has left: its program ended after 2 steps; its last error was TypeError: " in told
+        assert "no_such_argument" in told and "meanwhile rank 0: " in told
+    assert "look for code that depends on the rank" not in told and "do different things" not in told
+
+
+def _goes_when_the_store_is_gone(folder):
+    rank, world = rank_and_world()
+    engines, first = [], Path(folder) / "first"
+    if rank == 0:
+        first.write_text(str(os.getpid()))
+
+    def go():  # at the end, after the engines have left together
+        if rank == 0:
+            return
+        while Path(f"/proc/{first.read_text()}").exists() and "Z" not in _state_of(first.read_text()):
+            os.sched_yield()
+        engines.clear()
+        gc.collect()
+        (Path(folder) / "said").write_text(Path("/proc/self/fd/2").read_text())
+
+    atexit.register(go)
+    for _ in range(3):  # the first send to a host that is gone succeeds
+        engines.append(make_engine(make_model(), config_of(2, strata={"collectives": "c10d"})))
+    train_step(engines[-1], make_batches(1, world)[0, rank])
+
+
+def _state_of(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1]
+    return "Z"
+
+
+@needs_a_gpu_each
+def test_hosts_that_end_one_after_the_other_print_no_trace_of_the_store(tmp_path):
+    run_ranks(2, _goes_when_the_store_is_gone, str(tmp_path))
+    assert "c10d" not in (tmp_path / "said").read_text()
 
 
 @needs_a_gpu_each

@@ -142,6 +142,7 @@ def make_collectives(config, device, waits=None):
 
 def let_go(collectives):
     """Nobody uses these of ``make_collectives`` any more: threads that work for them end. Local."""
+    collectives.all_left()
     groups = getattr(collectives, "groups", None)  # one rank has none
     if groups is not None:
         groups.let_go()
@@ -201,7 +202,7 @@ def _new_gloo(ranks, timeout):
 
 
 def _say(warning, text):
-    choices.log(logging.WARNING if warning else logging.INFO, "strata: %s", text)
+    choices.log(logging.WARNING if warning else logging.INFO, "%s", text)
 
 
 @contextmanager

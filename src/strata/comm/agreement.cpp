@@ -9,6 +9,10 @@
 
 namespace strata::comm {
 
+std::string told_of(const Collectives& collectives, const std::string& what) {
+  return collectives.departure().empty() ? what : departure_text(collectives.departure());
+}
+
 std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
                                 std::uint64_t number) {
   const auto hash = static_cast<double>(std::hash<std::string>{}(what) >> 12U);  // exact
@@ -20,7 +24,7 @@ std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, R
   // Numbers are not negative, so that each rank's own is the largest at its place.
   control.all_reduce(values, ReduceOp::kMax);
   if (end[-2] != -end[-1])
-    throw CommError(different_operations(control.all_gather_text(what), names));
+    throw CommError(different_operations(control.all_gather_text(told_of(control, what)), names));
   std::vector<std::uint64_t> numbers;
   for (auto value = values.begin(); value != end - 2; ++value)
     numbers.push_back(static_cast<std::uint64_t>(*value));

@@ -25,6 +25,9 @@ namespace strata::comm {
 std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
                                 std::uint64_t number = 0);
 
+// What different_operations() is told of a rank that does `what`: that, or its departure.
+std::string told_of(const Collectives& collectives, const std::string& what);
+
 // Of everybody's text, by rank: the first rank that has something to say; none: nobody has.
 std::optional<std::size_t> first_to_say(std::span<const std::string> texts);
 

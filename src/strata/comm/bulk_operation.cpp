@@ -7,6 +7,8 @@
 namespace strata::comm {
 namespace {
 
+constexpr std::string_view kDeparture = "has left: ";
+
 std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes bytes,
                              const std::string& what) {
   if (buffer == nullptr) throw UsageError(fmt::format("{} needs a buffer; got none", what));
@@ -60,7 +62,23 @@ std::string describe_broadcast(Bytes bytes, int root, int world_size) {
   return fmt::format("broadcast of {} bytes from rank {}", bytes.value, root);
 }
 
+std::string departure_text(std::string_view words) {
+  return fmt::format("{}{}", kDeparture, words);
+}
+
 std::string different_operations(const std::vector<std::string>& whats, RankNames names) {
+  std::string left;
+  std::string others;
+  for (std::size_t r = 0; r < whats.size(); ++r) {
+    const int rank = names.of(static_cast<int>(r));
+    if (whats[r].starts_with(kDeparture)) {
+      left += fmt::format("{}rank {} has left: {}", left.empty() ? "" : "; ", rank,
+                          whats[r].substr(kDeparture.size()));
+    } else {
+      others += fmt::format("{}rank {}: {}", others.empty() ? "" : "; ", rank, whats[r]);
+    }
+  }
+  if (!left.empty()) return fmt::format("{} (meanwhile {})", left, others);
   std::string message = "the ranks do different things at the same time:";
   for (std::size_t r = 0; r < whats.size(); ++r)
     message += fmt::format(" rank {}: {};", names.of(static_cast<int>(r)), whats[r]);

@@ -215,6 +215,14 @@ class Collectives {
   // Of this rank's shard group alone: enough before slices that have changed are gathered.
   virtual void group_barrier() { barrier(); }
 
+  // For a rank whose program ends, before the barrier in which it waits for the others: where they
+  // do something else meanwhile, errors say that it has left, and `words`. Local.
+  virtual void announce_departure(std::string_view words) { departure_ = words; }
+  const std::string& departure() const { return departure_; }  // empty: not announced
+  // After that barrier: all are at their end, so this rank tells the others nothing more, and asks
+  // nothing of hosts that may be gone. Local.
+  virtual void all_left() noexcept {}
+
   // Makes known that this rank takes part no more: peers' pending and later calls throw a CommError
   // that names this rank, its ending and `reason`. The first ending counts. Local, never waits for
   // a peer, may be called from a destructor.
@@ -229,6 +237,7 @@ class Collectives {
  private:
   int rank_;
   Traits traits_;
+  std::string departure_;
 };
 
 }  // namespace strata::comm

@@ -34,6 +34,14 @@ class CollectivesPair {
     }
   }
 
+  void announce_departure(std::string_view words) {
+    first_->announce_departure(words);
+    second_->announce_departure(words);
+  }
+  void all_left() noexcept {
+    first_->all_left();
+    second_->all_left();
+  }
   void end(Ending ending, std::string_view reason) noexcept {
     first_->end(ending, reason);
     second_->end(ending, reason);

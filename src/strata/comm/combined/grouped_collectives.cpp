@@ -172,6 +172,12 @@ class GroupedCollectives final : public Collectives {
     core_->guarded([&] { core_->inside().barrier(); });
   }
 
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    core_->announce_departure(words);
+  }
+  void all_left() noexcept override { core_->all_left(); }
+
   void end(Ending ending, std::string_view reason) noexcept override { core_->end(ending, reason); }
 
  private:

@@ -77,6 +77,11 @@ class JointGathers final : public Collectives {
     return inner_->all_gather_text(text);
   }
   void barrier() override { inner_->barrier(); }
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    inner_->announce_departure(words);
+  }
+  void all_left() noexcept override { inner_->all_left(); }
   void end(Ending ending, std::string_view reason) noexcept override {
     inner_->end(ending, reason);
   }

@@ -84,6 +84,12 @@ class SplitCollectives final : public Collectives {
     });
   }
 
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    pair_->announce_departure(words);
+  }
+  void all_left() noexcept override { pair_->all_left(); }
+
   void end(Ending ending, std::string_view reason) noexcept override { pair_->end(ending, reason); }
 
  private:

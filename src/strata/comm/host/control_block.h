@@ -65,6 +65,8 @@ struct ControlBlock {
   alignas(64) std::atomic<std::uint64_t> finished{0};  // peers' data of these operations was read
   alignas(64) SharedText<kTagChars> activity;
   std::array<char, kReasonChars> reason{};
+  std::atomic<std::uint32_t> departs{0};       // 1: `departure` is set and stays
+  std::array<char, kReasonChars> departure{};  // words of a program that ends
   std::array<OperationEntry, kRingSlots> ring{};
   std::array<std::array<std::byte, kMailboxBytes>, 2> mailbox{};
 };

@@ -123,6 +123,11 @@ class PullCollectives final : public Collectives {
     core_->messages.barrier();
   }
 
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    core_->link.announce_departure(words);
+  }
+
   void end(Ending ending, std::string_view reason) noexcept override {
     core_->link.end(ending, reason);
   }

@@ -81,8 +81,14 @@ void RankLink::check_agreement(std::uint64_t number) {
   for (int r = 0; r < world_size_; ++r)
     all_same = all_same && same_operation(mine, entry(r, number));
   if (all_same) return;
+  std::string left;
   std::vector<std::pair<std::string, std::vector<int>>> groups;
   for (int r = 0; r < world_size_; ++r) {
+    const std::string departure = departure_of(r);
+    if (!departure.empty()) {
+      left += fmt::format("{}rank {} has left{}", left.empty() ? "" : "; ", name_of(r), departure);
+      continue;
+    }
     const std::string text = describe(entry(r, number));
     const auto group =
         std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == text; });
@@ -96,6 +102,7 @@ void RankLink::check_agreement(std::uint64_t number) {
   for (const auto& [text, ranks] : groups) {
     parts.push_back(fmt::format("{}: {}", join_ranks(ranks), text));
   }
+  if (!left.empty()) fail(fmt::format("{} (meanwhile {})", left, fmt::join(parts, "; ")));
   fail(fmt::format(
       "the ranks must start the same operations in the same order, but differ: look for code that "
       "depends on the rank, or for different models (operation {}: {})",
@@ -148,13 +155,29 @@ std::string RankLink::gone_peer(bool ask_system) {
   for (int r = 0; r < world_size_; ++r) {
     if (r == rank_) continue;
     if (memory_->control(r).destroyed.load(std::memory_order_acquire) != 0) {
-      return fmt::format("rank {} has left (its collectives were destroyed)", name_of(r));
+      const std::string words = departure_of(r);
+      return fmt::format("rank {} has left{}", name_of(r),
+                         words.empty() ? " (its collectives were destroyed)" : words);
     }
     if (!ask_system) continue;
     const std::string why = memory_->why_gone(r);
     if (!why.empty()) return fmt::format("rank {} is gone ({})", name_of(r), why);
   }
   return {};
+}
+
+std::string RankLink::departure_of(int rank) {
+  const ControlBlock& block = memory_->control(rank);
+  if (block.departs.load(std::memory_order_acquire) == 0) return {};
+  return fmt::format(": {}", block.departure.data());
+}
+
+void RankLink::announce_departure(std::string_view words) noexcept {
+  ControlBlock& block = own();
+  if (block.departs.load(std::memory_order_relaxed) != 0) return;
+  // The last byte stays 0.
+  std::copy_n(words.begin(), std::min(words.size(), kReasonChars - 1), block.departure.begin());
+  block.departs.store(1, std::memory_order_release);
 }
 
 void RankLink::fail_by_timeout(int missing, const std::string& what) {

@@ -59,6 +59,8 @@ class RankLink {
   [[noreturn]] void fail(const std::string& message);
   bool broken() const { return !broken_.empty(); }
   void end(Ending ending, std::string_view reason) noexcept;
+  // Collectives::announce_departure().
+  void announce_departure(std::string_view words) noexcept;
   // The rank's Collectives go, without a reason.
   void destroyed() noexcept;
 
@@ -67,6 +69,8 @@ class RankLink {
   // What is wrong with a peer, or empty. Asking the system costs system calls.
   std::string stopped_peer();
   std::string gone_peer(bool ask_system);
+  // ": its program ended", what a peer has announced; empty: nothing.
+  std::string departure_of(int rank);
   // Breaks this object without telling the peers, who know it as well.
   [[noreturn]] void fail_quietly(std::string message);
   [[noreturn]] void fail_by_timeout(int missing, const std::string& what);

@@ -111,6 +111,12 @@ class PeerCollectives final : public Collectives {
   // Sends bytes from every rank to every other; throws on every rank where some do not arrive.
   void prove();
 
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    link_->control().announce_departure(words);
+  }
+  void all_left() noexcept override { link_->control().all_left(); }
+
   void end(Ending ending, std::string_view reason) noexcept override { link_->end(ending, reason); }
 
  private:

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/comm/bulk_operation.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/torch/base/dtype.h"
@@ -126,6 +127,8 @@ class C10dCollectives final : public comm::Collectives {
 
   void barrier() override { require_same_operation("barrier"); }
 
+  void all_left() noexcept override { failure_->all_left(); }
+
   void end(comm::Ending ending, std::string_view reason) noexcept override {
     failure_->end(ending, reason);
   }
@@ -178,7 +181,10 @@ class C10dCollectives final : public comm::Collectives {
       same = same && std::memcmp(bytes, bytes + static_cast<std::size_t>(r) * sizeof(hash),
                                  sizeof(hash)) == 0;
     }
-    if (!same) failure_->fail_with(comm::different_operations(gather_text(what), names_of_ranks_));
+    if (!same) {
+      const std::vector<std::string> whats = gather_text(comm::told_of(*this, what));
+      failure_->fail_with(comm::different_operations(whats, names_of_ranks_));
+    }
   }
 
   std::shared_ptr<GroupBackend> group_;

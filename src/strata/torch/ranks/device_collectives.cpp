@@ -81,6 +81,10 @@ class Planes {
     stop(reason);
   }
   void destroyed() noexcept { failure_.destroyed(); }
+  void all_left() noexcept {
+    failure_.all_left();
+    control_->all_left();
+  }
 
  private:
   // Peers hear of it in the control plane; kernels of the backend that wait for a peer end.
@@ -230,6 +234,12 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
   void barrier() override { require_same_operation("barrier"); }
+
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    planes_->control().announce_departure(words);
+  }
+  void all_left() noexcept override { planes_->all_left(); }
 
   void end(comm::Ending ending, std::string_view reason) noexcept override {
     planes_->end(ending, reason);

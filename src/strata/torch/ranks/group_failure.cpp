@@ -18,7 +18,7 @@ GroupFailure::GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id
     : rank_(rank), names_(names), notes_(std::move(store), std::move(id), rank, world_size) {}
 
 void GroupFailure::destroyed() noexcept {
-  if (error_.empty()) notes_.post(PeerNote::Kind::kLeft, "");
+  if (error_.empty() && !told_all_) notes_.post(PeerNote::Kind::kLeft, "");
 }
 
 void GroupFailure::rethrow() const {

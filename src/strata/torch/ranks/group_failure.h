@@ -36,6 +36,8 @@ class GroupFailure {
   void end(comm::Ending ending, std::string_view reason) noexcept;
   // Tells the others that the rank's collectives go, if all was well.
   void destroyed() noexcept;
+  // Collectives::all_left(): the rank that has the store may end at any time.
+  void all_left() noexcept { told_all_ = true; }
 
   // Runs a call of the backend.
   template <typename Call>
@@ -55,6 +57,7 @@ class GroupFailure {
   comm::RankNames names_;
   PeerNotes notes_;
   std::string error_;  // empty while all is well
+  bool told_all_ = false;
 };
 
 }  // namespace strata::torch

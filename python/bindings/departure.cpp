@@ -1,0 +1,33 @@
+// How a model's rank leaves its peers: with a word about what ends it, or together with them.
+#include "bindings.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+void leave(ShardedModel& model, const std::string& reason) {
+  model.engine().collectives().leave(reason);
+}
+
+// `words`: what ranks that do not come to depart() are told of this one.
+void announce_departure(ShardedModel& model, const std::string& words) {
+  model.engine().collectives().announce_departure(words);
+}
+
+// Collective, at the end of a program.
+void depart(ShardedModel& model) {
+  model.wait_for_all();
+  model.engine().collectives().all_left();
+}
+
+}  // namespace
+
+void bind_departure(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  model.def("leave", &leave, py::arg("reason"), unlocked)
+      .def("announce_departure", &announce_departure, py::arg("words"), unlocked)
+      .def("depart", &depart, unlocked);
+}
+
+}  // namespace strata::python
