@@ -29,6 +29,8 @@ void bind_whole_checkpoint(py::module_& module);
 void bind_recipe(py::module_& module);
 // Adds what steps did.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
+// Adds how its rank leaves the others.
+void bind_departure(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
 // Adds how tiles are cut and used.
 void bind_tiles(py::module_& module,
@@ -39,6 +41,8 @@ py::dict init_report(torch::ShardedModel& model);
 py::object placement(torch::ShardedModel& model);
 // Calls `function(phase, bytes done, bytes in all)`, or nothing where it is None.
 engine::InitReport::Progress progress_from(const py::object& function);
+// A warning of the logger "strata"; from any thread.
+void warn(const std::string& text);
 // GB/s from pinned memory to the model's device; None where that is the host, or has no room to
 // try.
 std::optional<double> measure_link(torch::ShardedModel& model);

@@ -62,7 +62,8 @@ void bind_precision(py::class_<engine::Config>& config) {
                              [](const Config& c) { return c.precision.cast_inputs; });
 }
 
-void bind_hints(py::class_<engine::Config>& config) {
+// What is to be said of a configuration, and what its rank is to show.
+void bind_remarks(py::class_<engine::Config>& config) {
   using engine::Config;
   config
       .def_property_readonly("hints",
@@ -80,7 +81,9 @@ void bind_hints(py::class_<engine::Config>& config) {
                                  if (hint.missed) paths.insert(hint.path);
                                }
                                return paths;
-                             });
+                             })
+      .def_readonly("shown", &Config::shown)
+      .def_readonly("shown_given", &Config::shown_given);
 }
 
 }  // namespace
@@ -148,7 +151,7 @@ void bind_config(py::module_& module) {
                              [](const Config& c) { return c.scheduler.has_value(); })
       .def_property_readonly("torch_scheduler", &torch_scheduler_of);
   bind_precision(config);
-  bind_hints(config);
+  bind_remarks(config);
 }
 
 }  // namespace strata::python

@@ -19,6 +19,11 @@ std::shared_ptr<py::function> held(py::function function) {
           }};
 }
 
+void warn(const std::string& text) {
+  const py::gil_scoped_acquire acquire;
+  py::module_::import("logging").attr("getLogger")("strata").attr("warning")("%s", text);
+}
+
 engine::InitReport::Progress progress_from(const py::object& function) {
   if (function.is_none()) return {};
   const auto call = held(py::cast<py::function>(function));

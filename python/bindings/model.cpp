@@ -64,6 +64,7 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
                                          const py::object& progress) {
   const torch::ModelInput input = input_from(parameters, modules);
   runtime.progress = progress_from(progress);
+  runtime.warn = &warn;
   const py::gil_scoped_release release;
   return {new ShardedModel(input, config, rule_from(rule), std::move(runtime), std::move(name)),
           &destroy_unlocked};
@@ -320,11 +321,6 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
-      .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
-      .def(
-          "leave",
-          [](ShardedModel& m, const std::string& why) { m.engine().collectives().leave(why); },
-          py::arg("reason"), unlocked)
       .def_property_readonly("device", &ShardedModel::place)
       .def_property_readonly("alive", &ShardedModel::alive);
 }
@@ -345,6 +341,7 @@ void bind_model(py::module_& module) {
   bind_values(model);
   bind_tiles(module, model);
   bind_steps(model);
+  bind_departure(model);
 }
 
 }  // namespace strata::python

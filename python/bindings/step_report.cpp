@@ -85,7 +85,7 @@ py::dict offload_dict(const engine::LinkReport& report) {
   return result;
 }
 
-py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger) {
+py::dict step_dict(const engine::StepReport& report) {
   const engine::StepTimes* times = report.times ? &*report.times : nullptr;
   const auto seconds = [times](double engine::StepTimes::*part) {
     return times ? py::cast(times->*part) : py::object(py::none());
@@ -107,6 +107,11 @@ py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger)
   result["uses"] = uses;
   result["device_allocations"] = report.counts.device_allocations;
   result["host_waits"] = report.counts.host_waits;
+  return result;
+}
+
+py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger) {
+  py::dict result = step_dict(report);
   result["offload"] = report.links ? offload_dict(*report.links) : py::object(py::none());
   result["device_memory"] = device_memory(ledger);
   return result;
@@ -123,6 +128,21 @@ py::object step_report(ShardedModel& model, bool wait) {
   return as_dict(*report, model.ledger());
 }
 
+// What step_report() says but for memory and links, of the steps that the device has finished since
+// the last call. `wait`: of all.
+py::list take_step_reports(ShardedModel& model, bool wait) {
+  engine::StepRecorder& recorder = model.engine().recorder();
+  {
+    const py::gil_scoped_release release;
+    recorder.resolve(wait);
+  }
+  const int ranks = model.engine().collectives().shard_place().held_count();
+  py::list reports;
+  for (const engine::StepRecord& record : recorder.take_kept())
+    reports.append(step_dict(engine::make_step_report(record, ranks)));
+  return reports;
+}
+
 // (it is written or given up, why it could not be written or "")
 std::pair<bool, std::string> trace_state(ShardedModel& model) {
   const engine::StepTrace& trace = model.engine().trace();
@@ -134,6 +154,11 @@ std::pair<bool, std::string> trace_state(ShardedModel& model) {
 void bind_steps(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
   model.def("step_report", &step_report, py::arg("wait"))
       .def("record_steps", [](ShardedModel& m, bool on) { m.engine().recorder().set_timed(on); })
+      // The norm of the last step whose norm is known; does not wait for the device.
+      .def_property_readonly("known_grad_norm",
+                             [](ShardedModel& m) { return m.engine().known_grad_norm(); })
+      .def("keep_step_reports", [](ShardedModel& m) { m.engine().recorder().keep_records(); })
+      .def("take_step_reports", &take_step_reports, py::arg("wait") = false)
       .def("trace_state", &trace_state)
       .def(
           "end_trace", [](ShardedModel& m) { m.engine().end_trace(); },

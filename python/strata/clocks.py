@@ -1,12 +1,15 @@
-"""Names of DeepSpeed's engine where scripts look for times and metrics: ``timers``, ``tput_timer``, ``monitor``."""
+"""Names of DeepSpeed's engine where scripts look for times: ``timers`` and ``tput_timer``."""
 
 import time
 
 import torch
 
 
+
 class Timers:
     """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` tells what a step did.
+    With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner", "bwd_allreduce" and "step" of the steps so far,
+    by the device's clock.
 
     Args:
         device: torch.device that starts and stops wait for.
@@ -37,7 +40,19 @@ class Timers:
         return means
 
     def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
-        """Does nothing: ask ``get_mean()``, or ``Timer.elapsed()``."""
+        """Logs milliseconds over ``normalizer`` of those that ran, on ``ranks``; None: on rank 0.
+
+        Args:
+            memory_breakdown: also what torch holds of the device.
+        """
+        from .monitoring.speed import memory_text  # not in every script
+        from .rank_logging import log_dist
+
+        found = [name for name in names if self.has_timer(name)]
+        text = "".join(f" | {name}: {self._timers[name].elapsed(reset) / normalizer:.2f}" for name in found)
+        if memory_breakdown:
+            text += f" | {memory_text(self._device)}"
+        log_dist(f"time (ms){text}", ranks or [0])
 
 
 class Timer:
@@ -64,6 +79,11 @@ class Timer:
         self._milliseconds += (self._now() - self._since) * 1e3
         self._count += 1
         self.started_ = False
+
+    def add(self, milliseconds):
+        """Counts a start and stop of somebody else's."""
+        self._milliseconds += milliseconds
+        self._count += 1
 
     def reset(self):
         self._milliseconds, self._count = 0.0, 0
@@ -122,16 +142,3 @@ class ThroughputTimer:
 
     def update_epoch_count(self):
         """Does nothing: epochs do not matter for the mean."""
-
-
-class NoMonitor:
-    """``engine.monitor``: nothing is written, whatever sections ``tensorboard``, ``wandb`` and ``csv_monitor`` say.
-
-    Attributes:
-        enabled: False.
-    """
-
-    enabled = False
-
-    def write_events(self, event_list):
-        """Does nothing: a script gives its metrics to its own writer."""

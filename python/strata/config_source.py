@@ -31,6 +31,20 @@ def read_config(config):
         return _C.Config.parse(_json_of(_read_hjson(source, error)))
 
 
+def shown(config, path):
+    """What a _C.Config says at ``path`` of what this rank prints or writes: its default where nothing is given."""
+    return json.loads(config.shown[path])
+
+
+def require_monitors(config, rank):
+    """Raises ConfigError on rank 0, which writes metrics, where a package that a _C.Config asks for is missing."""
+    if rank == 0 and config.shown_given:
+        from .monitoring.monitor import enabled_monitors
+        from .monitoring.writers import require_packages
+
+        require_packages(enabled_monitors(config))
+
+
 def _json_of(document):
     try:
         return json.dumps(document)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 from . import _C
-from .config_source import read_config
+from .config_source import read_config, require_monitors, shown
 from .model.placement import find_device, make_current
+from .rank_logging import show_logs
 from .ranks.runtime import expected_world_size, rank_and_world_size, telling_the_others
 from .views.start_up import require_writable_files
 
@@ -49,7 +50,9 @@ def take_over(opening):
     with telling_the_others():
         config, runtime = opening.result()
         config.complete_batch(world_size)
+        show_logs(shown(config, "log_level"))
         require_writable_files(config, rank)
+        require_monitors(config, rank)
         make_current(runtime.device)
         return config, runtime
 

@@ -2,13 +2,14 @@
 
 import logging
 import weakref
+from contextlib import nullcontext
 
 import torch
 
 from . import _C
 from .accumulation import Accumulation
 from .checkpoint.engine_checkpoints import EngineCheckpoints
-from .clocks import NoMonitor, ThroughputTimer, Timers
+from .clocks import ThroughputTimer, Timers
 from .compilation import Compilation
 from .data_loading import DataLoading
 from .engine_names import EngineNames
@@ -19,7 +20,7 @@ from .model.ownership import give_up_ownership, give_up_values, take_ownership
 from .model.placement import move_buffers
 from .model.tiles import known_parameters, tile_of
 from .optimizer import groups_of, tell_of_left_out
-from .ranks.departure import unwatch, watch
+from .ranks.departure import note_error, unwatch, watch
 from .ranks.runtime import let_go
 from .schedule import Advance
 from .views.accounts import Accounts
@@ -37,7 +38,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         lr_scheduler: stepped by ``step()`` after every applied update; or None.
         core: the C++ model (_C.ShardedModel).
         known: [``strata.model.tiles.Known``], the model's parameters and what ``core`` has of each.
-        timers, tput_timer, monitor: ``Timers``, ``ThroughputTimer`` and ``NoMonitor`` of ``strata.clocks``.
+        timers, tput_timer: ``Timers`` and ``ThroughputTimer`` of ``strata.clocks``.
+        monitor: the ``Monitor`` of ``strata.monitoring.monitor``.
         init_report: how start-up went, a dict, the same on every rank: ``tier`` (the way that the values took) and
             ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
             ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
@@ -81,7 +83,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self._restore_arguments = intercept_arguments(
             tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
         )
-        self.timers, self.tput_timer, self.monitor = Timers(self.device), ThroughputTimer(), NoMonitor()
+        self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
+        self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
         watch(self.core, weakref.ref(self))
 
@@ -96,7 +99,13 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             UsageError: for a tensor on another GPU.
         """
         self.core.begin_forward()
-        return self.module(*args, **kwargs)
+        try:
+            if self._watching is None:
+                return self.module(*args, **kwargs)
+            return self._watching.forward(self.module, args, kwargs)
+        except Exception as error:
+            note_error(error)
+            raise
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does.
@@ -116,10 +125,12 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         """
         self.core.begin_backward()
         try:
-            self.core.factored(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
+            with nullcontext() if self._watching is None else self._watching.backward(loss, scale_wrt_gas):
+                self.core.factored(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
             self.core.end_backward()
         except BaseException as error:
             self.core.abandon_backward()
+            note_error(error)
             if type(error) is RuntimeError:  # what hooks throw loses its class on its way through autograd
                 self._collectives.require_usable()
             raise
@@ -172,10 +183,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self.optimizer._opt_called = True  # torch's schedulers look whether the optimizer went first
         if applied is not False and self.lr_scheduler is not None:
             self._advance = Advance(self.lr_scheduler, self.optimizer, lr_kwargs or {}, can_be_undone=applied is None)
-        every = self._config.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
-            skipped = self.core.skipped_steps(wait=False)
-            logger.info("step=%d, skipped=%d, lr=%s", self.global_steps, skipped, self.get_lr())
+        if self._watching is not None:
+            self._watching.step_ended(applied)
 
     def step_by_optimizer(self):
         """What ``optimizer.step()`` does."""
@@ -207,6 +216,16 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             logger.warning("strata.trace: '%s' could not be written: %s", path, problem)
         elif self.global_rank == 0:
             logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
+
+    def end_watching(self, wait=True):
+        """Shows and writes what is left of times and metrics; nothing happens when that was done before.
+
+        Args:
+            wait: for the device to have computed it.
+        """
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.close(wait)
 
     # --- what scripts read ---
 
@@ -290,6 +309,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self.core.end_trace()
         if self._trace is not None:
             self._tell_of_trace()
+        self.end_watching()
         failure = None
         try:
             self.wait_for_checkpoint()

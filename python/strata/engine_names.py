@@ -1,5 +1,6 @@
 """Names that training scripts and frameworks read on DeepSpeed's engine, beside those that train."""
 
+import functools
 import gc
 import os
 
@@ -149,6 +150,13 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
     def steps_per_print(self):
         """int or None: steps between two lines of progress."""
         return self._config.steps_per_print
+
+    @functools.cached_property
+    def monitor(self):
+        """The ``Monitor`` of ``strata.monitoring.monitor``: where the configuration names none, one that is off."""
+        from .monitoring.monitor import Monitor  # not in every script
+
+        return Monitor()
 
     def get_wall_clock_timers(self):
         """{name: mean milliseconds} of ``timers``."""

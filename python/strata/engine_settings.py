@@ -132,7 +132,8 @@ class EngineSettings:
         settings = self.__dict__.get("_settings")
         if settings is None:
             lines = self._config.digest().splitlines()
-            settings = self.__dict__["_settings"] = dict(line.split(" = ", 1) for line in lines)
+            settings = dict(line.split(" = ", 1) for line in lines) | self._config.shown
+            self.__dict__["_settings"] = settings
         text = settings.get(path)
         return None if text is None else json.loads(text)
 

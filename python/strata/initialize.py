@@ -2,18 +2,20 @@
 
 import json
 import logging
+import os
 
 import torch
 
 from . import _C
 from .checkpoint.supported_transformers import is_transformers_model, unsupported
-from .config_source import read_config
+from .config_source import read_config, require_monitors, shown
 from .engine import Engine
 from .model.leaves import mark_leaves_of
 from .model.model_input import ModelTree
 from .model.ownership import require_values
 from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
+from .rank_logging import show_logs
 from .ranks.runtime import (
     init_distributed, make_collectives, rank_and_world_size, require_group, telling_the_others, together,
 )
@@ -114,6 +116,7 @@ def initialize_as(
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
     from .views.start_up import StartUp  # not at `import strata`, which every script waits for
+    show_logs()
     with StartUp() as start_up:
         with start_up.phase("connect"):
             if dist_init_required is False:
@@ -142,7 +145,9 @@ def prepare(config, model):
     rank, world_size = rank_and_world_size()
     with telling_the_others():
         parsed = parse_config(config)
+        show_logs(shown(parsed, "log_level"))
         require_writable_files(parsed, rank)
+        require_monitors(parsed, rank)
         tree = ModelTree(model)
         require_values(tree.parameters)
         runtime = _C.Runtime(choose_device(parsed, tree), parsed.threads, world_size)
@@ -191,6 +196,7 @@ def assemble(
                 from .client_optimizer import choose_parts  # not before somebody brings one
 
                 choose_parts(sharded_optimizer, config.stage, collectives.world_size, torch.device(runtime.device))
+            monitor = _monitor(config, collectives.rank)
             cut_parameters(born_flat)
         progress = start_up.progress(collectives.rank, collectives.world_size)
         with start_up.phase("make engine"):
@@ -207,8 +213,26 @@ def assemble(
     mark_leaves_of(tree.model, engine._section("zero_optimization.leaf_module"))
     engine.collate_fn = collate_fn
     engine.training_dataloader = engine.deepspeed_io(training_data) if training_data is not None else None
+    _watch_steps(engine, config, monitor)
     _log_hints(config, engine)
     return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _monitor(config, rank):
+    """The ``Monitor`` of a _C.Config; None where it says nothing of what a rank shows."""
+    if not config.shown_given:
+        return None
+    from .monitoring.monitor import Monitor  # not in every script
+
+    return Monitor(config, rank)
+
+
+def _watch_steps(engine, config, monitor):
+    if monitor is not None or config.steps_per_print:
+        from .monitoring.watching import watch_steps
+
+        engine.monitor = engine.monitor if monitor is None else monitor
+        engine._watching = watch_steps(engine, config, engine.monitor)
 
 
 def _tiling(config, device, collectives, tree):
@@ -262,16 +286,23 @@ def _make_scheduler(config, optimizer, lr_scheduler):
 
 
 def _log_hints(config, engine):
-    if engine.log_level() is not None:
+    if engine.log_level() is not None and not os.environ.get("STRATA_LOG_LEVEL"):
         logger.setLevel(engine.log_level().upper())
     if engine.global_rank != 0:
         return
-    logger.info("strata: stage %d, %s, on %s, world size %d over %s", config.stage,
+    logger.info("stage %d, %s, on %s, world size %d over %s", config.stage,
                 config.dtype or "dtypes as they are", engine.device, engine.world_size, engine.collectives_name)
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)
-    for level, missed in ((logging.INFO, False), (logging.WARNING, True)):
-        lines = "".join(f"\n  {path}: {reason}" for path, reason in config.hints if (path in config.missed) == missed)
-        if lines:
-            logger.log(level, "accepted settings without effect:%s", lines)
+    _list(logging.WARNING, "settings without effect that ask for memory or output:",
+          [(path, reason) for path, reason in config.hints if path in config.missed])
+    _list(logging.INFO, "accepted settings without effect:",
+          [(path, reason) for path, reason in config.hints if path not in config.missed])
+    if shown(config, "dump_state"):
+        logger.info("every setting that has an effect:\n%s", config.digest().rstrip())
+
+
+def _list(level, what, hints):
+    if hints:
+        logger.log(level, "%s%s", what, "".join(f"\n  {path}: {reason}" for path, reason in hints))

@@ -18,6 +18,7 @@ from .checkpoint.supported_transformers import require_supported
 from .early_runtime import open_runtime, take_over, warm_up
 from .initialize import assemble
 from .model.model_input import ModelTree
+from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, make_collectives, together
 from .views.start_up import StartUp
 
@@ -146,6 +147,7 @@ class _Begun(NamedTuple):
 
 
 def _begin(beside, path, config, model_class):
+    show_logs()
     runtime, files = beside.submit(open_runtime, config), beside.submit(_open, path)
     imported = beside.submit(_import_class, path, files, model_class)
     return _Begun(runtime, files, imported, beside.submit(warm_up, runtime))

@@ -1,14 +1,124 @@
-"""The package's logger, and messages of some ranks only."""
+"""The package's logger, which lines of it a process shows by itself, and messages of some ranks only.
+
+A program that configures logging (handlers of the root, or of "strata") gets every record, and nothing is shown beside
+that. In any other, rank 0 shows what it says from INFO on and the other ranks their warnings, on standard error.
+"""
 
 import logging
+import os
+import sys
+import time
 
+from . import _C
 from .ranks.runtime import rank_and_world_size
 
 logger = logging.getLogger("strata")
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_VARIABLE = "STRATA_LOG_LEVEL"
+_shown = None  # the _RankHandler of this process
+
+
+def show_logs(level=None):
+    """Shows the logger's lines, unless the program has handlers for them, now or later, or a level of its own.
+
+    Args:
+        level: "info" and the like, the ``log_level`` of a configuration; the environment's STRATA_LOG_LEVEL counts
+            before it; None: "info", or as before.
+
+    Raises:
+        ConfigError: STRATA_LOG_LEVEL names no level.
+    """
+    global _shown
+    if _shown is None:
+        if _program_listens() or logging.lastResort is None:
+            return
+        _shown = _RankHandler()
+    if _shown in logger.handlers:
+        wanted = os.environ.get(_VARIABLE) or level
+        if wanted is not None or logger.level == logging.NOTSET:
+            _shown.set_threshold(_level_of(wanted or "info"))
+
+
+def _level_of(name):
+    if name.lower() not in _LEVELS:
+        raise _C.ConfigError(f"{_VARIABLE}: wanted one of {', '.join(_LEVELS)}; found '{name}'")
+    return getattr(logging, name.upper())
+
+
+def _program_listens():
+    """Whether somebody else takes the logger's records."""
+    others = [handler for handler in logger.handlers if handler is not _shown]
+    return bool(others) or (logger.propagate and logging.getLogger().hasHandlers())
+
+
+class _OwnLevel(int):
+    """A level that no script has set: none is the same object."""
+
+
+class _RankHandler(logging.Handler):
+    """Shows records on this process's standard error: by rich on a terminal, where it is installed. It retires, with
+    the level that it has set, as soon as the program has handlers of its own; so no line comes twice."""
+
+    def __init__(self):
+        super().__init__()
+        self._threshold = None
+        self._on_terminal = None  # rich's handler
+        logger.addHandler(self)
+        self._filtered = [logger, logging.getLogger("strata.ranks.runtime")]  # those that records are made by
+        for each in self._filtered:
+            each.addFilter(self._is_ours)
+
+    def set_threshold(self, level):
+        if logger.level == logging.NOTSET or logger.level is self._threshold:
+            self._threshold = _OwnLevel(level)
+            logger.setLevel(self._threshold)
+
+    def _is_ours(self, record):
+        if _program_listens():
+            self._retire()
+            return logger.isEnabledFor(record.levelno)
+        return True
+
+    def _retire(self):
+        logger.removeHandler(self)
+        for each in self._filtered:
+            each.removeFilter(self._is_ours)
+        if logger.level is self._threshold:
+            logger.setLevel(logging.NOTSET)
+
+    def emit(self, record):
+        rank, _ = rank_and_world_size()
+        if rank == 0 or record.levelno >= logging.WARNING or getattr(record, "of_this_rank", False):
+            try:
+                self._show(record)
+            except Exception:
+                self.handleError(record)
+
+    def _show(self, record):
+        if sys.stderr is not None and sys.stderr.isatty() and self._has_rich():
+            self._on_terminal.emit(record)
+            return
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        level = "" if record.levelno == logging.INFO else f" {record.levelname}"
+        print(f"{when} strata{level}: {self.format(record)}", file=sys.stderr, flush=True)
+
+    def _has_rich(self):
+        if self._on_terminal is None:
+            try:
+                from rich.console import Console
+                from rich.logging import RichHandler
+            except ImportError:
+                self._on_terminal = False
+            else:
+                self._on_terminal = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")
+                self._on_terminal.setFormatter(logging.Formatter("strata: %(message)s"))
+        return self._on_terminal
+
 
 def log_dist(message, ranks=None, level=logging.INFO):
     """Logs ``message`` on the ranks of the list ``ranks``; None or [-1]: on all."""
+    show_logs()
     rank, _ = rank_and_world_size()
     if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
+        logger.log(level, "[Rank %d] %s", rank, message, extra={"of_this_rank": True})

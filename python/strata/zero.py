@@ -9,6 +9,7 @@ from .gathered_parameters import GatheredParameters
 from .model.constructors import ConstructorWatch
 from .model.looks import Looks, open_looks
 from .model.recording import Recording
+from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
 
 __all__ = ["GatheredParameters", "Init"]
@@ -76,6 +77,7 @@ class Init:
             return
         if module is not None and not isinstance(module, torch.nn.Module):
             raise _C.UsageError(f"zero.Init(module=...) takes a torch.nn.Module; found {type(module).__name__}")
+        show_logs()
         init_distributed()
         self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
         self._births = Births(self._config)

@@ -22,7 +22,6 @@ def test_a_scripts_own_timers_count():
     mean = timer.mean()
     assert engine.timers.get_mean(["load", "x"], normalizer=2.0) == {"load": mean / 2.0}
     assert timer.elapsed() == timer.mean() == 0.0 and engine.timers.get_timers() == {"load": timer}
-    engine.timers.log(["load"])
     engine.destroy()
 
 
@@ -37,8 +36,3 @@ def test_throughput_is_counted_from_the_second_step_on():
     assert clock.global_step_count == 4
     assert clock.avg_samples_per_sec() == 2 * 8 / clock.total_elapsed_time
     engine.destroy()
-
-
-def test_the_monitor_writes_nothing_and_says_so():
-    engine = make_engine(make_model(), config_of(0))
-    assert engine.monitor.enabled is False and engine.monitor.write_events([("loss", 1.0, 0)]) is None

@@ -181,7 +181,7 @@ def _communicates():
     assert groups.get_data_parallel_rank() == rank and groups.get_model_parallel_world_size() == 1
     with pytest.raises(NotImplementedError, match="Ulysses"):
         groups._get_sequence_parallel_group()
-    assert communication.get_world_group() is not None and communication.log_summary() is None
+    assert communication.get_world_group() is not None
 
 
 def test_comm_is_torchs():

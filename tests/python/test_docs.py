@@ -59,3 +59,11 @@ def test_classes_and_functions_that_a_page_names_are_in_the_sources(page, words_
     for name in re.findall(r"`((?:\w+::)+\w+)`", named(page)):
         unknown = [part for part in name.split("::") if part not in words_of_the_sources]
         assert unknown == [], f"{name} was renamed: the page has to follow"
+
+
+def test_loops_on_pages_train_a_model_that_from_pretrained_left_in_evaluation():
+    loops = [
+        block for page in PAGES for block in FENCED.findall(page.read_text(encoding="utf-8"))
+        if "from_pretrained" in block and "engine.backward" in block
+    ]
+    assert len(loops) >= 2 and all(".train()" in block.split("engine.backward")[0] for block in loops)

@@ -59,7 +59,7 @@ def test_what_not_every_script_uses_is_imported_when_it_is_asked_for():
     assert _of_strata(_modules_after("import sys, strata")) == {"strata"}
     modules = _modules_after("import sys, strata; strata.initialize")
     ours = _of_strata(modules)
-    assert "strata.engine" in ours and len(ours) <= 40, sorted(ours)
+    assert "strata.engine" in ours and len(ours) <= 41, sorted(ours)
     assert not modules & {"transformers", "rich", "strata.pretrained", "strata.checkpoint.names"}
     used = "zero.Init, utils.logger, ops.lion, memory_forecast"
     later = _modules_after(f"import sys\nfrom strata import *\nassert all(({used}))")

@@ -76,10 +76,6 @@ def get_all_ranks_from_group(group=None):
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
-def log_summary(show_straggler=False, return_dict=False):
-    """None: calls of these functions are not counted. ``engine.step_report()`` says what travelled in a step."""
-
-
 def yes():
     """True: this torch has it."""
     return True

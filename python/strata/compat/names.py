@@ -43,8 +43,9 @@ _COMM = {
     **_of(
         "strata.compat.communication",
         "get_all_ranks_from_group get_local_rank get_rank get_world_group get_world_size init_distributed "
-        "is_initialized log_summary",
+        "is_initialized",
     ),
+    "log_summary": "strata.monitoring.transfers:log_summary",
     "allgather_fn": "torch.distributed:all_gather_into_tensor",
     "has_all_gather_into_tensor": "strata.compat.communication:yes",
     "has_reduce_scatter_tensor": "strata.compat.communication:yes",

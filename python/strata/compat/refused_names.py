@@ -12,10 +12,12 @@ _KERNELS = Refusal("kernels of transformer layers", "Use the attention implement
 _BUILDERS = Refusal("DeepSpeed's own operators", "Strata has its own; `strata bench-io` measures drives.")
 _TILING = Refusal("tiled layers", "Set strata.tiles.max_gather, which has large parameters used in tiles; "
                   "strata.nn.linear_cross_entropy is a loss without all logits.")
-_PROFILER = Refusal("a profiler of operations", "engine.step_report() says what a step did; use torch.profiler.")
+_PROFILER = Refusal("a profiler of operations apart from the engine",
+                    "Set flops_profiler.enabled in the configuration, or use torch.profiler.")
 _ELASTIC = Refusal("elastic batch sizes", "Checkpoints load at any number of ranks; set the batch sizes yourself.")
 _ESTIMATE = Refusal("estimates by formula", "strata.memory_forecast(...) and `strata plan` say it in bytes.")
-_MONITOR = Refusal("writers of metrics", "Give metrics to a writer of your own.")
+_MONITOR = Refusal("writers of metrics apart from the engine",
+                   "Name them in the configuration; engine.monitor.write_events(...) writes.")
 _TUNING = Refusal("autotuning")
 _MICS = Refusal("a context of MiCS of its own", "Use zero.Init, and zero_optimization.mics_shard_size.")
 _LAMB = Refusal("the optimizer LAMB", "Use an optimizer of torch, or another library's; it runs on the shards.")

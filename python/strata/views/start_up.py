@@ -204,8 +204,9 @@ def _show(report):
         logger.info("start-up: files read %s: %s", report["reading"]["way"], report["reading"]["reason"])
     if report["seconds"] > SHOWN_FROM_S and sys.stderr.isatty():
         print_table(report)
-    elif logger.isEnabledFor(logging.INFO):
-        logger.info("start-up by phase:\n%s", table_text(report))
+    else:
+        logger.log(logging.INFO if report["seconds"] > SHOWN_FROM_S else logging.DEBUG, "start-up by phase:\n%s",
+                   table_text(report))
 
 
 def _show_placement(placement, world_size):

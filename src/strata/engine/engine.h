@@ -117,6 +117,8 @@ class Engine {
   // Both are the last step's, and wait for the device where it has not computed them yet.
   double grad_norm() { return check_.last_norm(); }
   bool last_step_applied() { return check_.last_applied(); }
+  // That of the last step whose norm the host knows already.
+  double known_grad_norm() const { return check_.known_norm(); }
   // All steps that were skipped. `wait`: for the device; else the last one may be missing.
   std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
   void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }

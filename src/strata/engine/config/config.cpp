@@ -246,7 +246,6 @@ Config Config::parse(std::string_view text_or_path) {
   config.keep_checkpoints = static_cast<int>(s.integer("checkpoint.keep"));
   config.managed_accumulation = s.flag("managed_gradient_accumulation");
   config.drop_last = s.flag("dataloader_drop_last");
-  s.at("log_level");  // Python's, which finds it in the digest
   const bool has_optimizer = !s.at("optimizer.type").is_null();
   const bool has_scheduler = !s.at("scheduler.type").is_null();
   s.at("optimizer.params");
@@ -259,6 +258,8 @@ Config Config::parse(std::string_view text_or_path) {
   config.hints = std::move(remarks.hints);
   config.hint_values = std::move(remarks.hint_values);
   config.open = std::move(remarks.open);
+  config.shown = std::move(remarks.shown);
+  config.shown_given = std::move(remarks.shown_given);
   config.settings_ = s.canonical();
   return config;
 }

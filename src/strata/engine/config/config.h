@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -102,8 +103,8 @@ struct Config {
   // has something of its own.
   void require_for_training(bool own_optimizer, bool own_scheduler) const;
 
-  // One line "path = value" a setting, sorted by path, defaults included; hints are left out. Ranks
-  // that got the same configuration have the same digest.
+  // One line "path = value" a setting, sorted by path, defaults included; hints, and what only says
+  // what a rank shows, are left out. Ranks that got the same configuration have the same digest.
   std::string digest() const;
 
   ZeroConfig zero;
@@ -124,6 +125,10 @@ struct Config {
   std::vector<Hint> hints;
   std::map<std::string, std::string> hint_values;  // as JSON, by path, of those that were given
   std::vector<OpenSetting> open;                   // their fields here hold defaults
+  // What this rank prints and writes (Treatment::kShown), for those who do: as JSON, by path,
+  // defaults included; and which of it was given.
+  std::map<std::string, std::string> shown;
+  std::set<std::string> shown_given;
 
  private:
   std::map<std::string, std::string> settings_;  // path to canonical text, for digest()

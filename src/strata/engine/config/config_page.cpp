@@ -25,7 +25,7 @@ Every key is one of:
 
 - **honoured**: it has the effect that the table says;
 - **hint**: accepted, without effect, for the reason given. The engine lists the hints of a
-  configuration once at the start;
+  configuration once at the start; where one asks for memory or output that you would miss, it warns;
 - **refused**: accepted only at its default, or while it is off. The error says what to write instead.
 
 `strata check ds.json` says it of every key of a file ([how](COMMAND_LINE.md#check)).
@@ -60,9 +60,12 @@ come out even is refused.
 std::string_view name_of(Treatment treatment) {
   switch (treatment) {
     case Treatment::kHonoured:
+    case Treatment::kShown:
       return "honoured";
     case Treatment::kHint:
       return "hint";
+    case Treatment::kMissed:
+      return "hint, warned of";
     case Treatment::kRefused:
       return "refused";
   }

@@ -32,9 +32,15 @@ enum class Kind : std::uint8_t {
 
 enum class Treatment : std::uint8_t {
   kHonoured,  // has a typed field in Config
+  kShown,     // honoured, and says what this rank prints or writes: ranks may differ
   kHint,      // accepted; has no effect, and the row says why
+  kMissed,    // a hint that asks for memory or output: a warning where it is not at its default
   kRefused,   // accepted only at its default; the row says what to write instead
 };
+
+constexpr bool has_effect(Treatment treatment) {
+  return treatment == Treatment::kHonoured || treatment == Treatment::kShown;
+}
 
 struct Key {
   std::string_view path;  // "zero_optimization.stage"

@@ -115,7 +115,7 @@ constexpr std::array kZeroKeys{
         "load a checkpoint rank after rank", "every rank reads its own byte ranges only"},
     Key{ZERO "override_module_apply", kFlag, "true", "", kHint, "gather in Module.apply",
         "a released parameter that is read anywhere is gathered on the spot"},
-    Key{ZERO "log_trace_cache_warnings", kFlag, "false", "", kHint,
+    Key{ZERO "log_trace_cache_warnings", kFlag, "false", "", kMissed,
         "warn when the fetch order changes", "a changed order costs a late gather, nothing else"},
     Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHint, "compare ranks with collectives",
         "ranks always compare the operations that they do together"},

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,10 @@ struct Remarks {
   std::map<std::string, std::string>
       hint_values;  // as JSON, by path; also of sections that are off
   std::vector<OpenSetting> open;
+  // What this rank prints and writes: as JSON, by path, defaults included; and the paths of it that
+  // were given.
+  std::map<std::string, std::string> shown;
+  std::set<std::string> shown_given;
 };
 
 }  // namespace strata::engine

@@ -72,6 +72,8 @@ class Reader {
 
   void fill_defaults() {
     for (const Key& key : keys_) {
+      if (key.treatment == Treatment::kShown && key.kind != Kind::kSection)
+        remarks_->shown.emplace(key.path, key.fallback);
       if (key.treatment != Treatment::kHonoured || key.kind == Kind::kSection) continue;
       if (!settings_->has(key.path))
         settings_->set(std::string(key.path), json::parse(key.fallback));
@@ -101,8 +103,9 @@ class Reader {
     remarks_->findings.push_back({std::string(path), verdict, shown(value), std::move(reason)});
   }
 
-  void note_hint(std::string_view path, const json& value, std::string_view reason) {
-    remarks_->hints.push_back({std::string(path), std::string(reason)});
+  void note_hint(std::string_view path, const json& value, std::string_view reason,
+                 bool missed = false) {
+    remarks_->hints.push_back({std::string(path), std::string(reason), missed});
     note(path, Verdict::kHint, value, std::string(reason));
   }
 
@@ -150,18 +153,24 @@ class Reader {
   void take(const Key& key, const json& value, bool quiet) {
     if (key.treatment == Treatment::kRefused) return take_refused(key, value);
     json checked = check_value(key, value);
-    if (key.treatment == Treatment::kHonoured) {
-      settings_->set(std::string(key.path), std::move(checked));
+    if (has_effect(key.treatment)) {
       // The optimizer's and the scheduler's are read one by one.
       if (key.kind != Kind::kParams)
         note(key.path, Verdict::kHonoured, value, std::string(key.meaning));
+      if (key.treatment == Treatment::kShown) {
+        remarks_->shown[std::string(key.path)] = canonical_text(checked);
+        remarks_->shown_given.emplace(key.path);
+      } else {
+        settings_->set(std::string(key.path), std::move(checked));
+      }
       return;
     }
     remarks_->hint_values.emplace(key.path, canonical_text(checked));
     if (quiet) {
       note(key.path, Verdict::kOff, value, "its section is off");
     } else {
-      note_hint(key.path, value, key.note);
+      const bool asks = checked != json::parse(key.fallback);
+      note_hint(key.path, value, key.note, asks && key.treatment == Treatment::kMissed);
     }
   }
 

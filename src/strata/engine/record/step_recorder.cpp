@@ -195,6 +195,7 @@ void StepRecorder::resolve(bool wait) {
   while (std::optional<StepRecord> record = take_finished(wait)) {
     last_ = std::move(record);
     if (listener_) listener_(*last_);
+    if (kept_ && kept_->size() < 64) kept_->push_back(*last_);
   }
 }
 

@@ -49,7 +49,7 @@ class StepRecorder final : public offload::LinkWatch {
 
   // Steps that begin from now on are timed, or not.
   void set_timed(bool timed) { wants_times_ = timed; }
-  // Told of every step as soon as its times are there, in order.
+  // Told of every step as soon as its times are there.
   void set_listener(std::function<void(const StepRecord&)> listener) {
     listener_ = std::move(listener);
   }
@@ -96,6 +96,8 @@ class StepRecorder final : public offload::LinkWatch {
   // --- what was recorded ---
   // Reads the times of the steps that the device has finished; `wait`: of all that have ended.
   void resolve(bool wait);
+  void keep_records() { kept_.emplace(); }  // from now on, of 64 steps at most, until take_kept()
+  std::vector<StepRecord> take_kept() { return std::exchange(kept_.value(), {}); }
   // The last step whose times are there; null: none.
   const StepRecord* last() const { return last_ ? &*last_ : nullptr; }
 
@@ -141,6 +143,7 @@ class StepRecorder final : public offload::LinkWatch {
   Recording phase_;
   std::deque<Step> ended_steps_;  // whose times are not read
   std::optional<StepRecord> last_;
+  std::optional<std::vector<StepRecord>> kept_;  // absent: none is kept
 };
 
 }  // namespace strata::engine

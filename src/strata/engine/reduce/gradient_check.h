@@ -55,6 +55,8 @@ class GradientCheck {
   // Both are the last step's, and wait for the device where it has not computed them yet.
   double last_norm();
   bool last_applied();
+  // Of the last step whose norm is known; does not wait. 0 before the first.
+  double known_norm() const { return last_finding_.norm; }
   // All steps so far. `wait`: for the device; else without the last one where that is not known.
   std::int64_t skipped_steps(bool wait);
   // Takes the count of an earlier run, as if its last step had been applied.

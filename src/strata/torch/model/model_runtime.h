@@ -5,7 +5,9 @@
 
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
@@ -24,6 +26,8 @@ struct ModelRuntime {
   std::shared_ptr<offload::StateStore> states = nullptr;
   engine::InitReport::Progress progress{};  // of start-up; may be empty
   int threads = 1;                          // that work on host memory
+  // Takes what the user is to be warned of at the start, on rank 0; empty: torch's warnings do.
+  std::function<void(const std::string&)> warn{};
 };
 
 // `threads`: that work on host memory (host_threads.h).

@@ -110,7 +110,12 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
     for (const std::string& told :
          {made.remark, raised_budget(options.states, "the optimizer's states"),
           raised_budget(options.weights, "the weights")}) {
-      if (!told.empty()) TORCH_WARN(told);
+      if (told.empty()) continue;
+      if (runtime_.warn) {
+        runtime_.warn(told);
+      } else {
+        TORCH_WARN(told);
+      }
     }
   }
   return {std::move(made.states), std::move(made.weights)};
