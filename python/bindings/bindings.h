@@ -32,6 +32,9 @@ void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedMo
 // Adds how its rank leaves the others.
 void bind_departure(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
+// Adds which parameters are trained, and by whom.
+void bind_param_groups(
+    py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 // Adds how tiles are cut and used.
 void bind_tiles(py::module_& module,
                 py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);

@@ -36,6 +36,35 @@ py::object torch_scheduler_of(const engine::Config& config) {
   return py::make_tuple(config.torch_scheduler->type, config.torch_scheduler->params);
 }
 
+// The same, of a model whose parameters are all sharded as they are made.
+engine::Config for_construction(engine::Config c) {
+  c.zero.stage = 3;
+  c.zero.param_persistence_threshold = Numel();
+  c.zero.model_persistence_threshold = Numel();
+  c.offload.automatic = false;                  // the whole model is not known yet
+  c.offload.optimizer = memory::Tier::kDevice;  // there is none
+  for (engine::PlacementRule& rule : c.offload.rules) rule.optimizer.reset();
+  // Each piece goes to a drive once, and comes back once.
+  const Numel staged(c.zero.partition_stream_chunk * 3 / size_of(DType::kFloat32));
+  c.offload.param_staging = std::min(c.offload.param_staging, staged);
+  return c;
+}
+
+// The same, on CPUs, beside an optimizer of the user's: what it is lent and what it keeps is on the
+// host anyway, at the place that does not move.
+engine::Config for_client_optimizer(engine::Config c) {
+  if (c.offload.automatic) return c;
+  for (memory::Tier* const tier : {&c.offload.optimizer, &c.offload.param}) {
+    if (*tier == memory::Tier::kHost) *tier = memory::Tier::kDevice;
+  }
+  if (c.offload.optimizer == memory::Tier::kDevice) c.offload.ratio = 1.0;
+  for (engine::PlacementRule& rule : c.offload.rules) {
+    if (rule.optimizer == memory::Tier::kHost) rule.optimizer.reset();
+    if (rule.param == memory::Tier::kHost) rule.param.reset();
+  }
+  return c;
+}
+
 void bind_precision(py::class_<engine::Config>& config) {
   using engine::Config;
   config
@@ -98,19 +127,8 @@ void bind_config(py::module_& module) {
       .def("require_for_training", &Config::require_for_training, py::arg("own_optimizer"),
            py::arg("own_scheduler"))
       .def("digest", &Config::digest)
-      .def("for_construction",  // of a model whose parameters are all sharded as they are made
-           [](Config c) {
-             c.zero.stage = 3;
-             c.zero.param_persistence_threshold = Numel();
-             c.zero.model_persistence_threshold = Numel();
-             c.offload.automatic = false;                  // the whole model is not known yet
-             c.offload.optimizer = memory::Tier::kDevice;  // there is none
-             for (engine::PlacementRule& rule : c.offload.rules) rule.optimizer.reset();
-             // Each piece goes to a drive once, and comes back once.
-             const Numel staged(c.zero.partition_stream_chunk * 3 / size_of(DType::kFloat32));
-             c.offload.param_staging = std::min(c.offload.param_staging, staged);
-             return c;
-           })
+      .def("for_construction", &for_construction)
+      .def("for_client_optimizer", &for_client_optimizer)
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
       .def_property_readonly(
           "optimizer_tier",

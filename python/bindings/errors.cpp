@@ -3,6 +3,7 @@
 // wrongly is a ValueError, too, and a call that is out of order an AssertionError.
 #include "bindings.h"
 #include "strata/engine/config/json_text.h"
+#include "strata/engine/missing_backward.h"
 #include "strata/engine/schedule/loss_scaler.h"
 
 namespace strata::python {
@@ -17,7 +18,9 @@ void bind_errors(py::module_& module) {
   py::register_exception<IoError>(module, "IoError", base);
   py::register_exception<CommError>(module, "CommError", base);
   py::register_exception<OutOfMemoryError>(module, "OutOfMemoryError", base);
-  py::register_exception<UsageError>(module, "UsageError", and_also(PyExc_AssertionError));
+  const auto usage =
+      py::register_exception<UsageError>(module, "UsageError", and_also(PyExc_AssertionError));
+  py::register_exception<engine::MissingBackward>(module, "MissingBackward", usage);
   py::register_exception<DeviceError>(module, "DeviceError", base);
   py::register_exception<NumericsError>(module, "NumericsError", base);
   py::register_exception<engine::LossScaleError>(module, "LossScaleError", base);

@@ -28,14 +28,17 @@ void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int dep
     }
   } else if (PyList_Check(object)) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
-      collect_tensors(PyList_GET_ITEM(object, i), tensors, depth - 1);
+      const auto kept = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(object, i));
+      collect_tensors(kept.ptr(), tensors, depth - 1);
     }
   } else if (PyDict_Check(object)) {
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
-    while (PyDict_Next(object, &position, &key, &value) != 0)
+    while (PyDict_Next(object, &position, &key, &value) != 0) {
+      const auto kept = py::reinterpret_borrow<py::object>(value);  // a look at it may run Python
       collect_tensors(value, tensors, depth - 1);
+    }
   } else if (py::hasattr(object, "__dataclass_fields__") && py::hasattr(object, "__dict__")) {
     collect_tensors(py::object(py::handle(object).attr("__dict__")).ptr(), tensors, depth - 1);
   }
@@ -195,8 +198,12 @@ PyObject* parameter_dict_subscript(PyObject* self, PyObject* key) {
     if (PyErr_Occurred() == nullptr) PyErr_SetObject(PyExc_KeyError, key);
     return nullptr;
   }
-  if (THPVariable_Check(value) && !gather_if_released(self, value)) return nullptr;
+  // A gather lets other threads run, which may replace the item.
   Py_INCREF(value);
+  if (THPVariable_Check(value) && !gather_if_released(self, value)) {
+    Py_DECREF(value);
+    return nullptr;
+  }
   return value;
 }
 

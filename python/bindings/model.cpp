@@ -108,25 +108,6 @@ bool park(ShardedModel& model, const std::vector<std::string>& states, bool pinn
   return model.park(set, pinned);
 }
 
-engine::ExternalOptimizer& external(ShardedModel& model) {
-  auto* optimizer = dynamic_cast<engine::ExternalOptimizer*>(model.engine().optimizer());
-  STRATA_ASSERT(optimizer != nullptr);
-  return *optimizer;
-}
-
-at::Tensor view_of(std::span<float> values, at::Device place) {
-  return torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size()), at::kFloat,
-                            place);
-}
-
-// [(group, parameter, fp32 weight [numel])]: views of the engine's memory.
-std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
-  std::vector<std::tuple<int, int, at::Tensor>> result;
-  for (const engine::ExternalSegment& s : external(model).segments())
-    result.emplace_back(s.group, s.param, view_of(s.weight, model.place()));
-  return result;
-}
-
 memory::Tier tier_from(const std::string& name) {
   for (const memory::Tier tier :
        {memory::Tier::kDevice, memory::Tier::kHost, memory::Tier::kNvme}) {
@@ -173,19 +154,6 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
   const forecast::FreeMemory free =
       forecast::free_memory_of(job, as_bytes(device_memory), as_bytes(host_memory));
   return as_dict(torch::forecast_job(input, config, rule_from(rule), job, free), tier_from(tier));
-}
-
-// `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
-// None.
-void set_update(ShardedModel& model, py::function update) {
-  external(model).set_update([shared = held(std::move(update)),
-                              place = model.place()](std::span<const std::span<float>> gradients) {
-    const py::gil_scoped_acquire acquire;
-    py::list views;
-    for (const std::span<float> gradient : gradients)
-      views.append(gradient.empty() ? py::none() : py::cast(view_of(gradient, place)));
-    (*shared)(views);
-  });
 }
 
 // {(tier, kind): (held, peak)} in bytes; (tier, "total") for the tier.
@@ -241,7 +209,6 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
            })
       .def(
           "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
-      .def("zero_gradients", [](ShardedModel& m) { m.engine().zero_gradients(); })
       .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
            unlocked)
       .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
@@ -310,9 +277,6 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
              return modules;
            })
       .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
-      .def("segments", &segments)
-      .def("set_update",
-           [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("memory_report", &memory_report)
       .def("memory_forecast", &memory_forecast, py::arg("tier"))
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
@@ -321,6 +285,11 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
+      .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
+      .def(
+          "free_gathered", [](ShardedModel& m) { m.passes().free_gathered(); }, unlocked)
+      .def_property_readonly("sanity_checks",
+                             [](const ShardedModel& m) { return m.config().zero.sanity_checks; })
       .def_property_readonly("device", &ShardedModel::place)
       .def_property_readonly("alive", &ShardedModel::alive);
 }
@@ -340,6 +309,7 @@ void bind_model(py::module_& module) {
   bind_training(model);
   bind_values(model);
   bind_tiles(module, model);
+  bind_param_groups(model);
   bind_steps(model);
   bind_departure(model);
 }

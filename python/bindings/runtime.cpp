@@ -35,17 +35,6 @@ class HeldFile {
   std::optional<io::AtomicFile> file_;
 };
 
-// Throws the error that ended these collectives, if one did; takes part in nothing.
-void require_usable(comm::Collectives& collectives) {
-  try {
-    static_cast<void>(collectives.allocate("require_usable", Bytes(1)));
-  } catch (const CommError&) {
-    throw;
-  } catch (const Error&) {  // no memory, say: not what was asked
-    return;
-  }
-}
-
 // {"peer" | "nccl": {"gather_s": seconds, "reduce_s": seconds}}, or None.
 py::object as_dict(const std::optional<comm::ProbedCarriers>& probe) {
   if (!probe) return py::none();
@@ -141,7 +130,8 @@ void bind_files(py::module_& module) {
   module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
              py::call_guard<py::gil_scoped_release>());
   // What such a file is made of where a text is not enough: written through fileno(), and there
-  // under its name from publish() on. The end of its `with` removes what was not published.
+  // under its name from publish() on. The end of its `with` removes what was
+  // not published.
   py::class_<HeldFile>(module, "AtomicFile")
       .def(py::init<std::string>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("__enter__", [](HeldFile& file) -> HeldFile& { return file; })
@@ -168,7 +158,8 @@ void bind_runtime(py::module_& module) {
                                return std::make_tuple(place.index, place.count, place.group,
                                                       place.groups, place.parts);
                              })
-      .def("require_usable", &require_usable)
+      .def("require_usable", &comm::Collectives::require_usable,
+           py::call_guard<py::gil_scoped_release>())
       // For a program that an exception ends: peers raise CommError "rank 1 left: <reason>".
       .def("leave", &comm::Collectives::leave, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())

@@ -1,5 +1,6 @@
 // What training keeps of a parameter, as Python reads and sets it.
 #include "bindings.h"
+#include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/torch/sharded/state_values.h"
 
 namespace strata::python {
@@ -31,6 +32,45 @@ bool write_state(ShardedModel& model, int param, const std::string& name, bool w
   return whole ? values.set_whole(kind_of(name), tensor) : values.set_part(kind_of(name), tensor);
 }
 
+// Masters of this rank's part, and the weights that they round to. Not a collective: for values
+// whose roundings are the weights that there are.
+void store_masters(ShardedModel& model, int param, const at::Tensor& values) {
+  const auto [first, last] = StateValues(model, param).range();
+  STRATA_ASSERT(values.scalar_type() == at::kFloat && values.numel() == last - first);
+  engine::Engine& engine = model.engine();
+  engine.require_intact_weights();
+  engine.weights().store(param, Numel(first), Numel(last - first),
+                         static_cast<const std::byte*>(values.const_data_ptr()), DType::kFloat32);
+}
+
+engine::AdamOptimizer* adam_of(ShardedModel& model) {
+  return dynamic_cast<engine::AdamOptimizer*>(model.engine().optimizer());
+}
+
+// (steps of the engine's own Adam, those that each parameter took part in); None: another one
+// updates.
+std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(ShardedModel& model) {
+  model.engine().settle_step();
+  const engine::AdamOptimizer* adam = adam_of(model);
+  if (adam == nullptr) return std::nullopt;
+  std::vector<std::int64_t> by_param;
+  for (int param = 0; param < model.engine().weights().param_count(); ++param)
+    by_param.push_back(adam->steps_of(param));
+  return std::pair(adam->steps(), by_param);
+}
+
+// And has Adam take the memory of its states, so that they can be written.
+void set_adam_steps(ShardedModel& model, std::int64_t all,
+                    const std::vector<std::int64_t>& by_param) {
+  engine::Engine& engine = model.engine();
+  engine.require_intact_weights();
+  engine.parking().require_all("loading the optimizer's state");
+  engine.settle_step();
+  engine.prepare();
+  STRATA_ASSERT(adam_of(model) != nullptr);
+  adam_of(model)->set_steps(all, by_param);
+}
+
 }  // namespace
 
 void bind_state(py::module_& module) {
@@ -46,6 +86,25 @@ void bind_state(py::module_& module) {
         return StateValues(model, param).joined(mine);
       },
       py::arg("model"), py::arg("parameter"), py::arg("mine"), unlocked);
+  // Of the step so far, on this rank; `keep`: they are zeroes then.
+  module.def(
+      "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
+      py::arg("model"), py::arg("keep"), unlocked);
+  // `whole`: a parameter that `tiles` are the rows of, of this shape.
+  module.def(
+      "show_tiled",
+      [](ShardedModel& model, const at::Tensor& whole, const std::vector<std::int64_t>& shape,
+         const std::vector<int>& tiles) {
+        model.passes().shown_gradients().add_tiled(whole, shape, tiles);
+      },
+      py::arg("model"), py::arg("whole"), py::arg("shape"), py::arg("tiles"));
+  module.def("micro_batches",
+             [](ShardedModel& model) { return model.control().state().micro_batches; });
+  module.def("store_masters", &store_masters, py::arg("model"), py::arg("parameter"),
+             py::arg("values"), unlocked);
+  module.def("adam_steps", &adam_steps, py::arg("model"), unlocked);
+  module.def("set_adam_steps", &set_adam_steps, py::arg("model"), py::arg("all"),
+             py::arg("by_parameter"), unlocked);
   module.def("state_range",
              [](ShardedModel& model, int param) { return StateValues(model, param).range(); });
 }

@@ -81,18 +81,18 @@ void leave_out_tile(ShardedModel& model, int param) {
 }
 
 void take_gradient(ShardedModel& model, int param, const at::Tensor& gradient) {
-  model.gradients().take(param, gradient);
+  model.passes().gradients().take(param, gradient);
 }
 
 // (where to write the tile's gradient, whether it is added to what lies there, times what), until
 // end_gradient().
 std::tuple<at::Tensor, bool, double> begin_gradient(ShardedModel& model, int param) {
-  const auto destination = model.gradients().begin_take(param);
+  const auto destination = model.passes().gradients().begin_take(param);
   return {destination.place, destination.holds, destination.factor};
 }
 
 void end_gradient(ShardedModel& model, int param) {
-  model.gradients().end_take(param);
+  model.passes().gradients().end_take(param);
 }
 
 }  // namespace

@@ -72,14 +72,22 @@ engine::SaveRequest request_from(ShardedModel& model, const std::string& folder,
 // Saves a model's checkpoints, at once or beside training, as its configuration says.
 class TrainingSaver {
  public:
-  explicit TrainingSaver(std::shared_ptr<ShardedModel> model)
+  // `beside`: bytes of buffers that this rank will save.
+  TrainingSaver(std::shared_ptr<ShardedModel> model, std::int64_t beside)
       : model_(std::move(model)),
         io_(std::make_shared<io::ThreadEngine>()),
         calls_(std::make_shared<io::KernelFolderCalls>()) {
     if (!model_->config().async_checkpoints) return;
     async_ = std::make_unique<engine::AsyncSaver>(model_->engine(), io_, calls_);
-    async_->expect();
+    async_->expect(Bytes(beside));
   }
+  // Python holds its lock here, and other ranks' files may take long.
+  ~TrainingSaver() {
+    const py::gil_scoped_release release;
+    async_.reset();
+  }
+  TrainingSaver(const TrainingSaver&) = delete;
+  TrainingSaver& operator=(const TrainingSaver&) = delete;
 
   // Collective.
   void save(const std::string& folder, const std::string& tag, const std::string& training,
@@ -205,7 +213,8 @@ class Opened {
 void bind_training(py::module_& module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<TrainingSaver>(module, "TrainingSaver")
-      .def(py::init<std::shared_ptr<ShardedModel>>(), py::arg("model"), unlocked)
+      .def(py::init<std::shared_ptr<ShardedModel>, std::int64_t>(), py::arg("model"),
+           py::arg("beside"), unlocked)
       .def("save", &TrainingSaver::save, py::arg("folder"), py::arg("tag"), py::arg("training"),
            py::arg("aliases"), py::arg("tensors"), py::arg("states"), py::arg("texts"),
            py::arg("frozen"), py::arg("latest"), unlocked)

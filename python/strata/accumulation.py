@@ -13,9 +13,21 @@ class Accumulation:
     """
 
     coalesces = False
+    _left_out = ()  # trainable parameters that the optimizer does not have; autograd makes their .grad
 
     def zero_grad(self, set_to_none=True):
-        """Does nothing in the middle of accumulation: the engine forgets gradients at each step."""
+        """Drops the gradients of the step so far, of all micro-steps, as in torch: reduced or not, wherever they are.
+        After ``step()`` there are none. On this rank; what was reduced has to be dropped on every rank.
+
+        Args:
+            set_to_none: False: they become zeroes, with which ``step()`` still updates.
+
+        Raises:
+            UsageError: within a backward pass. ``step()`` raises it where ranks have dropped different gradients.
+        """
+        _C.zero_gradients(self.core, not set_to_none)
+        for parameter in self._left_out:
+            parameter.grad = None
 
     def is_gradient_accumulation_boundary(self):
         """Whether the next ``step()`` updates the weights."""

@@ -35,18 +35,25 @@ def choose_parts(sharded, stage, world_size, device):
 
 def run_on_shards(sharded, engine):
     """Lets ``sharded.inner`` update this rank's fp32 masters: its groups get them as parameters."""
+    states = WholeStates if sharded.takes_whole else SegmentStates
+    members = members_of(sharded, engine)
+    engine.core.segment_states = states(sharded.inner, engine.core, members, engine.world_size)
+
+
+def members_of(sharded, engine):
+    """[[(index in the engine, shape)]], by param group: the parameters that are trained and have elements."""
     known = {id(known.parameter): known for known in engine.known}
     members = []
     for group in sharded.members:
-        found = [known[id(p)] for p in group if id(p) in known and p.requires_grad]
+        trained = [p for p in group if p.requires_grad or id(p) in sharded.taken_up]
+        found = [known[id(p)] for p in trained if id(p) in known]
         if sharded.takes_whole and any(len(parameter.parts) > 1 for parameter in found):
             raise _C.UsageError(f"{type(sharded.inner).__name__} needs whole parameters, and some are used in tiles; "
                                 "set strata.tiles.max_gather to the size of the largest, or take an optimizer that "
                                 "updates element by element, such as AdamW")
         found = [parameter for parameter in found if 0 not in parameter.shape]
         members.append([(part.index, parameter.shape) for parameter in found for part in parameter.parts])
-    states = WholeStates if sharded.takes_whole else SegmentStates
-    engine.core.segment_states = states(sharded.inner, engine.core, members, engine.world_size)
+    return members
 
 
 class SegmentStates:
@@ -62,26 +69,36 @@ class SegmentStates:
 
     def __init__(self, inner, core, members, world):
         self._inner, self._step, self._core = inner, inner.step, weakref.ref(core)
-        self._members, self._alone = members, world == 1
+        self._alone = world == 1
         self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
+        self._parameters, self._has_states = {}, bool(inner.state)  # Adagrad's, say, which exist from the start
+        inner.state.clear()
+        self.take_up(core, members)
+        core.set_update(self._update)
+
+    def take_up(self, core, members):
+        """Lends the optimizer what ``core`` trains by now; what it has stays the same object. ``members``: as at the
+        start."""
+        self._members = members
         trained = {index for group in members for index, _ in group} | {index for _, index, _ in core.segments()}
         self._ranges = {index: _C.state_range(core, index) for index in trained}
         self._lend(core)
         self._is_written = {index: _has_master_beside(core, index) for index in self._indices}
-        if inner.state:  # Adagrad's, say, which exists from the start
-            groups = [dict(group) for group in inner.param_groups]
-            inner.state.clear()
-            inner.state.update(type(inner)(groups, **inner.defaults).state)
-        core.set_update(self._update)
+        if self._has_states:
+            has = self._inner.state
+            groups = self._inner.param_groups
+            new = [{**group, "params": [p for p in group["params"] if p not in has]} for group in groups]
+            has.update(type(self._inner)(new, **self._inner.defaults).state)
 
     def _lend(self, core):
         for group in self._inner.param_groups:
             group["params"] = []
-        self._in_order, self._parameters = [], {}
+        before, self._in_order, self._parameters = self._parameters, [], {}
         for group, index, weight in core.segments():
-            self._in_order.append(torch.nn.Parameter(weight))
+            self._in_order.append(before[index] if index in before else torch.nn.Parameter(weight))
             self._parameters[index] = self._in_order[-1]
-            self._inner.param_groups[group]["params"].append(self._in_order[-1])
+            if group >= 0:  # else it is frozen, beside one that is not
+                self._inner.param_groups[group]["params"].append(self._in_order[-1])
         self._indices = list(self._parameters)
 
     def _update(self, gradients):
@@ -198,14 +215,14 @@ class WholeStates(SegmentStates):
 
     def _lend(self, core):
         self._take_masters(core)
-        self._parameters = {}
+        before, self._parameters = self._parameters, {}
         for group, members in zip(self._inner.param_groups, self._members, strict=True):
             group["params"] = []
             for index, shape in members:
                 flat = self._masters.get(index) if self._alone else None
-                if flat is None:
+                if flat is None and index not in before:
                     flat = torch.zeros(torch.Size(shape).numel(), device=core.device)
-                self._parameters[index] = torch.nn.Parameter(flat.view(shape))
+                self._parameters[index] = before[index] if index in before else torch.nn.Parameter(flat.view(shape))
                 group["params"].append(self._parameters[index])
 
     def _take_masters(self, core):

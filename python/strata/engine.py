@@ -18,7 +18,7 @@ from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
 from .model.ownership import give_up_ownership, give_up_values, take_ownership
 from .model.placement import move_buffers
-from .model.tiles import known_parameters, tile_of
+from .model.tiles import known_parameters, tile_of, tiles_of
 from .optimizer import groups_of, tell_of_left_out
 from .ranks.departure import note_error, unwatch, watch
 from .ranks.runtime import let_go
@@ -65,9 +65,9 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
-        parameters = describe_parameters(tree, groups, born_flat)
+        parameters = describe_parameters(tree, groups, born_flat, getattr(optimizer, "takes_unfrozen", False))
         if rule != "none":
-            tell_of_left_out(parameters, groups, collectives.rank)
+            self._left_out = tell_of_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
         self._described = [(*entry[:5], None, 0, entry[7]) for entry in parameters]  # earlier owners may go
@@ -78,6 +78,9 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
                 tile_of(parameter)[1].bind(self.core, index)
         if self._cut is not None:
             self._cut.commit()
+            for known in self.known:
+                if tiles_of(known.parameter) is not None:
+                    _C.show_tiled(self.core, known.parameter, known.shape, [part.index for part in known.parts])
         take_ownership(self.core, parameters, config.stage)
         self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
         self._restore_arguments = intercept_arguments(
@@ -160,10 +163,11 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
                                 "yet; call it after the block")
         if self.core.ends_step():
             self._settle_schedule()
+            self._settle_masters()
         try:
             result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
-        except _C.UsageError as error:
-            if "without a backward pass" in str(error) and self._is_done_already():
+        except _C.MissingBackward:
+            if self._is_done_already():
                 return
             raise
         self._at_boundary, self._ended_by = False, self._steps_by
@@ -185,6 +189,13 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             self._advance = Advance(self.lr_scheduler, self.optimizer, lr_kwargs or {}, can_be_undone=applied is None)
         if self._watching is not None:
             self._watching.step_ended(applied)
+
+    def _settle_masters(self):
+        """Before what changes or saves masters: those of an optimizer's state that was loaded by hand count."""
+        if getattr(self.optimizer, "owed_masters", None):
+            from .local_states import settle_masters
+
+            settle_masters(self.optimizer, self.core)
 
     def step_by_optimizer(self):
         """What ``optimizer.step()`` does."""

@@ -24,7 +24,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
     ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 
     _batch = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
-    _samples_before = (0, 0)  # (samples, micro-steps) until then
+    _samples_before = (0, 0)  # (samples, micro-batches of a rank) until then
 
     # --- batches ---
 
@@ -68,15 +68,16 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         self._change_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
     def _change_batch(self, train, micro, steps):
-        self._samples_before = (self.global_samples, self.core.micro_steps)
+        self._samples_before = (self.global_samples, _C.micro_batches(self.core))
         self.core.set_accumulation_steps(steps)
         self._batch = (train, micro)
 
     @property
     def global_samples(self):
-        """int: samples of all ranks so far."""
-        samples, micro_steps = self._samples_before
-        since = self.core.micro_steps - micro_steps
+        """int: samples of all ranks so far: of each micro-step, or, where the script counts
+        (``managed_gradient_accumulation: false``), of each backward pass before a ``step()``."""
+        samples, micro_batches = self._samples_before
+        since = _C.micro_batches(self.core) - micro_batches
         return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
 
     # --- the optimizer and its schedule ---
@@ -223,5 +224,6 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         """Does nothing: gradients are reduced as backward makes them, or, within ``no_sync()``, by a later step."""
 
     def empty_partition_cache(self):
-        """Does nothing: what stays gathered is bounded by the configuration at all times
-        (``stage3_max_live_parameters``, ``strata.max_live_bytes``)."""
+        """Frees the memory of gathered parameters that nobody uses. Collective where gathers are. At all times what
+        stays gathered is bounded by the configuration (``stage3_max_live_parameters``, ``strata.max_live_bytes``)."""
+        self.core.free_gathered()

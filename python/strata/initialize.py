@@ -187,7 +187,7 @@ def assemble(
         engine_class: of the engine.
         The others are ``initialize``'s.
     """
-    cut_parameters = _tiling(config, runtime.device, collectives, tree)
+    cut_parameters, given = _tiling(config, runtime.device, collectives, tree), config
     try:
         with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
             config.require_for_training(optimizer is not None, lr_scheduler is not None)
@@ -196,12 +196,15 @@ def assemble(
                 from .client_optimizer import choose_parts  # not before somebody brings one
 
                 choose_parts(sharded_optimizer, config.stage, collectives.world_size, torch.device(runtime.device))
+                if torch.device(runtime.device).type == "cpu":
+                    config = config.for_client_optimizer()
             monitor = _monitor(config, collectives.rank)
             cut_parameters(born_flat)
         progress = start_up.progress(collectives.rank, collectives.world_size)
         with start_up.phase("make engine"):
             runtime = runtime.joined(collectives)
             engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
+            engine._config = given  # which is what scripts ask for
             start_up.core = engine.core
     except BaseException:
         if tree.cut is not None:
@@ -259,7 +262,10 @@ def make_optimizer(config, tree, optimizer, model_parameters):
         parameters = [p for _, p in tree.parameters if p.requires_grad]
     parameters = list(parameters)
     if optimizer is None:
-        return optimizer_from_config(config, parameters)
+        sharded, rule = optimizer_from_config(config, parameters)
+        if sharded is not None:
+            sharded.takes_unfrozen = model_parameters is None
+        return sharded, rule
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
             raise _C.UsageError(

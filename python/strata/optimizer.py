@@ -3,12 +3,12 @@
 import inspect
 import json
 import logging
-import types
 import weakref
 
 import torch
 
 from . import _C
+from .client_calls import send_calls_to
 from .model.tiles import known_as
 from .optimizer_names import OptimizerNames
 
@@ -51,6 +51,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
+        owed_masters: {index in the engine: fp32 values}, of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
             not wait for a GPU to tell: ``engine.was_step_applied()`` does.
     """
@@ -60,23 +61,39 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
 
     def __init__(self, param_groups, defaults, inner=None):
         self._model, self._engine = None, None
-        self.members = []
+        self.members, self.owed_masters = [], {}
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
+        self.takes_unfrozen = False  # whether parameters that are in no group are in the first, once they train
+        self.taken_up = set()  # ids of parameters that were frozen at the start
         self.overflow = False
         if inner is not None:
             self.state = inner.state
 
     def add_param_group(self, param_group):
-        """Raises UsageError: the engine knows what it trains, and with which group's values, from its start."""
-        if self._model is not None:
-            raise _C.UsageError(
-                "add_param_group: the engine has its param groups from initialize(); give them all to it there, with "
-                "lr 0 for those that shall not train yet, or call engine.destroy(keep_values=True) and initialize() "
-                "again"
-            )
-        super().add_param_group(param_group)
+        """As torch's, also once an engine trains: parameters of its model that were in no group train with this one's
+        values from the next forward on, as far as they require gradients. The same on every rank.
+
+        Raises:
+            UsageError: for a parameter that is in a group already, or none of the model's.
+        """
+        if self._model is None:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
+        indices = [self._model.index_of(parameter) for parameter in group["params"]]
+        if -1 in indices:
+            shape = tuple(group["params"][indices.index(-1)].shape)
+            raise _C.UsageError(f"add_param_group takes parameters of the engine's model; found one of shape {shape} "
+                                "that is none of it when initialize() was called")
+        self._model.add_to_group(indices, len(self.param_groups))
+        super().add_param_group(group)
+        self.members.append(list(group["params"]))
+        if self.inner is not None:
+            self.param_groups[-1]["params"] = []  # its parts come when it is trained
+            self.inner.param_groups.append(self.param_groups[-1])
 
     def bind(self, engine):
         """Called when the engine is made."""
@@ -86,13 +103,30 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
             from .client_optimizer import run_on_shards  # not before somebody brings one
 
             run_on_shards(self, engine)
+        here = weakref.ref(self)
+        engine.core.on_trained(lambda indices: here() and here()._take_up(indices))
         client, self._client = self._client, None
         if client is not None:
-            _send_steps_to(self, client)
+            send_calls_to(self, client)
 
     def trains(self):
         """bool: whether its engine lives."""
         return self._model is not None and self._model.alive
+
+    def _take_up(self, indices):
+        """Parameters that were frozen, by their indices, are trained from now on."""
+        engine = self._bound()
+        listed = {id(parameter) for group in self.members for parameter in group}
+        for parameter in (known_as(engine._described[index][1]) for index in indices):
+            self.taken_up.add(id(parameter))
+            if id(parameter) not in listed:
+                self.members[0].append(parameter)
+                if self.inner is None:
+                    self.param_groups[0]["params"].append(parameter)
+        if self.inner is not None:
+            from .client_optimizer import members_of
+
+            engine.core.segment_states.take_up(engine.core, members_of(self, engine))
 
     @property
     def loss_scale(self):
@@ -123,8 +157,42 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self._bound().step_by_optimizer()
         return loss
 
+    def state_dict(self):
+        """This rank's part of the optimizer's state, in torch's form, and the param groups: of each parameter by its
+        number ``step`` and a part of ``exp_avg`` and ``exp_avg_sq``, or what the user's optimizer keeps. On one rank
+        the parts are whole, in the parameter's shape. What the engine's own Adam keeps is copied to the host.
+
+        ``load_state_dict()`` takes it on the same rank of as many ranks. ``engine.save_checkpoint()`` saves for any
+        number of ranks, with the weights.
+        """
+        if not self.trains():
+            return super().state_dict()
+        from .local_states import state_dict  # not before somebody asks
+
+        return state_dict(self, self._bound())
+
+    def load_state_dict(self, state_dict):
+        """Goes on from what ``state_dict()`` returned on this rank of as many ranks, or from whole states, of a torch
+        optimizer or of one rank. Not a collective, but for an optimizer of the user's over whole parameters. Weights
+        stay as they are; where they are, before the next step, those that belong to the state, in 16 bits, the fp32
+        masters get back what these lack.
+
+        Raises:
+            UsageError: parts of another rank, or of another number of ranks.
+            ValueError: other param groups.
+        """
+        if not self.trains():
+            super().load_state_dict(state_dict)
+            return
+        from .local_states import load_state_dict
+
+        load_state_dict(self, self._bound(), state_dict)
+
     def zero_grad(self, set_to_none=True):
-        """Does nothing: the engine forgets gradients when it has used them."""
+        """``engine.zero_grad()``. Does nothing where no engine is bound."""
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            engine.zero_grad(set_to_none)
 
     def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
         """``engine.offload_states()``, which some scripts call here. Collective."""
@@ -166,21 +234,25 @@ def tell_of_left_out(parameters, groups, rank):
     """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they
     stay as they are, and autograd makes their ``.grad``, as in torch.
 
+    Returns:
+        [torch.nn.Parameter]: these.
+
     Raises:
         UsageError: where all are.
     """
     trainable = [(name, parameter) for name, parameter, *_ in parameters if parameter.requires_grad]
-    left_out = [name for name, parameter in trainable if id(known_as(parameter)) not in groups]
+    left_out = [(name, parameter) for name, parameter in trainable if id(known_as(parameter)) not in groups]
     if not left_out:
-        return
+        return []
     if len(left_out) == len(trainable):
         raise _C.UsageError(
             "no trainable parameter of the model is in a param group of the optimizer; make the optimizer from this "
-            f"model's parameters. First: '{left_out[0]}'"
+            f"model's parameters. First: '{left_out[0][0]}'"
         )
     if rank == 0:
         logger.warning("%d trainable parameters are in no param group of the optimizer and stay as they are; first: "
-                       "'%s'", len(left_out), left_out[0])
+                       "'%s'", len(left_out), left_out[0][0])
+    return [parameter for _, parameter in left_out]
 
 
 def optimizer_from_config(config, parameters):
@@ -194,7 +266,7 @@ def optimizer_from_config(config, parameters):
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer
     if kind == "torch":
-        inner = _lean(getattr(torch.optim, torch_class))(parameters, **json.loads(torch_params))
+        inner = _class_named(torch_class)(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
     from .ops.adam import DeepSpeedCPUAdam, FusedAdam  # not at `import strata`
 
@@ -204,6 +276,15 @@ def optimizer_from_config(config, parameters):
     else:
         client = FusedAdam(_as_groups(parameters), adam_w_mode=decoupled, **adam)
     return _sharded(client, None), kind
+
+
+def _class_named(name):
+    """A class of torch.optim, or Lion, which torch lacks."""
+    if name == "Lion":
+        from .ops.lion import DeepSpeedCPULion  # not before somebody names it
+
+        return DeepSpeedCPULion
+    return _lean(getattr(torch.optim, name))
 
 
 def _lean(torch_class):
@@ -255,26 +336,10 @@ def _sharded(client, inner):
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
         return ShardedOptimizer(client.param_groups, client.defaults, inner)
-    kept = {name: value for name, value in client.__dict__.items() if name != "step"}  # which a scheduler has wrapped
-    sharded.__dict__.update(kept)
+    sharded.__dict__.update((k, v) for k, v in client.__dict__.items() if k != "step")  # which a scheduler has wrapped
     ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
     sharded._client = client
     return sharded
-
-
-def _send_steps_to(sharded, client):
-    """Scripts may go on to call ``step()`` of the optimizer that they have given to ``initialize``."""
-    if "step" in vars(client):
-        return  # a scheduler has wrapped it, and looks whether it still is its own
-    own, there = type(client).step, weakref.ref(sharded)
-
-    def step(client, closure=None):
-        sharded = there()
-        if sharded is None or not sharded.trains():
-            return own(client, *(() if closure is None else (closure,)))
-        return sharded.step(closure)
-
-    client.step = types.MethodType(step, client)
 
 
 def _as_groups(parameters):

@@ -57,7 +57,7 @@ class ScheduledLR(ScheduleNames):
 
     def _write(self, rates):
         lrs, betas = rates
-        for i, group in enumerate(self.optimizer.param_groups):
+        for i, group in enumerate(self.optimizer.param_groups[: len(lrs)]):  # later ones keep their own
             set_value(group, "lr", lrs[i])
             if betas is not None:
                 _set_betas(group, betas[i])

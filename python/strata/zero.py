@@ -1,5 +1,7 @@
 """``zero.Init`` and ``zero.GatheredParameters``, as DeepSpeed has them."""
 
+from contextlib import ExitStack
+
 import torch
 
 from . import _C
@@ -94,26 +96,34 @@ class Init:
                 self._config.replay_above, self._watch.running, self._config.threads, world,
                 self._config.partition_stream_chunk, tells=rank == 0,
             )
-            self._looks = Looks(self._births.of_all, self._recording.paused, self._tidy)
-            self._births.open(self._looks, self._recording)
-            self._looks.open()
-            self._watch.install()
-            self._recording.open()
+            looks = Looks(self._births.of_all, self._recording.paused, self._tidy)
+            with ExitStack() as undo:
+                undo.callback(self._births.close)
+                self._births.open(looks, self._recording)
+                undo.callback(looks.close, failed=True)
+                looks.open()
+                self._watch.install()
+                undo.callback(self._watch.remove)
+                self._recording.open()
+                undo.pop_all()
+            self._looks = looks
         return self
 
     def __exit__(self, kind, value, traceback):
         if self._looks is None:
             return False
-        self._recording.close()
-        self._watch.remove()
-        try:
-            for root in self._roots if kind is None else []:
+        looks, self._looks = self._looks, None
+        roots, self._roots = self._roots, []
+        failed = True
+        with ExitStack() as ends:  # each of them, whatever the others raise
+            ends.callback(self._births.close)
+            ends.callback(lambda: looks.close(failed))
+            with ExitStack() as patches:
+                patches.callback(self._watch.remove)
+                self._recording.close(failed=kind is not None)
+            for root in roots if kind is None else []:
                 self._births.shard_all(root)
-        finally:
-            self._roots = []
-            looks, self._looks = self._looks, None
-            looks.close(failed=kind is not None)
-            self._births.close()
+            failed = kind is not None
         return False
 
     def _begin(self, module):

@@ -66,6 +66,8 @@ class CollectiveNetwork : public Collectives {
     Collectives::announce_departure(words);
     ranks_->announce_departure(words);
   }
+
+  void require_usable() override { ranks_->require_usable(); }
   void end(Ending ending, std::string_view reason) noexcept override {
     ranks_->end(ending, reason);
   }

@@ -33,6 +33,8 @@ class Shared final : public Collectives {
     Collectives::announce_departure(words);
     all_->announce_departure(words);
   }
+
+  void require_usable() override { all_->require_usable(); }
   void end(Ending ending, std::string_view reason) noexcept override { all_->end(ending, reason); }
 
  private:

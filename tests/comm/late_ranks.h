@@ -158,6 +158,8 @@ class HostResults final : public Collectives {
     Collectives::announce_departure(words);
     collectives_->announce_departure(words);
   }
+
+  void require_usable() override { collectives_->require_usable(); }
   void end(Ending ending, std::string_view reason) noexcept override {
     collectives_->end(ending, reason);
   }

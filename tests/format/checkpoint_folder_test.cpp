@@ -3,8 +3,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <array>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,6 +87,36 @@ TEST(CheckpointFolder, ReplacesNothingThatCameMeanwhile) {
   }
   EXPECT_THAT(folder.names(), UnorderedElementsAre(".strata.lock", "data"));
   EXPECT_EQ(testing::content_of(folder / "data/mine"), "text");
+}
+
+// As workers of a DataLoader are: they have every descriptor of the process that makes them.
+TEST(CheckpointFolder, IsFreeAfterASaveDuringWhichAProcessWasForked) {
+  const testing::TemporaryFolder folder;
+  RecordedCalls calls;
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()), 0);
+  char byte = 0;
+  pid_t child = -1;
+  {
+    std::optional<NewCheckpoint> first(std::in_place, folder.path(), "first", calls);
+    child = ::fork();
+    if (child == 0) {
+      ::close(ends[1]);
+      first.reset();  // the save is the parent's still
+      const bool told = ::write(ends[0], &byte, 1) == 1;
+      ::_exit(told && ::read(ends[0], &byte, 1) == 0 ? 0 : 1);  // when the parent has seen enough
+    }
+    ::close(ends[0]);
+    ASSERT_EQ(::read(ends[1], &byte, 1), 1);
+    EXPECT_THAT(message_of<IoError>([&] { NewCheckpoint(folder.path(), "beside", calls); }),
+                HasSubstr("another process is saving"));
+    EXPECT_TRUE(std::filesystem::exists(first->staging()));
+  }
+  EXPECT_NO_THROW(NewCheckpoint(folder.path(), "second", calls));
+  ::close(ends[1]);
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 }  // namespace

@@ -38,6 +38,16 @@ class RingWatch {
     with([&] { held_ = held; });
     changed_.notify_all();
   }
+  // While late, a ring that is withdrawn goes on with its requests.
+  void be_late(bool late) {
+    with([&] { late_ = late; });
+    changed_.notify_all();
+  }
+  // Waits until the ring is withdrawn, with requests under way.
+  void wait_for_withdrawal() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return withdrawn_; });
+  }
   // Waits until so many requests are under way at once.
   void wait_for_depth(std::size_t depth) {
     std::unique_lock lock(mutex_);
@@ -65,6 +75,8 @@ class RingWatch {
   int left_ = -1;  // below 0: no end
   bool held_ = false;
   bool woken_ = false;
+  bool late_ = false;
+  bool withdrawn_ = false;
   std::size_t under_way_ = 0;
   std::size_t deepest_ = 0;
   int in_regions_ = 0;
@@ -111,6 +123,16 @@ class SimulatedRing final : public io::RequestRing {
       pending_.pop_back();
       results.push_back({request.id, serve(request)});
     }
+  }
+
+  void withdraw() noexcept override {
+    std::unique_lock lock(watch_->mutex_);
+    watch_->withdrawn_ = !pending_.empty();
+    watch_->changed_.notify_all();
+    watch_->changed_.wait(lock, [this] { return !watch_->late_; });
+    lock.unlock();
+    for (const Request& request : pending_) serve(request);  // the memory is there still
+    pending_.clear();
   }
 
   void wake() override {

@@ -225,6 +225,25 @@ TEST_F(UringEngine, WhenTheRingBreaksEveryTransferFailsAndNobodyHangs) {
   }
 }
 
+TEST_F(UringEngine, WhenTheRingBreaksMemoryStaysTheSystemsUntilItLetsGo) {
+  calls_->set_benign(false);
+  const io::File file = data(1000);
+  watch_->break_after(2);
+  watch_->be_late(true);
+  const auto engine = make(3);
+  std::vector<std::byte> target(1000);
+  const auto transfer = engine->read(file, Bytes(0), target);
+  watch_->wait_for_withdrawal();
+  EXPECT_FALSE(transfer->done());
+  watch_->be_late(false);
+  EXPECT_THAT(message_of<IoError>([&] { transfer->wait(); }), HasSubstr("the ring broke"));
+  const std::vector<std::byte> left = target;
+  target.assign(target.size(), std::byte{'y'});  // the caller's again
+  EXPECT_THROW(engine->read(file, Bytes(0), target)->wait(), IoError);
+  EXPECT_EQ(target, std::vector<std::byte>(1000, std::byte{'y'}));
+  EXPECT_EQ(std::ranges::count(left, std::byte{'x'}), 500);  // two that ended, three that were late
+}
+
 TEST_F(UringEngine, RefusesOptionsThatCannotWork) {
   EXPECT_THAT(message_of<UsageError>([] { io::UringEngine engine({.depth = 0}); }),
               HasSubstr("depth=0"));

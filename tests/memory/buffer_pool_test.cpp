@@ -48,6 +48,24 @@ TEST(BufferPool, AllocatesNothingOnceEverySizeWasSeen) {
   EXPECT_EQ(pool.cached_bytes(), ledger->held(Tier::kHost, Kind::kGathered));
 }
 
+TEST(BufferPool, ABufferThatIsTakenOutIsItsTakersAndThePoolHasAsManyAsBefore) {
+  const auto ledger = std::make_shared<Ledger>();
+  Pool pool(charged_to(ledger), 1_GiB);
+  const Bytes page = page_size();
+  auto lease = pool.acquire(page - Bytes(8));
+  std::byte* const before = lease.bytes().data();
+  std::unique_ptr<HostBuffer> taken = pool.replace(lease);
+  EXPECT_EQ(taken->bytes().data(), before);
+  EXPECT_NE(lease.bytes().data(), before);
+  EXPECT_EQ(Bytes(lease.bytes().size()), page - Bytes(8));
+  EXPECT_EQ(pool.leased_bytes(), page);
+  lease = {};
+  EXPECT_EQ(pool.cached_bytes(), page);
+  EXPECT_EQ(ledger->held(Tier::kHost, Kind::kGathered), page * 2);
+  taken.reset();
+  EXPECT_EQ(ledger->held(Tier::kHost, Kind::kGathered), page);
+}
+
 TEST(BufferPool, CachedAndUsedBuffersStayWithinTheTotalLimitTogether) {
   const auto ledger = std::make_shared<Ledger>();
   Pool pool(charged_to(ledger), 1_GiB);

@@ -326,16 +326,25 @@ TYPED_TEST_P(StateStoreConformance, CountsWhatItLends) {
   EXPECT_EQ(moved.written, this->store_->tier() == memory::Tier::kNvme ? 8192_B : 0_B);
 }
 
-REGISTER_TYPED_TEST_SUITE_P(StateStoreConformance, SaysItsTier, ABlockBeginsAsZeroesOfItsSize,
-                            BlocksThatComeTogetherAreBlocksLikeOthers,
-                            OfBlocksThatDoNotFitTogetherNoneIsThere, ALeaseIsAlignedTo64Bytes,
-                            WhatWasWrittenSurvivesManyFetchesInAnyOrder,
-                            SeveralBlocksAreLeasedTogether, ASecondLeaseOfABlockIsRefusedByName,
-                            AnUnknownBlockIsAnError,
-                            RunningOutAtAddLeavesTheEarlierBlocksAsTheyWere,
-                            ChargesItsTierByKindUntilItGoes, PartsAreThoseOfTheWholeBlock,
-                            APartThatWasNotWrittenIsZeroes, PartsOfOneBlockAreLeasedTogether,
-                            PartsThatOverlapAreRefused, WhatIsNoPartOfItsBlockIsRefused,
-                            BlocksOfAnySizeAreWorkedOnInParts, CountsWhatItLends);
+TYPED_TEST_P(StateStoreConformance, WhatIsTakenBackWasNeverThere) {
+  this->write(this->add("stays", 8192_B), this->random_content(8192_B, 3));
+  const Bytes before = this->harness_.charged(memory::Kind::kOptimizerState);
+  const std::vector<BlockId> added{this->add("goes", 8192_B)};
+  this->store_->take_back(added);
+  EXPECT_EQ(this->harness_.charged(memory::Kind::kOptimizerState), before);
+  EXPECT_EQ(this->add("next", 4096_B), added.front());
+  EXPECT_EQ(this->read(added.front()), std::vector<std::byte>(4096));
+  EXPECT_EQ(this->read(BlockId{0}), this->random_content(8192_B, 3));
+}
+
+REGISTER_TYPED_TEST_SUITE_P(
+    StateStoreConformance, SaysItsTier, WhatIsTakenBackWasNeverThere, ABlockBeginsAsZeroesOfItsSize,
+    BlocksThatComeTogetherAreBlocksLikeOthers, OfBlocksThatDoNotFitTogetherNoneIsThere,
+    ALeaseIsAlignedTo64Bytes, WhatWasWrittenSurvivesManyFetchesInAnyOrder,
+    SeveralBlocksAreLeasedTogether, ASecondLeaseOfABlockIsRefusedByName, AnUnknownBlockIsAnError,
+    RunningOutAtAddLeavesTheEarlierBlocksAsTheyWere, ChargesItsTierByKindUntilItGoes,
+    PartsAreThoseOfTheWholeBlock, APartThatWasNotWrittenIsZeroes, PartsOfOneBlockAreLeasedTogether,
+    PartsThatOverlapAreRefused, WhatIsNoPartOfItsBlockIsRefused, BlocksOfAnySizeAreWorkedOnInParts,
+    CountsWhatItLends);
 
 }  // namespace strata::offload

@@ -1,6 +1,9 @@
 """Parameters that a script gives other memory (``p.data = tensor`` and its kin) or makes parameters of: what is written
 counts, or is an error that says what to write."""
 
+import os
+from contextlib import contextmanager
+
 import pytest
 import torch
 from comparison import adamw
@@ -196,3 +199,53 @@ def _parameters_of_parameters():
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_parameter_can_be_made_of_a_managed_one(world):
     run_ranks(world, _parameters_of_parameters)
+
+
+@contextmanager
+def _errors_into(path):
+    """What this process writes to stderr goes into a file."""
+    kept = os.dup(2)
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _converted(folder):
+    """As trainers convert embeddings and norms, whose values then are elsewhere."""
+    rank, world = rank_and_world()
+    config = config_of(3, "bf16", live_bytes=1)
+    for number, born in enumerate((True, False)):
+        with Init(config_dict_or_path=config, enabled=born):
+            model = make_model()
+        values = {name: value.float() for name, value in full_parameters(model).items()}
+        plain = make_model()
+        plain.load_state_dict(values)
+        reference = PlainTrainer(plain, world, adamw, torch.bfloat16)
+        told = folder / f"{rank}-{number}"
+        with _errors_into(told):
+            if not born:
+                engine = make_engine(model, config)
+            model.embedding.to(torch.float32)
+            for module in model.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.to(torch.float32)
+            if born:
+                engine = make_engine(model, config)
+            for tokens in make_batches(3, world):
+                train_step(engine, tokens[rank])
+                reference.micro_step(tokens, loss_of)
+                reference.step()
+                assert differences(full_parameters(model), reference.values()) == [], born
+        # Once in a process; a rank that is alone takes what it is given.
+        times = 1 if rank == 0 and number == 0 and world > 1 else 0
+        assert told.read_text().count("was converted") == times, (born, told.read_text())
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_released_parameter_that_is_converted_keeps_the_configurations_dtype(world, tmp_path):
+    run_ranks(world, _converted, tmp_path)

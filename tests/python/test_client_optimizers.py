@@ -159,3 +159,70 @@ def _checkpointed(folder):
 
 def test_training_goes_on_with_states_of_any_shape(tmp_path):
     assert run_ranks(2, _checkpointed, str(tmp_path)) == [[[], []]] * 2
+
+
+LION = {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1}
+
+
+def _lion():
+    rank, world = rank_and_world()
+    rule = strata.ops.lion.DeepSpeedCPULion
+    for stage in (1, 3):
+        reference = PlainTrainer(make_model(), world, lambda p: rule(p, **LION), dtype=torch.bfloat16)
+        engine = make_engine(make_model(), {**config_of(stage, "bf16"), "optimizer": {"type": "Lion", "params": LION}})
+        assert isinstance(engine.optimizer, rule)
+        for tokens in make_batches(3, world):
+            reference.micro_step(tokens, loss_of)
+            train_step(engine, tokens[rank])
+            reference.step()
+        assert differences(full_parameters(engine.module), reference.values()) == [], stage
+        engine.destroy()
+
+
+def test_the_configuration_may_name_lion():
+    run_ranks(2, _lion)
+
+
+OFFLOADED = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1, foreach=False),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=False),
+    "lion": lambda p: strata.ops.lion.FusedLion(p, **LION),
+}
+
+
+def _offloaded(stages, dtypes, accumulations, rules):
+    """To the bits of plain torch: on CPUs what rests on the host is where it is."""
+    rank, world = rank_and_world()
+    for stage, dtype, accumulation, name in itertools.product(stages, dtypes, accumulations, rules):
+        rule = OFFLOADED[name]
+        reference = PlainTrainer(make_model(), world, rule, dtype=DTYPES[dtype], accumulation=accumulation)
+        zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+        model = make_model()
+        config = config_of(stage, dtype, accumulation, optimizer=False, zero_force_ds_cpu_optimizer=False,
+                           zero_optimization=zero)
+        engine = make_engine(model, config, optimizer=rule(model.parameters()))
+        for index, tokens in enumerate(make_batches(3 * accumulation, world), 1):
+            reference.micro_step(tokens, loss_of)
+            with exact_square_roots():
+                train_step(engine, tokens[rank])
+            if index % accumulation == 0:
+                reference.step()
+        assert differences(full_parameters(model), reference.values()) == [], (stage, dtype, accumulation, name)
+        assert engine.zero_offload_optimizer() == {"device": "cpu"} and engine.zero_cpu_offload()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_optimizer_of_the_users_may_be_offloaded(world):
+    run_ranks(world, _offloaded, (3, 1 + world % 2), ("bf16",) if world == 2 else ("fp32",), (2,), list(OFFLOADED))
+
+
+def test_an_optimizer_of_the_users_cannot_rest_on_a_drive(tmp_path):
+    model = make_model()
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with pytest.raises(strata.ConfigError, match="offload_optimizer.device: is for Adam and AdamW"):
+        make_engine(model, config_of(2, optimizer=False, zero_optimization=zero),
+                    optimizer=OFFLOADED["momentum"](model.parameters()))

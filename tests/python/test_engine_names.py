@@ -54,7 +54,8 @@ def _names_at(stage):
     assert engine.managed_gradient_accumulation() and not engine.amp_enabled()
     assert (engine.zero_sub_group_size(), engine.torch_autocast_lower_precision_safe_modules()) == (1_000_000_000, None)
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
-    assert "give them all to it there" in _told(engine.optimizer.add_param_group, {"params": []})
+    stranger = {"params": [torch.nn.Parameter(torch.ones(2))]}
+    assert "parameters of the engine's model" in _told(engine.optimizer.add_param_group, stranger)
     engine.set_lr(0.125)
     assert engine.get_lr() == [0.125] == [group["lr"] for group in engine.optimizer.param_groups]
     assert "lp_params" in _told(engine.offload_states, include=["weights"])
@@ -304,3 +305,23 @@ def test_arguments_of_the_command_line(tmp_path):
 def test_a_repeating_loader_begins_again():
     loader = utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1] and len(loader) == 2
+
+
+def _samples_where_the_script_counts():
+    rank, world = rank_and_world()
+    config = config_of(1, managed_gradient_accumulation=False, train_micro_batch_size_per_gpu=1)
+    engine = make_engine(make_model(), config)
+    tokens = make_batches(5, world)
+    found = []
+    for passes in ((0, 1), (2, 3, 4)):
+        for index in passes:
+            engine.backward(loss_of(engine, tokens[index, rank, :1]))
+        engine.step()
+        found.append(engine.global_samples)
+    assert found == [2 * world, 5 * world] and engine.micro_steps == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_samples_are_those_of_the_passes_where_the_script_counts(world):
+    run_ranks(world, _samples_where_the_script_counts)

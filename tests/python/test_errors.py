@@ -215,9 +215,9 @@ def _calls(stage):
 
 
 CALLS = {
-    "step": ["UsageError", "without a backward"],
+    "step": ["MissingBackward", "without a backward"],
     "backward": ["UsageError", "without a forward"],
-    "second step": ["UsageError", "without a backward"],
+    "second step": ["MissingBackward", "without a backward"],
     "second backward": ["UsageError", "without a forward"],
     "not scalar": ["scalar"],
     "another engine's optimizer": ["UsageError", "belongs to another engine"],

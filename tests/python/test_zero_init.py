@@ -11,6 +11,7 @@ from devices import ON_GPU, test_device
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from strata.model.looks import open_looks
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
 from tiny_models import (
@@ -313,6 +314,32 @@ def _wrong():
         "dtype": error_of(Init, dtype=torch.float64),
         "config": error_of(Init, config_dict_or_path={"zero_optimization": {"stage": 7}}),
     }
+
+
+def _no_room_at_the_end():
+    """What is without memory, and in use when the constructors are over, cannot be made real."""
+    plain = nn.Linear.__init__, nn.Module.__init__, nn.Module.__dict__.get("__init_subclass__")
+    kept = []
+
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            kept.append(torch.empty(1 << 46))
+
+    with pytest.raises(strata.OutOfMemoryError, match="no address range|in use when the constructors"):
+        with Init(config_dict_or_path={"strata": {"init": {"replay_above": 100}}}):
+            Keeping()
+    assert (nn.Linear.__init__, nn.Module.__init__, nn.Module.__dict__.get("__init_subclass__")) == plain
+    assert open_looks() is None
+    assert not hasattr(nn.Linear(20, 20).weight, "ds_numel")
+    with Init(config_dict_or_path={"strata": {"init": {"replay_above": 100}}}):
+        good = nn.Linear(20, 20)
+    assert _sharded(good)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_context_that_cannot_end_well_ends(world):
+    run_ranks(world, _no_room_at_the_end)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

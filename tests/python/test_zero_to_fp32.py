@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 
@@ -114,6 +116,43 @@ def test_files_that_others_read(saved, safe, most, tmp_path):
     assert {v.dtype for v in found.values()} == {torch.float32, torch.int64}
     if not safe and most is None:  # no more than what is in it, and tied weights once
         assert (tmp_path / "out" / name).stat().st_size < 8000
+
+
+def _contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_export_replaces_the_earlier_one_whole_or_not_at_all(saved, tmp_path):
+    folder, expected = saved
+    out = tmp_path / "out"
+
+    def export(tag, most, safe=False):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, out, most, safe_serialization=safe, tag=tag)
+        return _contents(out)
+
+    earlier = export("global_step1", "500B")
+    (out / "mine.bin").write_text("stays")
+    earlier = _contents(out)
+    largest = max(path.stat().st_size for path in out.glob("pytorch_model-*.bin"))
+    assert (out / "pytorch_model-00001-of-00003.bin").stat().st_size < largest  # the disk is full within the save
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, limit[1]))
+    try:
+        with pytest.raises(strata.IoError, match="cannot write .*pytorch_model-"):
+            export("global_step3", "500B")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert _contents(out) == earlier
+    later = export("global_step3", "500B")
+    assert later.keys() == earlier.keys() and later != earlier
+    assert export("global_step3", None).keys() == {"pytorch_model.bin", "mine.bin"}
+    assert "pytorch_model.bin" not in export("global_step3", "500B")  # which readers take before an index
+    assert export("global_step1", None, safe=True).keys() == {"model.safetensors", "mine.bin"}
+    assert export("global_step3", "500B", safe=True).keys() >= {"model.safetensors.index.json", "mine.bin"}
+    assert export("global_step3", None).keys() == {"pytorch_model.bin", "mine.bin"}
+    _assert_same(torch.load(out / "pytorch_model.bin", weights_only=True), expected)
 
 
 def test_the_script_beside_the_checkpoints(saved, tmp_path):

@@ -12,11 +12,15 @@ import test_compile as compiled  # noqa: E402
 import test_engine_names as names  # noqa: E402
 import test_micro_steps as micro  # noqa: E402
 import test_numerics as numerics  # noqa: E402
+import test_optimizer_state as states  # noqa: E402
 import test_optimizer_step as stepping  # noqa: E402
 import test_passes as passes  # noqa: E402
+import test_shown_gradients as shown  # noqa: E402
 import test_skipped_steps as skipped  # noqa: E402
+import test_unfreezing as unfreezing  # noqa: E402
 import test_unused_parameters as unused  # noqa: E402
 import test_written_weights as written  # noqa: E402
+import test_zero_grad as zero  # noqa: E402
 import test_zero_init as init  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
@@ -42,6 +46,13 @@ JOBS = {
     **{f"written weights, {world}": (world, written._written, (range(4) if world == 1 else range(3),
                                                                ("fp32", "bf16", "fp16"), (1, 2), list(written.RULES)))
        for world in (1, 2, 3)},
+    **{f"dropped gradients, {world}": (world, zero._dropped, (1,)) for world in (1, 2, 3, 4)},
+    **{f"edited gradients, {world}": (world, shown._edits, (1,)) for world in (1, 2, 3, 4)},
+    **{f"offloaded clients, {world}": (world, clients._offloaded, ((1, 2, 3), ("fp32", "bf16"), (1, 2),
+                                                                   list(clients.OFFLOADED)))
+       for world in (1, 2, 3)},
+    **{f"states by hand, {world}": (world, states._resumed, (range(4), ("fp32", "bf16", "fp16"), list(states.RULES)))
+       for world in (1, 2, 3)},
     "zero.Init": (3, init._trained, ((0, 1, 2), "fp32")),
     "zero.Init of transformers": (3, init._released_transformers, ()),
 }  # fmt: skip
@@ -55,3 +66,8 @@ def test_more_worlds(job):
 
 def test_names_of_the_engine_on_three_ranks(tmp_path):
     run_ranks(3, names._all, str(tmp_path), timeout=600.0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_unfreezing_in_every_way(world, tmp_path):
+    run_ranks(world, unfreezing._grid, tmp_path, True, timeout=1200.0)

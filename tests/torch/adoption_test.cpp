@@ -132,6 +132,9 @@ class SmallStore final : public offload::StateStore {
     if (most_ < 0) throw OutOfMemoryError("the store is full");
     return store_->add_all(std::move(blocks));
   }
+  void take_back(std::span<const offload::BlockId> added) noexcept override {
+    store_->take_back(added);
+  }
   Bytes size_of(offload::BlockId block) const override { return store_->size_of(block); }
   std::vector<std::unique_ptr<offload::Lease>> fetch_together(std::span<const offload::Part> parts,
                                                               offload::Access access) override {

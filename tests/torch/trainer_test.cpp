@@ -142,7 +142,6 @@ TEST(Trainer, HoldsParametersOnlyWhileACallUsesThem) {
     EXPECT_EQ(model->call.read(model->head->weight).numel(), 36);
     trainer.backward(loss);
     EXPECT_EQ(model->block(0)->up->weight.numel(), 0);
-    EXPECT_FALSE(model->block(0)->up->weight.grad().defined());
     trainer.step();
     EXPECT_EQ(model->head->weight.numel(), 0);
     EXPECT_GT(trainer.grad_norm().value_or(0.0), 0.0);

@@ -1,9 +1,7 @@
 """Adapters of PEFT: saved by PEFT's own ``save_pretrained``, of sharded weights, and found in a folder of it."""
 
 import os
-import shutil
 import sys
-import tempfile
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +11,7 @@ from ..model.tiles import tiles_of
 from ..ranks.runtime import together
 from ..tiles.host_copy import values_on_host
 from .names import state_names
+from .torch_file import moved_into
 
 # Methods of PEFT whose state is in the adapter's file as it is, so that it can be read into a model without values.
 _READABLE = {
@@ -196,13 +195,7 @@ def _in_file(model, adapter, state):
 
 def _write(model, state, folder):
     try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        with moved_into(folder) as temporary:
             model.save_pretrained(temporary, state_dict=state)
-            for path, _, files in os.walk(temporary):
-                target = os.path.join(folder, os.path.relpath(path, temporary))
-                os.makedirs(target, exist_ok=True)
-                for file in sorted(files, reverse=True):
-                    shutil.move(os.path.join(path, file), os.path.join(target, file))
     except OSError as error:
         raise _C.IoError(f"the adapters could not be written: path={folder}: {error}") from error

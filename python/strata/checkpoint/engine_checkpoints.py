@@ -13,7 +13,8 @@ class EngineCheckpoints:
     def checkpoint_saver(self):
         """The core's _C.TrainingSaver of this engine."""
         if self._saver is None:
-            self._saver = _C.TrainingSaver(self.core)
+            beside = _buffer_bytes(self.module) if self.global_rank == 0 else 0
+            self._saver = _C.TrainingSaver(self.core, beside)
         return self._saver
 
     def wait_for_checkpoint(self):
@@ -89,3 +90,11 @@ class EngineCheckpoints:
                                 "change values within strata.zero.GatheredParameters(parameters, modifier_rank=0)")
         return load_checkpoint(self, os.fspath(load_dir), tag, load_module_strict, load_optimizer_states,
                                load_lr_scheduler_states, load_module_only)
+
+
+def _buffer_bytes(model):
+    """Of the buffers that a checkpoint has."""
+    return sum(
+        buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )  # fmt: skip

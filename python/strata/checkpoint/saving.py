@@ -11,6 +11,7 @@ from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
 from .ranges import RangeTensor
 from .supported_transformers import is_transformers_model
+from .torch_file import moved_into
 
 
 def save_pretrained(engine, folder, max_shard_size="5GB"):
@@ -104,9 +105,13 @@ def _save_configuration(model, folder):
     config = copy.deepcopy(model.config)
     config.dtype = model.dtype  # of its first floating parameter
     config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    try:
+        with moved_into(os.fspath(folder)) as temporary:
+            config.save_pretrained(temporary)
+            if model.can_generate():
+                model.generation_config.save_pretrained(temporary)
+    except OSError as error:
+        raise _C.IoError(f"the model's configuration could not be written: path={folder}: {error}") from error
 
 
 def _parse_size(size):

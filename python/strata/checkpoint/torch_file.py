@@ -1,6 +1,9 @@
-"""Files of ``torch.save`` that are there whole or not at all."""
+"""Files of ``torch.save``, and sets of files, that are there whole or not at all."""
 
 import os
+import shutil
+import tempfile
+from contextlib import contextmanager
 
 import torch
 
@@ -14,11 +17,76 @@ def save_whole_file(value, path):
     Raises:
         IoError: the file cannot be written. A file that was there stays as it was, and nothing is left beside it.
     """
-    try:
+    with _saying_where(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with _C.AtomicFile(path) as whole:
-            with open(whole.fileno(), "wb", closefd=False) as file:
-                torch.save(value, file)
+            _save(value, whole)
             whole.publish()
+
+
+class SavedTogether:
+    """Context for several files of ``torch.save`` in one folder, which is made if need be. None has its name before
+    ``publish``; the end of the context removes those that have none by then.
+
+    Raises:
+        IoError: a file cannot be written.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._files = []  # _C.AtomicFiles, on disk
+
+    def __enter__(self):
+        with _saying_where(self._folder):
+            os.makedirs(self._folder, exist_ok=True)
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        files, self._files = self._files, []
+        for file in files:
+            file.__exit__(None, None, None)
+        return False
+
+    def add(self, value, name):
+        """Brings ``value`` to disk."""
+        path = os.path.join(self._folder, name)
+        with _saying_where(path):
+            self._files.append(_C.AtomicFile(path))
+            _save(value, self._files[-1])
+            os.fsync(self._files[-1].fileno())  # what has no room is found before any file has its name
+
+    def publish(self):
+        """Gives every file its name, in the order in which they came."""
+        for file in self._files:
+            file.publish()
+
+
+@contextmanager
+def moved_into(folder):
+    """Context that gives an empty folder, whose files replace those of ``folder`` one by one when it ends well. Where
+    it does not, ``folder`` stays as it was.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        yield temporary
+        for path, _, files in os.walk(temporary):
+            target = os.path.join(folder, os.path.relpath(path, temporary))
+            os.makedirs(target, exist_ok=True)
+            for file in sorted(files, reverse=True):
+                shutil.move(os.path.join(path, file), os.path.join(target, file))
+
+
+def _save(value, whole):
+    with open(whole.fileno(), "wb", closefd=False) as file:
+        torch.save(value, file)
+
+
+@contextmanager
+def _saying_where(path):
+    try:
+        yield
     except (OSError, RuntimeError) as error:  # torch has RuntimeError for what it cannot write
         raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error

@@ -37,6 +37,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
     folder = os.fspath(folder)
     engine._settle_schedule()
     with together(collectives, _SAVING):
+        engine._settle_masters()
         engine.core.require_own_memory()
         if tag is None:
             tag = f"global_step{engine.global_steps}"
@@ -95,6 +96,8 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
     def read_client(name):
         return checkpoint.read("client", name)
 
+    if optimizer_states:
+        _train_what_was_trained(engine, checkpoint)
     with together(collectives, _LOADING):  # what can be refused, or is damaged, is found before anything is stored
         targets, tensors = targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
         client_state = from_plain(training.get("client_state", {}), read_client)
@@ -123,6 +126,12 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         _C.loading_failed(engine.core, str(error))
         raise
     return paths[0], client_state
+
+
+def _train_what_was_trained(engine, checkpoint):
+    """Parameters that the checkpoint's job had unfrozen, and that are still frozen here, get the states that it has."""
+    trained = {name for role, name, _, _, trainable, _ in checkpoint.tensors() if role == "parameter" and trainable}
+    engine.core.train([i for i in range(len(engine._described)) if engine.core.known_name(i) in trained])
 
 
 # --- what is in the folder ---

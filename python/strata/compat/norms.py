@@ -19,8 +19,8 @@ def get_global_norm(norm_list):
 
 
 def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
-    """``torch.nn.utils.clip_grad_norm_``. An engine's parameters have no ``.grad``: it clips by ``gradient_clipping``
-    of the configuration."""
+    """``torch.nn.utils.clip_grad_norm_``, between backward and step. At stage 3 on several ranks an engine's ``.grad``
+    cannot be read: ``gradient_clipping`` of the configuration clips at every stage."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 

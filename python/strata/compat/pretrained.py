@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import sys
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -74,15 +75,14 @@ class _Unfit(Exception):
 def _load(model, state_dict, files, load_config):
     """What transformers calls the loading's result; None where its own way has to be taken. Collective."""
     plans = reason = None
-    try:
-        plans = _Plans(model, _checkpoint_of(state_dict, files, load_config), load_config)
-    except _Unfit as unfit:
-        reason = str(unfit)
-    except (_C.Error, OSError) as error:
-        reason = str(error)
-    reasons = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    reason = next((r for r in reasons if r is not None), None)
+    with _together("planning what is read"):
+        try:
+            plans = _Plans(model, _checkpoint_of(state_dict, files, load_config), load_config)
+        except _Unfit as unfit:
+            reason = str(unfit)
+        except (_C.Error, OSError) as error:
+            reason = str(error)
+    reason = next((reason for reason in _of_all(reason) if reason is not None), None)
     if reason is not None:
         if dist.get_rank() == 0 and reason not in _told:
             _told.add(reason)
@@ -90,6 +90,33 @@ def _load(model, state_dict, files, load_config):
                            "reading shards from the files: %s", reason)
         return None
     return plans.run()
+
+
+def _of_all(value):
+    """[each rank's]. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def _together(what):
+    """``together`` of the ranks of torch's default process group: shards have no engine yet. Collective.
+
+    Raises:
+        IoError: another rank has failed; names it. A rank that failed raises its own exception.
+    """
+    own = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    failures = _of_all(None if own is None else f"{type(own).__name__}: {own}")
+    if own is not None:
+        raise own
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise _C.IoError(f"from_pretrained: {what} failed on rank {rank}: {failure}")
 
 
 def _checkpoint_of(state_dict, files, load_config):
@@ -144,16 +171,22 @@ class _Plans:
         self._checkpoint = checkpoint
 
     def run(self):
-        """Reads. Collective. Returns what transformers calls the loading's result."""
+        """Reads. Collective. Returns what transformers calls the loading's result.
+
+        Raises:
+            IoError: on every rank; names the first that failed.
+        """
         reader = _C.WeightReader(self._plans[0][0]) if self._plans else None
         with torch.no_grad():
             for core, plan in self._plans:
                 plan.read(core, reader=reader)
-                plan.compute(core)
+                with _together("reading the weights"):
+                    plan.compute(core)
                 _C.weights_changed(core)
-            for name, buffer in self._buffers.items():
-                if name in self._found:
-                    buffer.copy_(self._found[name].compute(self._checkpoint.read))
+            with _together("reading the buffers"):
+                for name, buffer in self._buffers.items():
+                    if name in self._found:
+                        buffer.copy_(self._found[name].compute(self._checkpoint.read))
         names = {*self._parameters, *self._buffers}
         for name in names & self._found.keys():
             tensor = self._parameters.get(name, self._buffers.get(name))

@@ -14,11 +14,17 @@ logger = logging.getLogger("strata")
 
 class GatheredParameters(zero.GatheredParameters):
     """As ``strata.zero.GatheredParameters``, but for what is changed with ``modifier_rank=None``: it is lost, as under
-    DeepSpeed, and said in a warning. Libraries merge adapters in such a context, look, and take them out again."""
+    DeepSpeed, and said in a warning. Libraries merge adapters in such a context, look, and take them out again.
+
+    Raises:
+        UsageError: for such a change, where the configuration has ``zero_optimization.enable_sanity_checks``.
+    """
 
     _told = False
 
     def _changed(self, message):
+        if any(core.sanity_checks for core, _ in self._held):
+            super()._changed(message)
         level = logging.DEBUG if GatheredParameters._told else logging.WARNING
         GatheredParameters._told = True
         logger.log(level, "%s. What was changed is lost where parameters are sharded", message)
@@ -113,7 +119,13 @@ class ParameterOffload:
             if owner_of(parameter)[0] is not None and hasattr(parameter, "partition"):
                 parameter.partition()
 
-    empty_partition_cache = partition_all_parameters
+    def empty_partition_cache(self):
+        """``partition_all_parameters()``, and frees all memory of gathered parameters that nobody uses. Collective
+        where gathers are."""
+        self.partition_all_parameters()
+        cores = {id(core): core for core, _ in map(owner_of, self.module.parameters()) if core is not None}
+        for core in cores.values():
+            core.free_gathered()
 
     def setup_zero_stage3_hooks(self):
         """Does nothing: the engine's own interception stays."""

@@ -7,16 +7,20 @@ The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (st
 import argparse
 import json
 import os
+import re
 import sys
 
 import torch
 from tqdm import tqdm
 
 from .. import _C
-from ..checkpoint.torch_file import save_whole_file
+from ..checkpoint.torch_file import SavedTogether
 from .deepspeed import read_deepspeed
 from .own_checkpoint import find_own, read_own
 from .whole_tensors import VALUE
+
+
+_PICKLES, _SAFETENSORS = "pytorch_model.bin", "model.safetensors"  # of a checkpoint in one file
 
 
 class LazyTensor:
@@ -71,7 +75,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters=False,
 ):  # fmt: skip
     """Writes the weights of a checkpoint, all floating ones in fp32, to files that Hugging Face's ``from_pretrained``
-    and ``torch.load`` read.
+    and ``torch.load`` read. A checkpoint that is already in ``output_dir`` stays as it is until all of the new one is
+    on disk, and is replaced then, also where it is of the other format: readers would take either. Other files stay.
 
     Args:
         max_shard_size: bytes of one file at most, as a number or as "5GB"; None: one file.
@@ -82,7 +87,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     most = sys.maxsize if max_shard_size is None else _bytes_of(max_shard_size)
-    os.makedirs(output_dir, exist_ok=True)
     (_write_safetensors if safe_serialization else _write_pickles)(lazy, os.fspath(output_dir), most)
 
 
@@ -151,25 +155,51 @@ def _write_safetensors(state_dict, folder, most):
     for index, lazy in enumerate(tqdm(state_dict.values(), desc="writing", unit="tensor", delay=1, disable=None)):
         writer.write(index, _fp32(lazy.contiguous()))
     writer.finish()
+    _remove_weights(folder, _PICKLES)
 
 
 def _write_pickles(state_dict, folder, most):
     shards = _shards(state_dict, most)
-    names = ["pytorch_model.bin"] if len(shards) == 1 else [
+    names = [_PICKLES] if len(shards) == 1 else [
         f"pytorch_model-{i:05d}-of-{len(shards):05d}.bin" for i in range(1, len(shards) + 1)]
     index = {"metadata": {"total_size": sum(size for _, size in shards)}, "weight_map": {}}
-    for name, (members, _) in zip(names, shards):
-        values = {}  # tied ones once
-        for member in members:
-            lazy = state_dict[member]
-            if id(lazy) not in values:
-                values[id(lazy)] = _fp32(lazy.contiguous())
-        path = os.path.join(folder, name)
-        save_whole_file({member: values[id(state_dict[member])] for member in members}, path)
-        index["weight_map"].update(dict.fromkeys(members, name))
+    index_name = f"{_PICKLES}.index.json"
+    with SavedTogether(folder) as files:
+        for name, (members, _) in zip(names, shards):
+            values = {}  # tied ones once
+            for member in members:
+                lazy = state_dict[member]
+                if id(lazy) not in values:
+                    values[id(lazy)] = _fp32(lazy.contiguous())
+            files.add({member: values[id(state_dict[member])] for member in members}, name)
+            index["weight_map"].update(dict.fromkeys(members, name))
+        if len(shards) > 1 and any(os.path.lexists(os.path.join(folder, name)) for name in names):
+            _remove(folder, index_name)  # a folder says that it lacks something rather than mix two checkpoints
+        files.publish()
     if len(shards) > 1:
-        path = os.path.join(folder, "pytorch_model.bin.index.json")
-        _C.write_file_atomically(path, json.dumps(index, indent=2) + "\n")
+        _C.write_file_atomically(os.path.join(folder, index_name), json.dumps(index, indent=2) + "\n")
+    _remove_weights(folder, _PICKLES, {*names, index_name} if len(shards) > 1 else {*names})
+    _remove_weights(folder, _SAFETENSORS)
+
+
+def _remove_weights(folder, name, ours=()):
+    """Removes the files that make up a checkpoint whose only file would be ``name``, but for ``ours``. The index goes
+    first, so that none refers to what is gone."""
+    stem, ending = name.split(".")
+    shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.{ending}")
+    found = [entry for entry in os.listdir(folder) if shard.fullmatch(entry) or entry in (name, f"{name}.index.json")]
+    for entry in sorted(set(found) - set(ours), key=lambda entry: not entry.endswith(".json")):
+        _remove(folder, entry)
+
+
+def _remove(folder, name):
+    path = os.path.join(folder, name)
+    try:
+        os.remove(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise _C.IoError(f"cannot remove '{path}' of an earlier checkpoint: {error}") from error
 
 
 def _shards(state_dict, most):

@@ -28,15 +28,8 @@ class ConstructorWatch:
         self.running = []
 
     def install(self):
-        """From now on."""
+        """From now on. Where a class cannot be wrapped, none is."""
         self._watches = True
-        waiting, seen = [torch.nn.Module], set()
-        while waiting:
-            cls = waiting.pop()
-            if cls not in seen:
-                seen.add(cls)
-                self._wrap(cls)
-                waiting.extend(type.__subclasses__(cls))
         own = torch.nn.Module.__dict__.get("__init_subclass__")
         self._declaration = own
 
@@ -48,6 +41,11 @@ class ConstructorWatch:
             self._wrap(cls)
 
         torch.nn.Module.__init_subclass__ = classmethod(declared)
+        try:
+            self._wrap_all()
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self):
         """Undoes ``install``. Who has kept one of our constructors meanwhile, as decorators of classes do, has one that
@@ -61,6 +59,15 @@ class ConstructorWatch:
             if cls.__dict__.get("__init__") is ours:
                 cls.__init__ = original
         self._wrapped = []
+
+    def _wrap_all(self):
+        waiting, seen = [torch.nn.Module], set()
+        while waiting:
+            cls = waiting.pop()
+            if cls not in seen:
+                seen.add(cls)
+                self._wrap(cls)
+                waiting.extend(type.__subclasses__(cls))
 
     def _wrap(self, cls):
         original = cls.__dict__.get("__init__")

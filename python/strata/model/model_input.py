@@ -45,7 +45,7 @@ class ModelTree:
                     waiting.append((prefix + name, child, module))
 
 
-def describe_parameters(tree, groups, born_flat=None):
+def describe_parameters(tree, groups, born_flat=None, takes_unfrozen=False):
     """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter, each once.
     The param group is -1 for a parameter that is in none. ``tile`` is None, or what a tile is a part of: (name of the
     parameter, its shape, first element there, number of modules that use it).
@@ -54,6 +54,7 @@ def describe_parameters(tree, groups, born_flat=None):
         tree: a ``ModelTree``.
         groups: {id(parameter): index of its param group}; none: all are in one.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
+        takes_unfrozen: whether frozen parameters that are in no group are in the first.
     """
     born_flat = born_flat or {}
     outside = -1 if groups else 0
@@ -71,7 +72,8 @@ def describe_parameters(tree, groups, born_flat=None):
         elif id(parameter) in born_flat:
             shape = list(born_flat[id(parameter)])
         has_values = id(parameter) not in born_flat
-        group = groups.get(id(known_as(parameter)), outside)
+        is_taken = takes_unfrozen and not parameter.requires_grad
+        group = groups.get(id(known_as(parameter)), 0 if is_taken else outside)
         entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0, part))
     return entries
 

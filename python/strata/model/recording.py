@@ -76,11 +76,12 @@ class Recording(TorchDispatchMode):
         self._direct_reads.__enter__()
         self.__enter__()
 
-    def close(self):
-        """Ends ``open()``. What is still without memory and in use is made real."""
+    def close(self, failed):
+        """Ends ``open()``, whatever it raises. What is still without memory and in use is made real, unless it has
+        ``failed``."""
         self.__exit__(None, None, None)
         self._direct_reads.__exit__(None, None, None)
-        self.settle()
+        self.settle(failed)
 
     @contextmanager
     def paused(self):
@@ -101,10 +102,13 @@ class Recording(TorchDispatchMode):
 
     def settle(self, failed=False):
         """The constructors are over: what somebody still refers to is made real, unless they have failed."""
-        for key, unbacked in list(self._held.items()):
-            if not failed and _C.sharers(unbacked.tensor) > 1:
-                self.make_real(unbacked, None)
-            self._held.pop(key, None)
+        try:
+            for key, unbacked in list(self._held.items()):
+                if not failed and _C.sharers(unbacked.tensor) > 1:
+                    self.make_real(unbacked, None)
+                self._held.pop(key, None)
+        finally:
+            self._held.clear()
 
     def make_real(self, unbacked, func):
         """Gives it memory and its values. ``func``: the operator that wants them, to be named; None: none does.

@@ -223,6 +223,12 @@ class Collectives {
   // nothing of hosts that may be gone. Local.
   virtual void all_left() noexcept {}
 
+  // Throws the error that has ended these collectives, which every later call would throw, too, and
+  // makes it known to peers that do not know it yet. Notices a peer that has ended or failed as far
+  // as that can be seen without waiting for one. Local, takes part in nothing and no memory; may be
+  // asked again and again. One answer is no promise that the next call succeeds.
+  virtual void require_usable() = 0;
+
   // Makes known that this rank takes part no more: peers' pending and later calls throw a CommError
   // that names this rank, its ending and `reason`. The first ending counts. Local, never waits for
   // a peer, may be called from a destructor.

@@ -66,6 +66,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
                                 *stores_.states, recorder_)),
       update_(weights_, gatherer_, recorder_, *collectives_, *device_),
+      unfreezing_(weights_, reducer_, shards_, optimizer_.get(), *collectives_),
       parking_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_, *device_,
                pass_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
@@ -181,8 +182,8 @@ void Engine::abandon_backward() noexcept {
 }
 
 void Engine::zero_gradients() {
-  reducer_.drop_gradients();
-  pass_.drop_gradients();
+  if (in_backward()) throw UsageError("zero_grad() was called in backward(); call it afterwards");
+  reducer_.edits().drop_all();
 }
 
 StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,

@@ -41,6 +41,7 @@
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/state_parking.h"
+#include "strata/engine/unfreezing.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
 #include "strata/engine/weight_update.h"
@@ -87,8 +88,8 @@ class Engine {
   // Throws UsageError where an update, or loading, has failed half-way and nothing was loaded
   // since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
-  // Lends the memory of states to others for a while.
-  StateParking& parking() { return parking_; }
+  StateParking& parking() { return parking_; }      // lends the memory of states for a while
+  Unfreezing& unfreezing() { return unfreezing_; }  // after settle_step()
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
@@ -117,16 +118,18 @@ class Engine {
   // Both are the last step's, and wait for the device where it has not computed them yet.
   double grad_norm() { return check_.last_norm(); }
   bool last_step_applied() { return check_.last_applied(); }
-  // That of the last step whose norm the host knows already.
-  double known_grad_norm() const { return check_.known_norm(); }
+  double known_grad_norm() const { return check_.known_norm(); }  // of a step that the host knows
   // All steps that were skipped. `wait`: for the device; else the last one may be missing.
   std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
   void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }
-  // Has the optimizer forget the last step where the device skipped it. Throws what that has left
-  // to say.
+  // Has the optimizer forget the last step where the device skipped it. Throws what that left.
   void settle_step();
-  // Drops the gradients of the step so far.
-  void zero_gradients();
+  void zero_gradients();  // drops this rank's of the step so far, which may follow all the same
+  void forget_step() {    // the step so far does not count: another one begins
+    reducer_.drop_gradients();
+    pass_.drop_gradients();
+  }
+  GradientCheck& gradient_check() { return check_; }
 
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }
@@ -165,6 +168,7 @@ class Engine {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   WeightUpdate update_;
   PassState pass_;
+  Unfreezing unfreezing_;
   StateParking parking_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };

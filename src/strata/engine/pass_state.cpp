@@ -3,12 +3,13 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/missing_backward.h"
 
 namespace strata::engine {
 namespace {
 
 [[noreturn]] void throw_no_backward() {
-  throw UsageError(
+  throw MissingBackward(
       "step() was called without a backward pass since the last step; call backward(loss) first");
 }
 

@@ -97,14 +97,16 @@ void StepControl::set_accumulation_steps(std::int64_t steps) {
 }
 
 StepControl::State StepControl::state() const {
-  return {micro_steps_, global_steps_, skipped_steps(), scaler_.state()};
+  return {micro_steps_, micro_batches_, global_steps_, skipped_steps(), scaler_.state()};
 }
 
 void StepControl::set_state(const State& state) {
   micro_steps_ = counted_from_ = state.micro_steps;
+  micro_batches_ = state.micro_batches;
+  passes_ = 0;
   global_steps_ = state.global_steps;
   scaler_.set_state(state.loss_scale);
-  engine_.zero_gradients();  // of the step so far
+  engine_.forget_step();
   engine_.set_skipped_steps(state.skipped_steps);
 }
 
@@ -114,10 +116,19 @@ void StepControl::begin_backward() {
 
 void StepControl::end_backward() {
   engine_.end_backward();
+  ++passes_;
 }
 
 void StepControl::abandon_backward() noexcept {
   engine_.abandon_backward();
+}
+
+void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {
+  engine_.parking().require_for_backward("reading a gradient");
+  engine_.settle_step();
+  const ShardedOptimizer* const optimizer = engine_.optimizer();
+  engine_.gradient_check().read(unit, half_precision_,
+                                optimizer != nullptr && optimizer->takes_late_scale(), take);
 }
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
@@ -125,6 +136,8 @@ std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups
   if (boundary) engine_.parking().require_all("step()");  // before anything has changed
   engine_.end_micro_step();
   ++micro_steps_;
+  micro_batches_ += counts_ ? 1 : passes_;
+  passes_ = 0;
   if (!boundary) return std::nullopt;
   const StepResult result = engine_.step(groups, scaler_.scale(), half_precision_);
   ++global_steps_;

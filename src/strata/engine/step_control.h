@@ -43,6 +43,9 @@ class StepControl {
   void begin_backward();
   void end_backward();
   void abandon_backward() noexcept;  // Engine's
+  // Collective, between backward and step: the reduced gradients, whole (GradientCheck::read()).
+  // `unit`: all that is wanted, where this rank is the only one.
+  void read_gradients(int unit, const WholeGradients::Take& take);
 
   // One micro-step is over; at a boundary the weights are updated (collective). nullopt: not a
   // boundary.
@@ -51,6 +54,9 @@ class StepControl {
   // A checkpoint holds this. Setting it begins a step.
   struct State {
     std::int64_t micro_steps = 0;
+    // Whose samples this rank has trained on: micro-steps, or, where the caller counts, backward
+    // passes before a step().
+    std::int64_t micro_batches = 0;
     std::int64_t global_steps = 0;
     std::int64_t skipped_steps = 0;
     LossScaler::State loss_scale;
@@ -84,6 +90,8 @@ class StepControl {
   std::optional<bool> boundary_;
   bool synchronise_ = true;
   std::int64_t micro_steps_ = 0;
+  std::int64_t micro_batches_ = 0;
+  std::int64_t passes_ = 0;  // backward, since the last step()
   std::int64_t global_steps_ = 0;
 };
 

@@ -80,6 +80,7 @@ class DryCollectives final : public comm::Collectives {
     return std::vector<std::string>(static_cast<std::size_t>(world_size()), text);
   }
   void barrier() override {}
+  void require_usable() override {}
   void end(comm::Ending, std::string_view) noexcept override {}
 
  private:

@@ -1,7 +1,6 @@
 #include "strata/format/checkpoint_folder.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -139,7 +138,7 @@ std::vector<std::string> whole_checkpoints(const std::string& folder) {
 }
 
 NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls)
-    : folder_(std::move(folder)), tag_(std::move(tag)), calls_(calls) {
+    : folder_(std::move(folder)), tag_(std::move(tag)), calls_(calls), owner_(::getpid()) {
   require_tag(tag_);
   make_with_parents(folder_, calls_);
   lock();
@@ -152,7 +151,7 @@ NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCall
 }
 
 NewCheckpoint::~NewCheckpoint() {
-  if (staging_.empty()) return;
+  if (staging_.empty() || owner_ != ::getpid()) return;
   try {
     calls_.remove_tree(staging_);
   } catch (const Error&) {
@@ -162,22 +161,23 @@ NewCheckpoint::~NewCheckpoint() {
 
 void NewCheckpoint::lock() {
   const std::string path = joined(folder_, kLock);
-  lock_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
-  if (!lock_.valid()) {
+  FileDescriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
+  if (!file.valid()) {
     const int code = errno;
     throw IoError(fmt::format("cannot write into the folder of the checkpoints: path={} {}", path,
                               errno_text(code)));
   }
-  if (::flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return;
+  lock_ = io::FileLock(std::move(file));
+  const io::FileLock::Outcome outcome = lock_.take();
   const int code = errno;
-  if (code == EWOULDBLOCK) {
+  if (outcome == io::FileLock::Outcome::kHeldElsewhere) {
     throw IoError(
         fmt::format("another process is saving a checkpoint into this folder; give each job a "
                     "folder of its own: "
                     "path={}",
                     folder_));
   }
-  if (code != ENOLCK && code != ENOTSUP && code != EINVAL) {  // else the file system has no locks
+  if (outcome == io::FileLock::Outcome::kFailed) {
     throw IoError(fmt::format("cannot lock the folder of the checkpoints: path={} {}", path,
                               errno_text(code)));
   }

@@ -8,18 +8,20 @@
 // finds it.
 //
 // Threads: one; a NewCheckpoint may be made by one thread and published by another. Ownership: a
-// NewCheckpoint holds the folder's lock, and removes what it has written unless it was published.
-// Errors: IoError, FormatError; UsageError for a tag that is no name, or whose name something else
-// than a checkpoint has.
+// NewCheckpoint holds the folder's lock, and removes what it has written unless it was published;
+// in a process that was forked meanwhile it does neither. Errors: IoError, FormatError; UsageError
+// for a tag that is no name, or whose name something else than a checkpoint has.
 #pragma once
+
+#include <sys/types.h>
 
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "strata/base/file_descriptor.h"
 #include "strata/format/manifest.h"
+#include "strata/io/file_lock.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 
@@ -74,7 +76,8 @@ class NewCheckpoint {
   std::string folder_;
   std::string tag_;
   io::FolderCalls& calls_;
-  FileDescriptor lock_;
+  io::FileLock lock_;
+  pid_t owner_;  // the process that writes
   std::string staging_;
 };
 

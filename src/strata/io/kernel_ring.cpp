@@ -89,6 +89,37 @@ class KernelRing::Queue {
     fail(EAGAIN);
   }
 
+  // Requests on a file that the kernel has, and has not told the end of.
+  unsigned under_way() const {
+    unsigned waiting = 0;  // in the queue, of which the kernel knows nothing
+    for (unsigned at = *ring_.sq.khead; at != ring_.sq.sqe_tail; ++at) {
+      if (ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data != kWakeId) ++waiting;
+    }
+    return pushed_ - waiting;
+  }
+
+  void withdraw() {
+    io_uring_sync_cancel_reg all{};
+    all.flags = IORING_ASYNC_CANCEL_ALL | IORING_ASYNC_CANCEL_ANY;
+    all.timeout.tv_sec = all.timeout.tv_nsec = -1;
+    // Kernels older than 6.0 cannot; transfers end by themselves then.
+    if (under_way() > 0) ::io_uring_register_sync_cancel(&ring_, &all);
+    wake();  // so that one request ends, and the first call does not block where others have ended
+    std::vector<Result> dropped;
+    for (;;) {
+      reap(dropped);
+      if (under_way() == 0) return;
+      io_uring_cqe* entry = nullptr;
+      const int code = ::io_uring_wait_cqe(&ring_, &entry);  // hands nothing over
+      const bool served = code == 0 || code == -EINTR || code == -EAGAIN || code == -EBUSY;
+      // Memory that the kernel may write at any time can be given to nobody.
+      STRATA_ASSERT(served);
+      if (code != 0) std::this_thread::sleep_for(kPause);
+    }
+  }
+
+  void pushed() { ++pushed_; }
+
   void wake() const {
     const std::uint64_t one = 1;
     while (::write(wakes_.get(), &one, sizeof one) < 0 && errno == EINTR) {
@@ -137,6 +168,7 @@ class KernelRing::Queue {
       if (entry->user_data == kWakeId) {
         woken = true;
       } else {
+        --pushed_;
         results.push_back({static_cast<std::uint32_t>(entry->user_data), entry->res});
       }
     }
@@ -153,6 +185,7 @@ class KernelRing::Queue {
   FileDescriptor wakes_;
   std::uint64_t woken_ = 0;  // the kernel writes it
   io_uring ring_{};
+  unsigned pushed_ = 0;  // requests on files that have not ended
   bool has_regions_ = false;
 };
 
@@ -179,10 +212,15 @@ void KernelRing::push(const Request& request) {
   }
   ::io_uring_sqe_set_data64(&entry, request.id);
   if (request.may_block) ::io_uring_sqe_set_flags(&entry, IOSQE_ASYNC);
+  queue_->pushed();
 }
 
 void KernelRing::wait(std::vector<Result>& results) {
   queue_->wait(results);
+}
+
+void KernelRing::withdraw() noexcept {
+  queue_->withdraw();
 }
 
 void KernelRing::wake() {

@@ -24,6 +24,7 @@ class KernelRing final : public RequestRing {
   void begin() override;
   void push(const Request& request) override;
   void wait(std::vector<Result>& results) override;
+  void withdraw() noexcept override;
   void wake() override;
   int register_region(int region, std::span<std::byte> memory) override;
   void unregister_region(int region) override;

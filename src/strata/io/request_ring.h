@@ -4,7 +4,7 @@
 // of one, the engine's, but wake(), which any may call. Ownership: borrows the memory and the
 // descriptors of requests until they have ended, and what is registered. Errors: results of
 // requests; begin() and wait() throw IoError where the system does not serve the queue (any more),
-// after which only the destructor may be called.
+// after which only withdraw() and the destructor may be called.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +43,10 @@ class RequestRing {
   // Hands over what was pushed. Blocks until a request has ended or somebody called wake() since
   // the last wait(); appends the results of those that have ended.
   virtual void wait(std::vector<Result>& results) = 0;
+  // Ends the use of the ring after an error, whoever had it: what the system was not given yet it
+  // never gets, the rest is cancelled where it can be. When it returns the system reads and writes
+  // no memory of a request any more, however long that takes; there are no results.
+  virtual void withdraw() noexcept = 0;
   virtual void wake() = 0;
   // Makes memory known under a number, from 0 on. Returns 0, or an errno.
   virtual int register_region(int region, std::span<std::byte> memory) = 0;

@@ -182,8 +182,9 @@ class UringEngine::Core {
     free_.push_back(index);
   }
 
-  // The ring serves no more. What it may still be doing nobody can tell.
+  // The ring serves no more. Memory goes back to its owners when the system has let go of it.
   void fail(const std::exception_ptr& error) {
+    ring_->withdraw();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].job != nullptr) settle(i, error);
     }

@@ -102,6 +102,17 @@ class BufferPool {
     state_->admit(size);
     return Lease(state_, std::move(buffer), bytes);
   }
+  // Takes a lease's buffer for good, and puts a new one of its size in its place. Nothing that is
+  // cached is used or freed.
+  std::unique_ptr<Buffer> replace(Lease& lease) {
+    const Bytes size(lease.buffer_->bytes().size());
+    std::unique_ptr<Buffer> buffer = allocate_(size);
+    STRATA_ASSERT(buffer && Bytes(buffer->bytes().size()) == size);
+    const std::size_t bytes = lease.bytes_.size();
+    std::swap(buffer, lease.buffer_);
+    lease.bytes_ = lease.buffer_->bytes().first(bytes);
+    return buffer;
+  }
   // Whether acquire() will find a buffer that nobody uses.
   bool has_cached(Bytes bytes) const { return state_->has(footprint(bytes)); }
 

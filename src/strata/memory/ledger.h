@@ -19,7 +19,7 @@ inline constexpr int kTierCount = 3;
 
 enum class Kind : std::uint8_t {
   kWeights,         // weights that stay: shards, or whole units where the stage keeps them
-  kGathered,        // weights of other ranks, held while a unit is in use
+  kGathered,        // weights of other ranks, held while a unit is in use, or by a script's views
   kGradients,       // flat gradient buffers on their way into a reduction
   kGradientShards,  // reduced and accumulated gradients of this rank's shards, fp32
   kMasterWeights,   // of this rank's shards: fp32 copies, or what bf16 weights lack of them

@@ -47,6 +47,13 @@ BlockId DriveBlocks::add(BlockSpec spec) {
   return static_cast<BlockId>(blocks_.size() - 1);
 }
 
+void DriveBlocks::remove_last(std::size_t count) noexcept {
+  if (count == 0) return;
+  const auto first = blocks_.end() - static_cast<std::ptrdiff_t>(count);
+  end_ = first->offset;
+  blocks_.erase(first, blocks_.end());
+}
+
 const DriveBlocks::Block& DriveBlocks::at(BlockId block) const {
   if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size()) {
     throw UsageError(fmt::format(

@@ -24,6 +24,8 @@ class DriveBlocks {
   Bytes end_with(Bytes bytes) const;
   // The next one.
   BlockId add(BlockSpec spec);
+  // The last `count` go; the next one comes to where the first of them was.
+  void remove_last(std::size_t count) noexcept;
   const std::string& name_of(BlockId block) const { return at(block).name; }
   Bytes size_of(BlockId block) const { return at(block).size; }
   // Where the part's first byte lies on the drive.

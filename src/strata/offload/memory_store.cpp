@@ -148,6 +148,12 @@ std::vector<BlockId> MemoryStore::add_all(std::vector<BlockSpec> blocks) {
   return ids;
 }
 
+void MemoryStore::take_back(std::span<const BlockId> added) noexcept {
+  blocks_.resize(blocks_.size() - added.size());
+  // Buffers of theirs are in use by no other block: those of one call share none with another's.
+  std::erase_if(buffers_, [](const auto& buffer) { return buffer.use_count() == 1; });
+}
+
 Bytes MemoryStore::size_of(BlockId block) const {
   return block_of(block)->size;
 }

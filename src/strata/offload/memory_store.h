@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,7 @@ class MemoryStore final : public StateStore {
 
   memory::Tier tier() const override { return tier_; }
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
+  void take_back(std::span<const BlockId> added) noexcept override;
   Bytes size_of(BlockId block) const override;
   std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
                                                      Access access) override;

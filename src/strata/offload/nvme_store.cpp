@@ -1,5 +1,6 @@
 #include "strata/offload/nvme_store.h"
 
+#include <optional>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -10,17 +11,20 @@ namespace strata::offload {
 
 class NvmeStore::PartLease final : public Lease {
  public:
-  PartLease(std::shared_ptr<PartCache> cache, PartCache::Place place, Access access)
-      : cache_(std::move(cache)), place_(place), access_(access) {}
-  ~PartLease() override { cache_->give_back(place_, access_, std::move(used_)); }
+  PartLease(std::shared_ptr<PartCache> cache, Access access)
+      : cache_(std::move(cache)), access_(access) {}
+  ~PartLease() override {
+    if (place_) cache_->give_back(*place_, access_, std::move(used_));
+  }
   PartLease(const PartLease&) = delete;
   PartLease& operator=(const PartLease&) = delete;
-  std::span<std::byte> bytes() override { return PartCache::bytes_of(place_); }
+  void hold(PartCache::Place place) noexcept { place_ = place; }
+  std::span<std::byte> bytes() override { return PartCache::bytes_of(*place_); }
   void used_in(device::Stream& stream) override { used_ = stream.record(); }
 
  private:
   const std::shared_ptr<PartCache> cache_;
-  const PartCache::Place place_;
+  std::optional<PartCache::Place> place_;  // nullopt: nothing is lent yet
   const Access access_;
   std::unique_ptr<device::Event> used_;  // null: in the compute stream
 };
@@ -50,8 +54,17 @@ std::vector<BlockId> NvmeStore::add_all(std::vector<BlockSpec> blocks) {
   file_->grow(blocks_->end() + more);
   std::vector<BlockId> ids;
   ids.reserve(blocks.size());
-  for (BlockSpec& spec : blocks) ids.push_back(blocks_->add(std::move(spec)));
+  try {
+    for (BlockSpec& spec : blocks) ids.push_back(blocks_->add(std::move(spec)));
+  } catch (...) {
+    take_back(ids);
+    throw;
+  }
   return ids;
+}
+
+void NvmeStore::take_back(std::span<const BlockId> added) noexcept {
+  blocks_->remove_last(added.size());
 }
 
 Bytes NvmeStore::size_of(BlockId block) const {
@@ -62,20 +75,22 @@ std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Pa
                                                               Access access) {
   require_apart(parts);
   std::vector<Part> staged;
+  std::vector<std::unique_ptr<Lease>> leases;
+  std::vector<PartLease*> lent;
+  // All leases are made before anything is lent: what is lent has an owner from then on.
   for (const Part& part : parts) {
     require_part(part, blocks_->name_of(part.block), blocks_->size_of(part.block));
-    if (part.bytes().value > 0) staged.push_back(part);
-  }
-  const std::vector<PartCache::Place> places = cache_->lease(staged);
-  std::vector<std::unique_ptr<Lease>> leases;
-  auto place = places.begin();
-  for (const Part& part : parts) {
     if (part.bytes().value > 0) {
-      leases.push_back(std::make_unique<PartLease>(cache_, *place++, access));
+      auto lease = std::make_unique<PartLease>(cache_, access);
+      staged.push_back(part);
+      lent.push_back(lease.get());
+      leases.push_back(std::move(lease));
     } else {
       leases.push_back(std::make_unique<EmptyLease>());
     }
   }
+  const std::vector<PartCache::Place> places = cache_->lease(staged);
+  for (std::size_t i = 0; i < places.size(); ++i) lent[i]->hold(places[i]);
   for (const Part& part : staged) {
     for (const Part& dropped : sequence_.note(part)) cache_->forget(dropped);
   }

@@ -41,6 +41,7 @@ class NvmeStore final : public StateStore {
 
   memory::Tier tier() const override { return memory::Tier::kNvme; }
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
+  void take_back(std::span<const BlockId> added) noexcept override;
   Bytes size_of(BlockId block) const override;
   std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
                                                      Access access) override;

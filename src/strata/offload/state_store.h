@@ -67,6 +67,9 @@ class StateStore {
   BlockId add(std::string name, Bytes bytes, memory::Kind kind) {
     return add_all({{std::move(name), bytes, kind, std::nullopt}}).front();
   }
+  // Blocks that the last add_all() has returned, all of them, of which nothing was fetched: they
+  // are gone as if they had never been added, and their space with them.
+  virtual void take_back(std::span<const BlockId> added) noexcept = 0;
   virtual Bytes size_of(BlockId block) const = 0;
 
   // All of them or none, in their order.

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <stdlib.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -135,23 +134,25 @@ bool SwapFolder::make(int rank) {
                     root_, errno_text(code)));
   }
   const std::string lock_path = below(folder, kLockName);
-  lock_ = FileDescriptor(
+  FileDescriptor file(
       ::open(lock_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
-  if (!lock_.valid()) {
+  if (!file.valid()) {
     const int code = errno;
     ::rmdir(folder.c_str());
     if (code == ENOENT) return false;
     throw IoError(fmt::format("cannot make a file for states on a drive: path={} {}", lock_path,
                               errno_text(code)));
   }
-  if (::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0) {
-    if (errno == EWOULDBLOCK) return false;
-    locks_ = false;  // nobody can lock it, and so nobody takes it for a leftover
-  }
-  if (is_removed(lock_.get())) return false;
+  lock_ = io::FileLock(std::move(file));
+  const io::FileLock::Outcome outcome = lock_.take();
+  if (outcome == io::FileLock::Outcome::kHeldElsewhere) return false;
+  // Without locks no other process can lock it either, and so none takes it for a leftover.
+  locks_ = outcome == io::FileLock::Outcome::kTaken;
+  if (is_removed(lock_.file().get())) return false;
   const std::string owner = owner_text();
   // Without it the folder is cleaned up like others, but on network file systems.
-  [[maybe_unused]] const ssize_t count = ::pwrite(lock_.get(), owner.data(), owner.size(), 0);
+  [[maybe_unused]] const ssize_t count =
+      ::pwrite(lock_.file().get(), owner.data(), owner.size(), 0);
   folder_ = std::move(folder);
   return true;
 }
@@ -172,12 +173,13 @@ bool SwapFolder::remove_leftover(const std::string& folder) const {
   struct stat status {};
   if (!opened.valid() || ::fstat(opened.get(), &status) != 0 || status.st_uid != ::geteuid())
     return false;
-  const FileDescriptor lock(
+  FileDescriptor file(
       ::openat(opened.get(), std::string(kLockName).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC));
   // Its owner died before it had a lock; or lives, and makes another one when this is gone.
-  if (!lock.valid()) return errno == ENOENT && ::rmdir(folder.c_str()) == 0;
-  if (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) return false;
-  if (medium_ == Medium::kNetwork && !is_of_this_host(lock.get())) return false;
+  if (!file.valid()) return errno == ENOENT && ::rmdir(folder.c_str()) == 0;
+  io::FileLock lock(std::move(file));
+  if (lock.take() != io::FileLock::Outcome::kTaken) return false;
+  if (medium_ == Medium::kNetwork && !is_of_this_host(lock.file().get())) return false;
   std::error_code failed;
   std::filesystem::remove_all(folder, failed);
   return !failed;

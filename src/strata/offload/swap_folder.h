@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-#include "strata/base/file_descriptor.h"
+#include "strata/io/file_lock.h"
 
 namespace strata::offload {
 
@@ -41,7 +41,7 @@ class SwapFolder {
 
   std::string root_;
   std::string folder_;
-  FileDescriptor lock_;
+  io::FileLock lock_;
   Medium medium_ = Medium::kDrive;
   std::string_view file_system_;
   bool locks_ = true;  // whether the file system has them

@@ -23,17 +23,39 @@ std::vector<BlockId> TieredStore::add_all(std::vector<BlockSpec> blocks) {
     chosen.push_back(store_for(block));
     by_store[chosen.back()].push_back(std::move(block));
   }
-  std::vector<std::vector<BlockId>> added(stores_.size());
-  for (std::size_t s = 0; s < stores_.size(); ++s) {
-    if (!by_store[s].empty()) added[s] = stores_[s]->add_all(std::move(by_store[s]));
-  }
   std::vector<BlockId> ids;
+  ids.reserve(chosen.size());
+  std::vector<Place> places = places_;
+  places.reserve(places_.size() + chosen.size());
   std::vector<std::size_t> next(stores_.size());
-  for (const std::size_t s : chosen) {
-    ids.push_back(static_cast<BlockId>(places_.size()));
-    places_.push_back({s, added[s][next[s]++]});
+  std::vector<std::vector<BlockId>> added(stores_.size());
+  try {
+    for (std::size_t s = 0; s < stores_.size(); ++s) {
+      if (!by_store[s].empty()) added[s] = stores_[s]->add_all(std::move(by_store[s]));
+    }
+  } catch (...) {  // what has room in one store has none without the others
+    take_from_stores(added);
+    throw;
   }
+  for (const std::size_t s : chosen) {
+    ids.push_back(static_cast<BlockId>(places.size()));
+    places.push_back({s, added[s][next[s]++]});
+  }
+  places_ = std::move(places);
+  last_ = std::move(added);
   return ids;
+}
+
+void TieredStore::take_back(std::span<const BlockId> added) noexcept {
+  places_.resize(places_.size() - added.size());
+  take_from_stores(last_);
+  last_.clear();
+}
+
+void TieredStore::take_from_stores(std::span<const std::vector<BlockId>> added) noexcept {
+  for (std::size_t s = 0; s < added.size(); ++s) {
+    if (!added[s].empty()) stores_[s]->take_back(added[s]);
+  }
 }
 
 Bytes TieredStore::size_of(BlockId block) const {

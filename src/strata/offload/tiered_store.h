@@ -19,6 +19,7 @@ class TieredStore final : public StateStore {
 
   memory::Tier tier() const override { return stores_.front()->tier(); }
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
+  void take_back(std::span<const BlockId> added) noexcept override;
   Bytes size_of(BlockId block) const override;
   std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
                                                      Access access) override;
@@ -37,11 +38,13 @@ class TieredStore final : public StateStore {
     std::size_t store = 0;
     BlockId block = -1;  // there
   };
+  void take_from_stores(std::span<const std::vector<BlockId>> added) noexcept;
   std::size_t store_for(const BlockSpec& block) const;
   const Place& place_of(BlockId block) const { return places_[static_cast<std::size_t>(block)]; }
 
   const std::vector<std::shared_ptr<StateStore>> stores_;
-  std::vector<Place> places_;  // by id
+  std::vector<Place> places_;               // by id
+  std::vector<std::vector<BlockId>> last_;  // by store: what the last add_all() added
 };
 
 }  // namespace strata::offload

@@ -33,7 +33,7 @@ struct ParamSpec {
   std::vector<std::int64_t> shape;
   DType dtype = DType::kFloat32;  // of the weight that computes
   bool trainable = true;
-  int group = 0;  // index of the optimizer's param group; meaningless when not trainable
+  int group = 0;  // index of the optimizer's param group; -1: it is in none
   Placement place{};
   std::optional<TileOf> tile{};  // absent: it is a parameter of the user's model
 

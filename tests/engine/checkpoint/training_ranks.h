@@ -25,10 +25,9 @@ inline float state_at(unsigned seed, std::string_view kind, int param, std::int6
 
 struct TrainedRank {
   TrainedRank(std::shared_ptr<comm::Collectives> ranks, DType the_dtype, int stage,
-              const std::string& prefix = "")
-      : collectives(std::move(ranks)),
-        device(std::make_shared<device::CpuDevice>()),
-        dtype(the_dtype) {
+              const std::string& prefix = "",
+              std::shared_ptr<device::CpuDevice> the_device = std::make_shared<device::CpuDevice>())
+      : collectives(std::move(ranks)), device(std::move(the_device)), dtype(the_dtype) {
     auto params = uneven_params(dtype);
     for (plan::ParamSpec& param : params) param.name = prefix + param.name;
     engine::EngineOptions options;

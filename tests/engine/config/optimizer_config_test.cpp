@@ -75,6 +75,14 @@ TEST(OptimizerConfig, HandsElementwiseClassesOfTorchTheirs) {
   EXPECT_EQ(c.optimizer->torch_params, R"({"anything":[1,2],"lr":0.1})");
 }
 
+TEST(OptimizerConfig, KnowsLionWhichTorchLacks) {
+  const Config c = parsed(optimizer("Lion", R"({"lr": 1e-4, "betas": [0.95, 0.98]})"));
+  EXPECT_EQ(c.optimizer->kind, OptimizerKind::kTorch);
+  EXPECT_EQ(c.optimizer->torch_class, "Lion");
+  EXPECT_EQ(c.optimizer->torch_params, R"({"betas":[0.95,0.98],"lr":0.0001})");
+  EXPECT_THAT(refusal_of(optimizer("Lion", R"({"lr": "fast"})")), HasSubstr("strata.ops.lion"));
+}
+
 TEST(OptimizerConfig, RefusesWhatCannotRunOnShards) {
   EXPECT_EQ(refusal_of(optimizer("Lamb")),
             "optimizer.type: not supported (it needs the norm of whole layers); write \"AdamW\" or "

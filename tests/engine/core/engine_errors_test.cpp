@@ -86,7 +86,8 @@ TEST(EngineErrors, AFrozenParameterTakesNoGradient) {
     rank.forward();
     rank.engine().begin_backward(true);
     EXPECT_THAT(message_of<UsageError>([&] { rank.add(frozen, gradient_of(rank, frozen)); }),
-                HasSubstr("parameter 'layers.0.frozen' got a gradient, but it was frozen"));
+                HasSubstr("parameter 'layers.0.frozen' got a gradient, but the engine does not "
+                          "train it"));
     rank.engine().abandon_backward();
   }));
 }

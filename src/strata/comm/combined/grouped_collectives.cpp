@@ -178,6 +178,13 @@ class GroupedCollectives final : public Collectives {
   }
   void all_left() noexcept override { core_->all_left(); }
 
+  void require_usable() override {
+    core_->guarded([&] {
+      core_->inside().require_usable();
+      core_->across().require_usable();
+    });
+  }
+
   void end(Ending ending, std::string_view reason) noexcept override { core_->end(ending, reason); }
 
  private:

@@ -82,6 +82,8 @@ class JointGathers final : public Collectives {
     inner_->announce_departure(words);
   }
   void all_left() noexcept override { inner_->all_left(); }
+
+  void require_usable() override { inner_->require_usable(); }
   void end(Ending ending, std::string_view reason) noexcept override {
     inner_->end(ending, reason);
   }

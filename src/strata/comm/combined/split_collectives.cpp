@@ -90,6 +90,13 @@ class SplitCollectives final : public Collectives {
   }
   void all_left() noexcept override { pair_->all_left(); }
 
+  void require_usable() override {
+    pair_->guarded([&] {
+      gathers().require_usable();
+      reductions().require_usable();
+    });
+  }
+
   void end(Ending ending, std::string_view reason) noexcept override { pair_->end(ending, reason); }
 
  private:

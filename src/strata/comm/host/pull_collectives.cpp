@@ -128,6 +128,8 @@ class PullCollectives final : public Collectives {
     core_->link.announce_departure(words);
   }
 
+  void require_usable() override { core_->link.check_usable(); }
+
   void end(Ending ending, std::string_view reason) noexcept override {
     core_->link.end(ending, reason);
   }

@@ -82,6 +82,7 @@ SharedSegment::SharedSegment(int rank)
 
 std::unique_ptr<SharedBuffer> SharedSegment::allocate(std::string name, Bytes bytes) {
   const std::uint64_t id = id_of(name);
+  const std::lock_guard lock(mutex_);
   if (living_.contains(id)) {
     throw UsageError(fmt::format(
         "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
@@ -104,22 +105,28 @@ std::unique_ptr<SharedBuffer> SharedSegment::allocate(std::string name, Bytes by
 }
 
 std::optional<BufferView> SharedSegment::find(std::uint64_t id) const {
+  const std::lock_guard lock(mutex_);
   const auto found = living_.find(id);
   if (found == living_.end()) return std::nullopt;
   return BufferView{found->second.memory, found->second.memory->bytes()};
 }
 
 void SharedSegment::free(std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
   const auto found = living_.find(id);
   if (found == living_.end()) return;
-  take_pages(id);
+  punch(found->second.place);
   header_->directory.erase(found->second.slot);
   living_.erase(found);
 }
 
-// Even while peers have them mapped.
 void SharedSegment::take_pages(std::uint64_t id) const {
-  const BufferPlace& place = living_.at(id).place;
+  const std::lock_guard lock(mutex_);
+  punch(living_.at(id).place);
+}
+
+// Even while peers have them mapped.
+void SharedSegment::punch(const BufferPlace& place) const {
   if (place.bytes == 0) return;
   ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, place.offset,
               align_up(Bytes(place.bytes), kSmallAlignment).value);

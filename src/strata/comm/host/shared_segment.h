@@ -3,12 +3,14 @@
 // system: peers open it through /proc, and the kernel frees it with the last process that maps it,
 // however that process ends.
 // Buffers get fresh offsets of the (sparse) file; freeing one gives its pages back at once.
-// Threads: one thread of the rank at a time. Errors: OutOfMemoryError, UsageError.
+// Threads: one thread of the rank at a time; a buffer may go in any. Errors: OutOfMemoryError,
+// UsageError.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -48,12 +50,15 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
 
   void free(std::uint64_t id);
   void take_pages(std::uint64_t id) const;
+  void punch(const BufferPlace& place) const;
 
   int rank_;
   FileDescriptor file_;
   memory::MappedMemory header_memory_;
   SegmentHeader* header_ = nullptr;
-  Bytes end_;  // of the file: where the next buffer goes
+  // Buffers may go in another thread than the rank's, with the last view of their memory.
+  mutable std::mutex mutex_;  // guards what follows, and changes of the directory
+  Bytes end_;                 // of the file: where the next buffer goes
   std::unordered_map<std::uint64_t, Living> living_;
 };
 

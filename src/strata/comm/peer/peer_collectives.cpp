@@ -117,6 +117,11 @@ class PeerCollectives final : public Collectives {
   }
   void all_left() noexcept override { link_->control().all_left(); }
 
+  void require_usable() override {
+    link_->require_usable();
+    link_->controlled("asking for the peers", [&] { link_->control().require_usable(); });
+  }
+
   void end(Ending ending, std::string_view reason) noexcept override { link_->end(ending, reason); }
 
  private:

@@ -18,20 +18,20 @@ namespace strata::engine {
 namespace {
 
 constexpr std::string_view kSavingAsync = "saving the checkpoint beside training";
-constexpr Bytes kCopyPiece = 64_MiB;   // how much is queued for copying at a time
-constexpr Bytes kWritePiece = 8_MiB;   // and for writing
-constexpr std::size_t kWritesMax = 8;  // under way
-constexpr auto kLook = std::chrono::milliseconds(10);
+constexpr Bytes kCopyPiece = 64_MiB;                   // how much is queued for copying at a time
+constexpr Bytes kWritePiece = 8_MiB;                   // and for writing
+constexpr std::size_t kWritesMax = 8;                  // under way
+constexpr auto kLook = std::chrono::milliseconds(10);  // for files of other ranks
+constexpr auto kAsk = std::chrono::milliseconds(200);  // whether other ranks live
 constexpr auto kLastWait = std::chrono::seconds(60);
 
 std::string part_path(const std::string& folder, std::size_t rank) {
   return fmt::format("{}/.part-{}", folder, rank);
 }
 
-// Whether nobody has died, as far as these collectives know. Takes part in nothing.
 bool usable(comm::Collectives& collectives) {
   try {
-    static_cast<void>(collectives.allocate("usable", 1_B));
+    collectives.require_usable();
     return true;
   } catch (const Error&) {
     return false;
@@ -68,24 +68,24 @@ AsyncSaver::~AsyncSaver() {
   if (job_->rank == 0) {
     const std::future<void> published = job_->published.get_future();
     const auto last = std::chrono::steady_clock::now() + kLastWait;
-    while (published.wait_for(kLook) != std::future_status::ready && !job_->give_up)
+    while (published.wait_for(kAsk) != std::future_status::ready && !job_->give_up)
       job_->give_up = std::chrono::steady_clock::now() > last || !usable(engine_.collectives());
   }
   writer_.join();
 }
 
-Bytes copied_bytes(Engine& engine) {
+Bytes copied_bytes(Engine& engine, Bytes more) {
   const ShardStates states(engine);
   const std::vector<std::string> kinds = kinds_of(engine, states, {});
-  Bytes bytes;
+  Bytes bytes = more;
   for (const ShardFile& file : plan_saved_shards(engine, states, {}, kinds).files)
     bytes += room_of(file);
-  return align_up(bytes, kCopyPiece);  // buffers and the script's tensors come on top
+  return align_up(bytes, kCopyPiece);
 }
 
-void AsyncSaver::expect() {
+void AsyncSaver::expect(Bytes more) {
   if (copy_ != nullptr || expected_.value > 0) return;
-  expected_ = copied_bytes(engine_);
+  expected_ = copied_bytes(engine_, more);
   if (expected_.value == 0) return;
   engine_.device().expect_host(expected_, memory::Kind::kStaging);
 }
@@ -117,7 +117,11 @@ void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
   for (const ShardFile& file : job.saved.files) bytes += room_of(file);
   device::Device& device = engine_.device();
   if (bytes.value > 0 && (copy_ == nullptr || Bytes(copy_->bytes().size()) < bytes)) {
+    const bool first = copy_ == nullptr;
     copy_.reset();
+    // What was expected is given to nobody else: a larger copy takes its place.
+    if (first && expected_ < bytes && expected_.value > 0)
+      device.expect_host(bytes, memory::Kind::kStaging);
     copy_ = device.allocate_host(std::max(bytes, expected_), memory::Kind::kStaging);
   }
   Bytes at;

@@ -22,22 +22,24 @@
 namespace strata::engine {
 
 // The bytes that a save of this rank copies to the host when the optimizer has its states: its
-// files without buffers and the script's tensors, for which there is some room.
-Bytes copied_bytes(Engine& engine);
+// files without buffers and the script's tensors, of which there are `more`; with some room.
+Bytes copied_bytes(Engine& engine, Bytes more = {});
 
 class AsyncSaver {
  public:
   // `io` and `calls` are used by the writer.
   AsyncSaver(Engine& engine, std::shared_ptr<io::IoEngine> io,
              std::shared_ptr<io::FolderCalls> calls);
-  // Waits for this rank's files, and on rank 0 for the others' as long as they still come.
+  // Waits for this rank's files, and on rank 0 for the others' as long as they still come: up to a
+  // minute, so a caller that holds a lock of its program (Python's) gives it up meanwhile.
   ~AsyncSaver();
   AsyncSaver(const AsyncSaver&) = delete;
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
   // Begins to make the memory of the copy, beside the caller, so that the first save need not wait
-  // for it; when the optimizer has its states. Not a collective.
-  void expect();
+  // for it; when the optimizer has its states. `more`: of buffers and tensors that this rank will
+  // save beside its shards. A save of more bytes than that replaces the memory. Not a collective.
+  void expect(Bytes more = {});
   // Collective. Waits for the save before, copies the shards, and returns.
   void start(const SaveRequest& request);
   // Collective: the last save that was started stands, or has failed.

@@ -31,6 +31,7 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
   const StepControl::State state = control.state();
   json["global_steps"] = state.global_steps;
   json["micro_steps"] = state.micro_steps;
+  json["micro_batches"] = state.micro_batches;
   json["skipped_steps"] = state.skipped_steps;
   json["loss_scale"] = state.loss_scale.scale;
   json["loss_scaler"] = {{"scale", state.loss_scale.scale},
@@ -54,6 +55,7 @@ void restore_progress(std::string_view training, StepControl& control, std::stri
     StepControl::State state = control.state();
     state.global_steps = json.value("global_steps", std::int64_t{0});
     state.micro_steps = json.value("micro_steps", std::int64_t{0});
+    state.micro_batches = json.value("micro_batches", state.micro_steps);
     state.skipped_steps = json.value("skipped_steps", std::int64_t{0});
     const auto scaler = json.find("loss_scaler");
     if (scaler != json.end() && control.loss_scaler().dynamic()) {

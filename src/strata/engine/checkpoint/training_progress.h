@@ -1,6 +1,6 @@
 // How far training has come, as the members of a checkpoint's "training" object that the core
 // knows:
-//   global_steps, micro_steps, skipped_steps   counts of StepControl
+//   global_steps, micro_steps, micro_batches, skipped_steps   counts of StepControl
 //   loss_scale                                 the factor, and under "loss_scaler" the scaler's
 //   state optimizer_steps                            of our Adam: {"all": n, "missed": {parameter:
 //   steps}}

@@ -118,16 +118,33 @@ class Sources {
   std::vector<io::FileRange> ranges_;
 };
 
-// The ring is in use for as long: of a load that fails no read goes on into it.
+// The ring is in use for as long: of a load that fails no read goes on into it, and no copy that
+// was queued reads from it, also one of a batch that was queued in part.
 class RingUse {
  public:
-  explicit RingUse(StagingRing& ring) : ring_(ring) {}
-  ~RingUse() { ring_.abandon(); }
+  RingUse(StagingRing& ring, device::Stream& stream) : ring_(ring), stream_(stream) {}
+  ~RingUse() {
+    ring_.abandon();
+    if (!complete_) wait_for_copies();
+  }
   RingUse(const RingUse&) = delete;
   RingUse& operator=(const RingUse&) = delete;
 
+  // The stream has done all.
+  void complete() { complete_ = true; }
+
  private:
+  void wait_for_copies() noexcept {
+    try {
+      stream_.synchronize();
+    } catch (const std::exception&) {
+      return;  // the device has failed, and copies nothing
+    }
+  }
+
   StagingRing& ring_;
+  device::Stream& stream_;
+  bool complete_ = false;
 };
 
 // The batches of some copies, a turn each, which are read as far ahead as the ring has buffers.
@@ -261,7 +278,7 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
   std::optional<StagingRing> own;
   std::optional<StagingRing>& kept = source.kept_ring != nullptr ? *source.kept_ring : own;
   StagingRing& ring = kept ? *kept : kept.emplace(source.staging, engine.device());
-  const RingUse use(ring);
+  RingUse use(ring, stream);
   const bool direct =
       choose_way(engine.init_report(), source, sources, ring, !copies.empty()).direct;
   BatchReads reads(source, sources, ring, direct, copies);
@@ -287,6 +304,7 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sin
   halting.before({source.files.size(), Bytes()});
   sink.settle();
   stream.synchronize();
+  use.complete();
   return loaded;
 }
 

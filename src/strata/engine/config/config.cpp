@@ -84,6 +84,7 @@ ZeroConfig read_zero(const Settings& s) {
       .gather_16bit_weights_on_model_save =
           s.flag("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
       .ignore_unused_parameters = s.flag("zero_optimization.ignore_unused_parameters"),
+      .sanity_checks = s.flag("zero_optimization.enable_sanity_checks"),
       .leaf = {.classes = s.texts("zero_optimization.leaf_module.classes"),
                .names = s.texts("zero_optimization.leaf_module.names"),
                .name_suffixes = s.texts("zero_optimization.leaf_module.name_suffixes")},

@@ -45,6 +45,7 @@ struct ZeroConfig {
   Bytes partition_stream_chunk;  // of values that are sharded piece by piece
   bool gather_16bit_weights_on_model_save = false;
   bool ignore_unused_parameters = true;
+  bool sanity_checks = false;
   LeafModules leaf;
   // Ranks of a shard group (mics_shard_size, zero_hpz_partition_size); 0: one group of all.
   int shard_group_size = 0;

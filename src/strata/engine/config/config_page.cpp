@@ -121,8 +121,8 @@ std::string render_config_page() {
   page += table("optimizer.params of Adam and AdamW", adam_keys());
   page +=
       "\nOther elementwise classes of torch.optim (SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, "
-      "RMSprop, "
-      "Rprop, ASGD), and Adam with `torch_adam`, get their parameters as they are.\n";
+      "RMSprop, Rprop, ASGD), Lion, and Adam with `torch_adam`, get their parameters as they "
+      "are.\n";
   page +=
       "\nSchedulers of torch.optim.lr_scheduler (ConstantLR, CosineAnnealingLR, "
       "CosineAnnealingWarmRestarts, CyclicLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, "

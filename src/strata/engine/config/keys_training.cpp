@@ -35,7 +35,7 @@ constexpr std::array kTrainingKeys{
 
     Key{"optimizer", kSection, "{}", "", kHonoured, "the optimizer that initialize builds", ""},
     Key{"optimizer.type", kText, "null", "", kHonoured,
-        "Adam, AdamW, or an elementwise class of torch.optim", ""},
+        "Adam, AdamW, Lion, or an elementwise class of torch.optim", ""},
     Key{"optimizer.params", kParams, "{}", "", kHonoured, "its parameters", ""},
     Key{"optimizer.legacy_fusion", kFlag, "false", "", kHint, "fused fp16 optimizer of old",
         "Adam is always one fused pass"},

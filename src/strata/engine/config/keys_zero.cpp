@@ -50,6 +50,11 @@ constexpr std::array kZeroKeys{
         ""},
     Key{ZERO "stage3_gather_16bit_weights_on_model_save", kFlag, "false", "", kHonoured,
         "whether a framework may ask for the whole weights when it saves", ""},
+    Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHonoured,
+        "whether an edit within GatheredParameters(modifier_rank=None) is an error in the "
+        "stand-in, "
+        "too; strata.zero always makes it one",
+        ""},
     Key{ZERO "ignore_unused_parameters", kFlag, "true", "", kHonoured,
         "whether a trainable parameter may get no gradient in a step", ""},
     Key{ZERO "leaf_module", kSection, "{}", "", kHonoured,
@@ -117,8 +122,6 @@ constexpr std::array kZeroKeys{
         "a released parameter that is read anywhere is gathered on the spot"},
     Key{ZERO "log_trace_cache_warnings", kFlag, "false", "", kMissed,
         "warn when the fetch order changes", "a changed order costs a late gather, nothing else"},
-    Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHint, "compare ranks with collectives",
-        "ranks always compare the operations that they do together"},
     Key{ZERO "save_muon_momentum_buffer_in_memory", kFlag, "false", "", kHint,
         "keep Muon's momentum gathered", "Muon is not offered"},
 

@@ -19,22 +19,24 @@ namespace {
 
 using nlohmann::json;
 
-// Classes of torch.optim whose update of an element needs that element's state alone.
-constexpr std::array<std::string_view, 11> kElementwise{"Adam",     "AdamW",  "SGD",   "Adagrad",
+constexpr std::string_view kLion = "Lion";
+
+// Classes of torch.optim, and Lion of strata.ops, whose update of an element needs that element's
+// state alone.
+constexpr std::array<std::string_view, 12> kElementwise{"Adam",     "AdamW",  "SGD",   "Adagrad",
                                                         "Adadelta", "Adamax", "NAdam", "RAdam",
-                                                        "RMSprop",  "Rprop",  "ASGD"};
+                                                        "RMSprop",  "Rprop",  "ASGD",  kLion};
 
 struct Unsupported {
   std::string_view name;  // in lower case
   std::string_view reason;
 };
-constexpr std::array<Unsupported, 16> kUnsupported{{
+constexpr std::array<Unsupported, 15> kUnsupported{{
     {"lamb", "it needs the norm of whole layers"},
     {"onebitlamb", "it compresses communication"},
     {"onebitadam", "it compresses communication"},
     {"zerooneadam", "it compresses communication"},
     {"muon", "it needs whole matrices"},
-    {"lion", "pass strata.ops.lion.FusedLion to initialize"},
     {"muadam", "it needs the mup package's own groups"},
     {"muadamw", "it needs the mup package's own groups"},
     {"musgd", "it needs the mup package's own groups"},
@@ -76,12 +78,16 @@ void refuse_max_grad_norm(const json& params) {
                   shown(*found), shown(*found)));
 }
 
+std::string full_name(const std::string& torch_class) {
+  return torch_class == kLion ? "strata.ops.lion" : "torch.optim." + torch_class;
+}
+
 // Arguments whose default is None in torch: null leaves the choice to it.
 bool takes_none(const std::string& name) {
   return name == "foreach" || name == "fused";
 }
 
-// What is passed to torch: everything given but the engine's own keys.
+// What is passed to the class: everything given but the engine's own keys.
 json torch_arguments(const std::string& torch_class, const json& params, Remarks* remarks) {
   json kept = json::object();
   for (const auto& [name, value] : params.items()) {
@@ -90,20 +96,20 @@ json torch_arguments(const std::string& torch_class, const json& params, Remarks
       continue;
     if (value.is_null() && takes_none(name)) continue;
     const std::string path = join_path("optimizer.params", name);
-    const std::string meaning = fmt::format("an argument of torch.optim.{}", torch_class);
+    const std::string meaning = fmt::format("an argument of {}", full_name(torch_class));
     if (value == "auto") {
       const Key* key = find_key(adam_keys(), path);
       remarks->findings.push_back({path, Verdict::kOpen, shown(value), meaning});
       remarks->open.push_back(
-          unresolved_auto(path, fmt::format("what torch.optim.{} shall get", torch_class),
+          unresolved_auto(path, fmt::format("what {} shall get", full_name(torch_class)),
                           key == nullptr ? "0" : key->fallback));
       continue;
     }
     json argument = with_numbers(value);
     if (argument.is_string() || argument.is_null()) {
-      throw ConfigError(fmt::format(
-          "optimizer.params.{}: wanted a number, true or false for torch.optim.{}; found {}", name,
-          torch_class, shown(value)));
+      throw ConfigError(
+          fmt::format("optimizer.params.{}: wanted a number, true or false for {}; found {}", name,
+                      full_name(torch_class), shown(value)));
     }
     remarks->findings.push_back({path, Verdict::kHonoured, shown(value), meaning});
     kept[name] = std::move(argument);

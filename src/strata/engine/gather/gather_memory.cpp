@@ -76,6 +76,14 @@ GatherMemory::Taken GatherMemory::take_together(Bytes bytes) {
   return {{}, shortage};
 }
 
+std::shared_ptr<device::Memory> GatherMemory::replace(Pool::Lease& lease) {
+  try {
+    return pool_.replace(lease);
+  } catch (const OutOfMemoryError&) {
+    return nullptr;
+  }
+}
+
 std::string GatherMemory::shortage_of_any(const std::string& mine) {
   const std::vector<std::string> all = collectives_.all_gather_text(mine);
   const std::optional<std::size_t> first = comm::first_to_say(all);

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "strata/comm/collectives.h"
@@ -41,6 +42,8 @@ class GatherMemory {
     std::string shortage;
   };
   Taken take(Bytes bytes);
+  // Takes the buffer out of a lease, which gets another one. Null: there is no memory for that.
+  std::shared_ptr<device::Memory> replace(Pool::Lease& lease);
   // Whether a rank may go on with less than take() was asked for.
   bool may_do_without() const { return ranks_ != Ranks::kCannotAgree; }
 

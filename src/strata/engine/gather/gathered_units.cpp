@@ -31,7 +31,11 @@ GatheredUnits::~GatheredUnits() {
     s.work.reset();  // waits
     if (s.state != State::kGathered) continue;
     try {
-      views_.detach(u.id);
+      if (views_.held(u.id)) {
+        views_.leave(u.id, std::make_shared<GatherMemory::Pool::Lease>(std::move(s.memory)));
+      } else {
+        views_.detach(u.id);
+      }
     } catch (...) {  // the parameters keep what they have; there is nobody to tell
     }
   }
@@ -150,13 +154,26 @@ void GatheredUnits::gather_again(int index) {
 void GatheredUnits::drop(int index) {
   Slot& s = of(index);
   if (s.state == State::kReleased) return;
-  if (s.state == State::kGathered) views_.detach(index);
+  if (s.state == State::kGathered) detach(index);
   if (unit(index).spec.tile()) std::erase(tiles_, index);
   s.work.reset();
   s.recording.reset();
   s.memory = {};
   s.state = State::kReleased;
   live_ -= footprint(index);
+}
+
+// The pool gets another buffer for the one that is left to views, so that ranks whose scripts hold
+// others keep the same buffers.
+void GatheredUnits::detach(int index) {
+  if (views_.held(index)) {
+    std::shared_ptr<void> left = memory_.replace(of(index).memory);
+    if (left != nullptr) {
+      views_.leave(index, std::move(left));
+      return;
+    }
+  }
+  views_.detach(index);
 }
 
 bool GatheredUnits::make_room(Bytes bytes, std::int64_t distance) {

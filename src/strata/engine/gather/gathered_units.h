@@ -109,6 +109,7 @@ class GatheredUnits {
   [[noreturn]] void report_exhausted(int unit, const std::string& cause) const;
   void start(int unit);
   void finish(int unit);
+  void detach(int unit);
   int farthest(Bytes bytes, std::int64_t distance) const;
   Slot& of(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
   const Slot& of(int unit) const { return slots_[static_cast<std::size_t>(unit)]; }

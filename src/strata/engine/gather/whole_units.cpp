@@ -25,7 +25,11 @@ WholeUnits::~WholeUnits() {
     if (!u.whole || u.parked) continue;
     of(u.id).work.reset();  // waits
     try {
-      views_.detach(u.id);
+      if (views_.held(u.id)) {
+        views_.leave(u.id, u.memory);
+      } else {
+        views_.detach(u.id);
+      }
     } catch (...) {  // the parameters keep what they have; there is nobody to tell
     }
   }

@@ -24,8 +24,13 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
 
 void AdamOptimizer::prepare() {
   if (!states_.empty()) return;
+  add_states(shards_.units());
+  make_stage();
+}
+
+void AdamOptimizer::add_states(std::span<const OptimizerShards::UnitShard> shards) {
   std::vector<offload::BlockSpec> blocks;
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+  for (const OptimizerShards::UnitShard& shard : shards) {
     const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
     const Bytes bytes = bytes_of(unit.layout.shard(), moment_dtype(shard.unit));
     for (const char* const state : {".exp_avg", ".exp_avg_sq"})
@@ -34,6 +39,17 @@ void AdamOptimizer::prepare() {
   }
   const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
   for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
+}
+
+void AdamOptimizer::add(int unit, bool is_new) {
+  if (!is_new) return;  // its states are there, and each step has left its parameter out
+  const Unit& of = shards_.weights().units()[static_cast<std::size_t>(unit)];
+  if (of.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
+  for (const int param : of.spec.params) missed_[static_cast<std::size_t>(param)] = steps_;
+  if (prepared()) add_states({&shards_.units()[shards_.index_of(unit)], 1});
+  if (stage_ == nullptr) return;
+  device_.compute_stream().synchronize();
+  stage_.reset();
   make_stage();
 }
 

@@ -25,6 +25,7 @@ class AdamOptimizer final : public ShardedOptimizer {
                 bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 
   void prepare() override;
+  void add(int unit, bool is_new) override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
@@ -76,6 +77,7 @@ class AdamOptimizer final : public ShardedOptimizer {
     bool any() const { return states || gradient || weights; }
   };
   Remote remote_of(const Unit& unit) const;
+  void add_states(std::span<const OptimizerShards::UnitShard> shards);
   void make_stage();
   Bytes range_limit(const Unit& unit, std::span<const StateBlock> blocks) const;
   void round_wide_weights(const OptimizerShards::UnitShard& shard);

@@ -21,6 +21,12 @@ void ExternalOptimizer::prepare() {
   prepared_ = true;
 }
 
+void ExternalOptimizer::add(int /*unit*/, bool /*is_new*/) {
+  widened_.resize(shards_.units().size());
+  prepared_ = false;
+  prepare();
+}
+
 void ExternalOptimizer::park(bool masters) {
   for (auto& memory : widened_) memory.reset();
   if (!masters) return;

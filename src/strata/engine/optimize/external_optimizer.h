@@ -33,10 +33,12 @@ class ExternalOptimizer final : public ShardedOptimizer {
     prepare();
     return segments_;
   }
+  // add() puts more at its end, and may give others another group.
   // Called by step(); must update the weights of the segments.
   void set_update(Update update) { update_ = std::move(update); }
 
   void prepare() override;
+  void add(int unit, bool is_new) override;
   std::vector<int> order(std::span<const int> /*first*/) const override {
     return shards_.order({});
   }

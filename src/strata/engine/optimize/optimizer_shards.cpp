@@ -3,13 +3,20 @@
 namespace strata::engine {
 
 OptimizerShards::OptimizerShards(Weights& weights, GradientShards& gradients, int rank)
-    : weights_(weights), gradients_(gradients) {
-  index_.resize(weights.units().size());
+    : weights_(weights), gradients_(gradients), rank_(rank), index_(weights.units().size(), kNone) {
   for (const Unit& unit : weights.units()) {
-    if (!unit.trainable()) continue;
-    index_[static_cast<std::size_t>(unit.id)] = units_.size();
-    units_.push_back({unit.id, unit.layout.segments(rank, weights.params())});
+    if (unit.trainable()) add(unit.id);
   }
+}
+
+void OptimizerShards::add(int unit) {
+  std::size_t& index = index_[static_cast<std::size_t>(unit)];
+  if (index == kNone) {
+    index = units_.size();
+    units_.push_back({unit, {}});
+  }
+  units_[index].segments =
+      weights_.units()[static_cast<std::size_t>(unit)].layout.segments(rank_, weights_.params());
 }
 
 std::vector<int> OptimizerShards::order(std::span<const int> first) const {

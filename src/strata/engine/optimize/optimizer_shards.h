@@ -24,6 +24,9 @@ class OptimizerShards {
     std::vector<plan::ParamSegment> segments;  // empty where the shard holds nothing but padding
   };
   const std::vector<UnitShard>& units() const { return units_; }
+  // A unit that was frozen is trainable now, and the last of units(); or one of them has parameters
+  // in other groups.
+  void add(int unit);
   // Their numbers: these first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
   // The place of a trainable unit in units().
@@ -32,8 +35,11 @@ class OptimizerShards {
   GradientShards& gradients() { return gradients_; }
 
  private:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
   Weights& weights_;
   GradientShards& gradients_;
+  int rank_;
   std::vector<UnitShard> units_;
   std::vector<std::size_t> index_;  // by unit, of trainable ones
 };
@@ -63,6 +69,9 @@ class ShardedOptimizer {
   virtual ~ShardedOptimizer() = default;
   // Takes the memory of the states; before the first step, when the weights have theirs.
   virtual void prepare() = 0;
+  // OptimizerShards::add() was called for this unit. `is_new`: its parameters have taken part in no
+  // step. Between steps.
+  virtual void add(int unit, bool is_new) = 0;
   // Called when the update of a unit has been queued on the compute stream.
   using Updated = std::function<void(int unit)>;
   // The trainable units in the order in which step() updates them: `first` before the others, in

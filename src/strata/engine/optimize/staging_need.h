@@ -1,6 +1,6 @@
 // How much memory drives are staged through: what the configuration says, but not more than half
-// again what a rank has on them, which an arena of that size keeps whole. Pure arithmetic on the
-// plan, the same for the engine and for its forecast. Units: bytes of one rank, in whole pages.
+// again what a rank has on them. Pure arithmetic on the plan, the same for the engine and for its
+// forecast. Units: bytes of one rank, in whole pages.
 #pragma once
 
 #include <span>

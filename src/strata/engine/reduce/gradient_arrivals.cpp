@@ -19,11 +19,22 @@ GradientArrivals::GradientArrivals(std::span<const Unit> units, comm::Collective
   }
 }
 
+void GradientArrivals::expect(int unit, std::size_t slot, Bytes most_waiting) {
+  Progress& p = of(unit);
+  const std::size_t slots = units_[static_cast<std::size_t>(unit)].layout.slots().size();
+  p.expected.resize(slots);
+  p.seen.resize(slots);
+  p.expected[slot] = p.turns;
+  most_waiting_ = most_waiting;
+  finds_anew_ = true;
+}
+
 void GradientArrivals::begin_pass(std::span<const int> first_uses) {
   next_ = 0;
   waiting_ = Bytes();
   completion_.clear();
-  if (order_.empty()) {
+  if (std::exchange(finds_anew_, false) || order_.empty()) {
+    passes_ = 0;
     std::vector<int> order(first_uses.rbegin(), first_uses.rend());
     share_order(order);
   }

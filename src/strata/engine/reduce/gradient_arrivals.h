@@ -29,8 +29,13 @@ class GradientArrivals {
  public:
   GradientArrivals(std::span<const Unit> units, comm::Collectives& collectives, Bytes most_waiting);
 
+  // From the next pass on a gradient of this slot is expected: its parameter was frozen. The order
+  // is found anew, as in the first pass. `most_waiting`: as the constructor's. The same on every
+  // rank.
+  void expect(int unit, std::size_t slot, Bytes most_waiting);
+
   // A backward pass starts. `first_uses`: the units in the order in which forward first used them.
-  // Collective in the first pass: rank 0's order counts.
+  // Collective in the first pass, and in the next after expect(): rank 0's order counts.
   void begin_pass(std::span<const int> first_uses);
   // All units were reduced in this pass. Collective after the first one.
   void end_pass();
@@ -77,7 +82,8 @@ class GradientArrivals {
   std::vector<int> completion_;      // order of completion in this pass
   std::size_t next_ = 0;             // index into order_ of the next unit to reduce
   Bytes waiting_;                    // of complete units that are not reduced yet, in this pass
-  int passes_ = 0;                   // passes that reduced
+  int passes_ = 0;                   // passes that reduced, since the order was found
+  bool finds_anew_ = false;          // the order, in the next pass
 };
 
 }  // namespace strata::engine

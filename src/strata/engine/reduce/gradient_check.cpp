@@ -4,6 +4,7 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -11,6 +12,11 @@
 #include "strata/engine/unit/unit_numbers.h"
 
 namespace strata::engine {
+namespace {
+
+constexpr std::string_view kWantsToRead = "reads";  // in place of a text of what is missing
+
+}  // namespace
 
 GradientCheck::GradientCheck(Reducer& reducer, Weights& weights, comm::Collectives& collectives,
                              device::Device& device, StepRecorder& recorder,
@@ -22,13 +28,13 @@ GradientCheck::GradientCheck(Reducer& reducer, Weights& weights, comm::Collectiv
       recorder_(recorder),
       options_(options),
       norm_(collectives, device, reducer.shards()),
+      whole_(reducer, weights.units(), collectives, device),
       counts_(static_cast<std::size_t>(weights.param_count()), collectives.world_size()) {}
 
 // Where overflow is allowed the host has to know of it: the loss scale depends on it.
 GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overflow, bool late) {
   const auto span = recorder_.begin(Activity::kNorm, -1);
-  if (late && options_.wants_late_norm(device_.runs_ahead()) && !allows_overflow &&
-      norm_.available() && agrees_in_texts()) {
+  if (takes_texts(allows_overflow, late) && agrees_in_texts()) {
     norm_.begin(loss_scale, options_.gradient_clipping);
     recorder_.end(span);
     return {true, std::nullopt, 1.0F, norm_.factor()};
@@ -40,6 +46,26 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
   if (!applied_) ++skipped_;
   return {applied_, last_finding_.norm,
           kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping), nullptr};
+}
+
+// Whether ranks exchange texts first, and not numbers; the same on every rank.
+bool GradientCheck::takes_texts(bool allows_overflow, bool late) const {
+  return late && options_.wants_late_norm(device_.runs_ahead()) && !allows_overflow &&
+         norm_.available();
+}
+
+void GradientCheck::read(int unit, bool allows_overflow, bool late,
+                         const WholeGradients::Take& take) {
+  if (collectives_.world_size() == 1) {
+    return whole_.take_shard(unit, take);
+  }
+  if (takes_texts(allows_overflow, late)) {
+    collectives_.all_gather_text(std::string(kWantsToRead));
+  } else {
+    reducer_.complete_groups();
+    totals(/*first=*/true, /*reads=*/true);
+  }
+  whole_.gather(take);
 }
 
 // Of gradients that were measured; throws where it is one skipped step too many.
@@ -56,11 +82,15 @@ bool GradientCheck::skips(bool allows_overflow) {
 // what is left out.
 bool GradientCheck::agrees_in_texts() {
   const std::string more = "more";
-  const bool something =
-      !reducer_.late_units().empty() || (reducer_.unused_param() >= 0 && !options_.allow_unused);
+  const bool something = !reducer_.late_units().empty() || reducer_.record().dropped() > 0 ||
+                         (reducer_.record().unused() >= 0 && !options_.allow_unused);
   std::vector<int> without = reducer_.params_without_gradient();
   const std::vector<std::string> texts =
       collectives_.all_gather_text(something ? more : text_of_numbers(without));
+  if (std::ranges::find(texts, kWantsToRead) != texts.end()) {
+    whole_.gather({});
+    return agrees_in_texts();
+  }
   if (std::ranges::find(texts, more) != texts.end()) return false;
   for (const std::string& text : texts) {
     const std::vector<int> theirs = numbers_of_text(text);
@@ -70,13 +100,17 @@ bool GradientCheck::agrees_in_texts() {
   return true;
 }
 
+// What is frozen beside parameters that were unfrozen stays as it is in any case.
 void GradientCheck::leave_out(std::vector<int> params) {
-  if (!options_.decay_unused) reducer_.shards().leave_out(std::move(params));
+  if (options_.decay_unused)
+    std::erase_if(params, [this](int param) { return weights_.param(param).trainable; });
+  reducer_.shards().leave_out(std::move(params));
 }
 
 // The one all-reduce of a step. It also is the synchronisation before the shards change: whoever
-// takes part has finished its gathers. `first`: late gradients are still to be reduced.
-std::vector<double> GradientCheck::totals(bool first) {
+// takes part has finished its gathers. `first`: late gradients are still to be reduced. `reads`:
+// this rank wants to see the gradients, and does not step yet.
+std::vector<double> GradientCheck::totals(bool first, bool reads) {
   double sum = 0.0;
   double not_finite = 0.0;
   for (const kernels::GradStats& stats : reducer_.shards().statistics(filled_units())) {
@@ -88,41 +122,36 @@ std::vector<double> GradientCheck::totals(bool first) {
   std::vector<double> values{sum, not_finite};
   if (first) {
     values.push_back(static_cast<double>(reducer_.late_units().size()));
-    values.push_back(reducer_.unused_param() >= 0 ? 1.0 : 0.0);
+    values.push_back(reducer_.record().unused() >= 0 ? 1.0 : 0.0);
+    const auto dropped = static_cast<double>(reducer_.record().dropped());
+    values.insert(values.end(), {reads ? 1.0 : 0.0, dropped, dropped * dropped});
     const std::vector<double> counts = counts_.ones_without(reducer_.params_without_gradient());
     values.insert(values.end(), counts.begin(), counts.end());
   }
   collectives_.all_reduce(values, comm::ReduceOp::kSum);
+  // Whole numbers are equal where the square of their sum is as large as it can be.
+  if (first && values[5] * values[5] != values[6] * collectives_.world_size())
+    report_unlike_drops();
   return values;
 }
 
 GradientCheck::Finding GradientCheck::measure(double loss_scale) {
   reducer_.complete_groups();
   std::vector<double> values = totals(/*first=*/true);
+  while (values[4] > 0.0) {
+    whole_.gather({});
+    values = totals(/*first=*/true);
+  }
   if (values[3] > 0.0 && !options_.allow_unused) report_unused();
-  leave_out(counts_.zeroes(std::span(values).subspan(4)));
+  leave_out(counts_.zeroes(std::span(values).subspan(7)));
   if (values[2] > 0.0) {
-    reduce_late();
+    reducer_.reduce_late();
     values = totals(/*first=*/false);
   }
   const bool finite = values[1] == 0.0;
   const double norm =
       finite ? kernels::norm_of(values[0], loss_scale) : std::numeric_limits<double>::infinity();
   return {norm, finite};
-}
-
-void GradientCheck::reduce_late() {
-  // Which units are late is known to each rank only for itself; all must reduce the union.
-  std::vector<bool> late(weights_.units().size());
-  const std::string mine = text_of_numbers(reducer_.late_units());
-  for (const std::string& text : collectives_.all_gather_text(mine)) {
-    for (const int unit : numbers_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
-  }
-  std::vector<int> units;
-  for (std::size_t i = 0; i < late.size(); ++i) {
-    if (late[i]) units.push_back(static_cast<int>(i));
-  }
-  reducer_.reduce_late(units);
 }
 
 std::vector<int> GradientCheck::filled_units() {
@@ -180,7 +209,7 @@ void GradientCheck::tell(bool late) {
 }
 
 void GradientCheck::report_unused() {
-  const int param = reducer_.unused_param();
+  const int param = reducer_.record().unused();
   const std::vector<std::string> names = collectives_.all_gather_text(
       param >= 0 ? fmt::format("'{}'", weights_.param(param).name) : "");
   const std::size_t first = comm::first_to_say(names).value();
@@ -190,6 +219,20 @@ void GradientCheck::report_unused() {
       "zero_optimization.ignore_unused_parameters=false makes an error; use it in the loss, freeze "
       "it, or allow it. The step's gradients are dropped. First: {} on rank {}",
       names[first], first));
+}
+
+void GradientCheck::report_unlike_drops() {
+  const std::vector<std::string> texts =
+      collectives_.all_gather_text(fmt::format("{}", reducer_.record().dropped()));
+  const auto other = std::ranges::find_if(texts, [&](const auto& t) { return t != texts[0]; });
+  reducer_.drop_gradients();
+  throw UsageError(fmt::format(
+      "ranks have dropped different gradients of this step with zero_grad() or p.grad = None, "
+      "after they were reduced, so that each rank holds a part of other sums. Drop the same on "
+      "every rank, or what was not reduced yet (within no_sync(), or with strata.reduce_at: "
+      "\"boundary\"). The step's gradients are dropped and the weights are unchanged. Rank {} "
+      "differs from rank 0",
+      other - texts.begin()));
 }
 
 void GradientCheck::look_at_norm() {

@@ -13,9 +13,13 @@
 // A step whose gradients are not finite is skipped and counted. The first one says where they were
 // found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
 //
+// A rank that wants to see the gradients (read()) needs all others, which may not want to. So it
+// meets them in the exchange that each of them comes to in any case, says there that it reads, and
+// they serve it. Where nobody reads that is one number more in the exchange.
+//
 // Threads: one thread at a time. Ownership: borrows all. Errors, on every rank: NumericsError for
-// too many skipped steps, UsageError for parameters without a gradient where that is not allowed;
-// the step's gradients are dropped then. CommError.
+// too many skipped steps, UsageError for parameters without a gradient where that is not allowed
+// and for ranks that dropped different gradients; the step's gradients are dropped. CommError.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +34,7 @@
 #include "strata/engine/reduce/gradient_norm.h"
 #include "strata/engine/reduce/packed_counts.h"
 #include "strata/engine/reduce/reducer.h"
+#include "strata/engine/reduce/whole_gradients.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
 
@@ -52,6 +57,11 @@ class GradientCheck {
   // however often, and nothing is said of them. `late`: the update can take a late factor.
   Outcome check(double loss_scale, bool allows_overflow, bool late);
 
+  // Collective: brings the step's gradients together for this rank. The other ranks are here, too,
+  // or in check(), where they serve those that read and then go on. Where there is no other rank
+  // those of `unit` are enough.
+  void read(int unit, bool allows_overflow, bool late, const WholeGradients::Take& take);
+
   // Both are the last step's, and wait for the device where it has not computed them yet.
   double last_norm();
   bool last_applied();
@@ -71,16 +81,17 @@ class GradientCheck {
 
  private:
   using Finding = GradientNorm::Finding;
+  bool takes_texts(bool allows_overflow, bool late) const;
   bool agrees_in_texts();
-  std::vector<double> totals(bool first);
+  std::vector<double> totals(bool first, bool reads = false);
   void leave_out(std::vector<int> params);
   Finding measure(double loss_scale);
-  void reduce_late();
   std::vector<int> filled_units();
   int first_not_finite();
   bool skips(bool allows_overflow);
   void tell(bool late);
   [[noreturn]] void report_unused();
+  [[noreturn]] void report_unlike_drops();
   void look_at_norm();
 
   Reducer& reducer_;
@@ -90,6 +101,7 @@ class GradientCheck {
   StepRecorder& recorder_;
   const EngineOptions& options_;
   GradientNorm norm_;
+  WholeGradients whole_;
   PackedCounts counts_;      // by parameter: ranks that have a gradient of it
   Finding last_finding_;     // of the last step whose norm is known
   bool applied_ = true;      // that step

@@ -48,13 +48,16 @@ void GradientShards::take_memory(int unit) {
     return;
   }
   Bytes all;
-  const auto rests_there = [this](const Unit& u) { return u.trainable() && on_host(u.id); };
+  const auto rests_there = [this](const Unit& u) {
+    return u.trainable() && on_host(u.id) &&
+           shards_[static_cast<std::size_t>(u.id)].values == nullptr;
+  };
   for (const Unit& u : units_) {
     if (rests_there(u)) all += align_up(bytes(u), kHostAlignment);
   }
-  host_ = offload::pinned_memory(device_, all, memory::Kind::kGradientShards);
-  leaving_ = device_.create_stream();
-  std::byte* next = host_->bytes().data();
+  host_.push_back(offload::pinned_memory(device_, all, memory::Kind::kGradientShards));
+  if (leaving_ == nullptr) leaving_ = device_.create_stream();
+  std::byte* next = host_.back()->bytes().data();
   for (const Unit& u : units_) {
     if (!rests_there(u)) continue;
     shards_[static_cast<std::size_t>(u.id)].values = next;
@@ -120,23 +123,22 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
       device_.cast(shard.values, dtype_, source, DType::kFloat32, numel, stream);
     }
   };
-  const auto read_and_fold = [&] {
+  if (!on_host(unit)) return fold();
+  watch_.copy(offload::Link::kDown, bytes, stream, [&] {
     if (!shard.filled) return fold();
     watch_.copy(offload::Link::kUp, bytes, stream, fold);
-  };
-  if (!on_host(unit)) return fold();
-  watch_.copy(offload::Link::kDown, bytes, stream, read_and_fold);
+  });
 }
 
 void GradientShards::read_values(std::size_t first, std::size_t end, device::Stream& stream,
                                  const offload::LinkWatch::Call& read) {
   Bytes bytes;
   for (std::size_t i = first; i < end; ++i) {
-    const bool far = on_host(static_cast<int>(i)) && shards_[i].arriving == nullptr;
-    if (far) bytes += bytes_of(units_[i].layout.shard(), dtype_);
+    if (on_host(static_cast<int>(i)) && shards_[i].arriving == nullptr)
+      bytes += bytes_of(units_[i].layout.shard(), dtype_);
   }
-  if (bytes == Bytes()) return read();
-  watch_.copy(offload::Link::kUp, bytes, stream, read);
+  if (bytes > Bytes()) return watch_.copy(offload::Link::kUp, bytes, stream, read);
+  read();
 }
 
 // What the compute stream gets from here on finds all that was settled.
@@ -153,11 +155,22 @@ std::span<float> GradientShards::values(int unit) {
   if (dtype_ == DType::kFloat32) return {reinterpret_cast<float*>(shard.values), numel.size()};
   const std::span<float> wide = scratch(widened_, numel);
   device::Stream& stream = device_.compute_stream();
-  const auto index = static_cast<std::size_t>(unit);
-  read_values(index, index + 1, stream, [&] {
+  const auto first = static_cast<std::size_t>(unit);
+  read_values(first, first + 1, stream, [&] {
     device_.cast(widened_->bytes().data(), DType::kFloat32, shard.values, dtype_, numel, stream);
   });
   return wide;
+}
+
+std::span<std::byte> GradientShards::change(int unit) {
+  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  if (shard.values == nullptr) take_memory(unit);
+  wait_for_arrived();
+  shard.measured = false;
+  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  const std::span<std::byte> kept{shard.values, bytes_of(numel, dtype_).size()};
+  if (!std::exchange(shard.filled, true)) device_.fill_zero(kept, device_.compute_stream());
+  return kept;
 }
 
 std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> units) {
@@ -192,11 +205,9 @@ std::span<double> GradientShards::squares_memory() {
 
 void GradientShards::measure(int unit, device::Stream& stream) {
   const auto first = static_cast<std::size_t>(unit);
-  if (through_scratch(unit)) {
-    if (shards_[first].filled) return;  // what has arrived is a part
-  } else if (units_[first].spec.tile()) {
-    return;  // tiles follow each other at once: the next one would wait on the stream
-  }
+  if (through_scratch(unit) && shards_[first].filled) return;  // what has arrived is a part
+  // Tiles follow each other at once: the next one would wait on the stream.
+  if (!through_scratch(unit) && units_[first].spec.tile()) return;
   measure_run(first, first + 1, stream);
 }
 

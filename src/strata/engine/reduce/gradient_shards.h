@@ -37,32 +37,28 @@ class GradientShards {
   void settle(int unit);
 
   bool filled(int unit) const { return shards_[static_cast<std::size_t>(unit)].filled; }
-  // Parameters that no rank gave a gradient in this step, in ascending order. The optimizer leaves
-  // them as they are.
+  // Parameters without a gradient of any rank in this step, ascending: they stay as they are.
   void leave_out(std::vector<int> params) { left_out_ = std::move(params); }
   const std::vector<int>& left_out() const { return left_out_; }
   bool left_out(int param) const { return std::ranges::binary_search(left_out_, param); }
-  // fp32 values of a filled shard; valid until the next call with another unit where the dtype is
-  // narrow.
+  // fp32 of a filled shard; where the dtype is narrow until the next call with another unit.
   std::span<float> values(int unit);
-  // One for each of these filled shards.
-  std::vector<kernels::GradStats> statistics(std::span<const int> units);
+  std::vector<kernels::GradStats> statistics(std::span<const int> units);  // of filled shards
   // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
   // fills it, behind that. Where what has arrived is not all of it, squares() sums later, and so
   // with a tile that stays on the device: all of those at once.
   void measure(int unit, device::Stream& stream);
   // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
   std::span<const double> squares();
-  // The values of a filled fp32 shard were changed by somebody else: its squares are summed again.
-  void note_change(int unit) { shards_[static_cast<std::size_t>(unit)].measured = false; }
+  // As they are kept, in dtype(), for who changes them in the compute stream; zeroes until then.
+  std::span<std::byte> change(int unit);
   DType dtype() const { return dtype_; }
   // Where the unit's rest; values() of narrow ones are on the device all the same.
   bool on_host(int unit) const {
     return units_[static_cast<std::size_t>(unit)].gradient_tier(tier_) == memory::Tier::kHost;
   }
   std::size_t count() const { return shards_.size(); }  // units
-  // Forgets all values and what is left out; the memory stays.
-  void clear();
+  void clear();  // forgets all values and what is left out; the memory stays
   // Values on the device go to the host for a while, and all memory there is free. Between passes;
   // nothing but filled(), on_host() and clear() may be called until unpark(). Both may throw
   // OutOfMemoryError, and be called again: park() has done nothing then, unpark() a part.
@@ -83,8 +79,7 @@ class GradientShards {
     std::unique_ptr<device::Memory> memory;
     std::unique_ptr<device::Event> folded_in;
   };
-  // The host waits rather than hold more of what a device that runs ahead has yet to fold in.
-  static constexpr std::size_t kArrived = 2;
+  static constexpr std::size_t kArrived = 2;  // held at most: the host waits for what is folded in
 
   bool through_scratch(int unit) const { return on_host(unit) || dtype_ != DType::kFloat32; }
   void take_memory(int unit);
@@ -103,15 +98,15 @@ class GradientShards {
   DType dtype_;
   memory::Tier tier_;
   offload::LinkWatch& watch_;
-  std::unique_ptr<device::Memory> host_;     // all shards, where they lie there
+  // All shards, where they lie there, and once more those of units that were unfrozen since.
+  std::vector<std::unique_ptr<device::Memory>> host_;
   std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
   std::deque<Arrived> arrived_;  // settled, and perhaps not folded in; the oldest first
   std::vector<std::unique_ptr<device::Memory>> spare_;  // scratch that nobody uses
   std::unique_ptr<device::Memory> squares_;             // a double by unit; null: nobody asked yet
-  std::unique_ptr<device::Memory>
-      widened_;  // fp32 copy that values() hands out where the dtype is narrow
+  std::unique_ptr<device::Memory> widened_;  // what values() hands out where the dtype is narrow
 };
 
 }  // namespace strata::engine

@@ -30,6 +30,12 @@ GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& coll
   }
 }
 
+void GradientWrites::add(int unit) {
+  compute_follows();
+  of(unit).written.assign(layout(unit).slots().size(), false);
+  inbox_.free();
+}
+
 DType GradientWrites::dtype(int unit, bool wide) const {
   const DType own = layout(unit).dtype();
   const bool exact = !wide && collectives_.traits().sums_in_fp32 && is_floating(own) &&
@@ -154,7 +160,7 @@ std::optional<std::size_t> GradientWrites::write_missing(int unit) {
   for (std::size_t i = 0; i < b.written.size(); ++i) {
     if (b.written[i]) continue;
     const plan::Slot& slot = layout(unit).slots()[i];
-    if (!first && slot.numel.value > 0) first = i;
+    if (!first && units_[static_cast<std::size_t>(unit)].expects(slot)) first = i;
     device_.fill_zero(place_of(unit, slot), stream());
   }
   return first;
@@ -173,7 +179,7 @@ std::optional<std::size_t> GradientWrites::push_missing(int unit) {
       inbox_.write(unit, slot, place_of(unit, slots[i]).data());
       b.written[i] = false;
     } else {
-      if (!first && slots[i].numel.value > 0) first = i;
+      if (!first && units_[static_cast<std::size_t>(unit)].expects(slots[i])) first = i;
       inbox_.write_zero(unit, slot);
     }
   }

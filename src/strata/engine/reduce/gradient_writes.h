@@ -55,6 +55,7 @@ class GradientWrites {
   GradientWrites(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                  GradientBuffers& buffers, GradientWriteOptions options);
 
+  void add(int unit);  // no longer frozen; after a barrier, since the inbox goes
   // A pass that reduces units in this order, and may push gradients of them; the same on every
   // rank. Where ranks do not write into each other's memory nothing is pushed.
   void begin_pushing(std::span<const int> order);
@@ -66,8 +67,7 @@ class GradientWrites {
   void set_narrow() { wide_ = false; }
   bool wide() const { return wide_; }
 
-  // The dtype in which a unit's gradients travel; the same on every rank, since it depends on the
-  // passes alone.
+  // In which a unit's gradients travel: the same on every rank, since passes alone decide.
   DType dtype(int unit) const { return dtype(unit, wide_); }
   Bytes bytes(int unit) const {
     return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
@@ -89,7 +89,7 @@ class GradientWrites {
 
   // Make a unit ready to be reduced: zeroes where no gradient came. write_missing() in its buffer,
   // push_missing() at the ranks that add up, where what lies in the buffer goes as well. Return the
-  // first slot that has elements and got no gradient.
+  // first slot that has elements, is trained and got no gradient.
   std::optional<std::size_t> write_missing(int unit);
   std::optional<std::size_t> push_missing(int unit);
   // Collective: starts the reduction of what was written, or pushed; `reduction` says where to.
@@ -98,8 +98,10 @@ class GradientWrites {
   // along; one that holds gradients that came too late stays.
   GradientBuffers::Buffer give_up_buffer(int unit, bool pushed);
 
-  // The compute stream runs what it gets from now on after everything that was written.
-  void compute_follows();
+  void drop(int unit, int slot) {  // forgets what was written of one parameter; between passes
+    if (has_buffer(unit)) of(unit).written[static_cast<std::size_t>(slot)] = false;
+  }
+  void compute_follows();  // the compute stream's later work waits for everything written
   // Forgets what was written, as drop() does after compute_follows(), whatever fails on the way.
   FirstError abandon() noexcept;
   void drop();

@@ -4,6 +4,8 @@
 #include <optional>
 #include <utility>
 
+#include "strata/engine/unit/unit_numbers.h"
+
 namespace strata::engine {
 namespace {
 
@@ -37,19 +39,21 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
                                            return unit.gradient_tier(options_.gradient_tier) ==
                                                   memory::Tier::kDevice;
                                          })),
-      of_group_(units.size()) {
-  for (const Unit& unit : units) {
-    for (const int param : unit.spec.params) {
-      const auto end = static_cast<std::size_t>(param) + 1;
-      got_gradient_.resize(std::max(got_gradient_.size(), end));
-    }
-  }
-}
+      of_group_(units.size()),
+      record_(units),
+      edits_(units, collectives, device, shards_, writes_, record_) {}
 
 Reducer::~Reducer() = default;
 
+void Reducer::expect(int unit, int slot) {
+  writes_.add(unit);
+  arrivals_.expect(unit, static_cast<std::size_t>(slot),
+                   most_waiting(units_, writes_, options_.max_reducing));
+}
+
 void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses) {
   pass_ = pass;
+  record_.begin_pass();
   if (pass == BackwardPass::kKeeps) writes_.widen();
   arrivals_.begin_pass(first_uses);
   writes_.end_pushing();
@@ -98,8 +102,7 @@ void Reducer::end_add(int unit, int slot) {
 }
 
 void Reducer::note_got(int unit, std::size_t slot) {
-  const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[slot];
-  got_gradient_[static_cast<std::size_t>(place.param)] = true;
+  record_.note_got(units_[static_cast<std::size_t>(unit)].layout.slots()[slot].param);
 }
 
 void Reducer::note_written(int unit, std::size_t slot) {
@@ -119,7 +122,7 @@ void Reducer::start_reduction(int unit) {
   const std::optional<std::size_t> unused =
       pushed ? writes_.push_missing(unit) : writes_.write_missing(unit);
   const Unit& u = units_[static_cast<std::size_t>(unit)];
-  if (unused && !late && unused_param_ < 0) unused_param_ = u.layout.slots()[*unused].param;
+  if (unused && !late) record_.note_unused(u.layout.slots()[*unused].param);
   const Bytes bytes = writes_.bytes(unit);
   if (late) in_flight_.finish(unit);
   const GradientShards::Target target = shards_.begin(unit);
@@ -156,6 +159,7 @@ void Reducer::end_backward() {
     writes_.compute_follows();
     return;
   }
+  record_.note_reduced_pass();
   while (const std::optional<int> unit = arrivals_.next()) start_reduction(*unit);
   in_flight_.finish();
   writes_.end_pushing();
@@ -182,16 +186,15 @@ void Reducer::drop_gradients() {
 void Reducer::forget_step() {
   shards_.clear();
   std::fill(of_group_.begin(), of_group_.end(), false);
-  std::fill(got_gradient_.begin(), got_gradient_.end(), false);
-  unused_param_ = -1;
+  record_.forget();
 }
 
 std::vector<int> Reducer::params_without_gradient() const {
   std::vector<int> result;
-  for (const int unit : arrivals_.order()) {
-    for (const plan::Slot& slot : units_[static_cast<std::size_t>(unit)].layout.slots()) {
-      if (slot.numel.value > 0 && !got_gradient_[static_cast<std::size_t>(slot.param)])
-        result.push_back(slot.param);
+  for (const Unit& unit : units_) {
+    if (!unit.trainable()) continue;
+    for (const plan::Slot& slot : unit.layout.slots()) {
+      if (slot.numel.value > 0 && !record_.got(slot.param)) result.push_back(slot.param);
     }
   }
   std::ranges::sort(result);
@@ -206,7 +209,20 @@ std::vector<int> Reducer::late_units() const {
   return result;
 }
 
-void Reducer::reduce_late(std::span<const int> units) {
+// Which units are late is known to each rank only for itself; all must reduce the union.
+void Reducer::reduce_late() {
+  std::vector<bool> late(units_.size());
+  for (const std::string& text : collectives_.all_gather_text(text_of_numbers(late_units()))) {
+    for (const int unit : numbers_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
+  }
+  std::vector<int> units;
+  for (std::size_t i = 0; i < late.size(); ++i) {
+    if (late[i]) units.push_back(static_cast<int>(i));
+  }
+  reduce_once_more(units);
+}
+
+void Reducer::reduce_once_more(std::span<const int> units) {
   for (const int unit : units) start_reduction(unit);
   in_flight_.finish();
 }
@@ -217,7 +233,7 @@ void Reducer::complete_groups() {
   for (const int unit : arrivals_.order()) {
     if (of_group_[static_cast<std::size_t>(unit)]) units.push_back(unit);
   }
-  if (!units.empty()) reduce_late(units);
+  if (!units.empty()) reduce_once_more(units);
 }
 
 void Reducer::park(bool shards, bool buffers, bool pinned) {

@@ -24,6 +24,8 @@
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/reduce/gradient_arrivals.h"
 #include "strata/engine/reduce/gradient_buffers.h"
+#include "strata/engine/reduce/gradient_edits.h"
+#include "strata/engine/reduce/gradient_record.h"
 #include "strata/engine/reduce/gradient_shards.h"
 #include "strata/engine/reduce/gradient_writes.h"
 #include "strata/engine/reduce/reductions_in_flight.h"
@@ -55,6 +57,10 @@ class Reducer {
           StepRecorder& recorder, ReducerOptions options);
   ~Reducer();
 
+  // This parameter, which was frozen, gets gradients from the next pass on; its unit is trainable.
+  // Collective between passes, after a barrier.
+  void expect(int unit, int slot);
+
   // A backward pass starts. `first_uses`: the units in the order in which forward first used them;
   // the order of reductions, reversed, the first time (rank 0's counts).
   void begin_backward(BackwardPass pass, std::span<const int> first_uses);
@@ -75,17 +81,18 @@ class Reducer {
   // during a backward pass.
   void drop_gradients();
 
-  // A parameter whose gradient was missing on this rank when its unit was reduced, in some backward
-  // pass since the last drop_gradients(); -1: none.
-  int unused_param() const { return unused_param_; }
+  // Both since the last drop_gradients().
+  const GradientRecord& record() const { return record_; }
+  GradientEdits& edits() { return edits_; }
   // Trainable parameters that have elements and got no gradient on this rank in any backward pass
   // since the last drop_gradients(), in ascending order.
   std::vector<int> params_without_gradient() const;
 
   // Units that hold gradients which came too late for their reduction.
   std::vector<int> late_units() const;
-  // Collective: reduces the given units once more; ranks without late gradients contribute zeroes.
-  void reduce_late(std::span<const int> units);
+  // Collective: reduces those of all ranks once more; ranks without late gradients contribute
+  // zeroes.
+  void reduce_late();
 
   // Collective, before a step: adds up over the groups what no last pass did.
   void complete_groups();
@@ -100,6 +107,7 @@ class Reducer {
 
  private:
   void forget_step();
+  void reduce_once_more(std::span<const int> units);
   void start_ready();
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
@@ -122,8 +130,8 @@ class Reducer {
   BackwardPass pass_ = BackwardPass::kLast;
   bool adds_up_later_;          // over several groups, in the last pass of a step
   std::vector<bool> of_group_;  // by unit: its shard holds what no other group has added to
-  int unused_param_ = -1;
-  std::vector<bool> got_gradient_;  // by parameter, since the last drop_gradients()
+  GradientRecord record_;
+  GradientEdits edits_;
 };
 
 }  // namespace strata::engine

@@ -14,33 +14,56 @@ constexpr int kHalfUpBits = 1;
 
 }  // namespace
 
-void MasterStates::add(std::span<const Unit> units) {
+std::vector<offload::BlockSpec> MasterStates::specs_of(const Unit& unit) const {
   std::vector<offload::BlockSpec> blocks;
-  const auto add = [&](const Unit& unit, const char* what, std::int64_t bits) {
+  const auto add = [&](const char* what, std::int64_t bits) {
     // Whole lines, so that they take as much one by one as together.
     const Bytes bytes = align_up(Bytes((unit.layout.shard().value * bits + 7) / 8), 64_B);
     blocks.push_back(
         {unit.name() + what, bytes, memory::Kind::kMasterWeights, unit.spec.place.states});
   };
+  if (form(unit.id) == plan::MasterForm::kFloat32) add(".master", kWideBits);
+  if (form(unit.id) != plan::MasterForm::kRemainder) return blocks;
+  add(".master.low", kLowBits);
+  add(".master.halves_up", kHalfUpBits);
+  return blocks;
+}
+
+MasterStates::Ids MasterStates::ids_of(const Unit& unit,
+                                       std::vector<offload::BlockId>::const_iterator& next) const {
+  Ids ids;
+  if (form(unit.id) == plan::MasterForm::kFloat32) ids.wide = *next++;
+  if (form(unit.id) != plan::MasterForm::kRemainder) return ids;
+  ids.low = *next++;
+  ids.halves_up = *next++;
+  return ids;
+}
+
+void MasterStates::add(std::span<const Unit> units) {
+  std::vector<offload::BlockSpec> blocks;
   for (const Unit& unit : units) {
-    if (form(unit.id) == plan::MasterForm::kFloat32) add(unit, ".master", kWideBits);
-    if (form(unit.id) != plan::MasterForm::kRemainder) continue;
-    add(unit, ".master.low", kLowBits);
-    add(unit, ".master.halves_up", kHalfUpBits);
+    for (offload::BlockSpec& block : specs_of(unit)) blocks.push_back(std::move(block));
   }
   const std::vector<offload::BlockId> ids = store_.add_all(std::move(blocks));
   auto next = ids.begin();
   for (const Unit& unit : units) {
     STRATA_ASSERT(static_cast<std::size_t>(unit.id) == ids_.size());
-    Ids of_unit;
-    if (form(unit.id) == plan::MasterForm::kFloat32) of_unit.wide = *next++;
-    if (form(unit.id) == plan::MasterForm::kRemainder) {
-      of_unit.low = *next++;
-      of_unit.halves_up = *next++;
-    }
-    ids_.push_back(of_unit);
+    ids_.push_back(ids_of(unit, next));
   }
   held_.resize(ids_.size());
+}
+
+// A remainder of zeroes is that of weights that are exact.
+void MasterStates::train(const Unit& unit) {
+  const std::vector<offload::BlockId> ids = store_.add_all(specs_of(unit));
+  auto next = ids.begin();
+  ids_[static_cast<std::size_t>(unit.id)] = ids_of(unit, next);
+  if (form(unit.id) != plan::MasterForm::kFloat32) return;
+  shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
+                   [&](const WeightShards::Piece& piece) {
+                     make(unit.id, piece.begin, piece.end - piece.begin, piece.bytes.data(),
+                          unit.layout.dtype());
+                   });
 }
 
 std::vector<StateBlock> MasterStates::blocks(int unit) const {

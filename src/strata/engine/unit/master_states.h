@@ -30,6 +30,10 @@ class MasterStates {
   // Takes the room of the next units, in their order; zero.
   void add(std::span<const Unit> units);
 
+  // Takes the room of a unit that was added while it was frozen, and makes its masters of its
+  // weights.
+  void train(const Unit& unit);
+
   // Of a unit that was added: nothing, fp32 masters, or the two arrays of their remainder
   // (remainder_in()).
   std::vector<StateBlock> blocks(int unit) const;
@@ -61,6 +65,8 @@ class MasterStates {
     offload::BlockId low = -1;   // or their remainder
     offload::BlockId halves_up = -1;
   };
+  std::vector<offload::BlockSpec> specs_of(const Unit& unit) const;
+  Ids ids_of(const Unit& unit, std::vector<offload::BlockId>::const_iterator& next) const;
   const Unit& of(int unit) const { return units_[static_cast<std::size_t>(unit)]; }
 
   const std::vector<Unit>& units_;

@@ -10,9 +10,12 @@
 // fp32 masters beside the weights (plan/master_form.h), the optimizer's states.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "strata/comm/collectives.h"
 #include "strata/plan/flat_layout.h"
@@ -27,19 +30,28 @@ struct Unit {
   bool whole = false;
   bool offloaded =
       false;  // this rank's weights rest in a StateStore: `shard` is empty (weight_shards.h)
-  comm::SliceMap slices;          // of the weights, for gathering
-  std::span<std::byte> shard;     // this rank's weights; lives as long as the engine
-  std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty
-  bool parked = false;            // `shard` and `resident` have no memory now (Weights::park())
+  comm::SliceMap slices;              // of the weights, for gathering
+  std::span<std::byte> shard;         // this rank's weights; lives as long as the engine
+  std::span<std::byte> resident;      // the whole flat buffer where `whole`, else empty
+  bool parked = false;                // `shard` and `resident` have no memory now (Weights::park())
+  std::shared_ptr<void> memory = {};  // keeps `shard` and `resident`, also after the engine
+
+  // Parameters that are frozen in a unit that is trainable, since others of it were unfrozen.
+  std::vector<int> frozen = {};
 
   const std::string& name() const { return spec.name; }
   bool trainable() const { return spec.trainable; }
+  bool trains(int param) const {
+    return trainable() && std::ranges::find(frozen, param) == frozen.end();
+  }
   // Where its gradients rest: by its states' place, or where other units' do.
   memory::Tier gradient_tier(memory::Tier others) const {
     if (!spec.place.states) return others;
     return *spec.place.states == memory::Tier::kDevice ? memory::Tier::kDevice
                                                        : memory::Tier::kHost;
   }
+  // Whether the slot should get a gradient.
+  bool expects(const plan::Slot& slot) const { return slot.numel.value > 0 && trains(slot.param); }
 };
 
 // Who is told when a unit's flat buffer gets memory and loses it: the torch layer, which points the
@@ -49,6 +61,11 @@ class ParameterViews {
   virtual ~ParameterViews() = default;
   virtual void attach(int unit, std::span<std::byte> flat) = 0;
   virtual void detach(int unit) = 0;
+  // Whether others than the engine hold views of an attached unit's memory that have to keep their
+  // values. Then leave() in place of detach() leaves them the memory, which `memory` keeps, and the
+  // engine uses it no more. detach() gives them a copy.
+  virtual bool held(int /*unit*/) const { return false; }
+  virtual void leave(int unit, std::shared_ptr<void> /*memory*/) { detach(unit); }
   // The flat buffer of a unit that stays whole is being written; attach() tells when it is
   // complete. Until then a reader of its parameters must be made to ask for it
   // (Gatherer::complete()). False: some reader could not be, so this must not be left open.

@@ -45,8 +45,9 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
         {static_cast<int>(units_.size()), spec, std::move(layout), whole, offloaded, {}, {}, {}});
   }
   offsets_.push_back(total);
-  charge_ = memory::Charge(device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
-  memory_ = collectives.allocate_growing(options.name + ".weights", std::max(total, kPage));
+  memory_ = std::make_shared<Memory>(
+      Memory{{device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes()},
+             collectives.allocate_growing(options.name + ".weights", std::max(total, kPage))});
   for (Unit& unit : units_) {
     const Bytes offset = offsets_[static_cast<std::size_t>(unit.id)];
     const Bytes own = unit.layout.shard_bytes();
@@ -55,12 +56,13 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
       unit.slices = {nullptr, Bytes(), Bytes(), held};
       continue;
     }
-    const auto local = memory_->local().subspan(
+    const auto local = memory_->buffer->local().subspan(
         offset.size(), local_bytes(unit.layout, unit.whole, place_.parts).size());
     if (unit.whole) unit.resident = local;
+    unit.memory = memory_;
     const int before = unit.whole ? place_.index : place_.index % place_.parts;
     unit.shard = local.subspan((own * before).size(), own.size());
-    unit.slices = {memory_.get(), offset, unit.whole ? held : Bytes(), held};
+    unit.slices = {memory_->buffer.get(), offset, unit.whole ? held : Bytes(), held};
   }
 }
 
@@ -69,11 +71,11 @@ void Weights::back(int unit) {
   const auto end = static_cast<std::size_t>(unit) + 1;
   if (begin >= end) return;
   // At once: every growth costs a mapping, here and at every peer.
-  if (offsets_[end] > offsets_[begin]) memory_->back(offsets_[end]);
+  if (offsets_[end] > offsets_[begin]) memory_->buffer->back(offsets_[end]);
   const auto added = std::span(units_).subspan(begin, end - begin);
   shards_.add(added);
   masters_.add(added);
-  charge_.grow(offsets_[end] - offsets_[begin]);
+  memory_->charge.grow(offsets_[end] - offsets_[begin]);
   backed_ = end;
 }
 
@@ -86,15 +88,15 @@ void Weights::copy_for_parking(bool pinned) {
   const Bytes all = offsets_.back();
   if (all == Bytes()) return;
   parked_ = std::make_unique<offload::ParkedCopy>(device_, all, memory::Kind::kWeights, pinned);
-  parked_->take(memory_->local().first(all.size()));
+  parked_->take(memory_->buffer->local().first(all.size()));
   device_.compute_stream().synchronize();
 }
 
 void Weights::park() {
   if (parked_ == nullptr) return;
   scratch_.reset();
-  memory_->release();
-  charge_ =
+  memory_->buffer->release();
+  memory_->charge =
       memory::Charge(device_.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
   for (Unit& unit : units_) unit.parked = !unit.offloaded;
 }
@@ -102,10 +104,10 @@ void Weights::park() {
 void Weights::unpark() {
   if (parked_ == nullptr) return;
   const Bytes all = offsets_.back();
-  memory_->back(all);
-  parked_->give_back(memory_->local().first(all.size()));
+  memory_->buffer->back(all);
+  parked_->give_back(memory_->buffer->local().first(all.size()));
   device_.compute_stream().synchronize();
-  charge_.grow(all);
+  memory_->charge.grow(all);
   parked_.reset();
 }
 
@@ -117,10 +119,10 @@ Weights::~Weights() = default;
 
 const Unit& Weights::trainable_unit_of(int param) const {
   const Unit& unit = unit_of(param);
-  if (!unit.trainable()) {
+  if (!unit.trains(param)) {
     throw UsageError(fmt::format(
-        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
-        "requires_grad before initialize()",
+        "parameter '{}' got a gradient, but the engine does not train it: it was frozen, or in no "
+        "param group, when the graph's forward began",
         this->param(param).name));
   }
   return unit;

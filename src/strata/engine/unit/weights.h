@@ -50,6 +50,7 @@ class Weights {
   std::vector<Unit>& units() { return units_; }
   const std::vector<Unit>& units() const { return units_; }
   const plan::ParamSpec& param(int index) const { return params_[static_cast<std::size_t>(index)]; }
+  plan::ParamSpec& spec_of(int param) { return params_[static_cast<std::size_t>(param)]; }
   int param_count() const { return static_cast<int>(params_.size()); }
   std::span<const plan::ParamSpec> params() const { return params_; }
   Unit& unit_of(int param) {
@@ -81,7 +82,7 @@ class Weights {
 
   // Parking: what is in memory of the device goes to the host for a while, all of it or nothing.
   // Whether the collectives can give its memory back; also where there is none.
-  bool can_park() const { return memory_->releasable(); }
+  bool can_park() const { return memory_->buffer->releasable(); }
   // Copies it, which may throw OutOfMemoryError; drop_copy() is the way back.
   void copy_for_parking(bool pinned);
   void drop_copy() { parked_.reset(); }
@@ -119,9 +120,13 @@ class Weights {
   comm::ShardPlace place_;
   device::Device& device_;
   offload::StateStore& states_;
+  // Goes with the last that keeps it (Unit::memory).
+  struct Memory {
+    memory::Charge charge;
+    std::unique_ptr<comm::SharedBuffer> buffer;
+  };
   std::vector<Bytes> offsets_;  // of units in `memory_`, and its end
-  std::unique_ptr<comm::SharedBuffer> memory_;
-  memory::Charge charge_;
+  std::shared_ptr<Memory> memory_;
   std::size_t backed_ = 0;  // units that have their memory
   WeightShards shards_;
   MasterStates masters_;

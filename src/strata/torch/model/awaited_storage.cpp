@@ -66,8 +66,16 @@ void settle(const c10::IValue& value) {
   }
 }
 
+// zero_() returns its argument, which the stack holds as it is.
+bool zeroed(const c10::OperatorHandle& op, const ::torch::jit::Stack& stack) {
+  if (op.operator_name().name != "aten::zero_" || !stack.back().isTensor()) return false;
+  const AwaitedStorage* const found = awaited(stack.back().toTensor());
+  return found != nullptr && found->zero();
+}
+
 void settle_and_run(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
                     ::torch::jit::Stack* stack) {
+  if (zeroed(op, *stack)) return;
   for (const c10::IValue& value : ::torch::jit::last(*stack, op.schema().arguments().size()))
     settle(value);
   op.callBoxed(stack);
@@ -90,12 +98,13 @@ bool AwaitedStorage::available() {
 }
 
 AwaitedStorage::AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values,
-                               std::function<void()> complete)
+                               std::function<void()> complete, const char* no_address)
     : c10::StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, values->device()),
                        nullptr, /*resizable=*/false),
       values_(std::move(values)),
       complete_(std::move(complete)) {
-  release_data_and_set_meta_custom_data_ptr_error_msg_(kNoAddress);
+  release_data_and_set_meta_custom_data_ptr_error_msg_(no_address != nullptr ? no_address
+                                                                             : kNoAddress);
 }
 
 at::Tensor AwaitedStorage::view(const c10::intrusive_ptr<AwaitedStorage>& storage,
@@ -113,9 +122,10 @@ void AwaitedStorage::settle(const at::Tensor& tensor) {
   impl->shallow_copy_from(twin.getIntrusivePtr());
 }
 
-void AwaitedStorage::forget() {
+void AwaitedStorage::forget(std::function<void()> instead) {
   const std::lock_guard lock(mutex_);
-  complete_ = nullptr;
+  complete_ = std::move(instead);
+  zeroed_ = nullptr;
 }
 
 }  // namespace strata::torch

@@ -7,6 +7,9 @@
 // taken while it waits. Asking for the address itself (data_ptr(), storage().cpu()) without any
 // operator is torch's RuntimeError, with a message that says what to do.
 //
+// What else comes to its values only when somebody asks for them lies in one, too: the gradient
+// that a parameter shows (ParameterGradients). Its complete() may throw; the operator does then.
+//
 // It works by a dispatch key that torch leaves to others (DeferredInit): a fallback for it is
 // registered once a process. Threads: any may read; complete() runs in the thread of the operator,
 // one at a time for one storage, with or without Python's lock, which it must not ask for.
@@ -29,7 +32,12 @@ class AwaitedStorage final : public c10::StorageImpl {
 
   // `values`: what complete() fills. `complete`: returns when the current stream's later work will
   // find the values there.
-  AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values, std::function<void()> complete);
+  // `no_address`: the message to who asks for the address alone; null: that of parameters.
+  AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values, std::function<void()> complete,
+                 const char* no_address = nullptr);
+  // Called in place of zero_() on a tensor that is not settled. False: it runs as other operators.
+  void on_zero(std::function<bool()> zeroed) { zeroed_ = std::move(zeroed); }
+  bool zero() const { return zeroed_ && zeroed_(); }
 
   // What `view`, a tensor of the values, will be: of its shape and place, awaited.
   static at::Tensor view(const c10::intrusive_ptr<AwaitedStorage>& storage, const at::Tensor& view);
@@ -37,15 +45,16 @@ class AwaitedStorage final : public c10::StorageImpl {
   // Asks for the values, and points the tensor at them where that was not done with the
   // parameter's: a tensor object that was made of a parameter meanwhile (p.data).
   void settle(const at::Tensor& tensor);
-  // Nobody fills the values any more; what still waits sees them as they are. Returns when no
-  // thread is asking for them.
-  void forget();
+  // Nobody fills the values any more; what still waits sees them as they are, or `instead` is
+  // called, to throw. Returns when no thread is asking for them.
+  void forget(std::function<void()> instead = nullptr);
   const c10::intrusive_ptr<c10::StorageImpl>& values() const { return values_; }
 
  private:
   c10::intrusive_ptr<c10::StorageImpl> values_;
   std::mutex mutex_;  // guards complete_, and tensors that are being pointed at values_
   std::function<void()> complete_;
+  std::function<bool()> zeroed_;
 };
 
 }  // namespace strata::torch

@@ -21,17 +21,41 @@ namespace autograd = ::torch::autograd;
 // What the hooks of one engine share; cleared when the engine goes.
 struct Receiver {
   engine::Engine* engine = nullptr;
+  const ParameterSet* parameters = nullptr;
   AutogradPass* pass = nullptr;
   double factor = 1.0;
   c10::Device place = c10::kCPU;
+  bool took = false;      // a gradient, in this pass
+  std::vector<int> lent;  // parameters whose `.grad` hooks of the user's have now
 
-  void take(int param, const at::Tensor& given) const {
+  at::Tensor& grad_of(int param) const { return parameters->variable(param).mutable_grad(); }
+
+  // The gradient becomes `.grad`, a tensor of its own, until it is taken from there.
+  void lend(int param, const at::Tensor& given) {
     pass->begin();
+    const at::NoGradGuard no_grad;
+    grad_of(param) = given.detach().mul(factor);
+    lent.push_back(param);
+  }
+  // What became of it.
+  void take_lent(int param) {
+    if (std::erase(lent, param) == 0) return;
+    took = true;
+    const at::Tensor left = std::exchange(grad_of(param), at::Tensor());
+    if (left.defined()) hand_over(param, left, 1.0);
+  }
+
+  void take(int param, const at::Tensor& given) {
+    pass->begin();
+    took = true;
+    hand_over(param, given, factor);
+  }
+  void hand_over(int param, const at::Tensor& given, double times) const {
     at::Tensor gradient = given.to(place);
     if (given.layout() != at::kStrided) gradient = made_dense(param, gradient);
-    if (factor != 1.0) {
+    if (times != 1.0) {
       const at::NoGradGuard no_grad;
-      gradient = gradient.mul(factor);
+      gradient = gradient.mul(times);
     }
     // Kept until it is copied; after that the engine has the stream of this thread, on which torch
     // may use the memory again, wait for the copy.
@@ -56,16 +80,16 @@ struct Receiver {
   }
 };
 
-class TakeGradient final : public autograd::FunctionPreHook {
+// Behind the user's post-accumulate hooks.
+class TakeLent final : public autograd::FunctionPostHook {
  public:
-  TakeGradient(std::shared_ptr<Receiver> receiver, int param)
+  TakeLent(std::shared_ptr<Receiver> receiver, int param)
       : receiver_(std::move(receiver)), param_(param) {}
 
-  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    if (receiver_->engine == nullptr || gradients.empty() || !gradients[0].defined())
-      return gradients;
-    receiver_->take(param_, gradients[0]);
-    return {at::Tensor()};
+  autograd::variable_list operator()(const autograd::variable_list& outputs,
+                                     const autograd::variable_list& /*gradients*/) override {
+    if (receiver_->engine != nullptr) receiver_->take_lent(param_);
+    return outputs;
   }
 
  private:
@@ -73,23 +97,31 @@ class TakeGradient final : public autograd::FunctionPreHook {
   int param_;
 };
 
-// On a parameter that was frozen when the engine was made, and has no place for gradients.
-class RefuseGradient final : public autograd::FunctionPreHook {
+class TakeGradient final : public autograd::FunctionPreHook {
  public:
-  RefuseGradient(std::shared_ptr<Receiver> receiver, int param)
-      : receiver_(std::move(receiver)), param_(param) {}
+  TakeGradient(std::shared_ptr<Receiver> receiver, int param, autograd::Node* node)
+      : receiver_(std::move(receiver)), param_(param), node_(node) {}
 
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    if (receiver_->engine == nullptr) return gradients;
-    throw UsageError(fmt::format(
-        "parameter '{}' got a gradient, but it was frozen when the engine was made; set "
-        "requires_grad before initialize()",
-        receiver_->engine->weights().param(param_).name));
+    if (receiver_->engine == nullptr || gradients.empty() || !gradients[0].defined())
+      return gradients;
+    // One in no param group is left to autograd.
+    if (receiver_->engine->weights().param(param_).group < 0) return gradients;
+    if (node_->tensor_post_acc_grad_hooks() == nullptr) {
+      receiver_->take(param_, gradients[0]);
+    } else {
+      if (!std::exchange(takes_lent_, true))
+        node_->add_post_hook(std::make_unique<TakeLent>(receiver_, param_));
+      receiver_->lend(param_, gradients[0]);
+    }
+    return {at::Tensor()};
   }
 
  private:
   std::shared_ptr<Receiver> receiver_;
   int param_;
+  autograd::Node* node_;     // that it hooks
+  bool takes_lent_ = false;  // hooks are rare, and cost every pass
 };
 
 // Also of a parameter that requires no gradient now: when it does, autograd uses this node.
@@ -106,7 +138,7 @@ std::shared_ptr<autograd::Node> accumulator_of(at::Tensor variable) {
 struct GradientHooks::Nodes {
   std::shared_ptr<Receiver> receiver = std::make_shared<Receiver>();
   std::vector<std::pair<std::shared_ptr<autograd::Node>, autograd::FunctionPreHook*>> hooked;
-  std::vector<autograd::Node*> trainable;
+  std::vector<autograd::Node*> by_param;  // null: it can have no gradient
 
   void add(std::shared_ptr<autograd::Node> node, std::unique_ptr<autograd::FunctionPreHook> hook) {
     hooked.emplace_back(node, hook.get());
@@ -118,17 +150,16 @@ GradientHooks::GradientHooks(engine::Engine& engine, const ParameterSet& paramet
                              AutogradPass& pass)
     : nodes_(std::make_unique<Nodes>()) {
   nodes_->receiver->engine = &engine;
+  nodes_->receiver->parameters = &parameters;
   nodes_->receiver->pass = &pass;
   nodes_->receiver->place = parameters.place();
   for (int i = 0; i < parameters.size(); ++i) {
     const at::Tensor& variable = parameters.variable(i);
-    if (engine.weights().param(i).trainable) {
-      auto node = accumulator_of(variable);
-      nodes_->trainable.push_back(node.get());
-      nodes_->add(std::move(node), std::make_unique<TakeGradient>(nodes_->receiver, i));
-    } else if (!variable.requires_grad() && variable.is_floating_point()) {
-      nodes_->add(accumulator_of(variable), std::make_unique<RefuseGradient>(nodes_->receiver, i));
-    }
+    auto node = variable.is_floating_point() ? accumulator_of(variable) : nullptr;
+    autograd::Node* const hooked = node.get();
+    nodes_->by_param.push_back(hooked);
+    if (hooked != nullptr)
+      nodes_->add(std::move(node), std::make_unique<TakeGradient>(nodes_->receiver, i, hooked));
   }
 }
 
@@ -142,10 +173,13 @@ GradientHooks::~GradientHooks() {
 bool GradientHooks::stored_by_running_graph() const {
   const auto* chosen = autograd::get_current_graph_task_exec_info();
   if (chosen == nullptr || chosen->empty()) return true;  // all leaves are
-  return std::any_of(nodes_->trainable.begin(), nodes_->trainable.end(), [&](auto* node) {
-    const auto found = chosen->find(node);
-    return found != chosen->end() && found->second.needed_;
-  });
+  const engine::Weights& weights = nodes_->receiver->engine->weights();
+  for (int param = 0; param < weights.param_count(); ++param) {
+    if (weights.param(param).group < 0) continue;
+    const auto found = chosen->find(nodes_->by_param[static_cast<std::size_t>(param)]);
+    if (found != chosen->end() && found->second.needed_) return true;
+  }
+  return false;
 }
 
 void GradientHooks::take(int param, const at::Tensor& gradient) {
@@ -156,6 +190,7 @@ GradientHooks::Destination GradientHooks::begin_take(int param) {
   Receiver& receiver = *nodes_->receiver;
   const engine::Weights& weights = receiver.engine->weights();
   receiver.pass->begin();
+  receiver.took = true;
   const engine::GradientPlace place = receiver.engine->reducer().begin_add(
       weights.trainable_unit_of(param).id, weights.slot_index_of(param));
   const auto options =
@@ -173,8 +208,25 @@ void GradientHooks::end_take(int param) {
                            engine.weights().slot_index_of(param));
 }
 
-void GradientHooks::set_factor(double factor) {
+void GradientHooks::begin_pass(double factor) {
   nodes_->receiver->factor = factor;
+  nodes_->receiver->took = false;
+}
+
+bool GradientHooks::took() const {
+  return nodes_->receiver->took;
+}
+
+// What hooks had when a run of the graph has left their node out.
+void GradientHooks::end_pass() {
+  Receiver& receiver = *nodes_->receiver;
+  while (!receiver.lent.empty()) receiver.take_lent(receiver.lent.back());
+}
+
+void GradientHooks::abandon_pass() noexcept {
+  Receiver& receiver = *nodes_->receiver;
+  for (const int param : receiver.lent) receiver.grad_of(param).reset();
+  receiver.lent.clear();
 }
 
 }  // namespace strata::torch

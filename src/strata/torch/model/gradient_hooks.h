@@ -1,17 +1,19 @@
 // Takes gradients where autograd would store them. A pre-hook on each trainable parameter's
-// AccumulateGrad node hands the gradient to the engine and gives autograd nothing, so `.grad` is
-// never made. Hooks of the user (tensor hooks before, post-accumulate hooks after) keep working,
-// since they are kept elsewhere. The first gradient of a backward pass begins the pass, unless it
-// runs already (AutogradPass).
+// AccumulateGrad node hands the gradient to the engine and gives autograd nothing, so autograd
+// makes no `.grad`. Hooks of the user's see what they would in torch: tensor hooks run before; for
+// post-accumulate hooks `.grad` is this pass's gradient on this rank, divided and scaled as it will
+// count, and what they leave there goes to the engine when they have run. The first gradient of a
+// backward pass begins the pass, unless it runs already (AutogradPass).
 //
-// A parameter that was frozen when the engine was made refuses its first gradient. One that
-// requires gradients and is not trained by the engine is left to autograd, `.grad` and all.
+// A parameter that was frozen when the engine was made is hooked, too: FrozenParameters sees to it
+// that there is room for its gradient when one comes. One that requires gradients and is in no
+// param group is left to autograd, `.grad` and all.
 //
 // Threads: the hooks run in autograd's threads, one at a time for one device. Ownership:
 // keeps the AccumulateGrad nodes alive (a tensor holds its node weakly); the hooks hold the
 // receiver weakly through a shared switch, and do nothing once this object is gone.
 // A sparse gradient is made dense, which is said once in a process.
-// Errors: UsageError, thrown out of backward, for parameters that were frozen.
+// Errors: UsageError, thrown out of backward, for frozen parameters that cannot be trained (tiles).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,8 +49,12 @@ class GradientHooks {
   };
   Destination begin_take(int param);
   void end_take(int param);
-  // What gradients are multiplied by when they come.
-  void set_factor(double factor);
+  // A pass begins, whose gradients are multiplied by `factor` when they come; has brought some; is
+  // over, or has failed.
+  void begin_pass(double factor);
+  bool took() const;
+  void end_pass();
+  void abandon_pass() noexcept;
 
  private:
   struct Nodes;

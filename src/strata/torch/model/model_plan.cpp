@@ -27,7 +27,7 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
           "(requires_grad=False), or convert it before initialize(); it is of {}",
           spec.name, name_of(spec.dtype)));
     }
-    spec.group = std::max(parameter.group, 0);
+    spec.group = parameter.group;
     specs.push_back(std::move(spec));
   }
   engine::place_params(specs, config.offload);
@@ -35,6 +35,13 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
 }
 
 }  // namespace
+
+plan::ModelPlan plan_now(const PlannedModel& model, const engine::Weights& weights) {
+  plan::ModelPlan plan = model.plan;
+  for (const engine::Unit& unit : weights.units())
+    plan.units[static_cast<std::size_t>(unit.id)].trainable = unit.trainable();
+  return plan;
+}
 
 engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config) {
   return forecast::engine_options_of(model.specs, config);

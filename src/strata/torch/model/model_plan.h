@@ -30,6 +30,8 @@ PlannedModel plan_model(const ModelInput& input, const engine::Config& config,
 
 // Of an engine for this model. Where parameters keep their dtypes, numbers of elements in the
 // configuration become bytes with the width of the one that most elements have.
+// The plan, in which what was frozen and is trained by now is trainable.
+plan::ModelPlan plan_now(const PlannedModel& model, const engine::Weights& weights);
 engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config);
 
 // Of a job that does not run. `config.batch` must be complete for that many ranks. `free`: on a

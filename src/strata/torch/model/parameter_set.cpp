@@ -12,29 +12,11 @@
 namespace strata::torch {
 namespace {
 
-c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::Device place) {
-  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
-                                               c10::DataPtr(nullptr, place), nullptr,
-                                               /*resizable=*/false);
-}
-
-// A view made without set_(), whose bounds checks would need memory behind the storage.
-at::Tensor make_view(const c10::intrusive_ptr<c10::StorageImpl>& storage,
-                     const plan::ParamSpec& spec, Numel offset) {
-  const auto scalar = to_scalar_type(spec.dtype);
-  const c10::DispatchKey key = c10::computeDispatchKey(scalar, c10::kStrided, storage->device());
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(scalar));
-  view.unsafeGetTensorImpl()->set_storage_offset(offset.value);
-  view.unsafeGetTensorImpl()->set_sizes_contiguous(spec.shape);
-  return view;
-}
-
-// What set_data() does to tensors of one dtype and device. It is an operator, which would ask for
-// values that are awaited.
-void point(const at::Tensor& variable, const at::Tensor& view) {
-  variable.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
-}
+// Memory that views keep, and the device that must outlive it.
+struct KeptMemory {
+  std::shared_ptr<void> device;
+  std::shared_ptr<void> memory;  // goes first
+};
 
 at::Tensor as_raw_bytes(const at::Tensor& tensor) {
   return tensor.detach().contiguous().reshape({-1}).view(at::kByte);
@@ -42,8 +24,9 @@ at::Tensor as_raw_bytes(const at::Tensor& tensor) {
 
 }  // namespace
 
-ParameterSet::ParameterSet(std::vector<at::Tensor> variables, c10::Device place)
-    : variables_(std::move(variables)), place_(place) {
+ParameterSet::ParameterSet(std::vector<at::Tensor> variables, c10::Device place,
+                           std::shared_ptr<void> device)
+    : variables_(std::move(variables)), place_(place), device_(std::move(device)) {
   for (std::size_t i = 0; i < variables_.size(); ++i)
     index_.emplace(variables_[i].unsafeGetTensorImpl(), static_cast<int>(i));
 }
@@ -54,22 +37,21 @@ int ParameterSet::index_of(const at::Tensor& variable) const {
 }
 
 void ParameterSet::bind(const engine::Weights& weights) {
-  STRATA_ASSERT(views_.empty());
-  views_.resize(variables_.size());
+  STRATA_ASSERT(storages_.empty());
   unit_of_.resize(variables_.size());
+  storages_.reserve(variables_.size());
   for (const engine::Unit& unit : weights.units()) {
-    UnitStorage storage{.impl = make_storage(place_), .params = unit.spec.params};
-    for (const plan::Slot& slot : unit.layout.slots()) {
-      views_[static_cast<std::size_t>(slot.param)] =
-          make_view(storage.impl, weights.param(slot.param), slot.offset);
-      unit_of_[static_cast<std::size_t>(slot.param)] = static_cast<int>(units_.size());
-    }
-    units_.push_back(std::move(storage));
+    for (const int param : unit.spec.params)
+      unit_of_[static_cast<std::size_t>(param)] = static_cast<int>(units_.size());
+    units_.push_back({.params = unit.spec.params});
   }
   for (std::size_t i = 0; i < variables_.size(); ++i) {
-    const auto scalar = to_scalar_type(weights.param(static_cast<int>(i)).dtype);
-    empties_.push_back(at::empty({0}, at::TensorOptions().dtype(scalar).device(place_)));
-    variables_[i].set_data(views_[i]);
+    const int param = static_cast<int>(i);
+    const plan::ParamSpec& spec = weights.param(param);
+    storages_.emplace_back(spec, weights.slot_of(param).offset, place_);
+    empties_.push_back(
+        at::empty({0}, at::TensorOptions().dtype(to_scalar_type(spec.dtype)).device(place_)));
+    variables_[i].set_data(storages_[i].view());
   }
 }
 
@@ -94,8 +76,8 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
     variables_[i].set_data(given ? full[i] : empties_[i]);
   }
   forget_awaited();
-  for (UnitStorage& unit : units_) give_memory(unit, {});
-  views_.clear();
+  for (ParameterStorage& storage : storages_) storage.take();
+  storages_.clear();
   units_.clear();
   variables_.clear();
   accumulators_.clear();
@@ -103,21 +85,19 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
 }
 
 void ParameterSet::forget_awaited() {
-  for (UnitStorage& unit : units_) {
-    if (unit.awaited != nullptr) unit.awaited->forget();
-  }
+  for (ParameterStorage& storage : storages_) storage.forget_awaited();
+}
+
+std::size_t ParameterSet::others(int unit) const {
+  std::size_t result = 0;
+  for (const int param : units_[static_cast<std::size_t>(unit)].params)
+    result += storage_of(param).others(variable(param));
+  return result;
 }
 
 bool ParameterSet::held_elsewhere(int unit) const {
-  const UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
-  std::size_t ours =
-      1 + storage.params.size();  // the storage itself, and a view for each parameter
-  for (const int param : storage.params) {
-    const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
-    if (variable.storage().unsafeGetStorageImpl() == storage.impl.get()) ++ours;
-  }
-  if (storage.impl.use_count() > ours) return true;
-  return std::ranges::any_of(storage.params, [this](int param) {
+  if (others(unit) > 0) return true;
+  return std::ranges::any_of(units_[static_cast<std::size_t>(unit)].params, [this](int param) {
     const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
     const bool has_node =
         ::torch::autograd::impl::try_get_grad_accumulator(variable) != nullptr;  // it holds one
@@ -132,43 +112,68 @@ void ParameterSet::attach(int unit, std::span<std::byte> flat) {
     early_[index] = flat;
     return;
   }
-  UnitStorage& storage = units_[index];
-  give_memory(storage, flat);
-  point_all(storage, Pointed::kAtUnit);
+  for (const int param : units_[index].params) storage_of(param).give(flat.data());
+  point_all(unit, Pointed::kAtUnit);
 }
 
 void ParameterSet::detach(int unit) {
   if (units_.empty()) return;
-  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
-  point_all(storage, Pointed::kAtNothing);
-  give_memory(storage, {});
+  const bool keeps = held(unit);
+  point_all(unit, Pointed::kAtNothing);
+  for (const int param : units_[static_cast<std::size_t>(unit)].params) {
+    ParameterStorage& storage = storage_of(param);
+    const bool left = keeps && storage.others(variable(param)) > 0 && storage.leave_copy();
+    if (!left) storage.take();
+  }
+}
+
+void ParameterSet::leave(int unit, std::shared_ptr<void> memory) {
+  STRATA_ASSERT(!units_.empty());
+  const auto kept = std::make_shared<KeptMemory>(KeptMemory{device_, std::move(memory)});
+  point_all(unit, Pointed::kAtNothing);
+  for (const int param : units_[static_cast<std::size_t>(unit)].params) {
+    ParameterStorage& storage = storage_of(param);
+    if (storage.others(variable(param)) > 0) {
+      storage.leave(kept);
+    } else {
+      storage.take();
+    }
+  }
 }
 
 bool ParameterSet::await(int unit) {
   if (units_.empty() || !complete_ || !may_await_ || !AwaitedStorage::available()) return false;
-  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
-  if (storage.awaited == nullptr) make_awaited(unit);
-  // Ours are the storage itself, what awaits it, a view for each parameter, and the parameter.
-  if (storage.impl.use_count() > 2 + 2 * storage.params.size()) return false;
-  storage.awaited->set_nbytes(storage.impl->nbytes());  // who copies it must not find it empty
-  point_all(storage, Pointed::kAtAwaited);
+  if (others(unit) > 0) return false;
+  point_all(unit, Pointed::kAtAwaited);
   return true;
 }
 
-void ParameterSet::point_all(UnitStorage& storage, Pointed at) {
-  for (std::size_t i = 0; i < storage.params.size(); ++i) {
-    const int param = storage.params[i];
-    const auto index = static_cast<std::size_t>(param);
-    if (lost_ < 0 && replaced(param) &&
-        !(storage.pointed == Pointed::kAtUnit && at == Pointed::kAtNothing &&
-          has_values_of_unit(param))) {
-      lost_ = param;
-    }
-    point(variables_[index], at == Pointed::kAtUnit      ? views_[index]
-                             : at == Pointed::kAtNothing ? empties_[index]
-                                                         : storage.awaited_views[i]);
+const at::Tensor& ParameterSet::target(int param, Pointed at) {
+  switch (at) {
+    case Pointed::kAtNothing:
+      return empties_[static_cast<std::size_t>(param)];
+    case Pointed::kAtUnit:
+      return storage_of(param).view();
+    case Pointed::kAtAwaited:
+      break;
   }
-  storage.pointed = at;
+  const int unit = unit_of_[static_cast<std::size_t>(param)];
+  return storage_of(param).awaited_view([this, unit] { complete_(unit); });
+}
+
+void ParameterSet::point_all(int unit, Pointed at) {
+  UnitParams& there = units_[static_cast<std::size_t>(unit)];
+  for (const int param : there.params) {
+    const bool was_replaced = replaced(param);
+    if (was_replaced && lost_ < 0) {
+      const bool may_tell =  // what is attached now has not the values that the tensor was made of
+          there.pointed == Pointed::kAtNothing || at == Pointed::kAtNothing;
+      if (!may_tell || !has_nothing_new(param)) lost_ = param;
+    }
+    point(variable(param), target(param, at));
+    if (was_replaced && lost_ != param) restore_node(param);
+  }
+  there.pointed = at;
 }
 
 bool ParameterSet::replaced(int param) const {
@@ -176,32 +181,44 @@ bool ParameterSet::replaced(int param) const {
   const auto index = static_cast<std::size_t>(param);
   const at::Tensor& variable = variables_[index];
   const c10::StorageImpl* storage = variable.storage().unsafeGetStorageImpl();
-  const UnitStorage& unit = units_[static_cast<std::size_t>(unit_of_[index])];
-  if (unit.pointed == Pointed::kAtNothing)
+  const ParameterStorage& own = storages_[index];
+  if (unit_of(param).pointed == Pointed::kAtNothing)
     return storage != empties_[index].storage().unsafeGetStorageImpl();
-  if (storage != unit.impl.get() && storage != unit.awaited.get()) return true;
-  const at::Tensor& view = views_[index];
+  if ((storage != own.impl() && storage != own.awaited()) || own.moved()) return true;
+  const at::Tensor& view = own.view();
   return variable.storage_offset() != view.storage_offset() || variable.sizes() != view.sizes() ||
          variable.strides() != view.strides();
 }
 
-bool ParameterSet::has_values_of_unit(int param) const {
+bool ParameterSet::has_values_of_unit(int param) {
   const at::NoGradGuard no_grad;
+  storage_of(param).forget_moved();
   const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
-  const at::Tensor& view = views_[static_cast<std::size_t>(param)];
-  if (variable.scalar_type() != view.scalar_type() || variable.sizes() != view.sizes() ||
-      variable.is_meta()) {
+  const at::Tensor& view = full_view(param);
+  const bool converted = variable.scalar_type() != view.scalar_type();
+  if (variable.sizes() != view.sizes() || variable.is_meta() ||
+      (converted && !(variable.is_floating_point() && view.is_floating_point()))) {
     return false;
   }
-  return at::equal(as_raw_bytes(variable.to(place_)), as_raw_bytes(view));
+  const at::Tensor values = variable.detach().to(view.options());
+  if (!at::equal(as_raw_bytes(values), as_raw_bytes(view))) return false;
+  if (converted) converted_ = param;
+  return true;
+}
+
+bool ParameterSet::has_nothing_new(int param) {
+  const Pointed pointed = unit_of(param).pointed;
+  if (pointed == Pointed::kAtUnit) return has_values_of_unit(param);
+  const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  if (pointed != Pointed::kAtNothing || variable.numel() > 0) return false;
+  if (variable.scalar_type() != full_view(param).scalar_type()) converted_ = param;
+  return true;
 }
 
 int ParameterSet::find_changed() {
   for (int param = 0; param < size(); ++param) {
     if (!replaced(param)) continue;
-    const UnitStorage& unit =
-        units_[static_cast<std::size_t>(unit_of_[static_cast<std::size_t>(param)])];
-    if (unit.pointed != Pointed::kAtUnit || !has_values_of_unit(param)) return param;
+    if (!has_nothing_new(param)) return param;
     put_back(param);
   }
   return -1;
@@ -209,41 +226,27 @@ int ParameterSet::find_changed() {
 
 void ParameterSet::take_in(int param) {
   const at::NoGradGuard no_grad;
+  storage_of(param).forget_moved();
   const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
-  STRATA_ASSERT(variable.sizes() == views_[static_cast<std::size_t>(param)].sizes());
-  views_[static_cast<std::size_t>(param)].copy_(variable.detach());
+  STRATA_ASSERT(variable.sizes() == full_view(param).sizes());
+  full_view(param).copy_(variable.detach());
 }
 
 void ParameterSet::put_back(int param) {
   if (units_.empty()) return;
   const auto index = static_cast<std::size_t>(param);
-  const UnitStorage& unit = units_[static_cast<std::size_t>(unit_of_[index])];
   if (replaced(param)) {
-    at::Tensor there = unit.pointed == Pointed::kAtNothing ? empties_[index] : views_[index];
-    if (unit.pointed == Pointed::kAtAwaited) {
-      const auto position = std::ranges::find(unit.params, param) - unit.params.begin();
-      there = unit.awaited_views[static_cast<std::size_t>(position)];
-    }
-    point(variables_[index], there);
+    storages_[index].forget_moved();
+    point(variables_[index], target(param, unit_of(param).pointed));
   }
-  const auto node = index < accumulators_.size() ? accumulators_[index].lock() : nullptr;
-  if (node != nullptr) ::torch::autograd::impl::set_grad_accumulator(variables_[index], node);
+  restore_node(param);
   if (lost_ == param) lost_ = -1;
 }
 
-void ParameterSet::make_awaited(int unit) {
-  UnitStorage& storage = units_[static_cast<std::size_t>(unit)];
-  storage.awaited =
-      c10::make_intrusive<AwaitedStorage>(storage.impl, [this, unit] { complete_(unit); });
-  for (const int param : storage.params) {
-    const at::Tensor& view = views_[static_cast<std::size_t>(param)];
-    storage.awaited_views.push_back(AwaitedStorage::view(storage.awaited, view));
-  }
-}
-
-void ParameterSet::give_memory(UnitStorage& storage, std::span<std::byte> memory) const {
-  storage.impl->set_data_ptr_noswap(c10::DataPtr(memory.data(), place_));
-  storage.impl->set_nbytes(memory.size());
+void ParameterSet::restore_node(int param) {
+  const auto index = static_cast<std::size_t>(param);
+  const auto node = index < accumulators_.size() ? accumulators_[index].lock() : nullptr;
+  if (node != nullptr) ::torch::autograd::impl::set_grad_accumulator(variables_[index], node);
 }
 
 }  // namespace strata::torch

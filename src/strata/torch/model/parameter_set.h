@@ -1,10 +1,14 @@
 // The model's parameters as torch sees them, pointed at the engine's memory.
 //
-// Each unit has one torch storage for its whole life. Gathering gives it memory, releasing takes
+// Each parameter has a torch storage (ParameterStorage). Gathering gives it memory, releasing takes
 // the memory away, so views that autograd saved (weight.t() and the like) stay valid at the next
 // gather, at whatever address. A gathered parameter is a view of its full shape; a released one is
 // empty, shape [0], as frameworks made for sharded training expect. The user's tensor object never
 // changes.
+//
+// Views that a script holds (a state dict, p.detach(), p.numpy()) keep the values that they had
+// when the unit goes: held(), leave(). While a graph is pending that needs the unit, they cannot be
+// told from what autograd saved; then reading one is torch's RuntimeError until the next gather.
 //
 // A unit that stays whole may be refreshed beside the next forward: its parameters are awaited
 // (AwaitedStorage) until its attach(), unless somebody holds a view of its memory: such a reader
@@ -12,17 +16,19 @@
 //
 // A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). Nobody tells us, so
 // who depends on it asks: replaced(). Where the next attach() or detach() comes first, that is kept
-// for lost(). torch gives such a tensor a new AccumulateGrad node where its kind has changed;
-// put_back() gives it the node back that settle() saw, with the hooks on it.
+// for lost(), but for what brings no values: an empty tensor in place of a released parameter, or
+// the same values in another dtype, as module.to(dtype) leaves them (converted()). torch gives such
+// a tensor a new AccumulateGrad node where its kind has changed; put_back() gives it the node back
+// that settle() saw, with the hooks on it.
 //
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
 // but for readers of awaited parameters and await_no_more().
 // Ownership: shares the user's tensors until unbind(); the memory behind them belongs to the
-// engine, so after the engine is gone released parameters stay empty until new data is set.
+// engine, or to views after leave(), so after the engine is gone released parameters stay empty
+// until new data is set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
@@ -35,14 +41,16 @@
 
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weights.h"
-#include "strata/torch/model/awaited_storage.h"
+#include "strata/torch/model/parameter_storage.h"
 
 namespace strata::torch {
 
 class ParameterSet final : public engine::ParameterViews {
  public:
-  // `variables`: by parameter index; anywhere until bind(). `place`: of the engine's memory.
-  ParameterSet(std::vector<at::Tensor> variables, c10::Device place);
+  // `variables`: by parameter index; anywhere until bind(). `place`: of the engine's memory, which
+  // `device` must outlive where views keep it.
+  ParameterSet(std::vector<at::Tensor> variables, c10::Device place,
+               std::shared_ptr<void> device = nullptr);
 
   // Makes storages and views for the engine's layout and points every parameter at its full shape,
   // still without memory: the moment to make autograd nodes, which record that shape. Until then
@@ -56,6 +64,8 @@ class ParameterSet final : public engine::ParameterViews {
   // Nothing before bind().
   void unbind(std::span<const at::Tensor> full = {});
 
+  // Whether a graph that is still to be run needs the unit; null: none does.
+  void on_graphs(std::function<bool(int unit)> pending) { pending_ = std::move(pending); }
   // Who is asked for the values of a unit that are awaited. Until then none are.
   void on_wanted(std::function<void(int unit)> complete) { complete_ = std::move(complete); }
   // From now on units are complete before their parameters point at them. Any thread.
@@ -65,13 +75,20 @@ class ParameterSet final : public engine::ParameterViews {
 
   void attach(int unit, std::span<std::byte> flat) override;
   void detach(int unit) override;
+  bool held(int unit) const override {
+    return !units_.empty() && others(unit) > 0 && !pending(unit);
+  }
+  void leave(int unit, std::shared_ptr<void> memory) override;
   bool await(int unit) override;
 
   const at::Tensor& variable(int param) const {
     return variables_[static_cast<std::size_t>(param)];
   }
   // The full-shape view; its storage has memory while the unit is gathered.
-  const at::Tensor& full_view(int param) const { return views_[static_cast<std::size_t>(param)]; }
+  const at::Tensor& full_view(int param) const { return storage_of(param).view(); }
+  // Tensors beside the user's parameters and ours that share this unit's memory.
+  std::size_t others(int unit) const;
+  bool pending(int unit) const { return pending_ && pending_(unit); }
   // Whether a tensor that is neither the user's parameter nor ours has to do with this sharded
   // unit's memory: a view of it, or what autograd saved. It may say yes in vain.
   bool held_elsewhere(int unit) const;
@@ -82,6 +99,9 @@ class ParameterSet final : public engine::ParameterViews {
   int find_changed();
   // A parameter whose replaced memory is lost, since its unit came or went meanwhile; -1: none.
   int lost() const { return lost_; }
+  // One that had been given no values, or its own, in another dtype, and has its own dtype again;
+  // -1: none since the last call.
+  int take_converted() { return std::exchange(converted_, -1); }
   // Copies the values that a replaced tensor has into its gathered unit: of its shape, any dtype.
   void take_in(int param);
   // Points the user's tensor at the unit's memory again, and gradients at their node; what is lost
@@ -94,30 +114,38 @@ class ParameterSet final : public engine::ParameterViews {
 
  private:
   enum class Pointed { kAtNothing, kAtUnit, kAtAwaited };
-  struct UnitStorage {
-    c10::intrusive_ptr<c10::StorageImpl> impl;
+  struct UnitParams {
     std::vector<int> params;
-    Pointed pointed = Pointed::kAtUnit;               // where bind() leaves them
-    c10::intrusive_ptr<AwaitedStorage> awaited = {};  // null: they never were
-    std::vector<at::Tensor> awaited_views = {};       // by position in `params`
+    Pointed pointed = Pointed::kAtUnit;  // where bind() leaves them
   };
 
-  void make_awaited(int unit);
-  void point_all(UnitStorage& storage, Pointed at);
-  bool has_values_of_unit(int param) const;
-  void give_memory(UnitStorage& storage, std::span<std::byte> memory) const;
+  ParameterStorage& storage_of(int param) { return storages_[static_cast<std::size_t>(param)]; }
+  const ParameterStorage& storage_of(int param) const {
+    return storages_[static_cast<std::size_t>(param)];
+  }
+  const UnitParams& unit_of(int param) const {
+    return units_[static_cast<std::size_t>(unit_of_[static_cast<std::size_t>(param)])];
+  }
+  const at::Tensor& target(int param, Pointed at);
+  void point_all(int unit, Pointed at);
+  bool has_values_of_unit(int param);
+  bool has_nothing_new(int param);
+  void restore_node(int param);
 
   std::vector<at::Tensor> variables_;
   std::unordered_map<const void*, int> index_;  // by TensorImpl
   c10::Device place_;
+  std::shared_ptr<void> device_;
+  std::function<bool(int unit)> pending_;
   std::function<void(int unit)> complete_;
   std::atomic<bool> may_await_{true};
-  std::vector<at::Tensor> views_;
+  std::vector<ParameterStorage> storages_;  // by parameter, after bind()
   std::vector<at::Tensor> empties_;
   std::vector<int> unit_of_;                                          // by parameter
   std::vector<std::weak_ptr<::torch::autograd::Node>> accumulators_;  // by parameter, or expired
-  std::vector<UnitStorage> units_;
+  std::vector<UnitParams> units_;
   int lost_ = -1;
+  int converted_ = -1;
   std::vector<std::span<std::byte>> early_;  // attached before bind(), by unit
 };
 

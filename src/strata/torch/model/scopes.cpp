@@ -31,6 +31,8 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     bool holds = true;  // its units; else it is there for who looks on
     ScopeRange range;
     enum { kWaiting, kRunning, kOver } state = kWaiting;
+    bool may_run_again = false;  // the graph that ran was to be kept
+    bool pending() const { return state != kOver || may_run_again; }
   };
 
   engine::Engine* engine = nullptr;  // null once the owner is gone
@@ -43,6 +45,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   std::vector<int> labels;       // of the recorder, by scope
   std::vector<Entered> entered;  // innermost last
   std::vector<std::shared_ptr<Life>> running;
+  std::vector<std::vector<std::weak_ptr<const Life>>> lives;  // by unit; they go with their graphs
   // The thread that is inside a scope's forward, a backward pass or a step; none: no thread is.
   std::atomic<std::thread::id> driver{};
   std::mutex reads_mutex;            // guards what follows
@@ -94,6 +97,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     if (life->holds) acquire(life->scope);
     life->range = range(engine::Activity::kBackward, life->scope);
     life->state = Life::kRunning;
+    life->may_run_again = autograd::get_current_graph_task_keep_graph();
     running.push_back(life);
     // Inputs without a producer never end the life. The end of this run of the graph does: of the
     // whole backward pass, or of the one inside a reentrant checkpoint, whose inputs are all
@@ -126,6 +130,7 @@ Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes,
     tracker_->labels.push_back(engine.recorder().add_label(scope.name));
   }
   tracker_->scopes = std::move(scopes);
+  tracker_->lives.resize(engine.weights().units().size());
 }
 
 Scopes::~Scopes() {
@@ -185,6 +190,12 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
   auto life = std::make_shared<Life>();
   life->scope = scope;
   life->holds = sharded;
+  for (const int unit :
+       sharded ? scopes[static_cast<std::size_t>(scope)].units : std::vector<int>{}) {
+    auto& of_unit = lives[static_cast<std::size_t>(unit)];
+    std::erase_if(of_unit, [](const auto& one) { return one.expired(); });
+    of_unit.push_back(life);
+  }
   const std::weak_ptr<Tracker> tracker = weak_from_this();
   // An input that was changed in place has a node of the scope itself by now.
   const auto ours = [sequence](const autograd::Node* n) { return n->sequence_nr() >= sequence; };
@@ -213,6 +224,13 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
       if (const auto t = tracker.lock()) t->end(life);
     });
   }
+}
+
+bool Scopes::pending(int unit) const {
+  return std::ranges::any_of(tracker_->lives[static_cast<std::size_t>(unit)], [](const auto& one) {
+    const auto life = one.lock();
+    return life != nullptr && life->pending();
+  });
 }
 
 void Scopes::read(int unit) {

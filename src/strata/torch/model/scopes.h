@@ -58,6 +58,10 @@ class Scopes {
   // error is the cause.
   void abandon(int scope) noexcept;
 
+  // Whether a graph that is still to be run needs the unit: of a forward whose backward has not
+  // been, or may be again (retain_graph).
+  bool pending(int unit) const;
+
   void read(int unit);
   // Lets go of what read() gathered of this unit.
   void end_reads(int unit);

@@ -31,7 +31,9 @@ TrainingPasses::TrainingPasses(engine::Engine& engine, const ParameterSet& param
       scales_loss_(config.precision.scales_loss()),
       pass_({[this] { return hooks_.stored_by_running_graph(); }, [this] { begin_found(); },
              [this] { end_found(); }, [this] { abandon_backward(); }}),
+      frozen_(engine, parameters),
       hooks_(engine, parameters, pass_),
+      shown_(engine, control_, parameters),
       scopes_(engine, scopes_of(model), [this](std::span<const at::Tensor> outputs) {
         if (in_root_ == 0) pass_.expect(outputs);
       }) {}
@@ -42,6 +44,7 @@ void TrainingPasses::begin_forward() {
   begun_ = true;
   if (engine_.in_backward()) return;  // a checkpoint runs the forward again
   scopes_.release_idle_reads();
+  frozen_.train_unfrozen();
   engine_.begin_forward();
 }
 
@@ -50,7 +53,6 @@ void TrainingPasses::enter_root() {
     begin_forward();
     begun_ = false;
   }
-  called_ = true;
   ++in_root_;
 }
 
@@ -61,21 +63,33 @@ void TrainingPasses::leave_root(std::span<const at::Tensor> outputs) {
 void TrainingPasses::begin_backward() {
   pass_.settle();
   scopes_.failure().rethrow();
-  if (std::exchange(called_, false) && !engine_.forward_seen()) engine_.begin_forward();
+  frozen_.train_unfrozen();
+  shown_.take_back();
+  unforeseen_ = !engine_.forward_seen();
+  if (unforeseen_) engine_.begin_forward();
   control_.begin_backward();
   scopes_.begin_backward();
-  hooks_.set_factor(1.0);
+  hooks_.begin_pass(1.0);
   pass_.drive(true);
 }
 
 void TrainingPasses::end_backward() {
   pass_.drive(false);
+  if (unforeseen_ && !hooks_.took()) {
+    throw UsageError(
+        "backward(loss) gave no parameter of this engine a gradient, and no forward of the engine "
+        "came before it; give it a loss that depends on this engine's parameters, or call "
+        "backward() of the engine whose model made it");
+  }
+  hooks_.end_pass();
   scopes_.end_backward();
   control_.end_backward();
+  shown_.show();
 }
 
 void TrainingPasses::begin_found() {
   scopes_.failure().rethrow();
+  frozen_.train_unfrozen();
   const std::optional<double> loss_scale = ScaledRun::scale_here();
   if (scales_loss_ && !loss_scale) {
     throw UsageError(
@@ -83,6 +97,8 @@ void TrainingPasses::begin_found() {
         "engine.scale(loss).backward(), or engine.backward(loss)");
   }
   keeps_ = in_root_ > 0;
+  shown_.take_back();
+  unforeseen_ = false;  // it is a gradient of ours that it was found by, or one that will come
   if (!engine_.forward_seen()) engine_.begin_forward();
   if (keeps_) {
     engine_.begin_backward(/*boundary=*/false, /*synchronise=*/false);
@@ -93,18 +109,19 @@ void TrainingPasses::begin_found() {
   const double scale = control_.loss_scaler().scale();  // 1 but in fp16
   const double to_ours = scale / loss_scale.value_or(scale);
   const auto steps = static_cast<double>(control_.accumulation_steps());
-  hooks_.set_factor(AutogradPass::divided() ? to_ours : to_ours / steps);
+  hooks_.begin_pass(AutogradPass::divided() ? to_ours : to_ours / steps);
 }
 
 void TrainingPasses::end_found() {
-  if (keeps_)
-    engine_.end_backward();
-  else
-    end_backward();
+  if (!keeps_) return end_backward();
+  hooks_.end_pass();
+  engine_.end_backward();
+  shown_.show();
 }
 
 void TrainingPasses::abandon_backward() noexcept {
   pass_.drive(false);
+  hooks_.abandon_pass();
   scopes_.failure().attempt([this] { scopes_.end_micro_step(); });
   scopes_.failure().attempt([this] { control_.abandon_backward(); });
 }
@@ -131,10 +148,31 @@ std::optional<engine::StepResult> TrainingPasses::step(
     std::span<const engine::GroupScalars> groups) {
   pass_.settle();
   scopes_.failure().rethrow();
-  called_ = false;
+  if (control_.ends_step()) {
+    engine_.parking().require_all("step()");
+    shown_.take_back();
+  }
   scopes_.end_micro_step();
   const Scopes::Claim claim(scopes_);
   return control_.step(groups);
+}
+
+void TrainingPasses::zero_gradients(bool keep) {
+  pass_.settle();
+  scopes_.failure().rethrow();
+  if (!keep) {
+    engine_.zero_gradients();
+    shown_.hide();
+    return;
+  }
+  engine_.parking().require_for_backward("zero_grad(set_to_none=False)");
+  shown_.take_back();
+  const engine::Weights& weights = engine_.weights();
+  for (int param = 0; param < weights.param_count(); ++param) {
+    if (engine_.reducer().record().got(param))
+      engine_.reducer().edits().drop(weights.unit_of(param).id, weights.slot_index_of(param), true);
+  }
+  if (engine_.reducer().record().collects()) shown_.show();
 }
 
 void TrainingPasses::let_go() {
@@ -145,6 +183,12 @@ void TrainingPasses::let_go() {
   } else {
     scopes_.end_micro_step();
   }
+}
+
+void TrainingPasses::free_gathered() {
+  let_go();
+  const Scopes::Claim claim(scopes_);
+  engine_.gatherer().free_memory();
 }
 
 }  // namespace strata::torch

@@ -9,6 +9,10 @@
 // root's forward (a loss that differentiates its own parts) keeps its gradients on the rank for the
 // pass that follows.
 //
+// A loss need not come from the root's forward: that of parts of the model, or of its parameters
+// alone, is as good. Told of one that gives no parameter a gradient, without such a forward before,
+// end_backward() throws UsageError: it is another model's.
+//
 // A pass that fails is abandoned; the error that ended it is its caller's. What fails while it is
 // abandoned is kept, and thrown by the next call: the engine is in no state to go on then.
 //
@@ -24,8 +28,10 @@
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
 #include "strata/torch/model/autograd_pass.h"
+#include "strata/torch/model/frozen_parameters.h"
 #include "strata/torch/model/gradient_hooks.h"
 #include "strata/torch/model/model_plan.h"
+#include "strata/torch/model/parameter_gradients.h"
 #include "strata/torch/model/parameter_set.h"
 #include "strata/torch/model/scopes.h"
 
@@ -56,14 +62,22 @@ class TrainingPasses {
   // divided by the accumulation steps if `by_accumulation`.
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
 
+  FrozenParameters& frozen() { return frozen_; }
   // take(), begin_take() and end_take().
   GradientHooks& gradients() { return hooks_; }
+  // What `.grad` is.
+  ParameterGradients& shown_gradients() { return shown_; }
+  // Drops the gradients of the step so far, on this rank; with `keep` they are zeroes. Between
+  // passes.
+  void zero_gradients(bool keep);
 
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
   // Between passes: lets go of what was gathered for reads outside scopes, but for what the graph
   // of a forward may have saved.
   void let_go();
+  // let_go(), and frees the memory of all that nobody holds. Collective where gathers are.
+  void free_gathered();
 
  private:
   void begin_found();
@@ -73,12 +87,15 @@ class TrainingPasses {
   engine::StepControl control_;
   bool scales_loss_;  // fp16
   AutogradPass pass_;
+  FrozenParameters frozen_;
   GradientHooks hooks_;
+  ParameterGradients shown_;
   Scopes scopes_;
-  bool begun_ = false;   // begin_forward() has been called for the root's next forward
-  bool called_ = false;  // the root, since the last backward pass or step; also without gradients
-  int in_root_ = 0;      // forwards of the root that have not returned
-  bool keeps_ = false;   // the found pass that runs keeps its gradients on this rank
+  bool begun_ = false;  // begin_forward() has been called for the root's next forward
+  int in_root_ = 0;     // forwards of the root that have not returned
+  bool keeps_ = false;  // the found pass that runs keeps its gradients on this rank
+  // No forward of the root came before the pass that runs: it has to prove that it is this model's.
+  bool unforeseen_ = false;
 };
 
 }  // namespace strata::torch

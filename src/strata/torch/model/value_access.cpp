@@ -28,17 +28,20 @@ std::vector<int> ValueAccess::units_of(std::span<const int> params) const {
 void ValueAccess::gather(std::span<const int> params) {
   for (const int unit : units_of(params)) {
     engine_.gatherer().acquire(unit);
-    ++held_[unit];
+    Held& held = held_[unit];
+    if (held.times++ == 0) held.others = parameters_.others(unit);
   }
 }
 
 void ValueAccess::release(std::span<const int> params, bool discard) {
   for (const int unit : units_of(params)) {
-    if (--held_[unit] > 0) {  // what an outer holder writes is its own to keep
+    Held& held = held_[unit];
+    if (--held.times > 0) {  // what an outer holder writes is its own to keep
       engine_.gatherer().release(unit);
       continue;
     }
     scopes_.end_reads(unit);
+    if (has_new_views(unit, held)) scopes_.read(unit);
     if (discard) {
       engine_.gatherer().discard(unit);
     } else {
@@ -47,6 +50,11 @@ void ValueAccess::release(std::span<const int> params, bool discard) {
     if (!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit))
       saved_.push_back(unit);
   }
+}
+
+bool ValueAccess::has_new_views(int unit, const Held& held) const {
+  return !engine_.weights().units()[static_cast<std::size_t>(unit)].whole &&
+         parameters_.others(unit) > held.others && parameters_.pending(unit);
 }
 
 void ValueAccess::publish(std::span<const int> params, int root) {
@@ -95,6 +103,7 @@ void ValueAccess::require_publishable(int param) const {
 void ValueAccess::require_own_memory() {
   const int lost = parameters_.lost();
   const int param = lost >= 0 ? lost : parameters_.find_changed();
+  tell_of_conversion();
   if (param < 0) return;
   for (int i = 0; i < parameters_.size(); ++i) parameters_.put_back(i);
   throw UsageError(fmt::format(
@@ -102,6 +111,17 @@ void ValueAccess::require_own_memory() {
       "which the engine neither reads nor updates; it has its own again now. Write values within "
       "strata.zero.GatheredParameters(params, modifier_rank=0), where such an assignment counts",
       engine_.weights().param(param).name));
+}
+
+void ValueAccess::tell_of_conversion() {
+  const int param = parameters_.take_converted();
+  if (param < 0 || std::exchange(told_of_conversion_, true) || engine_.collectives().rank() != 0)
+    return;
+  TORCH_WARN_ONCE(fmt::format(
+      "parameter '{}' was converted (module.to(dtype)) when the engine, or zero.Init, had it "
+      "already; it stays {}, as the configuration says. This is said once",
+      engine_.weights().param(param).name,
+      c10::toString(parameters_.full_view(param).scalar_type())));
 }
 
 bool ValueAccess::read(int param) {

@@ -31,7 +31,8 @@ class ValueAccess {
 
   // Gathers the units of these parameters and keeps them until release(). Nests.
   void gather(std::span<const int> params);
-  // `discard`: the last release() of a unit frees its memory, unless a scope uses it. What was
+  // `discard`: the last release() of a unit frees its memory, unless a scope uses it, or a graph is
+  // pending while views were made: then it stays as read() has it. What was
   // written to the gathered copies is lost, but for what publish() has made everybody's.
   void release(std::span<const int> params, bool discard);
   // Collective: what `root` holds now for these gathered parameters becomes everybody's value, also
@@ -39,8 +40,8 @@ class ValueAccess {
   // a dtype that the precision does not convert.
   void publish(std::span<const int> params, int root);
   // UsageError where a script gave a parameter other memory with other values than its unit has,
-  // past publish(): training would neither see nor change it. It is given back its own then. Cheap:
-  // some comparisons a parameter.
+  // past publish(): training would neither see nor change it. It is given back its own then. That
+  // the dtype alone is another one is said once, by rank 0. Cheap: some comparisons a parameter.
   void require_own_memory();
   // A parameter wanted outside any scope; false if it is there already.
   bool read(int param);
@@ -62,6 +63,7 @@ class ValueAccess {
   void complete(int unit);
 
  private:
+  void tell_of_conversion();
   // Elements [begin, end) of a parameter, which this rank owns, into `target`, on its stream.
   void read_own(int param, Numel begin, Numel end, std::byte* target) const;
   std::vector<int> units_of(std::span<const int> params) const;
@@ -71,8 +73,16 @@ class ValueAccess {
   ParameterSet& parameters_;
   Scopes& scopes_;
   const engine::PrecisionConfig& precision_;
-  std::unordered_map<int, int> held_;  // by unit: gather() without release()
-  std::vector<int> saved_;             // units that were released though others held them
+  struct Held {
+    int times = 0;           // gather() without release()
+    std::size_t others = 0;  // ParameterSet::others() at the first
+  };
+  // A script has made views since, which autograd's cannot be told from while a graph is pending.
+  bool has_new_views(int unit, const Held& held) const;
+
+  std::unordered_map<int, Held> held_;  // by unit
+  bool told_of_conversion_ = false;
+  std::vector<int> saved_;  // units that were released though others held them
   struct Step {
     std::thread::id thread;
     c10::Stream stream;

@@ -44,7 +44,6 @@ class C10dCollectives final : public comm::Collectives {
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
     require_usable();
-    failure_->throw_if_a_peer_failed();
     auto memory = std::make_shared<memory::HostBuffer>(bytes);
     const std::span<std::byte> span = memory->bytes();
     return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(memory), span);
@@ -129,6 +128,11 @@ class C10dCollectives final : public comm::Collectives {
 
   void all_left() noexcept override { failure_->all_left(); }
 
+  void require_usable() override {
+    require_own_group();
+    failure_->throw_if_a_peer_failed();
+  }
+
   void end(comm::Ending ending, std::string_view reason) noexcept override {
     failure_->end(ending, reason);
   }
@@ -138,13 +142,13 @@ class C10dCollectives final : public comm::Collectives {
     return [failure = failure_, what](const std::string& error) { failure->fail(what, error); };
   }
 
-  void require_usable() const {
+  void require_own_group() const {
     failure_->rethrow();
     static_cast<void>(group_->get());
   }
 
   std::vector<std::string> gather_text(const std::string& text) {
-    require_usable();
+    require_own_group();
     const int world = world_size();
     std::int64_t length = static_cast<std::int64_t>(text.size());
     at::Tensor mine = as_tensor(&length, 1, at::kLong);
@@ -169,7 +173,7 @@ class C10dCollectives final : public comm::Collectives {
 
   // A handful of bytes from everybody, before sizes and kinds must agree.
   void require_same_operation(const std::string& what) {
-    require_usable();
+    require_own_group();
     std::uint64_t hash = std::hash<std::string>{}(what);
     at::Tensor mine = as_tensor(&hash, sizeof(hash), at::kByte);
     at::Tensor all = at::empty({static_cast<std::int64_t>(sizeof(hash)) * world_size()},

@@ -48,8 +48,11 @@ class Planes {
     failure_.rethrow();
     if (has_bulk()) static_cast<void>(bulk());
   }
-  void throw_if_a_peer_failed() {
+  // The same, and that no peer has said that it failed.
+  void require_peers() {
+    require_usable();
     if (has_bulk()) failure_.throw_if_a_peer_failed();
+    controlled("asking for the peers", [&] { control_->require_usable(); });
   }
 
   // A call of the control plane; what it throws is the end of this group, too.
@@ -122,8 +125,7 @@ class DeviceCollectives final : public comm::Collectives {
   std::string_view name() const override { return name_; }
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    planes_->require_usable();
-    planes_->throw_if_a_peer_failed();
+    planes_->require_peers();
     std::shared_ptr<device::Memory> memory = device_->allocate_uncharged(bytes);
     const std::span<std::byte> span = memory->bytes();
     device_->fill_zero(span, device_->compute_stream());
@@ -133,8 +135,7 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
   std::unique_ptr<comm::SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
-    planes_->require_usable();
-    planes_->throw_if_a_peer_failed();
+    planes_->require_peers();
     std::shared_ptr<device::GrowableMemory> memory;
     try {
       // Charged to a ledger that nobody reads: this device is the collectives' own.
@@ -240,6 +241,8 @@ class DeviceCollectives final : public comm::Collectives {
     planes_->control().announce_departure(words);
   }
   void all_left() noexcept override { planes_->all_left(); }
+
+  void require_usable() override { planes_->require_peers(); }
 
   void end(comm::Ending ending, std::string_view reason) noexcept override {
     planes_->end(ending, reason);

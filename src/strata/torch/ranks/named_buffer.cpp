@@ -16,14 +16,16 @@ NamedBuffer::NamedBuffer(std::string name, std::shared_ptr<BufferNames> names,
       owner_(std::move(owner)),
       memory_(memory),
       actions_(std::move(actions)) {
-  if (!names_->insert(name_).second) {
+  const std::lock_guard lock(names_->mutex);
+  if (!names_->living.insert(name_).second) {
     throw UsageError(fmt::format("a buffer named '{}' exists already; names are unique", name_));
   }
 }
 
 NamedBuffer::~NamedBuffer() {
   if (actions_.before_free) actions_.before_free();
-  names_->erase(name_);
+  const std::lock_guard lock(names_->mutex);
+  names_->living.erase(name_);
 }
 
 void NamedBuffer::back(Bytes bytes) {

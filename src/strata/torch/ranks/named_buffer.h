@@ -1,9 +1,10 @@
 // Memory of one rank under a name that no other living buffer of the rank has. Threads: one thread
-// a rank. Ownership: owns the memory, shares the names.
+// a rank, but for the destructor. Ownership: owns the memory, shares the names.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <span>
 #include <string>
@@ -12,7 +13,11 @@
 
 namespace strata::torch {
 
-using BufferNames = std::set<std::string>;  // of the living buffers of one rank
+// Of the living buffers of one rank, which may go in any thread.
+struct BufferNames {
+  std::mutex mutex;
+  std::set<std::string> living;
+};
 
 struct BufferActions {
   std::function<void(Bytes)> back = nullptr;    // what SharedBuffer::back() does

@@ -31,7 +31,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
       room_(agreed_room(input, config, runtime_)),
       model_(plan_model(input, config, trainers_with(rule, runtime_), room_)),
       rule_(rule),
-      parameters_(variables_of(input), runtime_.place) {
+      parameters_(variables_of(input), runtime_.place, runtime_.device) {
   StartedModel started = start_model(input, model_, config_, runtime_, parameters_,
                                      {rule, std::move(name), std::exchange(runtime_.progress, {})});
   engine_ = std::move(started.engine);
@@ -40,6 +40,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   values_ =
       std::make_unique<ValueAccess>(*engine_, parameters_, passes_->scopes(), config_.precision);
   parameters_.on_wanted([this](int unit) { values_->complete(unit); });
+  parameters_.on_graphs([this](int unit) { return passes_->scopes().pending(unit); });
 }
 
 ShardedModel::~ShardedModel() {
@@ -68,14 +69,9 @@ engine::Engine& ShardedModel::engine() {
   return *engine_;
 }
 
-Scopes& ShardedModel::scopes() {
+TrainingPasses& ShardedModel::passes() {
   require_alive();
-  return passes_->scopes();
-}
-
-engine::StepControl& ShardedModel::control() {
-  require_alive();
-  return passes_->control();
+  return *passes_;
 }
 
 forecast::MemoryForecast ShardedModel::memory_forecast() {
@@ -85,7 +81,8 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
   training.micro_steps = static_cast<int>(control().accumulation_steps());
   training.runs_ahead = runtime_.device->runs_ahead();
   training.saves_beside = config().async_checkpoints;
-  return forecast::forecast_memory(model_.specs, model_.plan, model_.tree, training,
+  return forecast::forecast_memory(engine_->weights().params(),
+                                   plan_now(model_, engine_->weights()), model_.tree, training,
                                    runtime_.collectives->traits());
 }
 
@@ -139,6 +136,7 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
 bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
   require_alive();
   passes_->let_go();
+  passes_->shown_gradients().take_back();  // until all is back
   const Scopes::Claim claim(passes_->scopes());
   return engine_->parking().park(states, pinned);
 }
@@ -146,6 +144,7 @@ bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
 void ShardedModel::unpark() {
   require_alive();
   engine_->parking().unpark();
+  if (engine_->reducer().record().collects()) passes_->shown_gradients().show();
 }
 
 void ShardedModel::gather(std::span<const int> params) {
@@ -160,11 +159,6 @@ void ShardedModel::release(std::span<const int> params, bool discard) {
 void ShardedModel::publish(std::span<const int> params, int root) {
   require_alive();
   values_->publish(params, root);
-}
-
-GradientHooks& ShardedModel::gradients() {
-  require_alive();
-  return passes_->gradients();
 }
 
 bool ShardedModel::read(int param) {
@@ -258,6 +252,7 @@ std::vector<at::Tensor> ShardedModel::own_copies(bool of_sharded) {
 
 void ShardedModel::let_go(std::span<const at::Tensor> full) {
   parameters_.forget_awaited();
+  parameters_.on_graphs(nullptr);  // nothing is gathered any more
   values_.reset();
   passes_.reset();
   engine_.reset();

@@ -51,19 +51,20 @@ class ShardedModel final : public ParameterOwner {
 
   // --- scopes: ids are indices into plan().scopes ---
   const plan::ModelPlan& plan() const { return model_.plan; }
-  Scopes& scopes();
+  TrainingPasses& passes();
+  Scopes& scopes() { return passes().scopes(); }
   void begin_forward();
   void enter_root();
   void leave_root(std::span<const at::Tensor> outputs);
 
   // --- training: TrainingPasses says what they do ---
-  engine::StepControl& control();
+  engine::StepControl& control() { return passes().control(); }
   void begin_backward();
   void end_backward();
   void abandon_backward() noexcept;
   at::Tensor scale(const at::Tensor& loss);
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
-  GradientHooks& gradients();
+  GradientHooks& gradients() { return passes().gradients(); }
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
   // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
   bool park(const engine::StateSet& states, bool pinned);

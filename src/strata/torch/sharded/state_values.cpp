@@ -88,6 +88,7 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
   finish_queued();
   if (!unit_.trainable()) return std::nullopt;
   if (kind == StateKind::kGradient) {
+    model_.passes().shown_gradients().apply();
     if (!engine_.shards().gradients().filled(unit_.id)) return std::nullopt;
     at::Tensor copy = gradient_view().clone();
     current_stream(model_.place()).synchronize();
@@ -153,18 +154,13 @@ bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
     set_masters(values);
     return true;
   }
-  engine::GradientShards& gradients = engine_.shards().gradients();
-  if (kind == StateKind::kGradient && gradients.dtype() != DType::kFloat32) {
-    throw UsageError(fmt::format(
-        "gradients can be set where they accumulate in fp32; remove data_types.grad_accum_dtype; "
-        "found {}",
-        name_of(gradients.dtype())));
-  }
   if (kind == StateKind::kGradient) {
-    if (!gradients.filled(unit_.id)) return false;
-    gradient_view().copy_(values);
+    if (!engine_.shards().gradients().filled(unit_.id)) return false;
+    model_.passes().shown_gradients().take_back();
+    engine_.reducer().edits().store(unit_.id, engine_.weights().slot_index_of(param_),
+                                    values.const_data_ptr<float>());
     current_stream(model_.place()).synchronize();
-    gradients.note_change(unit_.id);
+    model_.passes().shown_gradients().show();
     return true;
   }
   engine::ShardStates states(engine_);

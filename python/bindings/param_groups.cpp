@@ -1,0 +1,66 @@
+// Which parameters are trained, and what an optimizer of the user's has of them.
+#include "bindings.h"
+#include "strata/torch/base/placement.h"
+
+namespace strata::python {
+namespace {
+
+using torch::ShardedModel;
+
+engine::ExternalOptimizer& external(ShardedModel& model) {
+  auto* optimizer = dynamic_cast<engine::ExternalOptimizer*>(model.engine().optimizer());
+  STRATA_ASSERT(optimizer != nullptr);
+  return *optimizer;
+}
+
+at::Tensor view_of(std::span<float> values, at::Device place) {
+  return torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size()), at::kFloat,
+                            place);
+}
+
+// [(group, parameter, fp32 weight [numel])]: views of the engine's memory.
+std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
+  std::vector<std::tuple<int, int, at::Tensor>> result;
+  for (const engine::ExternalSegment& s : external(model).segments())
+    result.emplace_back(s.group, s.param, view_of(s.weight, model.place()));
+  return result;
+}
+
+// `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
+// None.
+void set_update(ShardedModel& model, py::function update) {
+  external(model).set_update([shared = held(std::move(update)),
+                              place = model.place()](std::span<const std::span<float>> gradients) {
+    const py::gil_scoped_acquire acquire;
+    py::list views;
+    for (const std::span<float> gradient : gradients)
+      views.append(gradient.empty() ? py::none() : py::cast(view_of(gradient, place)));
+    (*shared)(views);
+  });
+}
+
+// `told` gets the parameters, which were frozen, that are trained from now on.
+void on_trained(ShardedModel& model, py::function told) {
+  model.passes().frozen().on_trained([shared = held(std::move(told))](std::span<const int> params) {
+    const py::gil_scoped_acquire acquire;
+    (*shared)(std::vector<int>(params.begin(), params.end()));
+  });
+}
+
+}  // namespace
+
+void bind_param_groups(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  model.def("segments", &segments)
+      .def("set_update",
+           [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
+      .def(
+          "train", [](ShardedModel& m, const std::vector<int>& p) { m.passes().frozen().train(p); },
+          unlocked)
+      .def("add_to_group", [](ShardedModel& m, const std::vector<int>& p,
+                              int group) { m.passes().frozen().add_to_group(p, group); })
+      .def("on_trained",
+           [](ShardedModel& m, py::function told) { on_trained(m, std::move(told)); });
+}
+
+}  // namespace strata::python

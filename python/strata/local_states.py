@@ -1,0 +1,270 @@
+"""The optimizer's state of one rank in torch's form: what ``optimizer.state_dict()`` gives and takes.
+
+A part of a parameter is what this rank owns of it, of one dimension; where that is all of it, it has the parameter's
+shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is "strata": which
+parts these are, how many steps were made, and, where weights are in 16 bits, the fp32 masters.
+"""
+
+import copy
+import math
+
+import torch
+
+from . import _C
+from .checkpoint.optimizer_states import place_of
+from .ops.param_groups import set_values
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # what torch's optimizers keep once of a parameter
+
+
+class _Member:
+    """A parameter of the optimizer, and what the engine has of it: itself, or its tiles."""
+
+    def __init__(self, core, known):
+        self.core, self.indices, self.shape = core, [part.index for part in known.parts], list(known.shape)
+        self.name = core.known_name(self.indices[0])
+        self.dtype = known.parameter.dtype
+        self.ranges = []  # (first element of the whole, last) of each part of this rank
+        for part in known.parts:
+            first, last = _C.state_range(core, part.index)
+            self.ranges.append((part.first + first, part.first + last))
+        self.numel = math.prod(self.shape)
+
+    @property
+    def sizes(self):
+        return [last - first for first, last in self.ranges]
+
+    def shaped(self, parts):
+        """Parts of this rank as one tensor."""
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined.view(self.shape) if joined.numel() == self.numel else joined
+
+    def parts_of(self, name, value, place, by_element):
+        """What this rank owns of ``value``, by part of the engine; None: it is no state of each element.
+
+        Args:
+            name: of the state.
+            value: whole, or what ``shaped`` gave on the rank that is at ``place``.
+            place: its ``ranges`` there; None: whole states alone.
+            by_element: names of such states; None: a state of the parameter's shape is one.
+
+        Raises:
+            UsageError: parts of another place.
+        """
+        if not isinstance(value, torch.Tensor):
+            return None
+        if name in _OF_ALL_ELEMENTS if by_element is None else name not in by_element:
+            return None
+        flat = value.detach().reshape(-1)
+        if list(value.shape) == self.shape and flat.numel() == self.numel:
+            return [flat[first:last] for first, last in self.ranges]
+        if place is None or value.dim() != 1 or flat.numel() != sum(last - first for first, last in place):
+            return None
+        if [list(r) for r in place] != [list(r) for r in self.ranges]:
+            raise _C.UsageError(
+                f"load_state_dict: this state is another rank's part, or of another number of ranks or stage: of "
+                f"'{self.name}' this rank has elements {self.ranges}; found {place}. Save with engine.save_checkpoint "
+                "and load with engine.load_checkpoint, which go from any number of ranks to any other"
+            )
+        return list(flat.split(self.sizes))
+
+
+def _members(optimizer, engine):
+    """[[``_Member``, or None for what the engine does not train]], by param group."""
+    known = {id(known.parameter): known for known in engine.known}
+    return [
+        [_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
+        for group in optimizer.members
+    ]
+
+
+# --- giving ---
+
+
+def state_dict(optimizer, engine):
+    """``optimizer.state_dict()`` of ``engine``."""
+    core = engine.core
+    core.require_no_state_away("optimizer.state_dict()")
+    engine._settle_schedule()
+    members = _members(optimizer, engine)
+    numbered = [member for group in members for member in group]
+    steps = _C.adam_steps(core)
+    _keep_owed_masters(optimizer, core)
+    state, masters, by_element = {}, {}, {}
+    for number, member in enumerate(numbered):
+        if member is None:
+            continue
+        kept, parts = _of_adam(member, steps) if steps is not None else _of_client(member, core.segment_states)
+        if not kept:
+            continue
+        state[number], by_element[number] = kept, parts
+        if member.dtype in (torch.bfloat16, torch.float16):
+            masters[number] = member.shaped(_read(member, "master"))
+    first = [sum(len(group) for group in members[:i]) for i in range(len(members))]
+    groups = [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")},
+         "params": list(range(first[i], first[i] + len(members[i])))}
+        for i, group in enumerate(optimizer.param_groups)
+    ]  # fmt: skip
+    about = {"rank": engine.global_rank, "world_size": engine.world_size, "stage": engine.zero_optimization_stage(),
+             "parts": {number: member.ranges for number, member in enumerate(numbered) if member is not None},
+             "by_element": by_element, "masters": masters, "steps": 0 if steps is None else steps[0]}
+    return {"state": state, "param_groups": groups, "strata": about}
+
+
+def _read(member, name):
+    """Copies on the host, by part."""
+    if name == "master" and getattr(member.core, "segment_states", None) is not None:
+        member.core.segment_states.adopt()
+    return [_C.read_state(member.core, index, name, False).cpu() for index in member.indices]
+
+
+def _of_adam(member, steps):
+    count = max(steps[1][index] for index in member.indices)
+    if count == 0:
+        return None, []
+    moments = {name: member.shaped(_read(member, name)) for name in _MOMENTS}
+    return {"step": torch.tensor(float(count)), **moments}, list(_MOMENTS)
+
+
+def _of_client(member, states):
+    """(what it keeps, which of that by element): views, as torch gives them."""
+    found = [(index, values) for index, _, values in states.entries() if index in member.indices and values]
+    kept, parts = {}, []
+    if not found:
+        return kept, parts
+    for key, value in found[0][1].items():
+        if not states.is_by_element(found[0][0], value):
+            kept[key] = value
+            continue
+        by_index = {index: states.own(index, values[key]) for index, values in found}
+        empty = value.new_empty(0)
+        kept[key] = member.shaped([by_index.get(index, empty) for index in member.indices])
+        parts.append(key)
+    return kept, parts
+
+
+# --- taking ---
+
+
+def load_state_dict(optimizer, engine, saved):
+    """``optimizer.load_state_dict(saved)`` of ``engine``."""
+    core = engine.core
+    core.require_no_state_away("optimizer.load_state_dict()")
+    members = _members(optimizer, engine)
+    groups = saved["param_groups"]
+    if len(groups) != len(members):
+        raise ValueError(f"the optimizer has {len(members)} param groups; found {len(groups)} in the state")
+    for i, (group, of_group) in enumerate(zip(groups, members, strict=True)):
+        if len(group["params"]) != len(of_group):
+            raise ValueError(f"param group {i} has {len(of_group)} parameters; found {len(group['params'])} in the "
+                             "state")
+    about = saved.get("strata", {})
+    pairs = [
+        (member, saved["state"].get(number, {}),
+         (about.get("parts", {}).get(number), about.get("by_element", {}).get(number)), number)
+        for group, of_group in zip(groups, members, strict=True)
+        for number, member in zip(group["params"], of_group, strict=True) if member is not None
+    ]  # fmt: skip
+    _require_this_place(engine, about, pairs)
+    if optimizer.inner is None:
+        _load_adam(core, pairs, about)
+    else:
+        _load_client(optimizer, core, pairs)
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        set_values(group, copy.deepcopy({k: v for k, v in values.items() if k not in ("params", "param_names")}))
+    owed = {}
+    for member, _, place, number in pairs:
+        if number in about.get("masters", {}):
+            master = about["masters"][number]
+            owed.update(zip(member.indices, member.parts_of("master", master, place[0], None), strict=True))
+    optimizer.owed_masters = owed
+    _keep_owed_masters(optimizer, core)
+
+
+def _require_this_place(engine, about, pairs):
+    """Raises UsageError for parts of another rank, before anything has changed."""
+    for member, kept, place, _ in pairs:
+        for name, value in kept.items():
+            member.parts_of(name, value, *place)
+    mine = {"rank": engine.global_rank, "world_size": engine.world_size}
+    there = {key: about.get(key, value) for key, value in mine.items()}
+    whole = all(place is None or sum(last - first for first, last in place) == member.numel
+                for member, _, (place, _), _ in pairs)
+    if there != mine and not whole:
+        raise _C.UsageError(
+            f"load_state_dict: this state is the part of rank {there['rank']} of {there['world_size']} ranks, and "
+            f"this is rank {mine['rank']} of {mine['world_size']}. Give each rank its own, or save with "
+            "engine.save_checkpoint and load with engine.load_checkpoint, which go from any number of ranks to any "
+            "other"
+        )
+
+
+def _load_adam(core, pairs, about):
+    values, counts = [], list(_C.adam_steps(core)[1])
+    for member, kept, place, _ in pairs:
+        count = int(kept.get("step", 0))
+        for index in member.indices:
+            counts[index] = count
+        for name in _MOMENTS:
+            zeros = [torch.zeros(n) for n in member.sizes]
+            parts = member.parts_of(name, kept[name], *place) if name in kept else zeros
+            if parts is None:
+                raise _C.UsageError(f"load_state_dict: '{name}' of '{member.name}' has the shape {member.shape}; found "
+                                    f"{list(kept[name].shape)}")
+            values += [(index, name, part) for index, part in zip(member.indices, parts, strict=True)]
+    _C.set_adam_steps(core, max([about.get("steps", 0), *counts]), counts)
+    for index, name, part in values:
+        _C.write_state(core, index, name, False, part.to(core.device, torch.float32).contiguous())
+
+
+def _load_client(optimizer, core, pairs):
+    states = core.segment_states
+    lent = {index: parameter for index, parameter, _ in states.entries()}
+    group_of = {id(p): group for group in optimizer.inner.param_groups for p in group["params"]}
+    for member, kept, place, _ in pairs:
+        for position, index in enumerate(member.indices):
+            if index not in lent:
+                continue
+            values = {}
+            for key, value in kept.items():
+                parts = member.parts_of(key, value, *place)
+                if parts is not None:
+                    part = parts[position].to(lent[index].device)
+                    values[key] = states.from_own(index, part if part.numel() else None)
+                elif isinstance(value, torch.Tensor):
+                    where = place_of(key, group_of[id(lent[index])], lent[index])
+                    values[key] = value.detach().to(where, copy=True)
+                else:
+                    values[key] = copy.deepcopy(value)
+            states.put(index, values)
+
+
+# --- masters ---
+
+
+def _keep_owed_masters(optimizer, core):
+    """Gives masters what the state had of them, where that rounds to the weight. What is owed stays so until the next
+    step, since a script may load the weights after the optimizer."""
+    for index, part in optimizer.owed_masters.items():
+        _keep_master(core, index, part)
+
+
+def settle_masters(optimizer, core):
+    """Before a step: what does not belong to the weights is dropped."""
+    _keep_owed_masters(optimizer, core)
+    optimizer.owed_masters = {}
+
+
+def _keep_master(core, index, part):
+    if part.numel() == 0:
+        return
+    if getattr(core, "segment_states", None) is not None:
+        core.segment_states.adopt()
+    weight = core.local_part(index)
+    part = part.to(weight.device, torch.float32)
+    master = _C.read_state(core, index, "master", False)
+    fits = part.to(weight.dtype) == weight
+    current = torch.where(master.to(weight.dtype) == weight, master, weight.float())
+    _C.store_masters(core, index, torch.where(fits, part, current).contiguous())
