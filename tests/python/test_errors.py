@@ -216,9 +216,9 @@ def _calls(stage):
 
 CALLS = {
     "step": ["MissingBackward", "without a backward"],
-    "backward": ["UsageError", "without a forward"],
+    "backward": ["UsageError", "no forward"],
     "second step": ["MissingBackward", "without a backward"],
-    "second backward": ["UsageError", "without a forward"],
+    "second backward": ["UsageError", "no forward"],
     "not scalar": ["scalar"],
     "another engine's optimizer": ["UsageError", "belongs to another engine"],
     "forward after destroy": ["UsageError", "destroyed"],

@@ -134,7 +134,8 @@ def test_an_export_replaces_the_earlier_one_whole_or_not_at_all(saved, tmp_path)
     (out / "mine.bin").write_text("stays")
     earlier = _contents(out)
     largest = max(path.stat().st_size for path in out.glob("pytorch_model-*.bin"))
-    assert (out / "pytorch_model-00001-of-00003.bin").stat().st_size < largest  # the disk is full within the save
+    first, = out.glob("pytorch_model-00001-of-*.bin")
+    assert first.stat().st_size < largest  # the disk is full within the save
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, limit[1]))
