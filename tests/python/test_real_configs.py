@@ -119,7 +119,10 @@ def _outcomes(paths, folder):
     told = {}
     for path in paths:
         try:
-            told[Path(path).name] = _take_two_steps(json.loads(Path(path).read_text()), folder)
+            config = json.loads(Path(path).read_text())
+            if "tensorboard" in config:
+                config["tensorboard"]["enabled"] = False  # the tests' environment lacks its package
+            told[Path(path).name] = _take_two_steps(config, folder)
         except strata.ConfigError as error:
             told[Path(path).name] = f"refused: {error}"
     return told
