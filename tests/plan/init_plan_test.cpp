@@ -113,7 +113,7 @@ TEST(InitPlan, SaysWhoLacksHowMuchAndWhatWouldFit) {
   });
   EXPECT_THAT(message, HasSubstr("rank 1 lacks 16.1 GiB of device memory"));
   EXPECT_THAT(message, HasSubstr("Nothing has been moved"));
-  EXPECT_THAT(message, HasSubstr("What would fit: stage 3 (10.0 GiB)."));
+  EXPECT_THAT(message, HasSubstr("These would fit: stage 3 (10.0 GiB)."));
 }
 
 TEST(InitPlan, AWayThatWasAskedForIsTakenOrRefused) {

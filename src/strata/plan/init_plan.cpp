@@ -109,7 +109,7 @@ std::string numbers(const InitDemand& demand, std::span<const InitFacts> by_rank
     fits += fmt::format("{}{} ({})", fits.empty() ? "" : ", ", other.name, to_string(other.total));
   }
   throw OutOfMemoryError(fmt::format(
-      "the model does not fit: rank {} lacks {} of {} memory. Nothing has been moved. What would "
+      "the model does not fit: rank {} lacks {} of {} memory. Nothing has been moved. These would "
       "fit: {}. {}",
       worst.rank, to_string(worst.lack.bytes), worst.lack.where,
       fits.empty() ? std::string("more ranks, or devices with more memory") : fits,
