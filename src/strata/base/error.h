@@ -1,7 +1,8 @@
 // Errors of the engine. A user's or the machine's fault throws one of these classes; the message
-// says what was wanted, what was found and what to do, with the run-time values at its end. What
-// cannot happen is asserted: STRATA_ASSERT stays on in every build and throws InternalError, since
-// an engine that trains for weeks must not abort the process that holds the user's state.
+// says what was wanted, what was found and what to do, with the run-time values at its end.
+// STRATA_ASSERT checks conditions that only a bug of ours can break. It stays on in every build and
+// throws InternalError: an engine that trains for weeks must not abort the process that holds the
+// user's state.
 #pragma once
 
 #include <fmt/format.h>

@@ -24,7 +24,7 @@ class FirstError {
   }
   const std::exception_ptr& get() const noexcept { return error_; }  // null: nothing failed
 
-  // Throws what was kept, as often as it is called.
+  // Throws the kept error, if there is one, at every call.
   void rethrow() const {
     if (error_ != nullptr) std::rethrow_exception(error_);
   }

@@ -26,13 +26,14 @@ std::vector<int> allowed_cores();
 std::vector<HostCore> places_of(std::span<const int> cores,
                                 const std::filesystem::path& system = "/sys/devices/system/cpu");
 
-// What is rank `rank`'s of `ranks` on this host, in ascending order: parts as equal as whole cores
-// make them. Empty where there are more ranks than hardware threads.
+// The hardware threads of rank `rank` among `ranks` ranks of this host, in ascending order. Every
+// rank gets whole cores, as equal in number as possible. Empty if there are more ranks than
+// hardware threads.
 std::vector<int> part_of_rank(std::vector<HostCore> cores, int rank, int ranks);
 
-// What `threads` of this rank are bound to; empty: they are not. They are where ranks share a host,
-// unless this process may not use all of its cores, since somebody has divided them then, or a rank
-// has more threads than cores.
+// The cores to which this rank binds its `threads` threads; empty: it binds none. A rank binds its
+// threads if several ranks share the host. It does not if the process is already confined to some
+// of the host's cores (a launcher has divided them), or if it has more threads than cores.
 std::vector<int> cores_to_bind(int rank, int ranks, int threads);
 
 // From now on this thread runs on these only; where the system refuses, as before.

@@ -73,7 +73,7 @@ struct ThreadPool::State {
   std::mutex mutex;        // guards `loop`, `stop` and the writes of the two atomics
   std::condition_variable wake;
   std::condition_variable idle;
-  Loop* loop = nullptr;  // of the caller's stack; null as soon as nobody new may enter it
+  Loop* loop = nullptr;  // on the caller's stack; null as soon as no more workers may enter it
   bool stop = false;
   std::atomic<std::uint64_t> epoch{0};  // counts loops; read without the lock to spin on
   std::atomic<int> running{0};          // workers inside `loop`; likewise

@@ -1,7 +1,7 @@
 // A fixed set of threads that share one loop. For kernels over large arrays: parallel_for splits
 // [0, count) into chunks of `grain` whose boundaries do not depend on the number of threads.
 // Threads: parallel_for is called by one thread at a time and takes part in the work itself.
-// Its own threads may be bound to cores (base/rank_cores.h); the caller's is left as it is.
+// Its own threads may be bound to cores (base/rank_cores.h); the pool never binds the caller's.
 // Errors: an exception thrown by `body` is rethrown by parallel_for, the first one by chunk order.
 #pragma once
 

@@ -29,7 +29,7 @@ CUstream handle_of(const Stream& stream) {
   return ours->handle();
 }
 
-// Host memory that somebody will ask for.
+// Host memory that a coming allocate_host() will return.
 struct ExpectedHost {
   Bytes bytes;
   memory::Kind kind;

@@ -23,8 +23,9 @@ struct CudaDeviceOptions {
   std::function<void*()> compute_stream = nullptr;
   // The most that the device gives out; nullopt: what the driver has.
   std::optional<Bytes> memory_limit = std::nullopt;
-  // Called where the driver has too little, before giving up: gives back what somebody else in this
-  // process keeps on the device for reuse. In the thread that asks for memory. Null: nobody does.
+  // The device calls it when the driver has too little memory, before the allocation fails. It
+  // frees device memory that other code of this process caches (torch's allocator). It runs in the
+  // thread that allocates. Null: there is no such cache.
   std::function<void()> release_unused = nullptr;
   std::shared_ptr<HostWaits> waits = nullptr;  // null: the device makes its own
 };

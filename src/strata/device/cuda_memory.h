@@ -22,7 +22,7 @@
 
 namespace strata::device {
 
-// What every piece of memory of one device shares.
+// State that all memory of one device shares.
 struct CudaPool {
   std::shared_ptr<const CudaContext> context;
   std::shared_ptr<memory::Ledger> ledger;
@@ -130,7 +130,7 @@ class CudaPeerMapping final : public PeerMapping {
   std::vector<CUmemGenericAllocationHandle> handles_;
 };
 
-// Host memory of somebody else, registered.
+// Registers host memory that the caller owns.
 class CudaHostRegistration final : public HostRegistration {
  public:
   CudaHostRegistration(std::shared_ptr<const CudaContext> context, std::span<std::byte> host);

@@ -37,7 +37,7 @@ class CudaEvent final : public TimedEvent {
     cuda.check(cuda.EventSynchronize(event_), "cuEventSynchronize");
   }
 
-  // Of events that were made with times.
+  // Both events must have been made with times.
   double seconds_since(TimedEvent& earlier) override {
     const auto* ours = dynamic_cast<const CudaEvent*>(&earlier);
     STRATA_ASSERT(ours != nullptr);

@@ -3,8 +3,8 @@
 // Order. Work is queued on streams; a stream runs its work in order. An Event marks a point of a
 // stream; another stream or the host can wait for it. The CPU device runs everything at once, in
 // the caller's thread, so its streams are always idle; callers are written for the other case.
-// What reads values that the model has computed, or writes values that it will read, goes to
-// compute_stream() and is in order with the model's own kernels, without anybody waiting.
+// Work that reads values which the model has computed, or writes values which the model will read,
+// goes to compute_stream(). There it is in order with the model's own kernels without a wait.
 // Memory. Host and device memory share one address space. copy() takes either; kernels take memory
 // of the device, and memory of allocate_host() where that is pinned.
 // Threads: a Device is internally synchronised; a Stream is used by one thread at a time.
@@ -54,7 +54,8 @@ class GrowableMemory {
   // Gives all of it back to the system. The range stays, and may be backed again. No work may use
   // it any more.
   virtual void release() = 0;
-  // Of Device::reserve_shared(): the pieces that back it so far, and one of them for a peer to map.
+  // For memory of Device::reserve_shared(): the number of pieces that back it so far, and one of
+  // them for a peer to map.
   virtual std::size_t pieces() const = 0;
   virtual SharedPiece piece(std::size_t index) const = 0;
 };
@@ -89,7 +90,8 @@ class Device {
   virtual const std::shared_ptr<memory::Ledger>& ledger() const = 0;
   // Whether the host goes on while the device works, so that streams can overlap.
   virtual bool runs_ahead() const = 0;
-  // Of this device and of those that share them. A device that does not run ahead counts none.
+  // Host waits on this device and on the devices that share the counter. A device that does not run
+  // ahead counts none.
   virtual const std::shared_ptr<HostWaits>& host_waits() const = 0;
 
   virtual std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) = 0;
@@ -105,12 +107,12 @@ class Device {
   // link's speed and beside the host, unless the system refuses to lock more (pinned() is false
   // then).
   virtual std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) = 0;
-  // Begins to make what the next allocate_host() of so many bytes will give, beside the caller,
-  // where that takes long: to pin is to wait for the driver. Charged from now on; goes with the
-  // device where nobody asks for it. One at a time: another one drops the first. What fails is
-  // tried again by allocate_host(), which says so.
+  // Starts to make host memory in the background, if that is slow: the driver takes long to pin
+  // pages. The next allocate_host() of exactly these bytes returns it. It is charged to the ledger
+  // from now on; the device frees it at its end if no call has asked for it. Only one request is
+  // kept: a second one drops the first. If it fails, allocate_host() tries again and reports.
   virtual void expect_host(Bytes bytes, memory::Kind kind) = 0;
-  // What a new allocation may take, by the system's own count.
+  // Bytes that a new allocation may take, by the system's own count.
   virtual Bytes free_bytes() const = 0;
   // Whether the host may read and write the memory behind `pointer`. Always, on the CPU device.
   virtual bool host_accessible(const std::byte* pointer) const = 0;
@@ -120,7 +122,8 @@ class Device {
   // lives. Throws DeviceError where the system refuses.
   virtual std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) = 0;
 
-  // Of the model's priority: one of a higher that waits makes every launch of a kernel longer.
+  // The stream has the model's priority. A waiting stream of higher priority would slow down every
+  // kernel launch.
   virtual std::unique_ptr<Stream> create_stream() = 0;
   // The stream on which the model computes in the calling thread now; the object is the device's.
   virtual Stream& compute_stream() = 0;
@@ -153,11 +156,11 @@ class Device {
                             Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
-  // Of every `piece` bytes of each run, in order; the last of a run may be shorter. Complete when
-  // it returns.
+  // Returns one fingerprint for each `piece` bytes of each run, in order; a run's last piece may be
+  // shorter. Complete when it returns.
   virtual std::vector<kernels::Fingerprint> fingerprints(
       std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& stream) = 0;
-  // Of each of the arrays. Complete when it returns (the caller needs the numbers).
+  // Returns the statistics of each array. Complete when it returns (the caller needs the numbers).
   virtual std::vector<kernels::GradStats> grad_stats(
       std::span<const std::span<const float>> gradients, Stream& stream) = 0;
 

@@ -1,8 +1,8 @@
-// What ranks of one host need to reach each other's memory through their devices: pieces of memory
-// that travel as file descriptors, their mapping in another process, and flags in host memory that
-// streams write and wait for.
-// Threads: a PeerMapping is used by one thread at a time; a Flag is atomic. Ownership: a mapping
-// keeps the memory alive, even when its owner has freed it or has ended. Errors: DeviceError.
+// Ranks of one host reach each other's memory through their devices by three means: pieces of
+// memory that travel as file descriptors, mappings of such pieces in another process, and flags in
+// host memory that streams write and wait for. Threads: a PeerMapping is used by one thread at a
+// time; a Flag is atomic. Ownership: a mapping keeps the memory alive, even when its owner has
+// freed it or has ended. Errors: DeviceError.
 #pragma once
 
 #include <atomic>

@@ -64,11 +64,12 @@ struct AdamScalars {
   double eps = 1e-8;
   double weight_decay = 0.0;
   bool decoupled = true;        // true: AdamW; false: Adam with L2 added to the gradient
-  bool bias_correction = true;  // false: moments count as they are, and `step` does not
+  bool bias_correction = true;  // false: moments are not corrected, and `step` has no effect
   std::int64_t step = 1;        // of this update, counted from 1 (bias correction)
   float gradient_scale = 1.0F;  // multiplies the gradient first: clipping and loss scale together
-  // Where not null it is read for gradient_scale when the step runs, by whoever runs it (a device's
-  // own memory there); NaN: nothing is changed. For Device::adam_step().
+  // For Device::adam_step(). If not null, the processor that runs the step reads gradient_scale
+  // from here when the step runs, so the value lies in that device's memory. NaN: the step changes
+  // nothing.
   const float* late_scale = nullptr;
 };
 

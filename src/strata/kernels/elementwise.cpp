@@ -46,7 +46,7 @@ void accumulate_range_of(std::byte* target, const std::byte* source, std::size_t
   accumulate_scalars<Target, Source>(target, source, body, numel);
 }
 
-// So many sources are read side by side: more streams than that defeat the prefetchers. With more
+// The most sources that are read side by side: more streams defeat the prefetchers. With more
 // sources, partial sums of a block wait in `partial`, which stays in the first-level cache.
 constexpr std::size_t kStreams = 8;
 constexpr std::size_t kBlock = 2048;

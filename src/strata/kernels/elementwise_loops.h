@@ -58,7 +58,7 @@ void accumulate_scalars(std::byte* target, const std::byte* source, std::size_t 
   }
 }
 
-// What sum_in_order does with elements [begin, end) of all its arrays.
+// The work of sum_in_order on elements [begin, end) of all its arrays.
 struct SumTask {
   float* target;
   std::span<const std::byte* const> sources;

@@ -31,7 +31,7 @@ void operator+=(Fingerprint& sum, const Fingerprint& part) {
   sum.second += part.second;
 }
 
-// Of the whole words [begin, end) of a run.
+// Fingerprint of the whole words [begin, end) of a run.
 Fingerprint sum_words(const std::byte* bytes, std::size_t begin, std::size_t end) {
   Fingerprint sum;
   for (std::size_t i = begin; i < end; ++i) {
@@ -42,7 +42,7 @@ Fingerprint sum_words(const std::byte* bytes, std::size_t begin, std::size_t end
   return sum;
 }
 
-// Of what is left after the whole words.
+// Fingerprint of the bytes after the last whole word.
 Fingerprint last_word(std::span<const std::byte> bytes) {
   const std::size_t whole = bytes.size() / kWord;
   if (whole * kWord == bytes.size()) return {};

@@ -2,8 +2,8 @@
 // through their input in order, any number of threads, on any device, come to the same bits.
 // A word's halves are each added to a key of its place and multiplied with each other, twice, with
 // other keys: the NH hash (Black et al., "UMAC", CRYPTO 1999), which needs one multiplication of 32
-// bits a sum, so that reading memory is what takes the time. Against accidents, not against
-// somebody who looks for equal ones.
+// bits a sum, so that memory bandwidth is the limit. It detects accidents; it does not resist an
+// attacker who searches for collisions.
 // Pure; safe everywhere.
 #pragma once
 
@@ -33,7 +33,7 @@ inline constexpr std::uint64_t multiplied_halves(std::uint64_t word, std::uint64
   return static_cast<std::uint64_t>(low) * high;
 }
 
-// What word `index` of a run adds to its fingerprint; bytes that are missing at the end are zero.
+// The summand of word `index` of a run. Bytes that are missing at the end are zero.
 inline constexpr Fingerprint mixed_word(std::uint64_t word, std::uint64_t index) {
   return {multiplied_halves(word, (index + 1) * kFirstKey),
           multiplied_halves(word, (index + 1) * kSecondKey)};

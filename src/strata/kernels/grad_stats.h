@@ -1,6 +1,6 @@
-// What a step must know about gradients before it may use them: the sum of squares for the global
-// norm, and whether all are finite. One pass.
-// And what follows from them: the factor that clipping and the loss scale make.
+// A step needs two facts about gradients before it may use them: the sum of squares for the global
+// norm, and whether all are finite. One pass finds both. The factor of clipping and of the loss
+// scale follows from them.
 // Threads: pure functions of their span; grad_stats splits the work over `pool` when one is given.
 #pragma once
 
@@ -19,7 +19,7 @@ struct GradStats {
 
 GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool);
 
-// What an update multiplies its gradients by.
+// The factor by which an update multiplies its gradients.
 struct GradientFactor {
   double sum_of_squares = 0.0;  // over all gradients; not finite where one of them is not
   float factor = 1.0F;          // NaN: no update
@@ -29,7 +29,7 @@ struct GradientFactor {
 // and their global norm is clipped to `clipping`; 0: it is not.
 GradientFactor gradient_factor(std::span<const double> sums, double loss_scale, double clipping);
 double norm_of(double sum_of_squares, double loss_scale);
-// What clipping and the loss scale make of gradients of this norm.
+// The factor that clipping and the loss scale give for gradients of this norm.
 float scale_of(double norm, double loss_scale, double clipping);
 
 // The readable reference: a plain loop with the same bits.

@@ -31,7 +31,7 @@ struct MasterRemainder {
   std::uint8_t* halves_up =
       nullptr;  // bit i % 8 of [i / 8]: element i was an exact half, rounded up
 
-  // Of the elements from `first` on, a multiple of 8.
+  // The remainder of the elements from `first` on; `first` is a multiple of 8.
   MasterRemainder from(std::size_t first) const { return {low + first, halves_up + first / 8}; }
 };
 
@@ -72,7 +72,7 @@ inline void set_remainder(const MasterRemainder& remainder, std::size_t i, Remai
 }
 
 // Elements [first, first + numel) of `target` = what the elements of `source` lose when they are
-// rounded to bf16. Of fp64, what its rounding to fp32 leaves. Errors: UsageError for a type that is
+// rounded to bf16. An fp64 source is rounded to fp32 first. Errors: UsageError for a type that is
 // no floating type.
 void store_remainder(const MasterRemainder& target, Numel first, const std::byte* source,
                      DType source_dtype, Numel numel, ThreadPool* pool);

@@ -16,8 +16,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
-// What a step does to elements [first, last), the first of a block of random words; returns how
-// many are done. The number of the block changes in its lower half alone.
+// Applies a step to elements [first, last); `first` begins a block of random words. Returns the
+// number of elements done. Only the lower half of the block's number changes.
 #if STRATA_KERNELS_HAVE_LANES
 using Floats = hn::ScalableTag<float>;
 using Words = hn::Rebind<std::uint32_t, Floats>;
@@ -75,7 +75,7 @@ HWY_INLINE void multiply(Word x, Word factor, Word& high, Word& low) {
   low = hn::OddEven(hn::BitCast(d, hn::ShiftLeft<32>(odd)), hn::BitCast(d, even));
 }
 
-// Of the blocks from `number` on, one a lane.
+// The random words of the blocks from `number` on, one block a lane.
 HWY_INLINE WordBlocks blocks_from(std::uint64_t number, std::uint64_t key) {
   const Words d;
   Word c0 = hn::Iota(d, static_cast<std::uint32_t>(number));

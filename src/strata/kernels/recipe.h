@@ -33,8 +33,8 @@ enum class RecipeOp : std::uint8_t {
   kErfinv,    // the inverse of the error function
 };
 
-// Of a parameter's elements, in the order of memory: `rows` runs of `length`, one every `stride`
-// elements, the first at `begin`. Runs do not overlap.
+// Some of a parameter's elements, in the order of memory: `rows` runs of `length` elements, one
+// every `stride` elements, the first at `begin`. Runs do not overlap.
 struct Region {
   Numel begin;
   Numel length;

@@ -74,7 +74,7 @@ float polynomial(const float (&terms)[kCount], float x) {
   return sum;
 }
 
-// Of a positive normal number.
+// `x` is a positive normal number.
 inline float natural_log(float x) {
   const auto bits = std::bit_cast<std::int32_t>(x);
   const std::int32_t exponent = (bits - kRootOfHalf) >> 23;
@@ -154,7 +154,7 @@ inline float changed(const RecipeStep& step, std::int64_t index, float value) {
   return value;
 }
 
-// What a step does to elements [first, last), of which `values` holds the first one.
+// Applies a step to elements [first, last); values[0] is element `first`.
 inline void apply_scalars(const RecipeStep& step, std::int64_t first, std::int64_t last,
                           float* values) {
   for (std::int64_t i = first; i < last; ++i)

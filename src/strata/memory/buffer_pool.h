@@ -3,8 +3,8 @@
 // allocates nothing once every size has been seen. `Buffer` is what the allocate function makes,
 // for example device::Memory; it has `std::span<std::byte> bytes()`.
 // Threads: internally synchronised; allocation and freeing happen outside the lock. Ownership:
-// leases may outlive the pool. Whoever gives a buffer back has seen its work complete, or orders
-// the next use after it: the pool knows no streams.
+// leases may outlive the pool. The holder of a lease gives the buffer back after its work is
+// complete, or orders the next use after it: the pool knows no streams.
 // Units: sizes are rounded up to pages, for matching and for allocation.
 // Errors: what the allocate function throws; after an OutOfMemoryError the cached buffers are
 // freed and it is asked once more.
@@ -68,8 +68,9 @@ class BufferPool {
     std::span<std::byte> bytes_;
   };
 
-  // Keeps at most `cache_limit` bytes of buffers that nobody uses; beyond that, those given back
-  // longest ago are freed. `allocate` makes buffers of exactly the bytes it is asked for.
+  // Keeps at most `cache_limit` bytes of cached buffers; beyond that, it frees the buffers that
+  // were given back longest ago. `allocate` makes buffers of exactly the bytes that it is asked
+  // for.
   explicit BufferPool(Allocate allocate, Bytes cache_limit = kUnbounded)
       : allocate_(std::move(allocate)), state_(std::make_shared<State>()) {
     set_cache_limit(cache_limit);
@@ -113,16 +114,16 @@ class BufferPool {
     lease.bytes_ = lease.buffer_->bytes().first(bytes);
     return buffer;
   }
-  // Whether acquire() will find a buffer that nobody uses.
+  // Whether acquire() will find a cached buffer.
   bool has_cached(Bytes bytes) const { return state_->has(footprint(bytes)); }
 
-  // What a buffer for so many bytes takes.
+  // The size of the buffer that holds `bytes`.
   static Bytes footprint(Bytes bytes) {
     STRATA_ASSERT(bytes.value >= 0);
     return align_up(std::max(bytes, Bytes(1)), page_size());
   }
 
-  // Frees the buffers that nobody uses.
+  // Frees the cached buffers.
   void trim() { state_->shrink_to(Bytes()); }
   void set_cache_limit(Bytes limit) {
     STRATA_ASSERT(limit.value >= 0);
@@ -132,8 +133,8 @@ class BufferPool {
     }
     state_->shrink_to(kUnbounded);
   }
-  // Keeps buffers that nobody uses only as far as they fit into `limit` together with those in use,
-  // and frees them before a new one is made. Those in use alone may exceed it.
+  // Cached buffers and buffers in use together take at most `limit`: the pool frees cached buffers
+  // before it makes a new one. Buffers in use alone may exceed the limit.
   void set_total_limit(Bytes limit) {
     STRATA_ASSERT(limit.value >= 0);
     {
@@ -153,7 +154,8 @@ class BufferPool {
     state_->start_round();
   }
 
-  // Buffers made since construction; it stays as it is once every size in use at a time was seen.
+  // Buffers made since construction. The number no longer grows once every set of sizes that is in
+  // use at a time was seen.
   std::int64_t allocations() const {
     const std::lock_guard lock(state_->mutex);
     return state_->allocations;

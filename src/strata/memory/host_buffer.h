@@ -24,9 +24,9 @@ namespace strata::memory {
 // The system's page size: what buffers are aligned to at least.
 Bytes page_size();
 
-// Gives the system back the pages that lie wholly in `bytes`, whose values nobody wants any more
-// and which remain their owner's, little by little: freeing gigabytes in one call would keep every
-// other thread of the process from mapping or unmapping anything for as long as it takes.
+// Gives the pages that lie wholly in `bytes` back to the system. Their values are lost; the address
+// range stays its owner's. Works in small steps: one call that freed gigabytes would keep every
+// other thread of the process from mapping or unmapping memory until it ends.
 void give_back_pages(std::span<std::byte> bytes) noexcept;
 
 // 2 MiB: what larger buffers are aligned to when they ask for huge pages.

@@ -29,8 +29,8 @@ class MappedMemory {
   ~MappedMemory();
 
   std::span<std::byte> bytes() const { return bytes_; }
-  // Of anonymous() memory: its pages go back to the system, and are new ones when they are touched
-  // again.
+  // Only for anonymous() memory: gives its pages back to the system. A later access gets new,
+  // zeroed pages.
   void give_back() const;
 
  private:

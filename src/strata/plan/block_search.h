@@ -6,7 +6,7 @@
 //      experts inside it).
 // Modules that the user called leaves are blocks too; so none is found inside them. A class may be
 // named with the Python module that it comes from ("package.module.Class").
-// What is left over (embeddings, final norm, head) is planned module by module (unit_plan).
+// The other modules (embeddings, final norm, head) are planned one by one (unit_plan).
 // Pure function.
 #pragma once
 

@@ -1,6 +1,6 @@
 // The order in which units are used, learned from the last pass and used to look ahead: which unit
 // comes next, and how far away is the next use of this one. Before the first pass it is the order
-// of registration forwards, then backwards, unless somebody knows better. A use that was not
+// of registration forwards, then backwards, unless expect() gave another. A use that was not
 // foreseen costs a late fetch, nothing else: the position is found again as soon as two uses in a
 // row are known from the last pass, so that passes of several kinds (evaluation between steps) do
 // not upset each other for long. Threads: one thread at a time. Memory: bounded, however long a
@@ -20,7 +20,7 @@ class FetchOrder {
   // Replaces what is expected of the pass: the units in the order of their uses.
   void expect(std::vector<int> uses);
 
-  // first_uses() has this unit so many times, each after a use of another one.
+  // first_uses() holds this unit `times` times, each after a use of another unit.
   void expect_first_uses(int unit, int times) {
     first_uses_of_[static_cast<std::size_t>(unit)] = times;
   }
@@ -40,7 +40,7 @@ class FetchOrder {
   // The units expected next, nearest first (a unit may occur twice).
   std::span<const int> upcoming() const;
 
-  // What is expected of the pass that start_pass() would start now.
+  // The expected uses of the pass that start_pass() would start now.
   const std::vector<int>& next_pass() const { return recorded_.empty() ? expected_ : recorded_; }
 
   // How many uses lie before the next expected use of `unit`; a large number when none is expected.

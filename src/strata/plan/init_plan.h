@@ -31,7 +31,7 @@ std::string_view name_of(InitTier tier);
 // "auto" and what is no tier: nullopt.
 std::optional<InitTier> init_tier_from(std::string_view name);
 
-// What an optimizer keeps.
+// The values that an optimizer keeps.
 struct OptimizerNeeds {
   int states_per_master = 2;  // values for each trainable weight: 2 for Adam
   Masters masters = Masters::kRemainder;
@@ -42,7 +42,7 @@ struct OptimizerNeeds {
   memory::Tier weights_tier = memory::Tier::kDevice;
 };
 
-// What the engine will hold on one rank's device when it is ready.
+// The bytes that the engine will hold on one rank's device when it is ready.
 struct InitDemand {
   Bytes weights;    // shards, or whole units
   Bytes masters;    // what is kept of the trainable shards' fp32 masters: master_form.h
@@ -55,7 +55,7 @@ struct InitDemand {
 InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
                        int world_size, const OptimizerNeeds& optimizer, int parts = 1);
 
-// What one rank has.
+// The free memory of one rank.
 struct InitFacts {
   Bytes device_free;     // by the driver, with what the framework's allocator holds unused
   Bytes host_free;       // for this rank
@@ -69,7 +69,7 @@ struct InitChoice {
   std::string reason;  // one line with the numbers that led here
 };
 
-// What would need less, for the message of the error: "stage 3", 12_GiB.
+// A setting that needs less, for the error's message: "stage 3", 12_GiB.
 struct InitAlternative {
   std::string name;
   Bytes total;

@@ -8,14 +8,14 @@
 namespace strata::plan {
 
 enum class MasterForm {
-  kNone,       // frozen: nobody updates it
+  kNone,       // frozen: never updated
   kShard,      // the weights are fp32 and their own masters
   kFloat32,    // fp32 beside the weights
   kRemainder,  // what bf16 weights lack of them: kernels/master_remainder.h
   kRounded,    // none: bf16 weights are updated in fp32 and rounded at each step
 };
 
-// What the optimizer works on where weights are bf16.
+// The values that the optimizer updates if weights are bf16.
 enum class Masters { kFloat32, kRemainder, kRounded };
 
 inline MasterForm master_form(const UnitSpec& unit, Masters of_bf16) {
@@ -25,7 +25,7 @@ inline MasterForm master_form(const UnitSpec& unit, Masters of_bf16) {
   return of_bf16 == Masters::kRemainder ? MasterForm::kRemainder : MasterForm::kRounded;
 }
 
-// What it takes beside the weights, for a shard of `numel`.
+// The bytes that masters of this form take beside the weights, for a shard of `numel`.
 inline Bytes master_bytes(MasterForm form, Numel numel) {
   switch (form) {
     case MasterForm::kNone:

@@ -1,4 +1,4 @@
-// What planning knows of one parameter: everything but its values. Immutable value.
+// A parameter as planning sees it: everything but its values. Immutable value.
 #pragma once
 
 #include <compare>
@@ -20,7 +20,7 @@ struct Placement {
   auto operator<=>(const Placement&) const = default;
 };
 
-// What a tile is a part of: a parameter that is cut by rows (plan/tile_plan.h).
+// The parameter that a tile is cut from, by rows (plan/tile_plan.h).
 struct TileOf {
   std::string name;                 // of that parameter, as users and checkpoints know it
   std::vector<std::int64_t> shape;  // its own
@@ -37,7 +37,7 @@ struct ParamSpec {
   Placement place{};
   std::optional<TileOf> tile{};  // absent: it is a parameter of the user's model
 
-  // What users and checkpoints know it as, and where it begins there.
+  // The name and shape that users and checkpoints know, and the first element there.
   const std::string& known_name() const { return tile ? tile->name : name; }
   const std::vector<std::int64_t>& known_shape() const { return tile ? tile->shape : shape; }
   Numel known_first() const { return tile ? tile->first : Numel(); }

@@ -26,8 +26,8 @@ struct RowRange {
 // parameter. Errors: a row exceeds `most`.
 std::vector<RowRange> cut_rows(std::string_view name, std::int64_t rows, Bytes row, Bytes most);
 
-// Of tiles that somebody else has cut: throws unless they hold every row once, in order, none of
-// them is empty, and none exceeds `most`.
+// Checks tiles that the caller has cut. Throws unless they hold every row once, in order, none is
+// empty, and none exceeds `most`.
 void require_tiles(std::string_view name, std::int64_t rows, Bytes row, Bytes most,
                    std::span<const RowRange> tiles);
 

@@ -78,7 +78,7 @@ class Planner {
     for (std::size_t i = 0; i < tree_.size(); ++i) visit(i);
   }
 
-  // What shares a unit does so within a block, or between blocks.
+  // A unit never spans the border of a block.
   void visit_one_by_one(std::size_t module) {
     const int block = block_of_module_[module];
     if (block != open_in_) open_.clear();
@@ -160,7 +160,7 @@ class Planner {
     open.numel += numel;
   }
 
-  // What stays gathered is in nobody's way.
+  // A persistent parameter (std::get<2>) stays gathered, so sharing a unit costs it nothing.
   bool may_share(const Open& open, const Key& key, std::size_t module, Numel numel) const {
     return open.module == module || std::get<2>(key) || open.numel + numel <= options_.shared_numel;
   }
@@ -204,7 +204,7 @@ class Planner {
     }
     for (std::size_t i = 0; i < tree_.size(); ++i) {
       if (scope[i] >= 0) continue;
-      // What is never called has its parameters read by who contains it.
+      // A module that is never called has its parameters read by the module that contains it.
       const bool by_parent = options_.one_by_one && !tree_[i].callable && tree_[i].parent >= 0;
       scope[i] = by_parent ? scope[static_cast<std::size_t>(tree_[i].parent)] : static_cast<int>(i);
     }

@@ -39,7 +39,7 @@ struct UnitSpec {
   bool trainable = true;
   bool persistent = false;  // small parameters that stay gathered
   Placement place{};        // of all of them
-  // Of a tile: how many modules use it, each of which may bring a gradient in a pass; else 0.
+  // For a tile, the number of modules that use it: each may bring a gradient in a pass. Else 0.
   int tile_uses = 0;
   bool tile() const { return tile_uses > 0; }
 };
@@ -66,8 +66,8 @@ struct PlanOptions {
   Numel shared_numel = kUnbounded;   // of a unit that several modules outside blocks use
   bool one_by_one = false;           // units of one parameter
   Bytes small_bytes = 64_KiB;        // then: a parameter that takes more is a unit by itself
-  Numel persistence_threshold;  // parameters of at most so many elements stay gathered; 0: none
-  Numel persistence_total;      // at most so many elements altogether; 0: no bound
+  Numel persistence_threshold;       // smaller or equal parameters stay gathered; 0: none
+  Numel persistence_total;           // the most elements of them altogether; 0: no bound
 };
 
 ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
