@@ -149,7 +149,7 @@ std::optional<SharedParts> PeerChannel::ask(int rank, const std::string& key, st
                       names_.of(rank)));
     }
   }
-  if (asks_no_more_.load()) throw CommError("this rank has failed: nobody answers it");
+  if (asks_no_more_.load()) throw CommError("this rank has failed: no peer answers it");
   wait_for_end_of(rank);
   throw CommError(fmt::format("rank {} has ended: it does not answer", names_.of(rank)));
 }
@@ -207,7 +207,7 @@ bool PeerChannel::serve_once() {
   return true;
 }
 
-// This rank hears nobody now, and its streams may wait for a peer that ends.
+// This rank hears no peer now, and its streams may wait for a peer that ends.
 void PeerChannel::repeat_until_stopped(const std::string& failure) noexcept {
   try {
     const std::string message =
