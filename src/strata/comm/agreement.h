@@ -1,6 +1,6 @@
-// What ranks settle with each other before they go on: that all of them came for the same
-// operation, and that each of them can do a step. Threads, errors: collectives.h; CommError that
-// says what each rank does, or which one cannot.
+// Agreements of ranks before they go on: all of them came for the same operation, and each of them
+// can do a step. Threads, errors: collectives.h; a CommError says which operation each rank does,
+// or which rank cannot do the step.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ namespace strata::comm {
 std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
                                 std::uint64_t number = 0);
 
-// What different_operations() is told of a rank that does `what`: that, or its departure.
+// The text that different_operations() takes for a rank that does `what`: `what`, or its departure.
 std::string told_of(const Collectives& collectives, const std::string& what);
 
-// Of everybody's text, by rank: the first rank that has something to say; none: nobody has.
+// The first rank whose text is not empty; `texts` by rank. Absent: all are empty.
 std::optional<std::size_t> first_to_say(std::span<const std::string> texts);
 
 // The text of the Error that `step` threw, to be told to the others; empty: it threw none.

@@ -23,7 +23,7 @@ BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat,
 BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
-// What a rank says in place of its operation once it has announced its departure.
+// The text in place of its operation that a rank sends after it has announced its departure.
 std::string departure_text(std::string_view words);
 // The error of ranks that met in different operations; `whats` by rank. Those that have left are
 // named first.

@@ -1,6 +1,6 @@
 // Which collectives carry a job's small things, its weights and its gradients: the one decision,
-// made of the configuration, the devices, the shard groups, and which ranks share a host. Whoever
-// joins ranks (torch/ranks/rank_joining.h) follows it, and the forecast foresees by it.
+// made of the configuration, the devices, the shard groups, and which ranks share a host.
+// torch/ranks/rank_joining.h joins ranks by this decision, and the forecast predicts by it.
 // Pure functions of plain values; any thread. Errors: ConfigError for settings that do not fit the
 // ranks or their devices.
 #pragma once
@@ -15,7 +15,7 @@
 namespace strata::comm {
 
 enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
-// What carries weights or gradients between GPUs; kAuto: as CollectivesKind says.
+// The transport of weights or gradients between GPUs; kAuto: as CollectivesKind says.
 enum class CarrierKind : std::uint8_t { kAuto, kPeer, kNccl };
 std::string_view name_of(CollectivesKind kind);  // as configurations spell it
 std::string_view name_of(CarrierKind kind);
@@ -30,7 +30,7 @@ struct CarrierSettings {
   bool joint_gathers = false;
 };
 
-// What a rank knows of itself before it meets the others.
+// Facts about one rank that it knows before it meets the others.
 struct RankFacts {
   int world_size = 1;
   int group_size = 1;  // of a shard group
@@ -38,7 +38,7 @@ struct RankFacts {
   bool has_nccl = true;  // this build of torch
   std::string device;    // of the model, for errors: "cuda:0"
 };
-// Throws where the settings ask for what cannot be, whoever the others are.
+// Throws if the settings are impossible for this rank, whatever the other ranks are.
 void require_possible(const CarrierSettings& settings, const RankFacts& facts);
 
 // Ranks that exchange bytes with each other.
@@ -47,8 +47,8 @@ struct RankSet {
   bool one_host = true;
 };
 
-// What carries the weights and the gradients where the control plane does not. kAuto: peers where
-// all ranks reach each other's memory, unless a probe finds NCCL faster; else NCCL.
+// The transports of weights and of gradients if the control plane does not carry them. kAuto: peers
+// if all ranks reach each other's memory, unless a probe finds NCCL faster; else NCCL.
 struct BulkCarriers {
   CarrierKind gather = CarrierKind::kAuto;
   CarrierKind reduce = CarrierKind::kAuto;
@@ -72,7 +72,7 @@ CarrierChoice choose_inside(const CarrierSettings& settings, const RankSet& insi
 // `across`: the ranks that hold the same slice, one of each of several groups.
 CarrierChoice choose_across(const CarrierSettings& settings, const RankSet& across, bool on_gpus);
 
-// Of rank 0 of the set, where a probe leaves kAuto to peers.
+// The traits on rank 0 of the set, if a probe leaves kAuto to peers.
 Traits traits_of(const CarrierChoice& choice, int size, bool on_gpus);
 
 }  // namespace strata::comm

@@ -67,14 +67,14 @@ class SharedBuffer {
   virtual ~SharedBuffer() = default;
   virtual std::span<std::byte> local() = 0;
   virtual const std::string& name() const = 0;
-  // Of allocate_growing(): from now on the first `bytes` may be used. Never shrinks.
+  // For buffers of allocate_growing(): from now on the first `bytes` may be used. Never shrinks.
   virtual void back(Bytes /*bytes*/) {}
-  // Of allocate_growing(): whether release() can give its memory back to the device while the
-  // buffer lives.
+  // For buffers of allocate_growing(): whether release() can give the memory back to the device
+  // while the buffer lives.
   virtual bool releasable() const { return false; }
-  // Does so. local() stays at its place and is touched by nobody until back() has come again; what
-  // it holds then is undefined. All ranks finish reading before it (a barrier), and read again
-  // after the back() of all (another one).
+  // Gives the memory back. local() keeps its address, and no rank may touch it until back() was
+  // called again; its content is undefined then. All ranks must have finished reading before (a
+  // barrier), and may read again after every rank's back() (another barrier).
   virtual void release() {}
 };
 
@@ -92,14 +92,14 @@ struct SliceMap {
   device::Stream* writer = nullptr;
 };
 
-// What a reduction adds up where there are several shard groups. Over a single one all are equal.
+// The contributions that a reduction adds up over several shard groups. Over one all are equal.
 enum class Replicas {
   kSum,     // the contributions of all ranks
   kLater,   // those of this rank's group: the result is a part of what a later kSumAll makes whole
   kSumAll,  // those of all ranks, and the parts that their results hold: needs `accumulate`
 };
 
-// What one rank contributes to, and takes from, a reduce_scatter.
+// One rank's contribution to a reduce_scatter, and its result.
 struct Reduction {
   const SharedBuffer* source = nullptr;  // this rank's whole contribution: a slice a rank
   Bytes source_offset;
@@ -113,8 +113,8 @@ struct Reduction {
   Replicas replicas = Replicas::kSum;
 };
 
-// Points of an operation by the device's clock. `begin` and `end`: when its bytes moved. Of a
-// reduction also: `ready`, when this rank's contribution was. Null: not known.
+// Times of an operation by the device's clock. Its bytes moved from `begin` to `end`. A reduction
+// also has `ready`, when this rank's contribution was complete. Null: not known.
 struct WorkTimes {
   std::shared_ptr<device::TimedEvent> ready;
   std::shared_ptr<device::TimedEvent> begin;
@@ -133,7 +133,7 @@ class Work {
   // there are several shard groups, ranks wait() for reductions at the same points between their
   // other operations, since another one across groups begins there; they may come here at any time.
   virtual void wait_for_readers() { wait(); }
-  // Of an operation that was started with record_times(true), where it runs on streams of its own.
+  // Known for an operation that was started with record_times(true) and runs on its own streams.
   virtual WorkTimes times() const { return {}; }
 };
 
@@ -155,8 +155,8 @@ class Collectives {
   // Local, not a collective; peers find the buffer by its name when they first read it. `name` is
   // unique among this rank's living buffers.
   virtual std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) = 0;
-  // A buffer of which a prefix has memory: nothing yet. On hosts memory comes as it is touched, so
-  // an ordinary buffer serves.
+  // A buffer of which only a prefix has memory, at first none. Host memory is backed at its first
+  // use, so an ordinary buffer serves there.
   virtual std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) {
     return allocate(std::move(name), bytes);
   }
@@ -196,10 +196,10 @@ class Collectives {
   // Small values, in place, the same bits on every rank (summed in rank order).
   virtual void all_reduce(std::span<double> values, ReduceOp op) = 0;
 
-  // Every rank's `mine`, at most kOnDeviceMost bytes of device memory, in the order of ranks, into
-  // `all`; in the compute stream: no host waits for a device. What the compute stream gets
-  // afterwards comes after what those of all ranks held before, and after the gathers that these
-  // started. Only where Traits::gathers_on_device.
+  // Gathers every rank's `mine`, at most kOnDeviceMost bytes of device memory, in the order of
+  // ranks, into `all`. Runs in the compute stream: no host waits for a device. Work that is queued
+  // on the compute stream later runs after the work that was queued before on the compute streams
+  // of all ranks, and after the gathers that it started. Only if Traits::gathers_on_device.
   virtual void all_gather_on_device(std::span<std::byte> /*all*/,
                                     std::span<const std::byte> /*mine*/) {
     throw UsageError("these collectives exchange nothing on devices: ask traits() first");
@@ -208,11 +208,11 @@ class Collectives {
 
   virtual void broadcast(std::span<std::byte> bytes, int root) = 0;
 
-  // Control plane: everybody's text, by rank. Texts may differ in length.
+  // Control plane: the text of every rank, by rank. Texts may differ in length.
   virtual std::vector<std::string> all_gather_text(const std::string& text) = 0;
 
   virtual void barrier() = 0;
-  // Of this rank's shard group alone: enough before slices that have changed are gathered.
+  // A barrier of this rank's shard group alone: enough before changed slices are gathered.
   virtual void group_barrier() { barrier(); }
 
   // For a rank whose program ends, before the barrier in which it waits for the others: where they

@@ -1,4 +1,4 @@
-// What the collectives of one host can be told at their construction. Plain values.
+// Options of the collectives of one host. Plain values.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@ class ThreadPool;
 
 namespace strata::comm {
 
-// What ranks are called in errors: by their numbers in the world, of which these may be some.
+// The names of ranks in errors: their numbers in the world, of which these may be some.
 struct RankNames {
   int first = 0;
   int step = 1;

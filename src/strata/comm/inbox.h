@@ -1,6 +1,6 @@
-// Contributions to reductions that are written straight into memory of the ranks that add them up,
-// piece by piece as they come: nothing is copied before it moves, and nothing is pulled. What
-// Collectives::make_inbox() gives where ranks reach each other's memory.
+// Ranks write their contributions to reductions straight into the memory of the ranks that add them
+// up, piece by piece as gradients come: nothing is copied before it moves, and nothing is pulled.
+// Collectives::make_inbox() returns an Inbox if ranks reach each other's memory.
 //
 // Each rank's inbox is a ring: reductions take their room one behind the other, and room is used
 // again when what lay there has been added up. All ranks announce the same reductions in the same
@@ -36,14 +36,14 @@ class Inbox {
   // Whether contribution `index` of these may be written yet: its room may belong to an earlier one
   // that this rank has not begun to reduce.
   virtual bool writable(std::size_t index) const = 0;
-  // Of a writable one: `values` from element `begin` on. What they are read from may change after
-  // what the contribution stream holds then.
+  // Writes `values` from element `begin` on; the contribution must be writable. The memory of
+  // `values` may change after the work that the contribution stream then holds.
   virtual void write(std::size_t index, Numel begin, std::span<const std::byte> values,
                      DType dtype) = 0;
   virtual void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) = 0;
-  // Collective: adds up what was written, as reduce_scatter() does; what nobody wrote is whatever
-  // lay there. The result is written in the contribution stream; `source`, its offset and `writer`
-  // have no meaning here. In the order of expect().
+  // Collective: adds up the written contributions as reduce_scatter() does; elements that no rank
+  // wrote are undefined. Writes the result in the contribution stream. `source`, its offset and
+  // `writer` have no meaning here. Reductions are called in the order of expect().
   virtual std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
                                        std::string_view tag) = 0;
 };

@@ -1,6 +1,6 @@
-// What collectives promise to whoever uses them, as plain values: of each kind alone, and of two
-// that are combined. The collectives answer with these, and the choice of carriers (carriers.h) and
-// the forecast foresee them by the same functions. Pure; any thread.
+// The promises of collectives to their users, as plain values: of each kind alone, and of two that
+// are combined. Collectives return them; the choice of carriers (carriers.h) and the forecast
+// predict them by the same functions. Pure; any thread.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@ struct ShardPlace {
   int count = 1;   // slices of a thing, ranks of a group
   int group = 0;   // that this rank belongs to
   int groups = 1;  // each of them holds everything
-  // So many slices, neighbours, are held by each of as many ranks, of which one owns each: that one
-  // gets its sum, and complete_slices() brings it to the others. Gathers are of held slices.
+  // Each of `parts` ranks holds the same `parts` neighbouring slices, and owns one of them. The
+  // owner gets a slice's sum, and complete_slices() brings it to the others. Gathers read held
+  // slices.
   int parts = 1;
 
   int held_index() const { return index / parts; }
@@ -22,8 +23,8 @@ struct ShardPlace {
   bool operator==(const ShardPlace&) const = default;
 };
 
-// What the ranks of several shard groups own of the slices that they hold alike: all of each, or a
-// part (secondary shards).
+// Ranks of several shard groups hold the same slices. Each owns all of a slice, or a part of it
+// (secondary shards).
 enum class Slices : std::uint8_t { kReplicated, kSecondary };
 
 struct Traits {
@@ -39,7 +40,7 @@ struct Traits {
   bool operator==(const Traits&) const = default;
 };
 
-// Of one rank alone.
+// Traits of one kind of collectives.
 inline constexpr Traits kHostMemoryTraits{};  // ranks pull from each other's memory
 inline constexpr Traits kPeerTraits{
     .gathers_on_device = true, .has_contribution_stream = true, .has_inbox = true};
@@ -56,9 +57,9 @@ constexpr Traits among(Traits alone, int rank, int world_size) {
   return alone;
 }
 
-// Of the same ranks: one carries gathers, the other one reductions.
+// Two collectives of the same ranks: one carries gathers, the other one reductions.
 Traits split_traits(const Traits& gathers, const Traits& reductions);
-// Of the ranks of a shard group, and of the replicas of a slice.
+// Collectives of the ranks of a shard group, and of the replicas of a slice.
 Traits grouped_traits(const Traits& inside, const Traits& across, Slices slices);
 
 }  // namespace strata::comm

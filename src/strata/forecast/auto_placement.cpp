@@ -13,7 +13,7 @@ namespace {
 
 using memory::Tier;
 
-// What goes to one tier together: of one unit its weights, or its masters and states.
+// Values that go to one tier together: the weights of one unit, or its masters and states.
 struct Item {
   std::size_t unit = 0;
   bool states = false;

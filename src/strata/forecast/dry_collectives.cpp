@@ -7,7 +7,7 @@
 namespace strata::forecast {
 namespace {
 
-// Addresses that nobody touches.
+// Addresses that are never accessed.
 class DryBuffer final : public comm::SharedBuffer {
  public:
   DryBuffer(std::string name, Bytes bytes) : name_(std::move(name)), memory_(bytes) {}

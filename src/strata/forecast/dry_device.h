@@ -1,7 +1,6 @@
-// A device that computes nothing: memory is address space that nobody touches, kernels and copies
-// return at once, and the ledger counts as on any other. What runs on it finds zeroes wherever it
-// looks. Threads, ownership: as CpuDevice. Errors: OutOfMemoryError where the system has no more
-// addresses to give.
+// A device that computes nothing: memory is address space without pages, kernels and copies return
+// at once, and the ledger counts as on any other device. Every read of a value finds zero. Threads,
+// ownership: as CpuDevice. Errors: OutOfMemoryError if the system has no more address space.
 #pragma once
 
 #include "strata/device/cpu_device.h"

@@ -8,7 +8,7 @@
 namespace strata::forecast {
 namespace {
 
-// Of fp32 where there are no parameters.
+// fp32 if there are no parameters.
 DType most_common_dtype(std::span<const plan::ParamSpec> params) {
   std::map<DType, Numel> elements;
   for (const plan::ParamSpec& param : params) elements[param.dtype] += param.numel();

@@ -1,5 +1,5 @@
-// What each device of a job that does not run would hold, from a configuration and a model's names
-// and shapes. Pure functions.
+// Forecasts the memory of each device of a job that does not run, from a configuration and a
+// model's names and shapes. Pure functions.
 #pragma once
 
 #include <span>
@@ -10,19 +10,20 @@
 
 namespace strata::forecast {
 
-// Who trains a model, beside what its configuration says.
+// The facts about a training job that its configuration does not hold.
 struct Trainers {
   engine::UpdateRule rule = engine::UpdateRule::kAdamW;
   comm::Traits traits;      // of the ranks' collectives
   bool runs_ahead = false;  // the device: GPUs do
 };
 
-// Of a job that does not run. Errors: of traits_of_job().
+// The same for a job that does not run. Errors: those of traits_of_job().
 Trainers trainers_of(const engine::Config& config, engine::UpdateRule rule, const Job& job);
 
-// Of an engine for these parameters. Where they keep their dtypes, numbers of elements in the
-// configuration become bytes with the width of the one that most elements have. Stores are of the
-// tiers that the configuration names, and, where placement is automatic, those that parameters do.
+// The options of an engine for these parameters. If parameters keep their dtypes, numbers of
+// elements in the configuration become bytes by the dtype that most elements have. The stores are
+// those of the tiers that the configuration names, and, if placement is automatic, of the tiers of
+// the parameters.
 engine::EngineOptions engine_options_of(std::span<const plan::ParamSpec> params,
                                         const engine::Config& config);
 

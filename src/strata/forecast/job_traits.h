@@ -1,7 +1,7 @@
-// What the collectives of a job that does not run would promise: those that would carry its bytes
-// (comm/carriers.h). A probe, which compares carriers by their speed, is taken to leave "auto" as
-// it is. Threads: any. Errors: UsageError for a number of ranks that is none; ConfigError where
-// shard groups do not come out even, or "peer" would have to reach another host.
+// The traits of the collectives that would carry the bytes of a job that does not run
+// (comm/carriers.h). The functions assume that a probe of the transports' speeds would not change
+// "auto". Threads: any. Errors: UsageError for an invalid number of ranks; ConfigError if shard
+// groups are uneven, or if "peer" would have to reach another host.
 #pragma once
 
 #include "strata/comm/traits.h"

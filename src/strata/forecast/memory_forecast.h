@@ -1,11 +1,11 @@
-// What a rank's device, and host and drives for it, will hold of the engine: the engine itself, run
-// for some steps on a device without memory (dry_device.h). Whatever it decides, about gathering,
-// keeping, reducing, is what it will decide; nothing is estimated. Only the order in which
-// gradients come within a block is not known: of several the one that holds most counts. What the
-// model computes with, its activations and gradients before they reach the engine, is not in it,
-// nor what collectives keep for themselves.
+// Forecasts the bytes that the engine will hold on a rank's device, and on host and drives for it.
+// The engine itself runs some steps on a device without memory (dry_device.h), so it makes the same
+// decisions about gathering, keeping and reducing as in training; nothing is estimated. Only the
+// order in which gradients come within a block is not known: the forecast takes the order that
+// holds most. Not included are the model's activations, gradients before they reach the engine, and
+// memory that collectives keep for themselves.
 //
-// Takes no memory to speak of, and milliseconds for thousands of parameters. Pure function.
+// Takes hardly any memory, and milliseconds for thousands of parameters. Pure function.
 // Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses.
 #pragma once
 
@@ -24,11 +24,11 @@ namespace strata::forecast {
 struct MemoryForecast {
   std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
   Bytes total;                                      // the peak of their sum
-  // Of pinned host memory: what is offloaded, what a drive is staged through, the ring that a rank
-  // has while it loads or saves, and the copy of a checkpoint that is written beside training.
+  // Pinned host memory: offloaded values, staging for drives, the ring that a rank has while it
+  // loads or saves, and the copy of a checkpoint that is written beside training.
   std::array<Bytes, memory::kKindCount> host_by_kind{};
   Bytes host;
-  // Of drives, which is taken once and stays.
+  // Bytes on drives. They are taken once and stay.
   std::array<Bytes, memory::kKindCount> nvme_by_kind{};
   Bytes nvme;
   Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
@@ -56,8 +56,8 @@ struct Training {
   bool saves_beside = false;  // checkpoints are copied to the host, and written while steps run
 };
 
-// Of every rank; shards are equal. `traits`: of the job's collectives. `tree` is what the plan was
-// made from.
+// The same forecast holds for every rank, since shards are equal. `traits` are those of the job's
+// collectives; `plan` was made from `tree`.
 MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                                const plan::ModuleTree& tree, const Training& training,
                                const comm::Traits& traits);

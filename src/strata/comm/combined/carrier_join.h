@@ -20,7 +20,7 @@ namespace strata::comm {
 struct CarrierMakers {
   using Make = std::function<std::shared_ptr<Collectives>()>;
   Make peers;
-  Make nccl;               // null: nobody here can; "auto" is peers then
+  Make nccl;               // null: NCCL is not available; "auto" is peers then
   bool nccl_runs = false;  // on every rank: to probe it costs little
   std::function<ProbeTimes(Collectives&)> probe;
   // Tells the user of a choice, `warning` where it is not the usual one. Called on every rank.

@@ -53,7 +53,7 @@ class CollectivesPair {
   std::string failure_;  // the first; empty: all is well
 };
 
-// Of one of the two.
+// The work of one of the two.
 class PairWork final : public Work {
  public:
   PairWork(std::shared_ptr<CollectivesPair> pair, std::shared_ptr<Work> work)

@@ -72,7 +72,7 @@ ProbeTimes probe(Collectives& collectives, device::Device& device, const ProbedD
   times[1] = seconds_of(collectives, device,
                         [&] { return collectives.reduce_scatter(reduction, "probe"); });
   collectives.all_reduce(times, ReduceOp::kMax);
-  collectives.barrier();  // nobody reads what is freed now
+  collectives.barrier();  // no rank reads the memory that is freed now
   return {times[0], times[1]};
 }
 

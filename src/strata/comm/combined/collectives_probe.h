@@ -23,8 +23,8 @@ struct ProbedDTypes {
   DType reduce = DType::kFloat32;  // in which gradients are added up
 };
 
-// Collective. Gradients travel as the reducer would have them: as they are where they are widened
-// before they are added up, else as dtypes.reduce. `device`: where the model computes.
+// Collective. Gradients travel as the reducer would send them: in their own dtype if they are
+// widened before they are added up, else as dtypes.reduce. `device`: where the model computes.
 ProbeTimes probe(Collectives& collectives, device::Device& device, const ProbedDTypes& dtypes);
 
 }  // namespace strata::comm

@@ -30,7 +30,7 @@
 
 namespace strata::comm {
 
-// Who is in which group: ranks [group * size, (group + 1) * size) are one.
+// The members of each group: group g is ranks [g * size, (g + 1) * size).
 struct ShardGroups {
   int size = 1;
   int count = 1;

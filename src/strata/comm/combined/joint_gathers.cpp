@@ -92,7 +92,7 @@ class JointGathers final : public Collectives {
   // All ranks come here with the same sizes, in the same order.
   void make_room(Bytes slice) {
     if (staging_ != nullptr && slice <= slice_room_) return;
-    inner_->barrier();  // nobody reads the memory that goes
+    inner_->barrier();  // no rank reads the memory that is freed now
     staging_.reset();
     slice_room_ = align_up(slice, 4_KiB);
     staging_ = inner_->allocate(fmt::format("joint gathers {}", ++allocated_), slice_room_ * 2);

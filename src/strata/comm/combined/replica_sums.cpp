@@ -41,7 +41,7 @@ std::unique_ptr<ReplicaSums::Scratch> ReplicaSums::take(Numel numel) {
     return across_.allocate(fmt::format("replicas.{}.{}", what, number),
                             bytes_of(elements, DType::kFloat32));
   };
-  // What pads the last part is zero and stays so.
+  // The padding of the last part is zero and stays zero.
   const Numel parts = part_of(numel) * replicas_;
   scratch->terms = allocate("terms", gathers() ? parts : numel * replicas_);
   if (gathers()) scratch->sums = allocate("sums", parts);

@@ -59,7 +59,7 @@ class ReplicaSums {
 
   std::unique_ptr<Scratch> take(Numel numel);
   Numel part_of(Numel numel) const;
-  // What the group's reduction gives this rank, for a result of so many elements.
+  // The elements that the group's reduction gives this rank, for a result of `numel` elements.
   Numel inside_of(Numel numel) const { return owns_part_ ? numel * replicas_ : numel; }
   bool gathers() const { return !owns_part_ && !replicas_read_each_other_; }
   // The next step begins when the work of the present one is complete.

@@ -18,8 +18,8 @@
 
 namespace strata::comm {
 
-// Of the same ranks, sharing a control plane; neither is used otherwise afterwards. A world that is
-// one shard group.
+// Both are of the same ranks and share a control plane; the caller uses neither afterwards. The
+// world must be one shard group.
 std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives> gathers,
                                                     std::shared_ptr<Collectives> reductions);
 

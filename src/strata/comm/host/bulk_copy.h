@@ -1,6 +1,6 @@
 // Copies between the buffers of ranks.
-// Threads: split over `pool` when one is given. When it returns, the bytes are visible to whoever
-// sees a later release store of the calling thread.
+// Threads: split over `pool` when one is given. When it returns, the bytes are visible to every
+// thread that acquires a later release store of the calling thread.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// What one rank shows its peers, in memory that all of them map: which operations it has published,
-// how far it has got with them, small messages, and why it stopped. Only the owner writes, except
-// for the bell, which peers ring.
+// The state that one rank shows its peers, in memory that all of them map: the operations that it
+// has published, its progress with them, small messages, and why it stopped. Only the owner writes,
+// except for the bell, which peers ring.
 //
 // Every collective has a number, counted from 0 on each rank; operation k is described by
 // ring[k % kRingSlots]. Order: the owner fills the entry (and the mailbox), then stores published =

@@ -1,5 +1,5 @@
-// A counter that sleepers can wait on, in memory that several threads or processes share. Whoever
-// changes something that a rank may wait for rings that rank's bell afterwards.
+// A counter that sleepers can wait on, in memory that several threads or processes share. A thread
+// that changes a state for which a rank may wait rings that rank's bell afterwards.
 // Protocol of the owner: heard = bell.count(); look at the state; if it is not there,
 // bell.wait(heard). A ring after count() makes wait() return at once, so no change is missed.
 // Threads: any number ring, one waits. Zeroed memory is a valid bell.

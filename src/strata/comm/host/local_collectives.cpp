@@ -15,7 +15,8 @@
 namespace strata::comm {
 namespace {
 
-// What one rank shares. Buffers appear and vanish in the owner's thread while peers look them up.
+// The state that one rank shares. The owner's thread adds and removes buffers while peers look them
+// up.
 struct LocalRank {
   ControlBlock control;
   std::mutex mutex;

@@ -1,6 +1,6 @@
 // The small collectives: every rank puts a message in its mailbox, and when all have done so each
-// reads everybody's. What does not fit one mailbox takes several rounds. Threads: those of the
-// RankLink. Errors: CommError through the link.
+// rank reads all of them. A message larger than a mailbox takes several rounds. Threads: those of
+// the RankLink. Errors: CommError through the link.
 #pragma once
 
 #include <cstddef>

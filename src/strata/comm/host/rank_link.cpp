@@ -122,9 +122,9 @@ void RankLink::wait_until(const Missing& missing, const std::function<std::strin
     const bool look = now - looked >= kLivenessPeriod;
     if (look) looked = now;
     std::string gone = gone_peer(look);
-    std::string stopped = stopped_peer();  // read last: who is gone may have given a reason first
+    std::string stopped = stopped_peer();  // read last: a rank may give a reason before it ends
     if (!stopped.empty() || !gone.empty()) {
-      // What a rank did before its end counts, and may be all that was missing.
+      // The work that a rank did before its end counts, and may be all that was missing.
       if (missing() == kNobody) return;
       if (!stopped.empty()) fail_quietly(std::move(stopped));
       fail(fmt::format("{} while rank {} waited for {}", gone, name_of(rank_), what()));

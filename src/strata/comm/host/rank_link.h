@@ -31,7 +31,7 @@ class RankLink {
   RankMemory& memory() { return *memory_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
-  // What a rank is called in errors.
+  // The number of a rank in errors.
   int name_of(int rank) const { return names_.of(rank); }
   // Does some of the work that was put off and returns true, or false when nothing can be done now.
   void set_progress(std::function<bool()> progress) { progress_ = std::move(progress); }
@@ -66,7 +66,7 @@ class RankLink {
 
  private:
   ControlBlock& own() { return memory_->control(rank_); }
-  // What is wrong with a peer, or empty. Asking the system costs system calls.
+  // The fault of a peer, or empty. `ask_system` costs system calls.
   std::string stopped_peer();
   std::string gone_peer(bool ask_system);
   // ": its program ended", what a peer has announced; empty: nothing.

@@ -1,5 +1,6 @@
-// Another rank's process: its segment, mapped piece by piece as it is read, and whether it still
-// lives. Threads: one thread of this rank at a time. Errors: CommError when it cannot be reached.
+// Another rank's process: its segment, which this rank maps piece by piece as it reads it, and
+// whether the process still lives. Threads: one thread of this rank at a time. Errors: CommError
+// when it cannot be reached.
 #pragma once
 
 #include <sys/types.h>

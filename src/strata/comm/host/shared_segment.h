@@ -24,7 +24,7 @@
 
 namespace strata::comm {
 
-// What lies at offset 0 of a segment.
+// The content of a segment at offset 0.
 struct SegmentHeader {
   std::uint64_t key = 0;  // random: proves that a peer opened the right file
   ControlBlock control;

@@ -1,5 +1,5 @@
-// What this rank's streams wait for of its peers, so that no wait lasts for ever: a peer that
-// lives, but is stopped or hangs, never writes its flag, and its socket stays open. Time is counted
+// Watches the flags of peers for which this rank's streams wait, so that no wait lasts for ever: a
+// stopped or hanging peer never writes its flag, and its socket stays open. Time is counted
 // in looks, some in each timeout: a whole job that is stopped and goes on again has missed at most
 // one. Threads: internally synchronised. Ownership: borrows the flags, which outlive it. Units:
 // milliseconds.
@@ -40,7 +40,7 @@ class FlagWatch {
   std::optional<LatePeer> look();
 
  private:
-  // Of one flag: the oldest value that is not known to be there, and the newest.
+  // The oldest value of one flag that is not known to be there, and the newest.
   struct Wait {
     PeerFlags::Kind kind = PeerFlags::Kind::kWritten;
     int peer = 0;

@@ -80,7 +80,7 @@ PeerBuffers::PeerBuffers(std::shared_ptr<device::Device> device, int rank)
 
 std::unique_ptr<SharedBuffer> PeerBuffers::allocate(const std::shared_ptr<PeerBuffers>& buffers,
                                                     std::string name, Bytes bytes, bool growing) {
-  // Charged to a ledger that nobody reads: the device is the collectives' own.
+  // The device is the collectives' own, so its ledger is never read, and the kind does not matter.
   auto memory = buffers->device_->reserve_shared(bytes, memory::Kind::kWeights);
   if (!growing) memory->grow_to(bytes);
   return std::make_unique<Buffer>(buffers, std::move(name), bytes, std::move(memory));

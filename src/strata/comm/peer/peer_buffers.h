@@ -25,9 +25,9 @@ class PeerBuffers {
  public:
   PeerBuffers(std::shared_ptr<device::Device> device, int rank);
 
-  // What runs before a buffer's memory goes: it waits for those who read it.
+  // `action` runs before a buffer's memory is freed: it waits for the ranks that read it.
   void set_before_free(std::function<void()> action) { before_free_ = std::move(action); }
-  // What runs before peers' memory is unmapped: it waits for this rank's own reads.
+  // `action` runs before peers' memory is unmapped: it waits for this rank's own reads.
   void set_before_unmap(std::function<void()> action) { before_unmap_ = std::move(action); }
   void set_flags(PeerFlags flags) { flags_ = flags; }
 
@@ -35,7 +35,8 @@ class PeerBuffers {
   static std::unique_ptr<SharedBuffer> allocate(const std::shared_ptr<PeerBuffers>& buffers,
                                                 std::string name, Bytes bytes, bool growing);
 
-  // What peers get; PeerChannel::Service::share(). Keys are "n" and a name, or "#" and a number.
+  // The parts that peers get; PeerChannel::Service::share(). Keys are "n" and a name, or "#" and a
+  // number.
   std::optional<SharedParts> share(const std::string& key, std::size_t first);
 
   static std::string key_of_name(const std::string& name) { return fmt::format("n{}", name); }
@@ -48,8 +49,8 @@ class PeerBuffers {
     Bytes bytes;   // that the owner asked for
     Bytes mapped;  // a prefix
   };
-  // A peer's buffer, of which at least `needed` bytes are mapped if the owner has so many; nothing
-  // where there is no such buffer. Unmaps what note_freed() found first.
+  // A peer's buffer with at least `needed` bytes mapped, or all if the owner has fewer; absent if
+  // there is no such buffer. First unmaps the buffers that note_freed() found.
   std::optional<View> find(PeerChannel& channel, int rank, const std::string& key, Bytes needed);
   // The same beside the rank's work: maps all that there is, and unmaps nothing.
   std::optional<View> find_ahead(PeerChannel& channel, int rank, const std::string& key);

@@ -2,8 +2,8 @@
 // descriptors of its shared memory to peers that ask, and hears at once when a peer fails or ends,
 // whatever the rank's own thread is waiting for.
 // A socket leads from every rank to every other; requests and news go along it, replies come back.
-// All of them exist when the constructor returns, and nobody can connect later. A connection that
-// does not say which rank it belongs to, of another program of the same user, say, is closed.
+// All of them exist when the constructor returns; no process can connect later. A connection that
+// does not name its rank, such as one of another program of the same user, is closed.
 // Threads: ask() in one thread at a time; fail() and stop_asking() in any; the Service is called in
 // the channel's thread. Ownership: stops its thread on destruction. Units: bytes, milliseconds.
 // Errors: CommError from construction and ask(), which name the rank.

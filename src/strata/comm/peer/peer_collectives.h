@@ -1,7 +1,7 @@
 // Collectives of devices of one host that reach each other's memory: GPUs of one NVLink domain.
 //
 // A gather is this rank's own copies from its peers' memory, on a stream of their own: no processor
-// of the device takes part, no peer has to come, and ranks may gather different things. Of a
+// of the device takes part, no peer has to come, and ranks may gather different things. In a
 // reduction each rank adds up its slice of all contributions in fp32 in the order of ranks: the
 // same bits in every run, from contributions of 16 bits, too. Contributions that go through an
 // inbox lie in this rank's memory already; all others it reads where their ranks have them, over
@@ -9,7 +9,7 @@
 // waits. Texts, numbers and the meeting before each reduction go through `control`.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
-// streams that wait for it go on then, with values that nobody may use: every later call throws.
+// streams that wait for it go on then, with invalid values: every later call throws.
 #pragma once
 
 #include <chrono>

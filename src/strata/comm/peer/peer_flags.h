@@ -38,7 +38,8 @@ class PeerFlags {
   device::Flag& freed(int rank) const { return flag(kKinds * world_size_ * world_size_ + rank); }
 
   // Where each rank puts what it gives to exchange `number`, one after another, each kLine apart.
-  // Two exchanges have room: nobody gives to the next but one before all have taken from this.
+  // Two exchanges have room: no rank gives to exchange `number` + 2 before all have taken from
+  // this.
   std::span<std::byte> values(std::uint32_t number) const {
     const auto turn = static_cast<int>(number % static_cast<std::uint32_t>(kTurns));
     const int first = kKinds * world_size_ * world_size_ + world_size_ * (1 + turn);

@@ -81,9 +81,10 @@ class PeerLink final : public PeerChannel::Service {
   }
   // comm::meet() on the control plane.
   std::vector<std::uint64_t> meet(const std::string& what, std::uint64_t number = 0);
-  // What a rank's streams get after it runs when what every rank's streams held before it is done.
+  // Work that a rank's streams get after it runs when the work that every rank's streams held
+  // before it is done.
   void barrier();
-  // Of device memory, in the compute stream, which comes to a barrier by it.
+  // Exchanges device memory in the compute stream, for which this is a barrier.
   void exchange(std::span<std::byte> all, std::span<const std::byte> mine);
   // Until peers have passed the last barrier in their streams, too.
   void wait_for_readers() noexcept;
@@ -100,8 +101,8 @@ class PeerLink final : public PeerChannel::Service {
   // The first one counts. `told`: what peers hear after this rank's name.
   void set_failure(std::string message, std::string told) noexcept;
   void stop(std::string message, std::string told) noexcept;
-  // To the peers, once. A rank that ends because another one failed says so before it goes, so that
-  // nobody blames it.
+  // Tells the peers, once. A rank that ends because another one failed says so before it ends, so
+  // that no error names it as the cause.
   void pass_on_failure() noexcept;
 
   std::shared_ptr<device::Device> device_;

@@ -16,7 +16,7 @@ constexpr char kFailure = 'F';   // "F <told>"
 constexpr char kParts = 'P';     // "P <number> <bytes> <reserved> {<offset> <bytes>}"
 constexpr std::size_t kToldMax = 3000;
 
-// What follows the letter; nothing where the line has another one, or ends with it.
+// The text after the letter; absent if the line has another letter, or ends with it.
 std::optional<std::string_view> after(char letter, std::string_view line) {
   if (line.size() < 3 || line[0] != letter || line[1] != ' ') return std::nullopt;
   return line.substr(2);

@@ -16,7 +16,7 @@
 
 namespace strata::comm {
 
-// What a rank lets its peers know of one of its buffers.
+// One of a rank's buffers, as it describes it to its peers.
 struct SharedParts {
   std::uint64_t number = 0;  // of the buffer among all that the rank ever had
   Bytes bytes;               // asked for
@@ -24,7 +24,7 @@ struct SharedParts {
   std::vector<device::SharedPiece> pieces;
 };
 
-// What a rank asks another one: for the pieces from `first` on of the buffer with this key.
+// A rank's question to another one: for the pieces from `first` on of the buffer with this key.
 struct Question {
   std::size_t first = 0;
   std::string key;

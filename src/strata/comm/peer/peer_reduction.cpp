@@ -37,8 +37,7 @@ void PeerReductions::add(const Reduction& reduction, const Sources& sources) {
                               reduction.accumulate, link_.transfers());
 }
 
-// The stream that wrote the contribution waits for nobody before it says so: peers learn of it at
-// once.
+// The stream that wrote the contribution publishes it without any wait: peers learn of it at once.
 void PeerReductions::begin(device::Stream& writer, WorkTimes* times) {
   device::Device& device = link_.device();
   ++count_;

@@ -20,7 +20,7 @@ class PeerReductions {
     std::unique_ptr<device::Event> added;  // the result is there
     std::uint32_t number = 0;              // of the reduction, for the functions below
   };
-  // Collective. `times`: null where nobody asks for them.
+  // Collective. `times`: null if they are not wanted.
   Started start(const Reduction& reduction, std::string_view tag, WorkTimes* times);
 
   using Sources = std::vector<const std::byte*>;  // this rank's slice of each rank's contribution
@@ -36,7 +36,8 @@ class PeerReductions {
 
  private:
   Sources sources_of(const Reduction& reduction, std::string_view what);
-  // What is around the additions: everybody's contribution is there; everybody may know of it.
+  // The waits around the additions: begin() waits for every rank's contribution, and end() tells
+  // every rank that the result is there.
   void begin(device::Stream& writer, WorkTimes* times);
   Started end(WorkTimes* times);
   void add(const Reduction& reduction, const Sources& sources);

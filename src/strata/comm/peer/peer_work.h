@@ -1,6 +1,6 @@
-// What peers have started on their streams, as Work. wait() has the compute stream wait; the host
-// waits for nothing. Threads: one. Ownership: shares link and reductions. Errors: CommError from
-// wait(), once any rank has failed; a destructor waits, too, and drops it.
+// Operations that peers have started on their streams, as Work. wait() makes the compute stream
+// wait; the host does not. Threads: one. Ownership: shares link and reductions. Errors: CommError
+// from wait(), once any rank has failed; a destructor waits, too, and drops it.
 #pragma once
 
 #include <memory>
