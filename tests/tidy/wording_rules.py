@@ -17,7 +17,7 @@ SUFFIXES = {".h", ".cpp", ".cu", ".py", ".sh"}
 BEGINNING = r"(?:^|[.:;!?]\s+|(?://+|#|\*|\"+)\s*)"
 FORMS = {
     "nobody, whoever, somebody": re.compile(r"\b(?:nobody|whoever|somebody|anybody)\b", re.IGNORECASE),
-    "a sentence that opens with What or Who": re.compile(BEGINNING + r"(?:What|Who)\s(?!(?:is|are|does|do|did)\b[^.]*\?)",
+    "a sentence that opens with What or Who": re.compile(BEGINNING + r"(?:What|Who)\s(?!(?:is|are|do|does)\b[^.]*\?)",
                                                          re.MULTILINE),
     "a sentence that opens with Of": re.compile(BEGINNING + r"Of\s", re.MULTILINE),
     "as it is, as they are": re.compile(r"\bas (?:it is|they are)\b"),
