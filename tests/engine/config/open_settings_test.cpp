@@ -38,7 +38,7 @@ TEST(OpenSettings, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
                     "warmup_min_lr": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}})");
   EXPECT_EQ(problem_of(c, "gradient_clipping"),
             "gradient_clipping: \"auto\" is filled in by frameworks such as transformers' Trainer, "
-            "and here nobody has; write a number >= 0 (largest global L2 norm of the gradient; 0 "
+            "and here none has; write a number >= 0 (largest global L2 norm of the gradient; 0 "
             "does not clip), for example \"gradient_clipping\": 1.0; found \"auto\"");
   EXPECT_THAT(problem_of(c, "optimizer"), StartsWith("optimizer.params.betas: \"auto\" is filled"));
   EXPECT_THAT(problem_of(c, "scheduler"),

@@ -127,7 +127,7 @@ TEST(OptimizerConfig, HandsTorchNumbersAndNamesWhatNobodyFilledIn) {
   ASSERT_EQ(c.open.size(), 2U);
   EXPECT_EQ(c.open[0].problem,
             "optimizer.params.momentum: \"auto\" is filled in by frameworks such as transformers' "
-            "Trainer, and here nobody has; write what torch.optim.SGD shall get, for example "
+            "Trainer, and here none has; write what torch.optim.SGD shall get, for example "
             "\"momentum\": 0; found \"auto\"");
   EXPECT_EQ(c.open[1].path, "optimizer.params.weight_decay");
   EXPECT_EQ(refusal_of(optimizer("SGD", R"({"lr": "0.1x"})")),

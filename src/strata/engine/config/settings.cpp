@@ -26,7 +26,7 @@ bool is_numeric(const Key& key) {
          key.kind == Kind::kPerGroup;
 }
 
-// What training computes would be another thing with a default where somebody chose.
+// Whether a default in place of the user's choice would change the results of training.
 bool changes_results(const Key& key) {
   if (key.treatment != Treatment::kHonoured) return false;
   for (const std::string_view path : {"gradient_clipping", "communication_data_type",
@@ -39,7 +39,7 @@ bool changes_results(const Key& key) {
          section == "data_types";
 }
 
-// What an absent key means.
+// The meaning of an absent key.
 std::string default_of(const Key& key) {
   const bool plain = key.fallback != "null" && key.kind != Kind::kSection;
   return plain ? fmt::format("its default, {}", key.fallback) : "its default";
@@ -286,7 +286,7 @@ OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
                             std::string_view example) {
   return {std::string(path),
           fmt::format("{}: \"auto\" is filled in by frameworks such as transformers' Trainer, and "
-                      "here nobody has; write {}, for example \"{}\": {}; found \"auto\"",
+                      "here none has; write {}, for example \"{}\": {}; found \"auto\"",
                       path, wanted, leaf_of(path), example)};
 }
 
