@@ -17,7 +17,7 @@ struct BatchSizes {
 };
 
 // Completes by DeepSpeed's rules: any two give the third; a batch or a micro-batch alone means
-// accumulation 1. What does not come out even is refused, never rounded.
+// accumulation 1. Sizes that do not divide evenly are refused, never rounded.
 BatchSizes complete_batch_sizes(const BatchSizes& given, int world_size);
 
 }  // namespace strata::engine

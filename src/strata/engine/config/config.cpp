@@ -185,8 +185,8 @@ void note_open_accumulation(const json& document, const BatchSizes& batch, Remar
   remarks->open.push_back(unresolved_auto(kKey, "passes of one step", "1"));
 }
 
-// Weights that groups of ranks hold, or that peers are told to read, stay on the device. What
-// "auto" does not look at, and what only "auto" looks at, are hints.
+// Weights that groups of ranks hold, or that peers are told to read, stay on the device. Settings
+// that "auto" ignores, and settings that only "auto" reads, are hints.
 void restrict_automatic(Config& config, const Settings& s, Remarks* remarks) {
   OffloadConfig& offload = config.offload;
   const comm::CarrierSettings& carriers = config.strata.carriers;

@@ -126,8 +126,8 @@ struct Config {
   std::vector<Hint> hints;
   std::map<std::string, std::string> hint_values;  // as JSON, by path, of those that were given
   std::vector<OpenSetting> open;                   // their fields here hold defaults
-  // What this rank prints and writes (Treatment::kShown), for those who do: as JSON, by path,
-  // defaults included; and which of it was given.
+  // Settings of this rank's output (Treatment::kShown), for the code that prints and writes: as
+  // JSON, by path, defaults included; and the paths that were given.
   std::map<std::string, std::string> shown;
   std::set<std::string> shown_given;
 

@@ -21,7 +21,7 @@ using nlohmann::ordered_json;
 
 constexpr std::string_view kOptimizerType = "optimizer.type";
 
-// What the sections themselves say, beside the rows of the table.
+// Reads the classes that the sections name, beside the rows of the table.
 void read_classes(Settings& settings, Remarks& remarks) {
   const auto read = [&](std::string_view path, const auto& of_section) {
     const json type = settings.at(path);
@@ -54,7 +54,7 @@ Finding* find(std::vector<Finding>& findings, std::string_view path) {
   return found == findings.end() ? nullptr : &*found;
 }
 
-// What only the settings together tell: contradictions, and what has no effect beside the others.
+// Finds remarks that need all settings together: contradictions, and settings without effect.
 void look_at_all(const json& document, Remarks& remarks) {
   Config config;
   try {

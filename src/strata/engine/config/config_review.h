@@ -22,7 +22,7 @@ struct ConfigReview {
   // Absent where that is none that can be started with: something is kWrong, or has to be chosen.
   std::optional<nlohmann::ordered_json> rewritten;
 
-  bool accepted() const;  // Config::parse() takes it as it is
+  bool accepted() const;  // Config::parse() takes it unchanged
   std::size_t count(Verdict verdict) const;
 };
 

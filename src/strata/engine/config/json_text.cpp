@@ -18,7 +18,7 @@ using nlohmann::json;
 
 constexpr std::size_t kMaxDepth = 64;
 
-// JSON has no token for these, so they travel through the parser as texts that nobody writes.
+// JSON has no token for these, so they travel through the parser as improbable texts.
 struct Token {
   std::string_view text;
   std::string_view sentinel;  // with its quotes

@@ -25,9 +25,9 @@ enum class Kind : std::uint8_t {
   kNumbers,   // a list of numbers of one length: `limits` says which
   kPerGroup,  // a number, or a list of one number a parameter group
   kSection,   // an object whose keys have rows of their own
-  kRules,     // a list of objects, which whoever reads it checks, or "auto"
+  kRules,     // a list of objects, which its reader checks, or "auto"
   kParams,    // an object that the optimizer or scheduler of that name checks
-  kSwitch,    // an object of a feature; `limits`: what turns it on, "a|b.c" (off_values.h)
+  kSwitch,    // an object of a feature; `limits`: the keys that turn it on, "a|b.c" (off_values.h)
 };
 
 enum class Treatment : std::uint8_t {

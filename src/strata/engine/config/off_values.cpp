@@ -22,7 +22,7 @@ bool is_size(std::string_view name) {
                              [&](const char* end) { return small.ends_with(end); });
 }
 
-// What the switch `name` of `object` says; absent where it is not there, or says nothing.
+// The value of the switch `name` of `object`; absent if it is missing, null or "auto".
 std::optional<bool> switch_in(const json& object, std::string_view name) {
   const auto found = object.find(std::string(name));
   if (found == object.end() || found->is_null() || *found == "auto") return std::nullopt;

@@ -30,7 +30,7 @@ constexpr std::string_view kVerify = "strata.verify_drives";
 constexpr std::string_view kDeviceBudget = "strata.device_budget";
 constexpr std::string_view kHostBudget = "strata.host_budget";
 
-// Numbers that nobody has memory for are a budget without a bound.
+// Numbers beyond any machine's memory are a budget without a bound.
 Numel elements_of(std::int64_t count, std::int64_t elements) {
   constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max() / 16;
   const double product = static_cast<double>(count) * static_cast<double>(elements);

@@ -21,17 +21,17 @@ struct Remarks;
 constexpr Bytes kLeastStaging = 3_MiB;
 
 struct OffloadConfig {
-  // Of the optimizer's states and fp32 masters. Reduced gradients rest on the host where this is
-  // not the device.
+  // The tier of the optimizer's states and fp32 masters. If it is not the device, reduced gradients
+  // rest on the host.
   memory::Tier optimizer = memory::Tier::kDevice;
   std::vector<std::string> optimizer_folders;  // on drives
-  // Of host memory, to stage what lies on a drive: buffer_count * buffer_size elements of fp32.
-  // kLeastStaging is taken where this is less.
+  // Host memory through which states on a drive are staged: buffer_count * buffer_size elements of
+  // fp32, at least kLeastStaging.
   Bytes staging;
 
   double ratio = 1.0;  // of the elements whose states are offloaded
 
-  // Of weights that are sharded and not persistent.
+  // The tier of weights that are sharded and not persistent.
   memory::Tier param = memory::Tier::kDevice;
   std::vector<std::string> param_folders;  // on drives
   // To stage weights that lie on a drive, and to keep some: elements of their own dtype.
@@ -56,8 +56,8 @@ struct OffloadConfig {
   bool offloads_params() const;  // or may
 };
 
-// `stage`: of zero_optimization. What nothing is sharded of at this stage stays on the device, as
-// under DeepSpeed, and is a hint.
+// `stage` is that of zero_optimization. Values that this stage does not shard stay on the device,
+// as under DeepSpeed; settings of their place are hints.
 OffloadConfig read_offload(const Settings& settings, int stage, Remarks* remarks);
 
 }  // namespace strata::engine

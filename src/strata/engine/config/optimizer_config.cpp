@@ -87,7 +87,7 @@ bool takes_none(const std::string& name) {
   return name == "foreach" || name == "fused";
 }
 
-// What is passed to the class: everything given but the engine's own keys.
+// The arguments of the class: all given keys but the engine's own.
 json torch_arguments(const std::string& torch_class, const json& params, Remarks* remarks) {
   json kept = json::object();
   for (const auto& [name, value] : params.items()) {

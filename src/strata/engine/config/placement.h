@@ -1,7 +1,7 @@
 // Rules that place single parameters: strata.placement, and the share of optimizer state that
 // offload_optimizer.ratio names. A rule names parameters, by a pattern of their names, by their
-// size, or by both, and a place for their weights, for their optimizer state, or for both. Of
-// several rules that name a parameter the first one that names a place counts.
+// size, or by both, and a place for their weights, for their optimizer state, or for both. If
+// several rules name a parameter, the first one that names a place counts.
 //
 // Pure functions of plain values. Errors: ConfigError for rules that say nothing or too much.
 #pragma once
@@ -37,7 +37,7 @@ std::vector<PlacementRule> read_placement(const Settings& settings);
 // Writes ParamSpec::place of each, in their order.
 void place_params(std::vector<plan::ParamSpec>& params, const OffloadConfig& offload);
 
-// What a rule has placed.
+// The parameters that a rule has placed.
 struct RuleUse {
   std::string rule;  // "*embed*: weights on the host", as people read it
   std::int64_t params = 0;

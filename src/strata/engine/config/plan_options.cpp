@@ -20,7 +20,7 @@ plan::PlanOptions plan_options_from(const Config& config) {
     }
     options.persistence_threshold = config.zero.param_persistence_threshold;
     options.persistence_total = config.zero.model_persistence_threshold;
-    // strata.max_live_bytes leaves the units as they are: strata.unit_size is there beside it.
+    // strata.max_live_bytes does not change the units: strata.unit_size sets their size.
     if (!config.strata.max_live) options.shared_numel = config.zero.max_live_parameters;
   }
   return options;

@@ -27,8 +27,8 @@ struct PrecisionConfig {
   bool scales_loss() const {
     return param_dtype == DType::kFloat16 || (!param_dtype && autocast == DType::kFloat16);
   }
-  // In what a parameter computes whose values are of dtype `own`. What kernels do not compute with
-  // (quantized, packed) stays as it is.
+  // The dtype in which a parameter of dtype `own` computes. Dtypes that are no floating type
+  // (quantized, packed) stay.
   DType weight_dtype(DType own) const {
     return param_dtype && is_floating(own) ? *param_dtype : own;
   }

@@ -1,5 +1,5 @@
-// What reading a configuration leaves to be said: to who starts with it, and to who looks at it key
-// by key (config_review.h). Plain values.
+// Remarks on a configuration: for the user who starts with it, and for a review of it key by key
+// (config_review.h). Plain values.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ struct OpenSetting {
   std::string problem;  // the message of the error
 };
 
-// What becomes of a key that somebody wrote.
+// The treatment of a key that the user wrote.
 enum class Verdict : std::uint8_t {
   kHonoured,
   kHint,         // accepted, without effect
   kOff,          // of a feature that Strata does not have, or a section, that the values leave off
-  kOpen,         // "auto", which somebody has to replace
+  kOpen,         // "auto", which a framework or the user has to replace
   kOwn,          // the user's, for another program
   kOldSpelling,  // of the key that the reason names
   kRefused,      // asks for a feature that Strata does not have
@@ -52,8 +52,8 @@ struct Remarks {
   std::map<std::string, std::string>
       hint_values;  // as JSON, by path; also of sections that are off
   std::vector<OpenSetting> open;
-  // What this rank prints and writes: as JSON, by path, defaults included; and the paths of it that
-  // were given.
+  // Settings of this rank's output: as JSON, by path, defaults included; and the paths that were
+  // given.
   std::map<std::string, std::string> shown;
   std::set<std::string> shown_given;
 };

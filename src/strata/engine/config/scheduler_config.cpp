@@ -18,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-// Of torch.optim.lr_scheduler those that JSON can describe, and that look at no metric.
+// The classes of torch.optim.lr_scheduler that JSON can describe, and that look at no metric.
 constexpr std::array<std::string_view, 10> kTorchClasses{
     "ConstantLR",  "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
     "CyclicLR",    "ExponentialLR",     "LinearLR",

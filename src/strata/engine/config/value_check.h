@@ -16,7 +16,7 @@ namespace strata::engine {
 nlohmann::json check_value(const Key& key, const nlohmann::json& value);
 
 // A text that is exactly a number of JSON ("3", "-0.01", "1e-5") becomes that number, also within
-// lists; any other value is returned as it is.
+// lists; any other value is returned unchanged.
 nlohmann::json with_numbers(const nlohmann::json& value);
 
 // true, false; 1 and 0, also as text. nullopt for any other value.

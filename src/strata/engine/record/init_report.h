@@ -1,6 +1,6 @@
-// How start-up went on one rank: its phases with seconds and bytes, and the most memory that was in
-// use. Whoever runs a phase opens it here; the report is what users see as a table, and
-// init_report.json. Threads: one thread at a time. Units: seconds, bytes. Errors: none of its own.
+// The start-up of one rank: its phases with seconds and bytes, and the most memory that was in use.
+// Code that runs a phase opens it here. Users see the report as a table and as init_report.json.
+// Threads: one thread at a time. Units: seconds, bytes. Errors: none of its own.
 #pragma once
 
 #include <chrono>
@@ -55,7 +55,7 @@ class InitReport {
     tier_ = std::move(tier);
     reason_ = std::move(reason);
   }
-  // What came to light afterwards.
+  // Adds a reason that was found later.
   void add_reason(const std::string& more) { reason_ += "; " + more; }
   void set_reading(io::ReadChoice choice) { reading_ = std::move(choice); }
 
@@ -65,8 +65,8 @@ class InitReport {
   const std::optional<io::ReadChoice>& reading() const { return reading_; }
   // In the order of their ends; phases of one name are one entry.
   const std::vector<InitPhase>& phases() const { return phases_; }
-  // The most of the device's memory that was in use beyond what was when the report began, by the
-  // system's own count, whoever used it.
+  // The growth of the device's memory in use from the report's beginning to its peak, by the
+  // system's own count; use by other programs is included.
   Bytes device_growth() const { return free_at_start_ - least_free_; }
 
  private:

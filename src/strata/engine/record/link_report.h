@@ -1,14 +1,15 @@
-// What the links of this rank did in a step, where something is offloaded, and what the step waited
-// for: the link between host and device both ways, and drives both ways. Threads: values. Units:
+// The traffic of this rank's links in a step, if values are offloaded, and the waits of the step
+// for it: the link between host and device both ways, and drives both ways. Threads: values. Units:
 // seconds; GB/s (1e9), of bytes as they go over the link, in the time in which at least one copy or
 // transfer ran.
 //
-// What `of_limit` means. The limit is the best that a short measurement found: of copies one way at
-// a time (link_speed.h), of the drives behind all stores together (offload/drive_limit.h); or the
-// best of a step that was asked for, where that is more. So it is what the link can do for a
-// moment, alone. Ranks that share a link or a drive have their own limits, each as found beside
-// what the others did then, and together they may be above what there is. A kernel that works on
-// the host's memory counts as a copy of what it reads and writes, and is slower than one.
+// The meaning of `of_limit`. The limit is the best speed that a short measurement found: for copies
+// one way at a time (link_speed.h), for the drives behind all stores together
+// (offload/drive_limit.h); or the best speed of a reported step, if that is more. So the limit is
+// the speed of the link for a moment, alone. Ranks that share a link or a drive have their own
+// limits, each as found beside what the others did then, and together they may be above what there
+// is. A kernel that works on the host's memory counts as a copy of what it reads and writes, and is
+// slower than one.
 #pragma once
 
 #include <cstdint>

@@ -36,7 +36,7 @@ offload::StoreCounts Links::counts() const {
   return all;
 }
 
-// Of stores in one folder together.
+// Stores in one folder count together.
 std::vector<offload::DriveWear> Links::wear() const {
   std::vector<offload::DriveWear> all;
   for (const auto& store : stores_) {

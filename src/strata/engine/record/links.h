@@ -26,8 +26,8 @@ class Links {
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
-  // `measure`: the limits, where nobody has asked yet: the host waits for that some tenths of a
-  // second at most, once.
+  // `measure`: measures the limits at the first call: the host waits for that some tenths of a
+  // second at most.
   std::optional<LinkReport> report(const StepRecord& record, bool measure);
 
  private:

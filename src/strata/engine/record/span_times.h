@@ -8,9 +8,9 @@ namespace strata::engine {
 
 // All added up.
 double summed(const StepRecord& record, Activity activity);
-// In which at least one ran.
+// The seconds in which at least one span of this activity ran.
 double covered(const StepRecord& record, Activity activity);
-// Of those spans.
+// The bytes of the spans of this activity.
 Bytes moved(const StepRecord& record, Activity activity);
 
 }  // namespace strata::engine

@@ -1,6 +1,6 @@
-// What one training step did, as plain values: counts of every step, and spans, with their times,
-// of steps that were timed; those of drives, whose times cost nothing, of every step. Made by
-// StepRecorder, read by the report and by the timeline. Threads: values. Units: seconds, by the
+// The record of one training step, as plain values: counts of every step, and spans, with their
+// times, of steps that were timed; those of drives, whose times cost nothing, of every step. Made
+// by StepRecorder, read by the report and by the timeline. Threads: values. Units: seconds, by the
 // clock of the device where the work ran (on the CPU device the host's; of drives always); bytes of
 // whole units, of which (ranks - 1) / ranks come from, or go to, other ranks; of copies and of
 // drives the bytes that go over the link.
@@ -20,7 +20,7 @@ enum class Activity : std::uint8_t {
   kForwardPass,
   kBackwardPass,
   kUpdate,
-  // Of one scope, on the compute stream. Scopes lie within each other.
+  // Spans of one scope, on the compute stream. Scopes are nested.
   kForward,
   kRecompute,  // a forward within a backward pass: activation checkpointing
   kBackward,
@@ -30,16 +30,16 @@ enum class Activity : std::uint8_t {
   kRefreshWait,
   // The compute stream waits for copies between the host and the device.
   kCopyWait,
-  // Of a step's end, on the compute stream.
-  kNorm,  // of the gradients, and the ranks' meeting
+  // Spans at a step's end, on the compute stream.
+  kNorm,  // the norm of the gradients, and the ranks' agreement
   kOptimizer,
   // A unit's bytes on their way, beside the compute stream.
   kGather,
   kRefresh,  // a gather of a unit that stays whole
   kReduce,
-  // Of a reduction between peers: until theirs is ready.
+  // A reduction between peers waits until the peers' contributions are ready.
   kPeersReady,
-  // What goes over the links of this rank, each copy or transfer by itself (offload/link_watch.h).
+  // Traffic of this rank's links, each copy or transfer by itself (offload/link_watch.h).
   kUpload,
   kDownload,
   kDriveRead,
@@ -81,8 +81,8 @@ struct StepRecord {
   double seconds = 0.0;     // from its first forward to the end of its update
   double epoch = 0.0;       // of its begin: seconds since 1970
   StepCounts counts;
-  // In the order in which they were begun; then those of drives, in that of their ends as the store
-  // saw them. What a drive began before the step, and ended in it, has a begin below 0.
+  // In the order of their begins; then those of drives, in the order in which the store saw their
+  // ends. A transfer that began before the step, and ended in it, has a begin below 0.
   std::vector<StepSpan> spans;
 };
 

@@ -209,8 +209,8 @@ std::optional<StepRecord> StepRecorder::take_finished(bool wait) {
   return std::move(step.record);
 }
 
-// Whether every time is there. Spans that nobody will end, or that have no end yet when somebody
-// waits, are forgotten.
+// Whether every time is known. Drops spans that were never ended, and, if `wait`, spans that have
+// no end yet.
 bool StepRecorder::finished(Step& step, bool wait) {
   const auto over = [wait](device::TimedEvent& event) {
     if (wait) event.wait();

@@ -1,10 +1,10 @@
-// Notes what happens in training steps: counts always, transfers of drives with their times, and
-// where a step is timed, spans with theirs. Times are those of the device: events with times are
-// queued where the work is queued, and read when the next step begins or somebody asks, so that
-// nobody waits within a step. A step lasts from the first forward after the last one to the end of
-// the update; what happens between steps is not noted.
+// Records training steps: counts always, transfers of drives with their times, and, if a step is
+// timed, spans with their times. Times are those of the device: the recorder queues timed events
+// beside the work, and reads them when the next step begins or at a query, so that the host never
+// waits within a step. A step lasts from its first forward to the end of its update; work between
+// steps is not recorded.
 //
-// Where nothing is timed a step costs two events, and a span the look at a flag.
+// If timing is off, a step records two events and a span tests one flag.
 //
 // Threads: spans (begin, end, measure) may be recorded by any thread; all else is the engine's, one
 // thread at a time. Ownership: borrows the device and the collectives; a Recording may outlive its
@@ -41,7 +41,7 @@ class StepRecorder final : public offload::LinkWatch {
   };
   using Recording = std::shared_ptr<Open>;  // null: not recorded
 
-  // What spans are called is a number: of the units, their ids; then those of add_label().
+  // A span's label is a number: the id of a unit, or a number of add_label().
   StepRecorder(device::Device& device, comm::Collectives& collectives, std::span<const Unit> units);
 
   int add_label(std::string name);
@@ -53,7 +53,7 @@ class StepRecorder final : public offload::LinkWatch {
   void set_listener(std::function<void(const StepRecord&)> listener) {
     listener_ = std::move(listener);
   }
-  // Of all stores of this rank, since their beginning.
+  // `counts` returns the counts of all stores of this rank, since their construction.
   void set_store_counts(std::function<offload::StoreCounts()> counts) {
     store_counts_ = std::move(counts);
   }

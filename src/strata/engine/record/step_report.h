@@ -1,7 +1,8 @@
-// What users are told of a step: its seconds and counts, and where it was timed, how long the
-// device computed, how long it waited for bytes (the exposed communication), and how fast they
-// came. Threads: values. Units: seconds; bytes of whole units; GB/s (1e9) of what crossed the links
-// of this rank, (ranks - 1) / ranks of that, in the time in which at least one such transfer ran.
+// The report of a step for users: its seconds and counts, and, if it was timed, how long the device
+// computed, how long it waited for bytes (the exposed communication), and how fast they came.
+// Threads: values. Units: seconds; bytes of whole units; GB/s (1e9) of the bytes that crossed the
+// links of this rank, (ranks - 1) / ranks of the unit, in the time in which at least one such
+// transfer ran.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ enum Track {
 constexpr std::array<std::string_view, kTrackCount> kTracks{
     "step",      "compute", "waits",     "gathers",     "reductions",  "reductions: peers",
     "optimizer", "uploads", "downloads", "drive reads", "drive writes"};
-constexpr int kLanes = 100;  // at most so many of a track; more go into the last
+constexpr int kLanes = 100;  // the most lanes of a track; further spans go into the last one
 
 Track track_of(Activity activity) {
   switch (activity) {
@@ -101,8 +101,9 @@ struct TracedSpan {
   double end;
 };
 
-// Of all steps by their begin, the longer first of those that begin at once: it holds the other.
-// Steps have clocks of their own, and what one begins last may seem to begin after the next one.
+// The spans of all steps by their begin. If two begin at once the longer comes first: it contains
+// the other. Steps have their own clocks, so a step's last span may seem to begin after the next
+// step.
 std::vector<TracedSpan> in_order(std::span<const StepRecord> records) {
   std::vector<TracedSpan> result;
   for (const StepRecord& record : records) {
@@ -118,7 +119,7 @@ std::vector<TracedSpan> in_order(std::span<const StepRecord> records) {
   return result;
 }
 
-// Of a span's bytes, those that go over a link: of a unit's, those of other ranks.
+// The fraction of a span's bytes that crosses a link: for a unit, the part of the other ranks.
 double part_that_crosses(Track track, int world_size) {
   return track >= kUploads ? 1.0 : static_cast<double>(world_size - 1) / world_size;
 }
@@ -139,7 +140,7 @@ json name_event(std::string_view what, int rank, int track, json arguments) {
       {"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", track}, {"args", std::move(arguments)}};
 }
 
-// What a viewer calls the tracks, and in which order it shows them.
+// Gives viewers the names of the tracks and their order.
 void describe_tracks(int rank, const std::vector<int>& tracks, json* events) {
   events->push_back(name_event("process_name", rank, 0, {{"name", fmt::format("rank {}", rank)}}));
   events->push_back(name_event("process_sort_index", rank, 0, {{"sort_index", rank}}));

@@ -23,7 +23,7 @@ namespace strata::engine {
 class StepTrace {
  public:
   static constexpr std::int64_t kWarmUp = 2;  // steps before the first that is traced
-  static constexpr int kRanks = 16;           // at most so many are in the file
+  static constexpr int kRanks = 16;           // the most ranks in the file
 
   // `path` empty: there is none.
   StepTrace(std::string path, int steps) : path_(std::move(path)), last_(kWarmUp + steps) {}
@@ -32,8 +32,8 @@ class StepTrace {
   // for the device, and is collective then.
   void begin_step(StepRecorder& recorder);
   void end_step(StepRecorder& recorder, comm::Collectives& collectives);
-  // Of a run that ends before its last step: writes what rank 0 has. Nothing else, and nothing
-  // where the file is written. Not a collective.
+  // For a run that ends before its last step: rank 0 writes the spans that it has, unless the file
+  // is already written. Not a collective.
   void end(StepRecorder& recorder, const comm::Collectives& collectives) noexcept;
 
   const std::string& path() const { return path_; }

@@ -39,7 +39,7 @@ class Schedule {
   virtual std::optional<std::vector<Betas>> betas(std::int64_t iteration) const;
 };
 
-// What a schedule must know of the optimizer.
+// The properties of the optimizer that a schedule needs.
 struct ScheduledOptimizer {
   std::vector<double> group_lrs;  // at construction
   bool has_betas = true;          // OneCycle cycles the momentum of such optimizers only

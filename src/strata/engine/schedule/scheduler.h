@@ -23,7 +23,7 @@ class Scheduler {
   // `last_iteration`: the step after which it continues; kStart begins anew.
   explicit Scheduler(std::unique_ptr<Schedule> schedule, std::int64_t last_iteration = kStart);
 
-  // What to write into the parameter groups at construction; nothing when it continues.
+  // The rates to write into the parameter groups at construction; absent when it continues.
   std::optional<Rates> initial() const;
   // Goes one step on and returns what to write into the parameter groups.
   Rates step();

@@ -23,8 +23,8 @@ struct Failure {
 Failure failure_of(const std::exception_ptr& error);
 
 // Collective. Returns if no rank failed; else throws, on every rank, an error of the class that the
-// first failed rank had, whose message names that rank and `what` it was doing. Where all ranks
-// failed alike, each throws that message as it is.
+// first failed rank had, whose message names that rank and `what` it was doing. If all ranks failed
+// alike, each throws its own message.
 void agree(comm::Collectives& collectives, std::string_view what, const Failure& mine);
 
 // Collective. Runs `part`, which takes part in no collective itself, and agrees on its outcome.

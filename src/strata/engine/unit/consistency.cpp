@@ -22,7 +22,7 @@ std::string line_or_end(const std::vector<std::string>& lines, std::size_t index
   return index < lines.size() ? "'" + lines[index] + "'" : "nothing (its list ends)";
 }
 
-// Of a model with many thousand parameters the text is megabytes, its fingerprint is not.
+// The text of a model with many thousand parameters is megabytes long; ranks compare fingerprints.
 std::string digest_of(const std::string& text) {
   const kernels::Fingerprint sums =
       kernels::fingerprint(std::as_bytes(std::span(text)), /*pool=*/nullptr);

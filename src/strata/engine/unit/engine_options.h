@@ -1,6 +1,5 @@
-// What the engine's parts need to know of a configuration, in their own units. Derived from Config
-// by engine_options_from(); set by hand in tests and by programs without a config file. Immutable
-// value.
+// The settings that the engine's parts read, in their own units. engine_options_from() derives them
+// from a Config; tests and programs without a configuration file set them by hand. Immutable value.
 #pragma once
 
 #include <optional>
@@ -53,8 +52,8 @@ struct EngineOptions {
   bool allow_unused =
       true;  // false: a trainable parameter without a gradient is an error at the step
   // A parameter that no rank gave a gradient in a step is updated with a gradient of zeroes, so
-  // that it decays and its momentum goes on. False: it is left as it is, and the step does not
-  // count for it.
+  // that it decays and its momentum goes on. False: it is not updated, and the step does not count
+  // for it.
   bool decay_unused = false;
   // Whether the norm of the gradients is computed where they are, and no host waits for it. Absent:
   // where the device runs ahead.
@@ -63,7 +62,7 @@ struct EngineOptions {
     return late_norm.value_or(runs_ahead) && check_finite;
   }
   bool check_finite = true;  // fp32, bf16: the step is skipped where a gradient is not finite
-  // So many steps may be skipped for that in a row; the next one is an error.
+  // The most steps in a row that may be skipped for that; the next one is an error.
   int max_skipped_steps = 20;
   std::string trace;    // the file of the timeline (step_trace.h); empty: none
   int trace_steps = 3;  // that are in it

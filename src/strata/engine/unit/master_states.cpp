@@ -7,7 +7,7 @@
 namespace strata::engine {
 namespace {
 
-// Of an element: its fp32 master, and the arrays of its remainder.
+// Bits of an element: its fp32 master, and the arrays of its remainder.
 constexpr int kWideBits = 32;
 constexpr int kLowBits = 16;
 constexpr int kHalfUpBits = 1;

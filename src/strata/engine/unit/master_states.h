@@ -34,10 +34,10 @@ class MasterStates {
   // weights.
   void train(const Unit& unit);
 
-  // Of a unit that was added: nothing, fp32 masters, or the two arrays of their remainder
+  // The blocks of an added unit: none, fp32 masters, or the two arrays of their remainder
   // (remainder_in()).
   std::vector<StateBlock> blocks(int unit) const;
-  // Of a range over blocks that begin with those.
+  // The remainder in a range over blocks that begin with those of blocks().
   static kernels::MasterRemainder remainder_in(const StateRange& range) {
     return {reinterpret_cast<std::uint16_t*>(range.bytes(0).data()),
             reinterpret_cast<std::uint8_t*>(range.bytes(1).data())};

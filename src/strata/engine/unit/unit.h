@@ -54,8 +54,9 @@ struct Unit {
   bool expects(const plan::Slot& slot) const { return slot.numel.value > 0 && trains(slot.param); }
 };
 
-// Who is told when a unit's flat buffer gets memory and loses it: the torch layer, which points the
-// parameters there. Calls come from the engine's thread; attach() of awaited units from any.
+// The engine calls it when a unit's flat buffer gets memory and loses it. The torch layer
+// implements it and points the parameters there. Calls come from the engine's thread; attach() of
+// awaited units from any.
 class ParameterViews {
  public:
   virtual ~ParameterViews() = default;

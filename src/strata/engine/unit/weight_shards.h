@@ -1,6 +1,6 @@
-// The weights of this rank's shards, wherever they rest: in memory of the device, or, of units that
-// are offloaded (Unit::offloaded), in a StateStore. Who reads or writes them goes through them
-// here, in pieces as large as the store lends at once.
+// The weights of this rank's shards. They rest in memory of the device, or, for offloaded units
+// (Unit::offloaded), in a StateStore. All reads and writes of them go through this class, in pieces
+// as large as the store lends at once.
 //
 // Threads: one thread at a time. Ownership: borrows the units and the store. Errors: those of the
 // store; UsageError for weights that are parked.
@@ -22,7 +22,7 @@ class WeightShards {
   WeightShards(const std::vector<Unit>& units, offload::StateStore* store)
       : units_(units), store_(store) {}
 
-  // Takes the room of the next units, in their order, as far as they are offloaded; zero.
+  // Reserves room, zeroed, for those of the next units that are offloaded, in their order.
   void add(std::span<const Unit> units);
 
   // Elements of a unit's shard, and where they are.

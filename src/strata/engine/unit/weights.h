@@ -64,8 +64,8 @@ class Weights {
   const plan::Slot& slot_of(int param) const;
   int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
 
-  // Elements [begin, begin + numel) of `param` have these values now. What lies outside this rank's
-  // shard is ignored. The source may be host or device memory, and may change when this returns.
+  // Sets elements [begin, begin + numel) of `param`. Elements outside this rank's shard are
+  // ignored. The source may be host or device memory, and may change when this returns.
   void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
   // The same, queued on the device's compute stream: the source must stay until that is reached.
   // `owed`: takes what masters can be made of the weights later, by make_masters(), instead of now.
