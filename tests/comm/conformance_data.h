@@ -79,6 +79,22 @@ TEST_P(CollectivesMoveData, SharedBuffersStartZeroedAndAlignedToPages) {
   });
 }
 
+// A script may hold views of weights when the engine and its ranks' collectives have ended.
+TEST_P(CollectivesMoveData, BuffersOutliveTheirCollectives) {
+  std::vector<std::unique_ptr<SharedBuffer>> kept(3);  // of ranks that are threads
+  on_ranks(3, [&](Collectives& c) {
+    auto buffer = c.allocate("kept", 8_KiB);
+    fill(buffer->local(), c.rank());
+    kept[static_cast<std::size_t>(c.rank())] = std::move(buffer);
+    c.barrier();
+  });
+  for (std::size_t rank = 0; rank < kept.size(); ++rank) {
+    if (kept[rank] == nullptr) continue;  // it lived in a process
+    require_pattern(kept[rank]->local(), static_cast<int>(rank), "kept");
+    kept[rank].reset();
+  }
+}
+
 TEST_P(CollectivesMoveData, ReadsTheNewBufferAfterOneWasFreedAndAnotherGotItsName) {
   on_ranks(3, [](Collectives& c) {
     for (int round = 0; round < 6; ++round) {

@@ -61,7 +61,8 @@
 namespace strata::comm {
 
 // Page-aligned zeroed memory of this rank that its peers can read. Freed by the destructor; every
-// rank must have finished reading it by then (a barrier after the last use).
+// rank must have finished reading it by then (a barrier after the last use). A buffer may outlive
+// its Collectives: its memory stays this rank's, and peers can no longer read it.
 class SharedBuffer {
  public:
   virtual ~SharedBuffer() = default;

@@ -35,7 +35,7 @@ class PeerBuffers::Buffer final : public SharedBuffer {
     if (owner_->before_free_) owner_->before_free_();
     const std::lock_guard lock(owner_->mutex_);
     owner_->living_.erase(name_);
-    owner_->flags_.freed(owner_->rank_).fetch_add(1);
+    owner_->count_freed();
   }
 
   std::span<std::byte> local() override { return {memory_->base(), bytes_.size()}; }
@@ -53,7 +53,7 @@ class PeerBuffers::Buffer final : public SharedBuffer {
     const std::lock_guard lock(owner_->mutex_);
     memory_->release();
     number_ = owner_->next_number_++;
-    owner_->flags_.freed(owner_->rank_).fetch_add(1);
+    owner_->count_freed();
   }
 
   std::uint64_t number() const { return number_; }
@@ -84,6 +84,16 @@ std::unique_ptr<SharedBuffer> PeerBuffers::allocate(const std::shared_ptr<PeerBu
   auto memory = buffers->device_->reserve_shared(bytes, memory::Kind::kWeights);
   if (!growing) memory->grow_to(bytes);
   return std::make_unique<Buffer>(buffers, std::move(name), bytes, std::move(memory));
+}
+
+void PeerBuffers::count_freed() {
+  if (flags_) flags_->freed(rank_).fetch_add(1);
+}
+
+void PeerBuffers::end_sharing() {
+  before_unmap_ = {};
+  const std::lock_guard lock(mutex_);
+  flags_.reset();
 }
 
 std::optional<SharedParts> PeerBuffers::share(const std::string& key, std::size_t first) {
@@ -139,7 +149,7 @@ std::optional<PeerBuffers::View> PeerBuffers::look(PeerChannel& channel, const P
                                                    Bytes needed, bool unmaps) {
   const auto& [rank, key] = place;
   auto known = mappings_.find(place);
-  const std::uint32_t freed = flags_.freed(rank).load();
+  const std::uint32_t freed = flags_->freed(rank).load();
   while (known == mappings_.end() || known->second.pieces->mapped() < needed ||
          known->second.freed != freed) {
     const bool is_new = known == mappings_.end();
@@ -177,11 +187,11 @@ void PeerBuffers::unmap_freed(PeerChannel& channel, int world_size) {
 bool PeerBuffers::may_be_freed(int rank) const {
   const std::lock_guard lock(mapping_mutex_);
   const auto looked = looked_.find(rank);
-  return flags_.freed(rank).load() != (looked == looked_.end() ? 0 : looked->second);
+  return flags_->freed(rank).load() != (looked == looked_.end() ? 0 : looked->second);
 }
 
 void PeerBuffers::note_freed(PeerChannel& channel, int rank) {
-  const std::uint32_t freed = flags_.freed(rank).load();
+  const std::uint32_t freed = flags_->freed(rank).load();
   std::optional<Place> last;  // the lock is free between two questions, so that others may ask
   for (;;) {
     const std::lock_guard lock(mapping_mutex_);

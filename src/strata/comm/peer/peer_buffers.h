@@ -30,6 +30,9 @@ class PeerBuffers {
   // `action` runs before peers' memory is unmapped: it waits for this rank's own reads.
   void set_before_unmap(std::function<void()> action) { before_unmap_ = std::move(action); }
   void set_flags(PeerFlags flags) { flags_ = flags; }
+  // The link ends: no peer maps a buffer any more, and the flags are gone. Buffers that live on are
+  // memory of this rank alone.
+  void end_sharing();
 
   // `growing`: no memory at first.
   static std::unique_ptr<SharedBuffer> allocate(const std::shared_ptr<PeerBuffers>& buffers,
@@ -79,10 +82,11 @@ class PeerBuffers {
 
   std::shared_ptr<device::Device> device_;
   int rank_;
-  PeerFlags flags_;
+  std::optional<PeerFlags> flags_;  // absent: not shared yet, or no longer
   std::function<void()> before_free_;
   std::function<void()> before_unmap_;
-  mutable std::mutex mutex_;               // guards these two
+  void count_freed();                      // mutex_ is held
+  mutable std::mutex mutex_;               // guards these two, and the end of flags_
   std::map<std::string, Buffer*> living_;  // by name
   std::uint64_t next_number_ = 1;
   // Guards the mappings, and one question to a peer at a time. Held while a peer answers, which the

@@ -54,8 +54,8 @@ PeerLink::~PeerLink() {
   if (failed_.load()) pass_on_failure();
   channel_->stop_asking();
   mapper_.reset();
-  buffers_->set_before_unmap({});
-  channel_.reset();
+  channel_.reset();  // its thread answers peers about the buffers
+  buffers_->end_sharing();
 }
 
 FileDescriptor PeerLink::make_flags_file() {
