@@ -45,12 +45,12 @@ class Unbacked:
 
 class Recording(TorchDispatchMode):
     """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
-    What is done to them element by element, with numbers, becomes their recipe (``recipe_steps``). Random numbers are
-    drawn later, counted by element; of torch's generator each operation draws one number, its key, so that
+    Operations on them that work element by element, with numbers, become their recipe (``recipe_steps``). Random
+    numbers are drawn later, counted by element; each operation draws one number from torch's generator, its key, so that
     ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
 
-    What is not of that kind, or reads a value, has the tensor made real first, on the host (on a GPU where a
-    constructor made it there), once; that is said once for each kind of constructor and operator.
+    Any other operation, or one that reads a value, materializes the tensor first, on the host (on a GPU if a
+    constructor made it there). A warning says so once for each kind of constructor and operator.
 
     Args:
         larger_than: elements.
@@ -77,15 +77,15 @@ class Recording(TorchDispatchMode):
         self.__enter__()
 
     def close(self, failed):
-        """Ends ``open()``, whatever it raises. What is still without memory and in use is made real, unless it has
-        ``failed``."""
+        """Ends ``open()``, whatever it raises. Materializes tensors that are in use and still without memory, unless it
+        has ``failed``."""
         self.__exit__(None, None, None)
         self._direct_reads.__exit__(None, None, None)
         self.settle(failed)
 
     @contextmanager
     def paused(self):
-        """Within, operators work as they are."""
+        """Within, operators are not recorded."""
         self._paused += 1
         try:
             yield
@@ -101,7 +101,7 @@ class Recording(TorchDispatchMode):
         self._held.pop(_C.storage_of(unbacked.tensor), None)
 
     def settle(self, failed=False):
-        """The constructors are over: what somebody still refers to is made real, unless they have failed."""
+        """The constructors are over: materializes the tensors that are still referred to, unless they have failed."""
         try:
             for key, unbacked in list(self._held.items()):
                 if not failed and _C.sharers(unbacked.tensor) > 1:
@@ -241,8 +241,8 @@ class Recording(TorchDispatchMode):
             "zero.Init: %s, %.2f GB, is made whole on the host, since it %s; only what sets elements one by one "
             "(normal_, uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
             tensor.nbytes / 1e9, _wanted_by(func),
-            ". What it draws comes from torch's generator after one number for each recorded operation: other numbers "
-            "than without zero.Init" if drawn else "",
+            ". It draws from torch's generator after one number for each recorded operation: other numbers than without "
+            "zero.Init" if drawn else "",
         )
 
 
