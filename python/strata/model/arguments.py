@@ -14,8 +14,8 @@ def intercept_arguments(module, device, floating):
     """From now on ``module(...)`` and ``module.generate(...)`` take tensors of the host, as FSDP2's root does.
 
     Tensors among the arguments, also those within tuples, lists, dicts, other mappings (transformers' BatchEncoding)
-    and dataclasses, are copied to ``device``; the copy of a pinned tensor keeps nobody waiting. Tensors that are there
-    already and all other values are passed on untouched, and nothing of the caller's is changed.
+    and dataclasses, are copied to ``device``; the host does not wait for the copy of a pinned tensor. Tensors that are
+    there already and all other values are passed on untouched, and the caller's objects are not changed.
 
     Args:
         module: the model.

@@ -1,4 +1,4 @@
-"""Tells when the constructors of modules begin and end, whoever wrote their classes."""
+"""Observes the begin and the end of every module's constructor, of any class."""
 
 import functools
 import threading
@@ -9,7 +9,7 @@ import torch
 
 class ConstructorWatch:
     """While it is installed, every module that this thread makes is told of: ``begin(module)`` before its constructor
-    runs, ``end(module, failed)`` after it. What a constructor calls of the classes that it inherits from is part of it.
+    runs, ``end(module, failed)`` after it. Constructors of base classes that a constructor calls are part of it.
 
     Every class of modules is wrapped, and those that are declared meanwhile. Other threads notice nothing.
 
@@ -48,8 +48,8 @@ class ConstructorWatch:
             raise
 
     def remove(self):
-        """Undoes ``install``. Who has kept one of our constructors meanwhile, as decorators of classes do, has one that
-        does nothing of its own."""
+        """Undoes ``install``. A decorator of a class may have kept one of our constructors; from now on that one only
+        calls the original."""
         self._watches = False
         if self._declaration is None:
             del torch.nn.Module.__init_subclass__

@@ -1,5 +1,5 @@
 """Shards of constructors that failed. They go when every rank has failed there, since one that is behind may still read
-them, and when nobody has a view of their memory."""
+them, and when no view of their memory exists."""
 
 import itertools
 import time
@@ -29,7 +29,7 @@ def give_up(born, where, device):
 
 
 def free():
-    """Frees what can go by now. Waits for nobody."""
+    """Frees the shards that can be freed now. Does not wait for other ranks."""
     there = {mark: _all_are_at(mark) for mark in {mark for mark, _ in _waiting}}
     staying = []
     while _waiting:

@@ -36,7 +36,7 @@ class Destination:
             (self.values if row is None else self.values[row]).zero_()
 
     def sum_of(self, count):
-        """A ``ProductSum`` of so many products."""
+        """A ``ProductSum`` of ``count`` products."""
         return ProductSum(self, count)
 
 

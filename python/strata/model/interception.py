@@ -20,7 +20,7 @@ def intercept(core, modules, scopes=True):
     Args:
         core: a _C.ShardedModel.
         modules: [torch.nn.Module] in the order of the module tree that ``core`` was made of.
-        scopes: False leaves every forward as it is; reads alone gather. Else the first module is the model.
+        scopes: False wraps no forward; reads alone gather. Else the first module is the model.
 
     Returns:
         what ``restore`` takes.

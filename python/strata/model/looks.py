@@ -1,4 +1,4 @@
-"""Parameters that were sharded when their module was made, and are whole while somebody looks at them."""
+"""Parameters that were sharded when their module was made, and are whole while a constructor reads them."""
 
 import gc
 import threading
@@ -63,7 +63,7 @@ class _Born:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]  # which is_used() does not count
 
     def is_used(self):
-        """Whether somebody refers to one of them besides its module, or to a view of it."""
+        """Whether anything besides its module refers to one of them, or to a view of it."""
         referred = (name in home and references(home, name) > self._usual for home, name in self.homes)
         return any(referred) or self.is_viewed()
 
@@ -71,7 +71,7 @@ class _Born:
         return any(self.core.held_elsewhere(index) for index in self.indices)
 
     def is_orphaned(self):
-        """Whether other parameters have taken the place of all of them, as tied ones do, and nobody refers to them."""
+        """Whether other parameters have taken the place of all of them, as tied ones do, and nothing refers to them."""
         parameters = [reference() for reference in self._parameters]
         ids = {id(parameter) for parameter in parameters}
         if None in parameters or any(id(dict.get(home, name)) in ids for home, name in self.homes):
@@ -79,7 +79,7 @@ class _Born:
         return len(gc.get_referrers(*parameters)) == 1  # the list above
 
     def give_up(self):
-        """Frees the shards. Parameters that somebody still has are empty."""
+        """Frees the shards. Parameters to which the script still refers are empty."""
         parameters = [p for p in (reference() for reference in self._parameters) if p is not None]
         self.core = None
         for parameter in parameters:
@@ -94,10 +94,10 @@ class _Born:
 
 
 class Looks:
-    """What constructors look at of modules that are complete. It is whole then, and what rank 0 writes to it becomes
-    everybody's value when it is released: at the next look where no rank refers to it any more, else at the end of the
-    constructor that looked first. Collective: constructors look at the same parameters on all ranks. What refers to
-    them may differ (cycles that wait for the collector, exceptions that are kept), so ranks agree on each release.
+    """Parameters of complete modules that a constructor reads. They are whole then, and the values that rank 0 writes
+    become the values of every rank at their release: at the next read where no rank refers to them any more, else at
+    the end of the constructor that read them first. Collective: constructors read the same parameters on all ranks.
+    References may differ (cycles that wait for the collector, kept exceptions), so ranks agree on each release.
 
     Args:
         of_all: a callable that takes a list of bools, as long on every rank, and returns for each whether it is true on
@@ -140,7 +140,7 @@ class Looks:
 
     def take_failed(self, number):
         """A constructor has failed: [_Born] of the module of this number and of those after it, which are part of it.
-        Nobody looks at them any more."""
+        They are no longer read."""
         failed = {key: born for key, born in self._born.items() if born.number >= number}
         for key in failed:
             del self._born[key]
@@ -156,7 +156,7 @@ class Looks:
     def leave(self, failed):
         """The innermost constructor ends. ``failed``: with an exception, so that what it wrote does not count."""
         ended = [born for born in self._frames.pop().values() if born.core.alive]
-        # What a view outlives needs the memory. Ranks that failed ask nobody: the others may not come.
+        # A view that lives on needs the memory. A rank that failed does not ask the others: they may not come.
         free = [not born.is_viewed() for born in ended]
         for born, is_free in zip(ended, free if failed else self._of_all(free)):
             self._release(born, publish=not failed, release=is_free)
@@ -198,7 +198,7 @@ class Looks:
 
 
 def _references_while_shared():
-    """``references()`` of what nobody but a dict refers to, and C++."""
+    """``references()`` of an object to which only a dict and C++ refer."""
     with torch.enable_grad():
         parameters = {"": torch.nn.Parameter(torch.ones(1, device="cpu"))}
         graph = parameters[""] * 2

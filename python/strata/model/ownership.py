@@ -29,7 +29,7 @@ def take_ownership(core, parameters, stage, weakly=True):
 
 
 def give_up_ownership(parameters):
-    """Undoes ``take_ownership``, once the core is destroyed. What a later engine owns stays its own."""
+    """Undoes ``take_ownership``, once the core is destroyed. Parameters of a later engine stay that engine's."""
     for _, parameter, shape, *_rest in parameters:
         if owner_of(parameter)[0] is not None:
             continue

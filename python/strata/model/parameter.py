@@ -164,7 +164,7 @@ class ShardedParameter(torch.nn.Parameter):
 
 
 class _Gathered:
-    """What an asynchronous gather is when it has ended."""
+    """The handle of an asynchronous gather that has ended."""
 
     def wait(self, **kwargs):
         """Does nothing."""

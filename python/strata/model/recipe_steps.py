@@ -1,4 +1,4 @@
-"""What torch's operators make and change, in the words of a recipe (_C.Recipe): tables, and the regions of views."""
+"""Translates torch's operators to steps of a recipe (_C.Recipe): tables, and the regions of views."""
 
 import math
 from typing import NamedTuple

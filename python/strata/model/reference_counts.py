@@ -1,5 +1,5 @@
-"""How many references there are to an item of a container. What the interpreter itself counts, its stack and the
-arguments of calls, differs between versions of Python, so every count is compared with another one taken here."""
+"""The number of references to an item of a container. The interpreter's own share, its stack and the arguments of
+calls, differs between versions of Python, so every count is compared with another one taken here."""
 
 import sys
 

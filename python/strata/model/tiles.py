@@ -1,8 +1,7 @@
 """Which parameters are cut into tiles, and what became of each: the one record that all else asks.
 
 A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints know it.
-What the engine knows are its tiles, Parameters of their own that are in no module. ``known_parameters`` brings both
-together.
+The engine knows its tiles, Parameters of their own that are in no module. ``known_parameters`` brings both together.
 """
 
 import math
@@ -67,7 +66,7 @@ class Tile:
         return True
 
     def __enter__(self):
-        """Tensor [rows, ...]: its values, until the context ends. Nobody keeps a view of them."""
+        """Tensor [rows, ...]: its values, until the context ends. The caller must not keep a view of them."""
         core = self.core
         return self.parameter.detach() if core is None else core.begin_tile(self._index)
 
@@ -126,8 +125,8 @@ class Tiles:
         name: str, of the parameter in its model.
         shape: torch.Size of the whole.
         homes: [(module, name there)] that use it.
-        owner: (_C.ShardedModel, index) that has sharded the whole before the engine; (None, None): nobody.
-        most_read: int, bytes that may be whole at once for who reads the parameter outside its modules; None: any.
+        owner: (_C.ShardedModel, index) that has sharded the whole before the engine; (None, None): it was not sharded.
+        most_read: int, the most bytes that may be whole at once for a read outside its modules; None: any.
     """
 
     def __init__(self, name, parameter, shape, ranges, homes, most_read):

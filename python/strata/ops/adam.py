@@ -8,7 +8,7 @@ from .. import _C
 from ..ranks.runtime import rank_and_world_size
 from .elementwise import ElementwiseOptimizer, described
 
-# After so many steps no beta below 1 leaves anything to correct.
+# A number of steps after which no beta below 1 leaves anything to correct.
 _NO_CORRECTION = 1e30
 
 
@@ -46,7 +46,7 @@ class DeepSpeedCPUAdam(_Adam):
         model_params: parameters, or dicts of param groups; float32, bfloat16 or float16, in any mix, on the CPU. They
             need not be contiguous; others are copied for the update.
         lr: float, learning rate.
-        bias_correction: bool; False uses the moments as they are.
+        bias_correction: bool; False uses the moments uncorrected.
         betas: (float, float), decay of the two moments.
         eps: float, added to the denominator.
         weight_decay: float.
@@ -152,8 +152,8 @@ _UPDATES = (DeepSpeedCPUAdam.update, FusedAdam.update)
 
 
 def adam_mode(optimizer):
-    """What the engine has to compute in the optimizer's place: "adamw" or "adam"; None for other classes, and for
-    subclasses that update in a way of their own."""
+    """The update that the engine has to compute in the optimizer's place: "adamw" or "adam"; None for other classes,
+    and for subclasses that update in a way of their own."""
     if not isinstance(optimizer, _Adam):
         return None
     kind = type(optimizer)

@@ -1,4 +1,4 @@
-"""What the optimizers of this package share: checks, states in torch's form, saving and loading them."""
+"""The base of this package's optimizers: checks, states in torch's form, saving and loading them."""
 
 import inspect
 
@@ -47,13 +47,13 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the parameters that have a gradient; others, and their counts of steps, stay as they are.
+        """Updates the parameters that have a gradient; others, and their counts of steps, do not change.
 
         Args:
             closure: None, or a callable that computes gradients and returns the loss.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
 
         Raises:
             UsageError: a parameter or gradient that cannot be updated; nothing has been changed then.
@@ -143,7 +143,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
 
 def described(parameter):
-    """What tells a parameter without a name: its dtype, shape and device."""
+    """A description of a parameter without a name: its dtype, shape and device."""
     return f"a {parameter.dtype} parameter of shape {list(parameter.shape)} on {parameter.device}"
 
 

@@ -25,7 +25,7 @@ def watch(core, engine=None, group=None):
     Args:
         core: a _C.ShardedModel; it is not kept alive, nor are its collectives.
         engine: a weak reference to the engine: before the process leaves at its end, ``end_watching()`` is called, and
-            ``wait_for_checkpoint()``, collectively. What they raise is logged.
+            ``wait_for_checkpoint()``, collectively. Their exceptions are logged.
         group: the same object for cores of the same collectives, which meet the others once; None: a core alone.
     """
     global _hooks
@@ -75,7 +75,7 @@ class _ExceptHook:
             self._previous(kind, value, traceback)
 
     def remove(self):
-        """Restores what was before. A hook that somebody put above stays, and reaches that through this one."""
+        """Restores the hook from before. A hook that other code has put above stays, and calls it through this."""
         if sys.excepthook is self:
             sys.excepthook = self._previous
 
@@ -94,7 +94,7 @@ class _ExitHook:
         self._previous(status)
 
     def remove(self):
-        """Restores what was before, unless somebody has put another one above."""
+        """Restores the function from before, unless other code has put another one above."""
         if sys.exit is self:
             sys.exit = self._previous
 

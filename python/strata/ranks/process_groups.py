@@ -25,7 +25,7 @@ class UsedGroups:
     """
 
     def __init__(self):
-        for earlier in list(_used):  # of engines that nobody refers to any more
+        for earlier in list(_used):  # of engines to which nothing refers any more
             if not earlier.in_use():
                 earlier.let_go()
         self.backends = None

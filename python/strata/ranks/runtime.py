@@ -110,11 +110,11 @@ def make_collectives(config, device, waits=None):
         config: a _C.Config. Its ``collectives``: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's
             process group, gloo), "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or
             "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or
-            nccl beside it. Ranks may share a GPU under "peer" alone. Of shard groups, "shm" and "peer" are for the
-            ranks inside, and across where these are on one host, too. Its ``timeout_s``: seconds a rank waits for
-            another that lives but does not come.
+            nccl beside it. Ranks may share a GPU under "peer" alone. With shard groups, "shm" and "peer" connect the
+            ranks inside a group, and also the groups if they are on one host. Its ``timeout_s``: seconds that a rank
+            waits for another one that lives but does not come.
         device: torch.device of this rank's model.
-        waits: ``host_waits`` of its _C.Runtime, in which those of the collectives count, too; None: nobody asks.
+        waits: ``host_waits`` of its _C.Runtime, in which those of the collectives count, too; None: not counted.
 
     Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that
     does not fit the ranks or the device, and for ranks that share a GPU.
@@ -141,7 +141,7 @@ def make_collectives(config, device, waits=None):
 
 
 def let_go(collectives):
-    """Nobody uses these of ``make_collectives`` any more: threads that work for them end. Local."""
+    """These collectives of ``make_collectives`` are no longer used: ends the threads that work for them. Local."""
     collectives.all_left()
     groups = getattr(collectives, "groups", None)  # one rank has none
     if groups is not None:
@@ -149,7 +149,7 @@ def let_go(collectives):
 
 
 def _facts(device):
-    """What the choice of carriers depends on, of torch and of this rank's device."""
+    """The facts about torch and this rank's device on which the choice of carriers depends."""
     return {
         "on_gpu": device.type == "cuda",
         "has_nccl": dist.is_nccl_available(),

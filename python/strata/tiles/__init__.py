@@ -1,6 +1,6 @@
 """Parameters that are gathered, used and reduced in tiles: rows of one parameter at a time.
 
-Strata's own rules are registered before anybody else's.
+Strata's own rules are registered first.
 """
 
 import importlib

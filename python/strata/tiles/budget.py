@@ -6,17 +6,17 @@ import torch
 
 from ..model.owner import owner_of
 
-_TILE = 256 << 20  # bytes, where nobody says
+_TILE = 256 << 20  # bytes, the default
 
 
 class Budget:
-    """What may be gathered at once of one parameter.
+    """The bytes of one parameter that may be gathered at once.
 
     Attributes:
-        largest: int, bytes; what takes more is cut. None: nothing is.
+        largest: int, bytes; a larger parameter is cut. None: none is.
         tile: int, bytes of a tile at most.
         read: int, bytes of a parameter that is cut which may be whole for a reader outside its modules; None: any.
-        asked: bool, whether the configuration says it; what nobody asked for is no error where it cannot be had.
+        asked: bool, whether the configuration asks for it. If it does not, a parameter that cannot be cut is no error.
     """
 
     def __init__(self, config, half):
@@ -40,13 +40,13 @@ class Budget:
 
     @classmethod
     def of_job(cls, config, device, device_memory):
-        """Of ranks that do not run."""
+        """The budget of a job that does not run."""
         return cls(config, device_memory // 2 if device == "cuda" and device_memory is not None else None)
 
 
 def cut_parameters(tree, config, budget, born_flat=None):
-    """Cuts what exceeds the budget of a model: ``tree.cut`` says what, None where nothing does. What fails leaves the
-    model as it was.
+    """Cuts the parameters of a model that exceed the budget: ``tree.cut`` holds them, None if there are none. After an
+    error the model is as it was.
 
     Args:
         tree: a ``ModelTree``.

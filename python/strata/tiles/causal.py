@@ -1,7 +1,7 @@
 """Transformers' causal loss without the logits of the whole vocabulary, where the head is in tiles.
 
-The head gives ``LazyLogits``, which are computed when something is asked of them that needs their values. The model's
-loss function takes them as they are, and computes the loss of the head's input by ``linear_cross_entropy``.
+The head returns ``LazyLogits``, which are computed when an operation needs their values. The model's loss function
+takes them uncomputed, and computes the loss of the head's input by ``linear_cross_entropy``.
 """
 
 import weakref
@@ -18,9 +18,9 @@ _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH",
 
 
 class LazyLogits(torch.Tensor):
-    """What a head in tiles gives within a transformers model: a tensor whose values are computed when an operation
-    wants them, once, and whose shape, dtype and device are known without. Asked for after the weights have changed it
-    raises UsageError.
+    """The output of a head in tiles within a transformers model: a tensor whose values are computed once, when an
+    operation needs them. Its shape, dtype and device are known without. An operation that needs the values after the
+    weights have changed raises UsageError.
 
     Attributes:
         hidden: the head's input [..., width].
@@ -28,7 +28,7 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def of(head, tiles, hidden):
-        """Of ``head``, a torch.nn.Linear whose weight is in ``tiles``."""
+        """The logits of ``head``, a torch.nn.Linear whose weight is in ``tiles``."""
         meta = torch.empty((*hidden.shape[:-1], tiles.rows), dtype=_dtype_of(hidden), device="meta")
         logits = torch.Tensor._make_subclass(LazyLogits, meta)
         logits.hidden, logits._head, logits._tiles, logits._found = hidden, head, tiles, None
@@ -88,7 +88,7 @@ class _LazyHead:
         self.__wrapped__ = before
 
     def __call__(self, hidden):
-        if not torch.is_grad_enabled():  # nobody will ask for a loss that trains
+        if not torch.is_grad_enabled():  # no loss will be trained on
             return self.before(hidden)
         return LazyLogits.of(self._head, self._tiles, hidden)
 

@@ -23,7 +23,7 @@ def _has_hooks(parameter):
 
 
 class Cut:
-    """The parameters of one model that are in tiles. What fails within the constructor leaves the model as it was.
+    """The parameters of one model that are in tiles. After an error within the constructor the model is as it was.
 
     Args:
         tree: the ``ModelTree``; it gets the tiles in place of what is cut.
@@ -80,7 +80,7 @@ class Cut:
         self._tree.parameters = parameters
 
     def _can_be_cut(self, name, homes, hooked):
-        """Whether what nobody asked to have in tiles can be; says so where not."""
+        """Whether a parameter for which the configuration asks no tiles can be cut; warns if not."""
         if hooked:
             logger.warning("'%s' takes more than half of what the device has free, and hooks wait for its gradient: it "
                            "is gathered whole. Without them it can be used in tiles", name)  # fmt: skip

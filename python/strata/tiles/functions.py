@@ -1,10 +1,10 @@
-"""Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, lets it
-go, and in backward has its gradient reduced as soon as it is whole: a product is written where it is reduced from. They
+"""Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, and
+releases it. In backward its gradient is reduced as soon as it is whole: the product is written where it is reduced from. They
 save their inputs for backward, and no weights.
 
-What one tile computes is what the whole would compute of these rows. Where tiles' results are added up (the gradient of
-a linear layer's input, the output of ``matmul``), the sum is kept in fp32: tensors of 16 bits are rounded once at the
-end, and where the BLAS cannot add them to an fp32 sum itself, once a tile.
+A tile computes the same values for its rows as the whole parameter would. Sums of tiles' results (the gradient of a
+linear layer's input, the output of ``matmul``) are kept in fp32: tensors of 16 bits are rounded once at the end, or
+once a tile if the BLAS cannot add them to an fp32 sum itself.
 """
 
 import torch
@@ -96,7 +96,7 @@ def whole(tiles):
 
 
 def _autocast(x, bias):
-    """What they are under autocast, and the dtype in which a weight counts there; else the same, and None."""
+    """Both in autocast's dtype, and the dtype in which a weight counts there; without autocast unchanged, and None."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
         return x, bias, None
@@ -127,7 +127,7 @@ class _Columns:
 
 
 class _Sum:
-    """``x @ weight + bias``: each tile takes columns of x, and the results, so many terms, add up."""
+    """``x @ weight + bias``: each tile takes columns of x, and its result is one of ``terms`` terms of a sum."""
 
     def __init__(self, x, tiles, bias, terms):
         self._x = x

@@ -26,12 +26,12 @@ class Groups:
 
     @staticmethod
     def of_counts(counts, device):
-        """Of [int], the rows of each."""
+        """Groups by ``counts``, [int]: the rows of each."""
         return Groups(torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0))
 
     @staticmethod
     def of_sorted(members, groups):
-        """Of each row's group, ascending; what is ``groups`` or more belongs to none."""
+        """Groups by ``members``: each row's group, ascending; a number of ``groups`` or more belongs to none."""
         return Groups(torch.searchsorted(members, torch.arange(groups, device=members.device), right=True))
 
     @property

@@ -67,7 +67,7 @@ class HostCopies:
         return True
 
     def make(self):
-        """Of those that nobody has made whole yet."""
+        """Makes copies of the parameters that are not whole yet."""
         for parameter in self._parameters.values():
             if parameter.numel() == 0:
                 self._made.append(HostCopy(parameter))
@@ -141,7 +141,7 @@ def _require_room(tiles):
 
 
 def available_host_memory():
-    """int, bytes that a process of this host may still take; None: nobody says."""
+    """int, bytes that a process of this host may still take; None: not known."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

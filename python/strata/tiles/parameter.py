@@ -1,5 +1,5 @@
-"""What stays in a module of a parameter that is cut into tiles: empty, with the name that users, optimizers and
-checkpoints know. Whoever computes with it outside the module gets a whole copy, where that is not too much."""
+"""The parameter that stays in a module when it is cut into tiles: empty, with the name that users, optimizers and
+checkpoints know. A computation with it outside the module gets a whole copy, if that is not too large."""
 
 import torch
 from torch.utils._pytree import tree_map
@@ -10,7 +10,7 @@ from ..model.tiles import tiles_of
 from .functions import whole
 from .host_copy import HostCopy, values_on_host
 
-# What needs no values.
+# Operations that need no values.
 _PLAIN = {
     "__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr", "detach",
     "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_shared",

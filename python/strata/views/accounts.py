@@ -1,4 +1,4 @@
-"""What an engine tells of memory and of its steps, for people and programs."""
+"""An engine's reports of its memory and its steps, for people and programs."""
 
 
 class Accounts:
@@ -26,7 +26,7 @@ class Accounts:
         self.core.record_steps(on)
 
     def step_report(self, wait=True):
-        """What this rank did in the last step, a dict; None before the first is over.
+        """The report of this rank's last step, a dict; None before the first is over.
 
         ``step``, its number, and ``seconds``, from its first forward to the end of its update. ``transfers``: for
         "gather", "reduce", and "refresh" (gathers of units that stay whole) a dict of ``count``; ``bytes`` of
@@ -45,7 +45,7 @@ class Accounts:
         found; ``of_limit``, the part of it that was reached. ``fetch_wait_seconds``, which the host waited for drives,
         and ``copy_wait_seconds``, which the device waited for copies. ``parts`` of states and weights that were lent,
         and how many of them were in memory (``parts_ready``). ``drives``: [{``folder``, ``written_bytes`` to it since
-        the start}]. What is not known is None.
+        the start}]. A value that is not known is None.
 
         Args:
             wait: for the device to finish the last step, and the first time, where something is offloaded, some
@@ -62,5 +62,5 @@ class Accounts:
         forecast = self.memory_forecast()
         for kind, entry in report["device_memory"].items():
             entry["forecast_bytes"] = forecast[kind]
-        from .step_view import print_table  # not before somebody looks
+        from .step_view import print_table  # only when it is used
         print_table(report)

@@ -1,4 +1,4 @@
-"""What went where, as people see it: the table of ``engine.init_report["placement"]``."""
+"""The places of weights and states as people see them: the table of ``engine.init_report["placement"]``."""
 
 from .tables import print_report, report_text, size_text
 

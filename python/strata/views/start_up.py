@@ -26,8 +26,8 @@ class StartUp:
     the phase "meet" this rank waits for the others.
 
     Python's cyclic garbage collector is off meanwhile: a start makes objects for every tensor, so the collector would
-    scan everything that a program with transformers has loaded, for longer than a small model takes to start. What was
-    made meanwhile counts as old afterwards, so that it is not scanned in the first step, either.
+    scan everything that a program with transformers has loaded, for longer than a small model takes to start. Objects
+    made meanwhile count as old afterwards, so that they are not scanned in the first step, either.
 
     Attributes:
         core: the engine's _C.ShardedModel, as soon as there is one; its phases are counted in.
@@ -67,7 +67,7 @@ class StartUp:
             self._note(*(entry["name"] for entry in self._engine_phases()))
 
     def progress(self, rank, world_size):
-        """The callable that the engine tells how far its phases are; None where nobody would see it."""
+        """The callable that the engine calls with the progress of its phases; None if it would not be seen."""
         if rank == 0 and sys.stderr.isatty():
             self._bar = ProgressBar(world_size)
         return self._bar
@@ -125,10 +125,10 @@ def _grow_old():
 
 
 def merged(accounts):
-    """What ``engine.init_report`` is, from the accounts of all ranks in their order.
+    """``engine.init_report``, made from the accounts of all ranks in their order.
 
-    Of seconds, bytes and peaks the most that one rank had, phase by phase: ranks that are unlike add up to more
-    than the total. ``gb_per_s`` is that of one rank. ``of_link``: the part of the measured speed of the link,
+    Seconds, bytes and peaks are the largest of any rank, phase by phase: if ranks differ, they add up to more than the
+    total. ``gb_per_s`` is that of one rank. ``of_link``: the part of the measured speed of the link,
     for phases that cross it. Either is None where it has no meaning. ``reading``: how the files were read, None
     where none were; ranks decide for themselves, so its way may be "mixed", and its figures are the least of a rank.
     """
