@@ -22,7 +22,7 @@ class LayerScaled(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is None or p.numel() == 0:
                     continue
-                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[:1]))
+                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[:1], device=p.device))
                 rows += p.grad.reshape(p.shape[0], -1).mean(1) if p.dim() else p.grad
                 average = self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1)
                 p.add_(average, alpha=-float(group["lr"] * (1 + p.norm() + rows.norm())))

@@ -4,6 +4,7 @@ several models in one module or in several engines. Against plain torch, to the 
 import pytest
 import strata
 import torch
+from devices import to_test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
@@ -142,7 +143,7 @@ def _gan_step(nets, steps, backward, drop, noise, real):
 def _gan():
     rank, world = rank_and_world()
     generator = torch.Generator().manual_seed(3)
-    data = torch.randn(3, 2, world, 4, 5, WIDTH, generator=generator)
+    data = to_test_device(torch.randn(3, 2, world, 4, 5, WIDTH, generator=generator))
     for stage in (0, 1, 2, 3):
         for by in (("engine", "module", "optimizer")[stage % 3],):
             plain = [PlainTrainer(make_model(c), 1, lambda p: torch.optim.SGD(p, lr=0.05)).model

@@ -8,6 +8,7 @@ import pytest
 import strata
 import torch
 from comparison import adamw
+from devices import ON_GPU
 from plain_torch import exact_square_roots
 from ranks import run_ranks
 from tiny_models import (
@@ -77,6 +78,7 @@ def test_training_resumes_from_states_that_were_saved_by_hand(world):
     run_ranks(world, _resumed, (3, world - 1), ("bf16",) if world == 2 else ("fp32",), list(RULES))
 
 
+@pytest.mark.skipif(ON_GPU, reason="torch's Adam rounds in another way on GPUs")
 def test_the_state_of_one_rank_is_torchs():
     """Both ways: torch's loads here, and this one loads there."""
     batches = [step[0] for step in make_batches(4, 1)]

@@ -55,7 +55,7 @@ def _look(parameters):
 
 def _through_numpy(parameters):
     for p in parameters:
-        if p.dtype == torch.float32:
+        if p.dtype == torch.float32 and p.device.type == "cpu":
             p.grad.clone()
             p.grad.numpy()[...] *= 0.5
 
@@ -226,7 +226,7 @@ def _unused():
         before = full_parameters(engine.module)
         engine.backward(engine(torch.ones(4, 4)).square().mean())
         assert engine.module.unused.weight.grad is None and engine.module.frozen.grad is None
-        engine.module.unused.bias.grad = torch.ones(4)  # a script's own
+        engine.module.unused.bias.grad = torch.ones_like(engine.module.unused.bias)  # a script's own
         engine.step()
         changed = differences(full_parameters(engine.module), before)
         assert sorted(changed) == ["unused.bias", "used.bias", "used.weight"]
@@ -246,7 +246,7 @@ def _kept():
     with pytest.raises(RuntimeError, match="read it with an operator of torch first"):
         weight.grad.data_ptr()
     with pytest.raises(RuntimeError, match="same size"):
-        weight.grad = torch.zeros(3)
+        weight.grad = torch.zeros(3, device=weight.device)
     copied = copy.deepcopy(engine.module)
     assert copied.head.weight.grad is None and type(copied.head.weight) is torch.nn.Parameter
     torch.save(engine.module.state_dict(), io.BytesIO())

@@ -46,8 +46,8 @@ class Unbacked:
 class Recording(TorchDispatchMode):
     """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
     Operations on them that work element by element, with numbers, become their recipe (``recipe_steps``). Random
-    numbers are drawn later, counted by element; each operation draws one number from torch's generator, its key, so that
-    ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
+    numbers are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so
+    that ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
 
     Any other operation, or one that reads a value, materializes the tensor first, on the host (on a GPU if a
     constructor made it there). A warning says so once for each kind of constructor and operator.
@@ -241,8 +241,8 @@ class Recording(TorchDispatchMode):
             "zero.Init: %s, %.2f GB, is made whole on the host, since it %s; only what sets elements one by one "
             "(normal_, uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
             tensor.nbytes / 1e9, _wanted_by(func),
-            ". It draws from torch's generator after one number for each recorded operation: other numbers than without "
-            "zero.Init" if drawn else "",
+            ". It draws from torch's generator after one number for each recorded operation: other numbers than "
+            "without zero.Init" if drawn else "",
         )
 
 

@@ -1,6 +1,6 @@
 """Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, and
-releases it. In backward its gradient is reduced as soon as it is whole: the product is written where it is reduced from. They
-save their inputs for backward, and no weights.
+releases it. In backward its gradient is reduced as soon as it is whole: the product is written where it is reduced from.
+They save their inputs for backward, and no weights.
 
 A tile computes the same values for its rows as the whole parameter would. Sums of tiles' results (the gradient of a
 linear layer's input, the output of ``matmul``) are kept in fp32: tensors of 16 bits are rounded once at the end, or
