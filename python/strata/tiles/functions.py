@@ -1,5 +1,5 @@
 """Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, and
-releases it. In backward its gradient is reduced as soon as it is whole: the product is written where it is reduced from.
+releases it. In backward its gradient is reduced as soon as it is whole: the product is written where it is reduced.
 They save their inputs for backward, and no weights.
 
 A tile computes the same values for its rows as the whole parameter would. Sums of tiles' results (the gradient of a
