@@ -17,7 +17,6 @@
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/python_module.h"
-#include "strata/cli/run_command.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::cli {
@@ -55,15 +54,22 @@ class CommandLine {
     add_check();
     add_plan();
     add_bench_io();
-    add_run();
+    add_python("run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place",
+               "`strata run --help` shows the options.\n\n"
+               "Examples:\n  strata run train.py --deepspeed ds.json\n"
+               "  strata run --num_gpus 2 train.py\n",
+               {"strata.compat.launcher"});
     add_python(
         "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
         "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
-        "Example:\n  strata import-deepspeed runs/deepspeed runs/strata\n");
+        "Example:\n  strata import-deepspeed runs/deepspeed runs/strata\n",
+        {"strata.importing", "deepspeed"});
     add_python("import-dcp", "Write a folder of torch.distributed.checkpoint as one of Strata",
-               "Example:\n  strata import-dcp runs/fsdp2 runs/strata\n");
+               "Example:\n  strata import-dcp runs/fsdp2 runs/strata\n",
+               {"strata.importing", "dcp"});
     add_python("export-deepspeed", "Write a checkpoint of Strata as one of DeepSpeed",
-               "Example:\n  strata export-deepspeed runs/strata runs/deepspeed\n");
+               "Example:\n  strata export-deepspeed runs/strata runs/deepspeed\n",
+               {"strata.exporting", "deepspeed"});
   }
 
   ExitCode run(std::vector<std::string> arguments) {
@@ -86,40 +92,21 @@ class CommandLine {
     return command;
   }
 
-  // Torch's own reader and writer do these, in Python, which has the rest of the command line.
-  void add_python(const std::string& name, const char* what, const char* examples) {
+  // A command that is a module of the Python package, which needs torch or starts Python's
+  // programs.
+  void add_python(const char* name, const char* what, const char* examples,
+                  std::vector<std::string> module) {
     CLI::App& command = *app_.add_subcommand(name, what);
     command.footer(examples);
-    command.set_help_flag();
+    command.set_help_flag();  // the module shows its own
     command.prefix_command();
-    command.final_callback([this, name, &command] {
-      command_ = [name, &command]() -> ExitCode {
-        std::vector<std::string> arguments = command.remaining();
-        const std::size_t dash = name.find('-');
-        arguments.insert(arguments.begin(),
-                         {"-m", "strata." + name.substr(0, dash) + "ing", name.substr(dash + 1)});
+    command.final_callback([this, &command, module = std::move(module)] {
+      command_ = [&command, module]() -> ExitCode {
+        std::vector<std::string> arguments{"-m"};
+        arguments.insert(arguments.end(), module.begin(), module.end());
+        const std::vector<std::string> given = command.remaining();
+        arguments.insert(arguments.end(), given.begin(), given.end());
         become_python(std::move(arguments));
-      };
-    });
-  }
-
-  void add_run() {
-    CLI::App& command = *app_.add_subcommand(
-        "run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place");
-    command.footer(
-        "After the options come the script and its own arguments. Options are those of DeepSpeed's "
-        "launcher; torchrun starts the ranks, ssh reaches "
-        "hosts.\n\n"
-        "Examples:\n"
-        "  strata run train.py --deepspeed ds.json             on all GPUs\n"
-        "  strata run --num_gpus 2 train.py                    without GPUs: two ranks on the CPU\n"
-        "  strata run --include localhost:1,3 train.py         on two of them\n"
-        "  strata run --hostfile hosts --num_nodes 2 train.py");
-    add_run_options(command, job_);
-    command.callback([this, &command] {
-      command_ = [this, &command] {
-        job_.command = command.remaining();
-        return static_cast<ExitCode>(run_job(job_));
       };
     });
   }
@@ -301,7 +288,6 @@ class CommandLine {
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Session session_;
   Command command_;
-  JobRequest job_;
   std::string path_;
   std::string other_;
   std::string dtype_ = "as-trained";

@@ -13,12 +13,15 @@
 #include "strata/base/error.h"
 
 namespace strata::cli {
+namespace {
 
+// STRATA_PYTHON if it is set, else the Python that was installed beside this program, or beside the
+// link by which it was called, else python3 of PATH.
 std::string find_python() {
   if (const char* const named = std::getenv("STRATA_PYTHON"); named != nullptr) return named;
   std::error_code error;
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
-  // As it was called: a link to a program that lies elsewhere, in a virtual environment say.
+  // The path by which it was called: perhaps a link in a virtual environment.
   const auto* const called = reinterpret_cast<const char*>(::getauxval(AT_EXECFN));
   for (const std::filesystem::path& path :
        {program, std::filesystem::path(called == nullptr ? "" : called)}) {
@@ -27,6 +30,8 @@ std::string find_python() {
   }
   return "python3";
 }
+
+}  // namespace
 
 void become_python(std::vector<std::string> arguments) {
   const std::string python = find_python();

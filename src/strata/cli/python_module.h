@@ -1,5 +1,5 @@
-// Goes on as a module of the Python package: what needs torch's own reader is there. Threads: one.
-// Errors: Error where there is no Python that could be run.
+// Commands that are modules of the Python package: those that need torch's own reader, and those
+// that start Python programs. Threads: one. Errors: Error if there is no Python that could be run.
 #pragma once
 
 #include <string>
@@ -7,11 +7,7 @@
 
 namespace strata::cli {
 
-// The Python that has the package: STRATA_PYTHON where that is set, else the one that was installed
-// beside this program, or beside the link by which it was called, else python3 of PATH.
-std::string find_python();
-
-// Replaces this process by `python arguments...`.
+// Replaces this process by `python arguments...`, with the Python that has the package.
 [[noreturn]] void become_python(std::vector<std::string> arguments);
 
 }  // namespace strata::cli
