@@ -85,8 +85,8 @@ def _named_by_the_configuration():
     for stage, dtype in ((2, "fp32"), (3, "bf16")):
         rule = strata.ops.lion.DeepSpeedCPULion
         reference = PlainTrainer(make_model(), world, lambda p: rule(p, **LION), dtype=DTYPES[dtype], on_host=True)
-        config = {**config_of(stage, dtype, zero_optimization=_zero(stage)), "optimizer": {"type": "Lion", "params": LION}}
-        engine = make_engine(make_model(), config)
+        named = {"optimizer": {"type": "Lion", "params": LION}}
+        engine = make_engine(make_model(), config_of(stage, dtype, zero_optimization=_zero(stage)) | named)
         for tokens in make_batches(3, world):
             reference.micro_step(tokens, loss_of)
             _train(engine, [tokens], rank)
