@@ -50,19 +50,11 @@ engine::Config for_construction(engine::Config c) {
   return c;
 }
 
-// The same, on CPUs, beside an optimizer of the user's: what it is lent and what it keeps is on the
-// host anyway, at the place that does not move.
-engine::Config for_client_optimizer(engine::Config c) {
-  if (c.offload.automatic) return c;
-  for (memory::Tier* const tier : {&c.offload.optimizer, &c.offload.param}) {
-    if (*tier == memory::Tier::kHost) *tier = memory::Tier::kDevice;
-  }
-  if (c.offload.optimizer == memory::Tier::kDevice) c.offload.ratio = 1.0;
-  for (engine::PlacementRule& rule : c.offload.rules) {
-    if (rule.optimizer == memory::Tier::kHost) rule.optimizer.reset();
-    if (rule.param == memory::Tier::kHost) rule.param.reset();
-  }
-  return c;
+// Tiers in which states of some parameter may rest between steps.
+std::set<std::string> states_tiers(const engine::Config& c) {
+  std::set<std::string> names{std::string(memory::name_of(c.offload.optimizer))};
+  for (const memory::Tier tier : c.offload.optimizer_tiers()) names.emplace(memory::name_of(tier));
+  return names;
 }
 
 void bind_precision(py::class_<engine::Config>& config) {
@@ -128,11 +120,11 @@ void bind_config(py::module_& module) {
            py::arg("own_scheduler"))
       .def("digest", &Config::digest)
       .def("for_construction", &for_construction)
-      .def("for_client_optimizer", &for_client_optimizer)
       .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
       .def_property_readonly(
           "optimizer_tier",
           [](const Config& c) { return std::string(memory::name_of(c.offload.optimizer)); })
+      .def_property_readonly("states_tiers", &states_tiers)
       .def_property_readonly(
           "param_tier",
           [](const Config& c) { return std::string(memory::name_of(c.offload.param)); })

@@ -18,23 +18,31 @@ at::Tensor view_of(std::span<float> values, at::Device place) {
                             place);
 }
 
-// [(group, parameter, fp32 weight [numel])]: views of the engine's memory.
+at::Device place_of(const engine::ExternalSegment& segment, at::Device of_model) {
+  return segment.on_host ? at::Device(at::kCPU) : of_model;
+}
+
+// [(group, parameter, fp32 weight [numel])]: views of the engine's memory, on the host where the
+// states rest there.
 std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   std::vector<std::tuple<int, int, at::Tensor>> result;
   for (const engine::ExternalSegment& s : external(model).segments())
-    result.emplace_back(s.group, s.param, view_of(s.weight, model.place()));
+    result.emplace_back(s.group, s.param, view_of(s.weight, place_of(s, model.place())));
   return result;
 }
 
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
 // None.
 void set_update(ShardedModel& model, py::function update) {
-  external(model).set_update([shared = held(std::move(update)),
-                              place = model.place()](std::span<const std::span<float>> gradients) {
+  engine::ExternalOptimizer& optimizer = external(model);
+  optimizer.set_update([shared = held(std::move(update)), place = model.place(),
+                        &optimizer](std::span<const std::span<float>> gradients) {
     const py::gil_scoped_acquire acquire;
     py::list views;
-    for (const std::span<float> gradient : gradients)
-      views.append(gradient.empty() ? py::none() : py::cast(view_of(gradient, place)));
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const at::Device where = place_of(optimizer.segments()[i], place);
+      views.append(gradients[i].empty() ? py::none() : py::cast(view_of(gradients[i], where)));
+    }
     (*shared)(views);
   });
 }

@@ -9,20 +9,28 @@ from . import _C
 from .optimizer_probe import needs_closure, why_not_by_element
 
 
-def choose_parts(sharded, stage, world_size, device):
+def choose_parts(sharded, config, world_size, device):
     """Decides whether ``sharded.inner`` updates parts of parameters or whole ones.
 
+    Args:
+        device: torch.device of the model.
+
     Raises:
-        UsageError: it can do neither.
+        UsageError: it can do neither, or not where ``config``, a _C.Config, has states rest.
     """
-    name = type(sharded.inner).__name__
+    name, stage = type(sharded.inner).__name__, config.stage
     if needs_closure(sharded.inner):
         raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
                             "of the passes that the script makes; take an optimizer whose step() needs no closure, "
                             "such as AdamW")
-    reason = why_not_by_element(sharded.inner, device)
+    places = [device if tier == "device" else torch.device("cpu") for tier in sorted(config.states_tiers)]
+    reason = next(filter(None, (why_not_by_element(sharded.inner, place) for place in places)), None)
     if reason is None:
         return
+    if places != [device] and why_not_by_element(sharded.inner, device) is None:
+        raise _C.UsageError(f"{name} does not update on the host ({reason}), where offload_optimizer has it update "
+                            "what rests there. Write zero_optimization.offload_optimizer.device \"none\", or take an "
+                            f"optimizer that works on the CPU, such as AdamW; found {sorted(config.states_tiers)}")
     if stage != 0 and world_size > 1:
         raise _C.UsageError(
             f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a part of each "
@@ -119,7 +127,8 @@ class SegmentStates:
         for index, segment in zip(self._indices, self._in_order, strict=True):
             if not self._is_written[index] or segment.numel() == 0:
                 continue
-            weight, master = core.local_part(index), self._own_master(index, segment)
+            master = self._own_master(index, segment)
+            weight = core.local_part(index).to(master.device)  # to the host after all that reads masters there
             kept = master.to(weight.dtype) == weight
             if kept.device.type == "cpu" and bool(kept.all()):
                 continue  # a GPU would have to be waited for

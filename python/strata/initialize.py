@@ -187,7 +187,7 @@ def assemble(
         engine_class: of the engine.
         The others are ``initialize``'s.
     """
-    cut_parameters, given = _tiling(config, runtime.device, collectives, tree), config
+    cut_parameters = _tiling(config, runtime.device, collectives, tree)
     try:
         with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
             config.require_for_training(optimizer is not None, lr_scheduler is not None)
@@ -195,16 +195,13 @@ def assemble(
             if rule == "external":
                 from .client_optimizer import choose_parts  # not before somebody brings one
 
-                choose_parts(sharded_optimizer, config.stage, collectives.world_size, torch.device(runtime.device))
-                if torch.device(runtime.device).type == "cpu":
-                    config = config.for_client_optimizer()
+                choose_parts(sharded_optimizer, config, collectives.world_size, torch.device(runtime.device))
             monitor = _monitor(config, collectives.rank)
             cut_parameters(born_flat)
         progress = start_up.progress(collectives.rank, collectives.world_size)
         with start_up.phase("make engine"):
             runtime = runtime.joined(collectives)
             engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
-            engine._config = given  # which is what scripts ask for
             start_up.core = engine.core
     except BaseException:
         if tree.cut is not None:

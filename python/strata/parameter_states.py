@@ -178,7 +178,7 @@ def _part_kept_outside(core, index, name, outside):
     first, last = _C.state_range(core, index)
     part = outside.part(index, name)
     if part is not None:
-        return part.to(torch.float32, copy=True)
+        return part.to(core.device, torch.float32, copy=True)
     return torch.empty(0, device=core.device) if first == last and outside.has(name) else None
 
 

@@ -259,5 +259,23 @@ TEST(MemoryForecast, OfAnOptimizerOfTheUsersHasItsMastersAndGradientsOnce) {
   EXPECT_GE(narrow.of(Kind::kGradientShards) * 2, narrow.of(Kind::kMasterWeights) * 3);
 }
 
+TEST(MemoryForecast, OfAnOptimizerOfTheUsersOnTheHostHasItThere) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const FakeModel model = blocks(dtype);
+    Training training;
+    training.options.stage = 3;
+    training.rule = engine::UpdateRule::kExternal;
+    training.runs_ahead = true;
+    training.options.states.tier = memory::Tier::kHost;
+    training.options.gradient_tier = memory::Tier::kHost;
+    const MemoryForecast forecast =
+        forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+    EXPECT_EQ(forecast.of(Kind::kMasterWeights), 0_B);
+    const Bytes masters = forecast.on(memory::Tier::kHost, Kind::kMasterWeights);
+    EXPECT_GT(masters, 0_B) << "fp32 weights have a copy there";
+    EXPECT_EQ(masters, forecast.on(memory::Tier::kHost, Kind::kGradientShards));
+  }
+}
+
 }  // namespace
 }  // namespace strata::forecast

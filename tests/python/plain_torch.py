@@ -29,11 +29,12 @@ class PlainTrainer:
         group_size: ranks of a shard group. Each group adds up its own, and over the groups once: at the step.
         groups_at_once: over the groups after every micro-step, as also where sums are kept in less than fp32.
         decay_unused: whether a parameter without a gradient is updated with one of zeroes; else it has none.
+        on_host: whether the update is the host's whatever optimizer it is, as where its states rest there.
     """
 
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
                  reduce_dtype=torch.float32, grad_accum_dtype=torch.float32, loss_scale=1.0,
-                 group_size=None, groups_at_once=False, decay_unused=False):
+                 group_size=None, groups_at_once=False, decay_unused=False, on_host=False):
         self.model = copy.deepcopy(model).to(test_device())
         if dtype is not None:
             self.model.to(dtype)
@@ -43,7 +44,7 @@ class PlainTrainer:
         self.groups_at_once = groups_at_once or grad_accum_dtype != torch.float32
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._make_optimizer(model, make_optimizer, torch.device("cpu"))
-        if ON_GPU and not _has_own_kernel(self.optimizer):
+        if ON_GPU and not on_host and not _has_own_kernel(self.optimizer):
             self._make_optimizer(model, make_optimizer, test_device())
         self.drop_gradients()
         self.norm = None

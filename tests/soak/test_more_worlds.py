@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
 
+import test_client_offload as offloaded_clients  # noqa: E402
 import test_client_optimizers as clients  # noqa: E402
 import test_compile as compiled  # noqa: E402
 import test_engine_names as names  # noqa: E402
@@ -48,8 +49,8 @@ JOBS = {
        for world in (1, 2, 3)},
     **{f"dropped gradients, {world}": (world, zero._dropped, (1,)) for world in (1, 2, 3, 4)},
     **{f"edited gradients, {world}": (world, shown._edits, (1,)) for world in (1, 2, 3, 4)},
-    **{f"offloaded clients, {world}": (world, clients._offloaded, ((1, 2, 3), ("fp32", "bf16"), (1, 2),
-                                                                   list(clients.OFFLOADED)))
+    **{f"offloaded clients, {world}": (world, offloaded_clients._trained, (
+        [(s, d, r) for s in (1, 2, 3) for d in ("fp32", "bf16") for r in offloaded_clients.RULES], (1, 2), (0.0, 0.1)))
        for world in (1, 2, 3)},
     **{f"states by hand, {world}": (world, states._resumed, (range(4), ("fp32", "bf16", "fp16"), list(states.RULES)))
        for world in (1, 2, 3)},

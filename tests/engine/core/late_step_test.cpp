@@ -2,6 +2,7 @@
 // wait for another what is read is wrong, now and then, and a race detector sees it always.
 #include <gtest/gtest.h>
 
+#include "engine/core/external_cases.h"
 #include "engine/core/offloaded_cases.h"
 #include "engine/core/parking_cases.h"
 #include "engine/core/shard_group_cases.h"
@@ -35,6 +36,22 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereStatesRestElsewhere) {
   if (GetParam() == 0) return;  // nothing is sharded, nor offloaded
   for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme})
     expect_bits_where_states_rest(tier, GetParam(), Over::kLatePeers);
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereAUsersOptimizerUpdatesOnTheHost) {
+  if (GetParam() == 0) return;  // nothing is sharded, nor offloaded
+  expect_bits_where_a_users_optimizer_is_offloaded(GetParam(), Over::kLatePeers);
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereAUsersOptimizersStatesAreAwayBetweenPasses) {
+  if (GetParam() == 0) return;
+  const testing::TemporaryFolder folder;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const FakeModel model(small_builder(dtype));
+    Case c = external_case(dtype, 2, GetParam(), Over::kLatePeers, folder.path());
+    c.between = [](FakeRank& rank) { go_away_and_come_back(rank, true); };
+    expect_bits_of_reference(model, c, plain_script(model));
+  }
 }
 
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {

@@ -1,6 +1,7 @@
 // Where the weights of sharded units rest changes no bit of a step.
 #include <gtest/gtest.h>
 
+#include "engine/core/external_cases.h"
 #include "engine/core/offloaded_cases.h"
 
 namespace strata::engine::fake {
@@ -65,6 +66,23 @@ TEST_P(OffloadedWeights, HaveThemOnADeviceThatRunsAhead) {
   Case c{DType::kBFloat16, 1, 2, {}, 1.0, Over::kLatePeers};
   c.options.engine = placed();
   expect_bits_of_reference(model, c, plain_script(model));
+}
+
+// Which holds all masters, so that they do not rest on a drive.
+TEST_P(OffloadedWeights, HaveThemWhereAUsersOptimizerUpdates) {
+  if (std::get<1>(GetParam()) == memory::Tier::kNvme) return;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const FakeModel model(uneven_builder(dtype));
+    for (int world = 1; world <= 2; ++world) {
+      const bool late = world == 1 && std::get<1>(GetParam()) == memory::Tier::kHost;
+      Case c{dtype, world, 2, {}, 1.0, late ? Over::kLatePeers : Over::kJoint};
+      c.options.rule = UpdateRule::kExternal;
+      c.options.engine = placed();
+      c.options.engine.gradient_clipping = 0.25;
+      c.begins = update_on_the_host;
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
 }
 
 TEST_P(OffloadedWeights, AreNotInMemoryOfTheDevice) {

@@ -71,6 +71,8 @@ struct Case {
   RankOptions options;
   double loss_scale = 1.0;
   Over over = Over::kThreads;
+  // What a rank does before its first pass.
+  std::function<void(FakeRank& rank)> begins = nullptr;
   // What ranks do between their passes: after each one, and after each step.
   std::function<void(FakeRank& rank)> between = nullptr;
   std::string name() const {
@@ -128,6 +130,7 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
     if (script.runs)
       options.runs = [&script, r](const plan::ScopeSpec& scope) { return script.runs(scope, r); };
     FakeRank rank(model, options, joined(std::move(collectives), c.over, options.device));
+    if (c.begins) c.begins(rank);
     rank.expect_weights(reference.weights());
     expect_same_weights(rank, reference);
     for (int step = 0; step < kSteps; ++step) {

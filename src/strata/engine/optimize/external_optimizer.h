@@ -1,16 +1,22 @@
 // An optimizer that the user brings (torch.optim and the like): it updates the fp32 master shards
 // in place through spans that stay valid for the engine's life, or until masters are parked, and we
-// round the result to the weights. Threads: one thread at a time. Ownership: has the Weights hold
-// every master, so those must fit in memory together; gradients are lent to it, scaled where they
-// are, unless they are kept in a narrower type; the callback is the layer above.
+// round the result to the weights. What rests on the host is updated there: masters are leased
+// where they rest, gradients come to the host, and the device's work on both is over when the
+// callback runs. Weights in fp32 that lie elsewhere than they are updated have a copy there, which
+// each step makes anew, so that it sees what scripts have written.
+//
+// Threads: one thread at a time. Ownership: has the Weights hold every master, so those must fit in
+// memory together; gradients are lent to it, scaled where they are, unless they are kept elsewhere
+// or in a narrower type; the callback is the layer above.
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "strata/device/device.h"
 #include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/shard_memory.h"
+#include "strata/offload/link_watch.h"
 
 namespace strata::engine {
 
@@ -19,6 +25,7 @@ struct ExternalSegment {
   int param = 0;
   int group = 0;
   std::span<float> weight;
+  bool on_host = false;  // the weight and its gradients are for the host, not for kernels
 };
 
 class ExternalOptimizer final : public ShardedOptimizer {
@@ -27,7 +34,8 @@ class ExternalOptimizer final : public ShardedOptimizer {
   // had one in this step. They are the callback's until it returns.
   using Update = std::function<void(std::span<const std::span<float>> gradients)>;
 
-  ExternalOptimizer(OptimizerShards& shards, device::Device& device);
+  // `watch` is told of what goes to the host and back.
+  ExternalOptimizer(OptimizerShards& shards, device::Device& device, offload::LinkWatch& watch);
 
   const std::vector<ExternalSegment>& segments() {
     prepare();
@@ -50,15 +58,34 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void unpark() override {}
 
  private:
-  std::span<float> scaled_gradient(std::size_t index, float scale);
+  const Unit& of(const OptimizerShards::UnitShard& shard) const {
+    return shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+  }
+  // Whether the device's kernels reach the unit's states over the link.
+  bool is_far(const Unit& unit) const {
+    return device_.runs_ahead() && shards_.states_on_host(unit);
+  }
+  // Whether fp32 weights have a copy, since the update does not work where they lie.
+  bool has_copy(const Unit& unit) const;
+  // Whether gradients are not in fp32 where the update works.
+  bool gradient_moves(const Unit& unit) const;
+
+  std::span<float> masters_of(const Unit& unit);
+  // Calls `queue`, which queues what moves so many bytes over the link, both ways at once.
+  void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue);
+  void move_copy(const Unit& unit, offload::Access access);
+  std::span<float> scaled_gradient(const Unit& unit, float scale);
+  std::vector<std::span<float>> lend_gradients(float scale);
+  void take_back(const OptimizerShards::UnitShard& shard);
   void round(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
   device::Device& device_;
+  offload::LinkWatch& watch_;
   bool prepared_ = false;
   std::vector<ExternalSegment> segments_;
-  // fp32 copies of gradients that are kept in a narrower type, by trainable unit; null: none yet.
-  std::vector<std::unique_ptr<device::Memory>> widened_;
+  ShardMemory copies_;  // of fp32 weights
+  ShardMemory wide_;    // gradients
   Update update_;
   std::int64_t steps_ = 0;
 };

@@ -17,7 +17,7 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
       return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
                                              watch, moments);
     case UpdateRule::kExternal:
-      return std::make_unique<ExternalOptimizer>(shards, device);
+      return std::make_unique<ExternalOptimizer>(shards, device, watch);
   }
   return nullptr;
 }

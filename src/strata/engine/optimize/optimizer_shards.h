@@ -31,6 +31,10 @@ class OptimizerShards {
   std::vector<int> order(std::span<const int> first) const;
   // The place of a trainable unit in units().
   std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
+  // Whether the unit's masters, and what its optimizer keeps, rest in host memory between steps.
+  bool states_on_host(const Unit& unit) const {
+    return unit.spec.place.states.value_or(weights_.states().tier()) == memory::Tier::kHost;
+  }
   Weights& weights() { return weights_; }
   GradientShards& gradients() { return gradients_; }
 

@@ -123,8 +123,10 @@ void MasterStates::let_go() {
 }
 
 std::span<std::byte> MasterStates::hold(int unit) {
-  STRATA_ASSERT(!of(unit).offloaded);
-  if (form(unit) == plan::MasterForm::kShard) return of(unit).shard;
+  if (form(unit) == plan::MasterForm::kShard) {
+    STRATA_ASSERT(!of(unit).offloaded);
+    return of(unit).shard;
+  }
   STRATA_ASSERT(form(unit) == plan::MasterForm::kFloat32);
   auto& held = held_[static_cast<std::size_t>(unit)];
   if (held == nullptr) held = store_.fetch(blocks(unit).front().id, offload::Access::kReadWrite);

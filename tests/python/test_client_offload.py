@@ -1,0 +1,228 @@
+"""Optimizers of the user's whose masters and states rest on the host, where they update: the bits of plain torch."""
+
+import copy
+import itertools
+
+import pytest
+import strata
+import torch
+from devices import ON_GPU, shares_a_gpu
+from plain_torch import PlainTrainer, exact_square_roots
+from ranks import run_ranks
+from tiny_models import (
+    DTYPES, config_of, differences, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world,
+    same_bits, train_step,
+)
+
+LION = {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1}
+RULES = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1, foreach=False),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=False),
+    "lion": lambda p: strata.ops.lion.FusedLion(p, **LION),
+}
+
+
+def _zero(stage, weights_too=False, **more):
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True, **more}}
+    return {**zero, "offload_param": {"device": "cpu"}} if weights_too else zero
+
+
+def _engine(rule, dtype, accumulation=1, zero=None, seed=0, **more):
+    model = make_model(seed=seed)
+    config = config_of(zero["stage"], dtype, accumulation, optimizer=False, zero_force_ds_cpu_optimizer=False,
+                       zero_optimization=zero, **more)
+    return make_engine(model, config, optimizer=RULES[rule](model.parameters()))
+
+
+def _train(engine, batches, rank):
+    with exact_square_roots():
+        for tokens in batches:
+            train_step(engine, tokens[rank])
+
+
+def _states_of(engine):
+    return [value for kept in engine.optimizer.state.values() for value in kept.values()
+            if isinstance(value, torch.Tensor)]  # fmt: skip
+
+
+def _is_on_host(engine):
+    """Nothing of the optimizer's is in memory of a device that is apart from the host."""
+    lent = [p for group in engine.optimizer.inner.param_groups for p in group["params"]]
+    held = [engine.memory_report().get(("device", kind), (0, 0))[0] for kind in ("master weights", "optimizer state")]
+    return {t.device.type for t in lent + _states_of(engine)} == {"cpu"} and held == [0, 0]
+
+
+def _trained(cases, accumulations, clippings):
+    rank, world = rank_and_world()
+    for (stage, dtype, name), accumulation, clipping in itertools.product(cases, accumulations, clippings):
+        reference = PlainTrainer(make_model(), world, RULES[name], dtype=DTYPES[dtype], accumulation=accumulation,
+                                 clipping=clipping, loss_scale=256.0 if dtype == "fp16" else 1.0, on_host=True)
+        # Gathers of offloaded weights are NCCL's on GPUs, which wants one for each rank.
+        weights_too = stage == 3 and (world == 1 or not shares_a_gpu())
+        engine = _engine(name, dtype, accumulation, _zero(stage, weights_too), gradient_clipping=clipping)
+        for index, tokens in enumerate(make_batches(3 * accumulation, world), 1):
+            reference.micro_step(tokens, loss_of)
+            _train(engine, [tokens], rank)
+            if index % accumulation == 0:
+                reference.step(norm=engine.get_global_grad_norm())
+        case = (stage, dtype, name, accumulation, clipping)
+        assert differences(full_parameters(engine.module), reference.values()) == [], case
+        assert _is_on_host(engine), case
+        assert engine.zero_offload_optimizer() == {"device": "cpu"} and engine.zero_cpu_offload()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_optimizer_of_the_users_updates_on_the_host(world):
+    stages, dtypes = (3, 1 + world % 2), {1: "fp32", 2: "bf16", 3: "fp16"}
+    cases = list(itertools.product(stages, (dtypes[world],), RULES))
+    run_ranks(world, _trained, cases, (2,), (0.1 if world > 1 else 0.0,))
+
+
+def _named_by_the_configuration():
+    rank, world = rank_and_world()
+    for stage, dtype in ((2, "fp32"), (3, "bf16")):
+        rule = strata.ops.lion.DeepSpeedCPULion
+        reference = PlainTrainer(make_model(), world, lambda p: rule(p, **LION), dtype=DTYPES[dtype], on_host=True)
+        named = {"optimizer": {"type": "Lion", "params": LION}}
+        engine = make_engine(make_model(), config_of(stage, dtype, zero_optimization=_zero(stage)) | named)
+        for tokens in make_batches(3, world):
+            reference.micro_step(tokens, loss_of)
+            _train(engine, [tokens], rank)
+            reference.step()
+        assert differences(full_parameters(engine.module), reference.values()) == [], stage
+        assert _is_on_host(engine)
+        engine.destroy()
+
+
+def test_lion_of_the_configuration_may_be_offloaded():
+    run_ranks(2, _named_by_the_configuration)
+
+
+def _written():
+    """A script writes weights between steps, and a step overflows: the masters on the host follow, or stay."""
+    rank, world = rank_and_world()
+    for stage, dtype in ((1, "fp16"), (2, "bf16"), (2, "fp32")):
+        scale = 256.0 if dtype == "fp16" else 1.0
+        reference = PlainTrainer(make_model(), world, RULES["momentum"], dtype=DTYPES[dtype], loss_scale=scale,
+                                 on_host=True)
+        engine = _engine("momentum", dtype, zero=_zero(stage))
+        for step, tokens in enumerate(make_batches(5, world)):
+            if step == 2:  # one that is dropped
+                loss = loss_of(engine, tokens[rank])
+                engine.backward(loss * float("inf"))
+                engine.step()
+                assert not engine.was_step_applied()
+                continue
+            reference.micro_step(tokens, loss_of)
+            _train(engine, [tokens], rank)
+            reference.step()
+            engine.core.wait_for_all()
+            masters = dict(zip(dict(reference.model.named_parameters()), reference.masters, strict=True))
+            with torch.no_grad():
+                for parameters in (dict(engine.module.named_parameters()), dict(reference.model.named_parameters())):
+                    parameters["layers.0.up.weight"].fill_(0.25 / (step + 1))
+                    parameters["head.bias"].clamp_(max=0.0)
+                masters["layers.0.up.weight"].fill_(0.25 / (step + 1))
+                masters["head.bias"].clamp_(max=0.0)
+        assert differences(full_parameters(engine.module), reference.values()) == [], (stage, dtype)
+        engine.destroy()
+
+
+def test_weights_that_a_script_writes_and_steps_that_are_dropped_count_as_without_offload():
+    run_ranks(2, _written)
+
+
+KEPT = {"momentum": "momentum_buffer", "amsgrad": "max_exp_avg_sq"}
+
+
+def _everything(engine, name):
+    get = strata.utils.safe_get_full_optimizer_state
+    parameters = [p for n, p in engine.module.named_parameters() if n != "none"]
+    states = [get(p, KEPT[name]).cpu() for p in parameters]
+    return states + [strata.utils.safe_get_full_fp32_param(p).cpu() for p in parameters]
+
+
+def _saved(folder, zero):
+    rank, world = rank_and_world()
+    batches, found = make_batches(4, 2), {}
+    for name in KEPT:
+        engine = _engine(name, "bf16", zero=zero)
+        _train(engine, batches[:2], rank)
+        engine.save_checkpoint(f"{folder}/{name}")
+        state, found[name] = copy.deepcopy(engine.optimizer.state_dict()), _everything(engine, name)
+        engine.offload_states()
+        engine.reload_states()
+        _train(engine, batches[2:], rank)
+        expected = full_parameters(engine.module)
+        engine.destroy()
+        again = _engine(name, "bf16", zero=zero, seed=5)
+        again.load_checkpoint(f"{folder}/{name}")
+        again.optimizer.load_state_dict(state)
+        _train(again, batches[2:], rank)
+        assert differences(full_parameters(again.module), expected) == [], name
+        again.destroy()
+    return found
+
+
+def _loaded(folder, zero, found):
+    for name in KEPT:
+        engine = _engine(name, "bf16", zero=zero, seed=5)
+        engine.load_checkpoint(f"{folder}/{name}")
+        assert all(map(same_bits, _everything(engine, name), found[name])), name
+        engine.destroy()
+
+
+def test_checkpoints_move_between_places_ranks_and_stages(tmp_path):
+    """What is kept is saved, read and set, and training goes on with it; lent memory comes back."""
+    for i, (saving, loading) in enumerate([(_zero(2), {"stage": 3}), ({"stage": 3}, _zero(1)), (_zero(3), _zero(2))]):
+        found = run_ranks(2, _saved, f"{tmp_path}/{i}", saving)[0]
+        run_ranks(1 + 2 * (i % 2), _loaded, f"{tmp_path}/{i}", loading, found)
+
+
+def _partly():
+    """Of two units out of three the states are on the device."""
+    rank, world = rank_and_world()
+    engine = _engine("momentum", "bf16", zero=_zero(2, ratio=0.4))
+    reference = PlainTrainer(make_model(), world, RULES["momentum"], dtype=torch.bfloat16, on_host=True)
+    for tokens in make_batches(3, world):
+        reference.micro_step(tokens, loss_of)
+        _train(engine, [tokens], rank)
+        reference.step()
+    for name, value in full_parameters(engine.module).items():  # a GPU's own rounding of a product and a sum
+        torch.testing.assert_close(value, reference.values()[name], rtol=1e-2, atol=1e-3)
+    if not ON_GPU:
+        assert differences(full_parameters(engine.module), reference.values()) == []
+    engine.destroy()
+
+
+def test_a_part_may_be_offloaded():
+    run_ranks(2, _partly)
+
+
+class _OfGpus(torch.optim.SGD):
+    """Works on a GPU alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(not p.is_cuda for p in parameters):
+            raise RuntimeError("kernels of this optimizer run on CUDA")
+        super().step(closure)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is no device apart from the host")
+def test_an_optimizer_that_does_not_run_on_the_host_is_refused_by_name():
+    model = make_model()
+    with pytest.raises(strata.UsageError, match="_OfGpus does not update on the host.*run on CUDA.*\"none\""):
+        make_engine(model, config_of(2, optimizer=False, zero_optimization=_zero(2)),
+                    optimizer=_OfGpus(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_of_the_users_cannot_rest_on_a_drive(tmp_path):
+    model = make_model()
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with pytest.raises(strata.ConfigError, match="offload_optimizer.device: on a drive.*write \"cpu\".*found \"nvme\""):
+        make_engine(model, config_of(2, optimizer=False, zero_optimization=zero),
+                    optimizer=RULES["momentum"](model.parameters()))
