@@ -2,11 +2,10 @@
 
     torchrun ... lightning_jobs.py FOLDER NAME first|resumed CASE...
 
-writes FOLDER/NAME-<phase>.rank<n>.json: the version of ``deepspeed``, and by case (trainer-3) the losses of this rank's
-micro-batches. ``first`` takes all steps and saves a checkpoint after half of them; ``resumed`` goes on from it.
+writes FOLDER/NAME-<phase>.rank<n>.json: by case (trainer-3) the losses of this rank's micro-batches. ``first`` takes
+all steps and saves a checkpoint after half of them; ``resumed`` goes on from it.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -19,8 +18,6 @@ import lightning.pytorch.accelerators
 import lightning.pytorch.strategies
 import torch
 from torch import nn
-
-deepspeed = importlib.import_module("deepspeed")
 
 STEPS, MIDDLE, WIDTH = 8, 4, 24
 GIVEN = {"offload_optimizer": False, "offload_parameters": False, "logging_batch_size_per_gpu": 4}
@@ -122,8 +119,7 @@ def with_fabric(stage, folder, resumed):
     fabric.seed_everything(11)
     with fabric.init_module():
         model = network()
-    # On "cpu" everything is already; to torch the rank's "cpu:0" is another device, to which it would copy.
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2), move_to_device=False)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if resumed:
         fabric.load(os.path.join(folder, "middle"), state)
@@ -145,7 +141,7 @@ def with_fabric(stage, folder, resumed):
 
 def main(folder, name, phase, *cases):
     warnings.simplefilter("ignore")
-    told = {"version": deepspeed.__version__}
+    told = {}
     for case in cases:
         kind, _, stage = case.partition("-")
         train = {"trainer": with_trainer, "fabric": with_fabric}[kind]
@@ -153,6 +149,7 @@ def main(folder, name, phase, *cases):
         told[case] = {"losses": losses}
     with open(f"{folder}/{name}-{phase}.rank{os.environ['RANK']}.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
+    torch.distributed.destroy_process_group()  # whose threads, where DeepSpeed leaves them, may abort the process
 
 
 if __name__ == "__main__":

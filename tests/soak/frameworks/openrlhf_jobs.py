@@ -2,9 +2,8 @@
 
     torchrun ... openrlhf_jobs.py FOLDER NAME first|resumed CASE...
 
-writes FOLDER/NAME-<phase>.rank<n>.json: the version of ``deepspeed``, and by case (fp32-3) the losses of this rank's
-micro-batches. ``first`` takes all steps and saves after half of them; ``resumed`` goes on from there. FOLDER/model is a
-checkpoint of transformers.
+writes FOLDER/NAME-<phase>.rank<n>.json: by case (fp32-3) the losses of this rank's micro-batches. ``first`` takes all
+steps and saves after half of them; ``resumed`` goes on from there. FOLDER/model is a checkpoint of transformers.
 """
 
 import gc
@@ -123,7 +122,7 @@ def main(folder, name, phase, *cases):
     deepspeed = importlib.import_module("deepspeed")
     without_flash_attention()
     deepspeed.init_distributed(dist_backend="gloo")
-    told = {"version": deepspeed.__version__}
+    told = {}
     for patch in on_the_host():
         patch.start()
     for case in cases:
@@ -131,6 +130,7 @@ def main(folder, name, phase, *cases):
         told[case] = train(dtype, int(stage), f"{folder}/model", f"{folder}/{name}-{case}", phase == "resumed")
     with open(f"{folder}/{name}-{phase}.rank{os.environ['RANK']}.json", "w", encoding="utf-8") as file:
         json.dump(told, file)
+    torch.distributed.destroy_process_group()  # whose threads, where DeepSpeed leaves them, may abort the process
 
 
 if __name__ == "__main__":
