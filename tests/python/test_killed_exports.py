@@ -133,8 +133,7 @@ def test_a_folder_has_the_old_model_or_the_new_one_and_never_both(writers, later
             try:
                 read = _read(out)
                 found.append([step for step in weights if _same(read, weights[step])])
-            except FileNotFoundError as error:
-                assert "model" in str(error)  # it says what it lacks
+            except FileNotFoundError:  # a reader says so
                 found.append("none")
             assert found[-1], (earlier, call)  # a mix of two
         assert call >= 2 and found[0] == ["1"] and found[-1] == ["2"], (earlier, found)
