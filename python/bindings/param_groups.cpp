@@ -47,6 +47,29 @@ void set_update(ShardedModel& model, py::function update) {
   });
 }
 
+// Runs what Python says of states that are moved; memory that it does not get is our error.
+template <typename Call>
+void moving_states(Call&& call) {
+  const py::gil_scoped_acquire acquire;
+  try {
+    std::forward<Call>(call)();
+  } catch (py::error_already_set& error) {
+    if (error.matches(PyExc_MemoryError)) throw OutOfMemoryError(py::str(error.value()));
+    throw;
+  }
+}
+
+// `park` gets whether moments leave, whether masters or weights do, and whether host memory is to
+// be pinned; `unpark` nothing. StateParking::Outside says when.
+void set_outside_states(ShardedModel& model, py::function park, py::function unpark) {
+  engine::StateParking::Outside outside;
+  outside.park = [shared = held(std::move(park))](const engine::StateSet& moving, bool pinned) {
+    moving_states([&] { (*shared)(moving.moments, moving.masters || moving.weights, pinned); });
+  };
+  outside.unpark = [shared = held(std::move(unpark))] { moving_states([&] { (*shared)(); }); };
+  model.engine().parking().set_outside(std::move(outside));
+}
+
 // `told` gets the parameters, which were frozen, that are trained from now on.
 void on_trained(ShardedModel& model, py::function told) {
   model.passes().frozen().on_trained([shared = held(std::move(told))](std::span<const int> params) {
@@ -62,6 +85,10 @@ void bind_param_groups(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& 
   model.def("segments", &segments)
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
+      .def("set_outside_states",
+           [](ShardedModel& m, py::function park, py::function unpark) {
+             set_outside_states(m, std::move(park), std::move(unpark));
+           })
       .def(
           "train", [](ShardedModel& m, const std::vector<int>& p) { m.passes().frozen().train(p); },
           unlocked)

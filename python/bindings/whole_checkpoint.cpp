@@ -3,6 +3,7 @@
 #include "strata/format/whole_checkpoint.h"
 
 #include "bindings.h"
+#include "strata/format/other_weights.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"
@@ -128,6 +129,8 @@ void bind_whole_checkpoint(py::module_& module) {
            py::arg("folder"), py::arg("tensors"), py::arg("shard_max"), unlocked)
       .def("write", &WeightsWriter::write, py::arg("tensor"), py::arg("values"), unlocked)
       .def("finish", &WeightsWriter::finish, unlocked);
+  module.def("remove_other_weights", &format::remove_other_weights, py::arg("folder"),
+             py::arg("ours"), unlocked);
 }
 
 }  // namespace strata::python

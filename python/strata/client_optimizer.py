@@ -83,6 +83,7 @@ class SegmentStates:
         inner.state.clear()
         self.take_up(core, members)
         core.set_update(self._update)
+        core.set_outside_states(self._park, self._unpark)
 
     def take_up(self, core, members):
         """Lends the optimizer what ``core`` trains by now; what it has stays the same object. ``members``: as at the
@@ -187,26 +188,34 @@ class SegmentStates:
 
     # --- while it rests ---
 
-    def park(self, states, pin_memory):
-        """Moves the optimizer's tensors to the host, where ``states`` has "optim_states", and lets go of the masters,
-        whose memory the engine may move. A part is empty then."""
-        if "optim_states" in states:
+    def _park(self, moments, masters, pin_memory):
+        """Called in the engine's own parking. Moves the optimizer's tensors to the host, if ``moments`` leave, and lets
+        go of the masters, whose memory the engine moves. A part is empty then."""
+        if masters:
+            self.adopt()
+        if moments:
             for kept in self._inner.state.values():
                 for name, value in kept.items():
                     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                        copy = torch.empty_like(value, device="cpu", pin_memory=pin_memory)
+                        copy = _copy_at("cpu", value, pin_memory=pin_memory)
                         self._away.append((kept, name, value.device))
-                        kept[name] = copy.copy_(value)
-        if "hp_params" in states or "lp_params" in states:
-            self.adopt()
-            for segment in self._in_order:
-                segment.data = segment.data.new_empty(0)
+                        kept[name] = copy
+        if masters:
+            self._let_go()
 
-    def unpark(self, core):
-        """After the engine has brought its states back."""
-        away, self._away = self._away, []
-        for kept, name, device in away:
-            kept[name] = kept[name].to(device)
+    def _let_go(self):
+        for segment in self._in_order:
+            segment.data = segment.data.new_empty(0)
+
+    def _unpark(self):
+        """Called again after an error: what is back has left the list."""
+        while self._away:
+            kept, name, device = self._away[-1]
+            kept[name] = _copy_at(device, kept[name])
+            self._away.pop()
+
+    def take_back(self, core):
+        """The masters, after the engine has brought its states back."""
         self._return_masters(core)
 
     def _return_masters(self, core):
@@ -276,13 +285,11 @@ class WholeStates(SegmentStates):
         whole = _C.join_state(self._core(), index, None if part is None else part.reshape(-1).float())
         return None if whole is None else whole.to(torch.float32 if part is None else part.dtype).view(parameter.shape)
 
-    def park(self, states, pin_memory):
-        super().park(states, pin_memory)
-        if "hp_params" in states or "lp_params" in states:
-            self._in_order, self._indices, self._masters = [], [], {}
-            for parameter in self._parameters.values():
-                if self._alone:
-                    parameter.data = parameter.data.new_empty(0)
+    def _let_go(self):
+        self._in_order, self._indices, self._masters = [], [], {}
+        for parameter in self._parameters.values():
+            if self._alone:
+                parameter.data = parameter.data.new_empty(0)
 
     def _return_masters(self, core):
         self._take_masters(core)
@@ -290,6 +297,14 @@ class WholeStates(SegmentStates):
             for index, shape in group:
                 if index in self._masters:
                     self._parameters[index].data = self._masters[index].view(shape)
+
+
+def _copy_at(device, value, **more):
+    """A tensor of the same values; MemoryError where there is no room."""
+    try:
+        return torch.empty_like(value, device=device, **more).copy_(value)
+    except RuntimeError as error:  # as torch says it, of devices and of pinned memory
+        raise MemoryError(f"no room for a state of the optimizer on {device}: {error}") from error
 
 
 def _has_master_beside(core, index):

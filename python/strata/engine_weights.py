@@ -109,7 +109,8 @@ class EngineWeights:
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
-        room for all of them; ``save_pretrained`` needs none.
+        room for all of them; ``save_pretrained`` needs none. Under its own name the file replaces all weights that
+        are in the folder, safetensors, too: transformers would load those.
 
         Returns:
             bool: False, and nothing is written, at stage 3 where the configuration does not allow it

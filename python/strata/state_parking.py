@@ -55,9 +55,6 @@ class StateParking:
         for name in states:
             if name not in STATES:
                 raise _C.UsageError(f"offload_states: include names states of {', '.join(STATES)}; found {name!r}")
-        outside = getattr(self.core, "segment_states", None)  # where an optimizer of the user's updates the shards
-        if outside is not None:
-            outside.park(states, pin_memory)
         weights_follow = self.core.park(list(states), pin_memory)
         if not weights_follow and not self._told_of_weights and self.global_rank == 0:
             self._told_of_weights = True
@@ -75,9 +72,9 @@ class StateParking:
                 memory, and call it again.
         """
         self.core.unpark()
-        outside = getattr(self.core, "segment_states", None)
+        outside = getattr(self.core, "segment_states", None)  # where an optimizer of the user's updates the shards
         if outside is not None:
-            outside.unpark(self.core)
+            outside.take_back(self.core)
 
 
 def _text(name):

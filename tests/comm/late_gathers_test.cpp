@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 
@@ -106,6 +107,48 @@ TEST_P(LateGathers, GiveTheValuesOfTheirRound) {
 INSTANTIATE_TEST_SUITE_P(Meetings, LateGathers,
                          testing::Values(Meeting::kAllReduce, Meeting::kExchange));
 
+// Has a rank's transfers come after those of the others.
+void work_long() {
+  volatile std::uint64_t sum = 0;
+  for (std::uint64_t i = 0; i < 300'000; ++i) sum = sum + i;
+}
+
+// As a script does, between gathers and the next meeting of all ranks.
+TEST(LateGatherRounds, WhenTheyAreFinishedSlicesMayBeWritten) {
+  expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
+    constexpr std::size_t kBytes = 3000;
+    device::Stream& compute = device.compute_stream();
+    const auto slice = c.allocate("weights", Bytes(kBytes));
+    const auto flat = device.allocate(Bytes(kBytes) * c.world_size(), memory::Kind::kGathered);
+    std::atomic<int> wrong = 0;
+    for (int round = 0; round < 20; ++round) {
+      device.enqueue(
+          compute, [there = slice->local(), rank = c.rank(), round] { fill(there, rank, round); });
+      c.barrier();
+      if (round % c.world_size() == c.rank()) device.enqueue(*c.contribution_stream(), work_long);
+      const auto gather =
+          c.all_gather({slice.get(), 0_B, 0_B, Bytes(kBytes)}, flat->bytes(), "weights");
+      const auto readers = c.finish_gathers();
+      readers->wait();
+      readers->wait();
+      device.enqueue(compute,
+                     [there = slice->local()] { std::ranges::fill(there, std::byte(255)); });
+      gather->wait();
+      device.enqueue(compute, [&wrong, all = flat->bytes(), world = c.world_size(), round] {
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          const auto rank = static_cast<int>(i / kBytes);
+          if (rank < world && all[i] != pattern(rank, i % kBytes, round)) wrong.fetch_add(1);
+        }
+      });
+      compute.synchronize();
+      if (!readers->done()) wrong.fetch_add(1);
+      double value = 1.0;
+      c.all_reduce({&value, 1}, ReduceOp::kSum);
+    }
+    return wrong.load();
+  });
+}
+
 // Of memory that only devices reach, by way of the host and without it.
 TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
   expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
@@ -139,12 +182,6 @@ TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
 // Small whole numbers: every order of adding gives the same.
 float contribution(int rank, std::size_t index, int round) {
   return static_cast<float>(rank + 1 + round) + static_cast<float>(index % 7);
-}
-
-// Has a rank's reduction come after those of the others.
-void work_long() {
-  volatile std::uint64_t sum = 0;
-  for (std::uint64_t i = 0; i < 300'000; ++i) sum = sum + i;
 }
 
 // What a reduction leaves in shared memory is read here, and gathered, with nothing in between but

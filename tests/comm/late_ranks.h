@@ -128,6 +128,10 @@ class HostResults final : public Collectives {
                                    std::string_view tag) override {
     return std::make_unique<HostGather>(*device_, collectives_->all_gather(slices, flat, tag));
   }
+  std::unique_ptr<Work> finish_gathers() override {
+    auto work = collectives_->finish_gathers();
+    return work == nullptr ? nullptr : std::make_unique<HostGather>(*device_, std::move(work));
+  }
   void complete_slices(std::span<const SliceMap> slices) override {
     collectives_->complete_slices(slices);
   }

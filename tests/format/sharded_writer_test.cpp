@@ -55,7 +55,9 @@ TEST(ShardPlan, RefusesALimitOfNothing) {
 TEST(ShardPlan, KnowsTheNamesItGives) {
   EXPECT_TRUE(format::is_shard_name("model-00001-of-00003.safetensors"));
   EXPECT_TRUE(format::is_shard_name("model-100000-of-100000.safetensors"));
-  for (const char* name : {"model-1-of-00003.safetensors", "model-00001-of-00003.safetensors.bak",
+  EXPECT_TRUE(format::is_shard_name("pytorch_model-00001-of-00003.bin"));
+  for (const char* name : {"pytorch_model-00001-of-00003.safetensors", "model-00001-of-00003.bin",
+                           "model-1-of-00003.safetensors", "model-00001-of-00003.safetensors.bak",
                            "model-00001.safetensors", "xmodel-00001-of-00003.safetensors",
                            "model.safetensors", "adapter-00001-of-00003.safetensors"}) {
     EXPECT_FALSE(format::is_shard_name(name)) << name;
@@ -138,8 +140,12 @@ TEST_F(Sharded, LeavesNothingOfAnEarlierSaveThatALaterLoadCouldTake) {
   const auto tensors = tensors_of_bytes({4, 6, 9, 1, 2});
   std::filesystem::create_directories(folder_ / "out");
   folder_.write("out/config.json", "{}");
-  folder_.write("out/model-00001-of-00009.safetensors.0123456789abcdef.partial",
-                "rest of a save that was killed");
+  folder_.write("out/training.bin", "the user's");
+  for (const char* name :
+       {"model-00001-of-00009.safetensors.0123456789abcdef.partial", "pytorch_model.bin",
+        "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin",
+        "pytorch_model.bin.0123456789abcdef.partial"})
+    folder_.write(std::string("out/") + name, "rest of another save");
   unsigned seed = 0;
   for (const Bytes from : {100_B, 10_B, 6_B}) {
     for (const Bytes to : {100_B, 10_B, 6_B}) {
@@ -149,6 +155,7 @@ TEST_F(Sharded, LeavesNothingOfAnEarlierSaveThatALaterLoadCouldTake) {
       const auto plan = plan_shards(tensors, to);
       std::vector<std::string> wanted = plan.files;
       wanted.emplace_back("config.json");
+      wanted.emplace_back("training.bin");
       if (plan.sharded()) wanted.emplace_back("model.safetensors.index.json");
       EXPECT_THAT(names(), ::testing::UnorderedElementsAreArray(wanted));
     }

@@ -14,6 +14,9 @@ from ranks import run_ranks
 from replayed_models import config_of_birth
 from strata.births import Births
 from strata.model import failed_births
+from strata.model.constructors import ConstructorWatch
+from strata.model.looks import Looks, open_looks
+from strata.model.recording import Recording
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
 from tiny_models import rank_and_world
@@ -198,3 +201,29 @@ def _others():
 def test_what_others_built_is_whole_after_a_failure(world):
     expected = {"first": [2.0], "elsewhere": [5.0], "part": [3.0], "before": True}
     assert run_ranks(world, _others) == [expected] * world
+
+
+def _failing_ends():
+    """Which of what a context does at its end failed, and what it left of itself."""
+    found = []
+    for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (Looks, "close"), (Births, "close")):
+        constructor, end = nn.Linear.__dict__["__init__"], getattr(kind, name)
+
+        def ends_and_fails(self, *args, end=end, **kwargs):
+            end(self, *args, **kwargs)
+            raise RuntimeError("cannot end")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, name, ends_and_fails)
+            with pytest.raises(RuntimeError, match="cannot end"):
+                with Init(config_dict_or_path=config_of_birth("4KiB", 64)):
+                    nn.Linear(8, 8)
+        left = [nn.Linear.__dict__["__init__"] is not constructor, open_looks() is not None,
+                "__init_subclass__" in nn.Module.__dict__, nn.Linear(8, 8).weight.numel() != 64]
+        found.append((kind.__name__, left))
+    return found
+
+
+def test_a_context_whose_end_fails_leaves_no_patch():
+    for kind, left in run_ranks(1, _failing_ends)[0]:
+        assert left == [False] * 4, kind

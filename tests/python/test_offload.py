@@ -180,7 +180,7 @@ def test_buffers_follow_the_tensors(world, tmp_path):
 
 
 def _default_buffers(folder):
-    """By which DeepSpeed takes gigabytes: half again what is on the drive, at most."""
+    """By which DeepSpeed takes gigabytes: no more of it than keeps what is on the drive, which is not read again."""
     config = all_offloaded("nvme", "nvme", folder)
     for section in ("offload_param", "offload_optimizer"):
         del config["zero_optimization"][section]["buffer_count"], config["zero_optimization"][section]["buffer_size"]
@@ -190,12 +190,16 @@ def _default_buffers(folder):
     staged, peak = report["host", "staging"]
     assert staged == engine.memory_forecast("host")["staging"] - RING and peak >= staged
     on_drive = report["nvme", "total"][0]
-    assert STAGING < on_drive < staged < 1.5 * on_drive + STAGING, (staged, on_drive)
+    largest = 81 / 8 * 30_000 * 48 / engine.world_size  # bytes of the embedding's states on a rank
+    kept = max(1.5 * on_drive, 2 * 3 * 1.02 * largest)  # a third of what weights and states share is leased
+    assert STAGING < on_drive < staged < kept + STAGING, (staged, on_drive)
+    assert engine.step_report()["offload"]["links"]["read"]["bytes"] == 0
     engine.destroy()
 
 
-def test_buffers_are_no_larger_than_what_is_staged(tmp_path):
-    run_gathering_together(2, _default_buffers, str(tmp_path))
+@pytest.mark.parametrize("world", [1, 2])
+def test_buffers_are_no_larger_than_what_is_staged(world, tmp_path):
+    run_gathering_together(world, _default_buffers, str(tmp_path))
 
 
 def _starts(folder):

@@ -53,7 +53,6 @@ def _written(stages, dtypes, accumulations, rules):
         batches = iter(make_batches((len(WRITES) + 1) * accumulation, world))
         for write in (None, *WRITES):
             if write is not None:
-                engine.core.wait_for_all()  # a peer may still be taking this rank's new values
                 write(model)
                 write(reference.model)
                 _follow(reference)

@@ -13,6 +13,8 @@ from ..model.tiles import tiles_of
 from ..ranks.runtime import together
 from ..tiles.host_copy import set_values, values_on_host
 
+WEIGHTS = "pytorch_model.bin"  # where readers look for a whole model
+
 
 def whole_state_dict(model, keep=True, with_frozen=True):
     """{name: tensor on the host} of ``model.state_dict()``'s names, parameters that are sharded whole.
@@ -144,7 +146,8 @@ def _set(parameter, value):
 
 
 def save_whole(engine, folder, filename, with_frozen):
-    """Writes ``whole_state_dict`` with ``torch.save``, by rank 0. Collective.
+    """Writes ``whole_state_dict`` with ``torch.save``, by rank 0. Collective. Under the name that readers of a folder
+    look for, it replaces what an earlier save left of weights in any form, since they may take that.
 
     Raises:
         IoError: on every rank, where rank 0 cannot write.
@@ -157,3 +160,5 @@ def save_whole(engine, folder, filename, with_frozen):
     with together(engine._collectives, f"writing '{path}'"):
         if first:
             save_whole_file(state_dict, path)
+            if filename == WEIGHTS:
+                _C.remove_other_weights(os.fspath(folder), {filename})

@@ -7,7 +7,6 @@ The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (st
 import argparse
 import json
 import os
-import re
 import sys
 
 import torch
@@ -19,8 +18,7 @@ from .deepspeed import read_deepspeed
 from .own_checkpoint import find_own, read_own
 from .whole_tensors import VALUE
 
-
-_PICKLES, _SAFETENSORS = "pytorch_model.bin", "model.safetensors"  # of a checkpoint in one file
+_PICKLES = "pytorch_model.bin"  # of a checkpoint in one file
 
 
 class LazyTensor:
@@ -81,8 +79,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         max_shard_size: bytes of one file at most, as a number or as "5GB"; None: one file.
         safe_serialization: write safetensors, a tensor at a time. Else files of ``torch.save``, each of which is in
-        memory
-            before it is written.
+            memory before it is written.
         The others are ``get_fp32_state_dict_from_zero_checkpoint``'s.
     """
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
@@ -155,7 +152,6 @@ def _write_safetensors(state_dict, folder, most):
     for index, lazy in enumerate(tqdm(state_dict.values(), desc="writing", unit="tensor", delay=1, disable=None)):
         writer.write(index, _fp32(lazy.contiguous()))
     writer.finish()
-    _remove_weights(folder, _PICKLES)
 
 
 def _write_pickles(state_dict, folder, most):
@@ -178,18 +174,7 @@ def _write_pickles(state_dict, folder, most):
         files.publish()
     if len(shards) > 1:
         _C.write_file_atomically(os.path.join(folder, index_name), json.dumps(index, indent=2) + "\n")
-    _remove_weights(folder, _PICKLES, {*names, index_name} if len(shards) > 1 else {*names})
-    _remove_weights(folder, _SAFETENSORS)
-
-
-def _remove_weights(folder, name, ours=()):
-    """Removes the files that make up a checkpoint whose only file would be ``name``, but for ``ours``. The index goes
-    first, so that none refers to what is gone."""
-    stem, ending = name.split(".")
-    shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.{ending}")
-    found = [entry for entry in os.listdir(folder) if shard.fullmatch(entry) or entry in (name, f"{name}.index.json")]
-    for entry in sorted(set(found) - set(ours), key=lambda entry: not entry.endswith(".json")):
-        _remove(folder, entry)
+    _C.remove_other_weights(folder, {*names, index_name} if len(shards) > 1 else {*names})
 
 
 def _remove(folder, name):

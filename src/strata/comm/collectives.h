@@ -21,7 +21,7 @@
 // One-sided gathers are sound because slices change only between two synchronisations: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
-// barrier.
+// barrier. Where others than the engine can write slices, finish_gathers() follows the gathers.
 //
 // Shard groups. Things may be sharded inside groups of consecutive ranks, shard_place().count each,
 // and held alike by every group (grouped_collectives). Then slices, gathers and "my slice" are
@@ -166,6 +166,11 @@ class Collectives {
   // already lie at its place in `flat` (gather in place). `tag` names the thing in errors.
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
+
+  // Of this rank's shard group, after a round of gathers which each of its ranks makes. The work's
+  // wait() returns when every rank has finished those that it had started by its call: from then on
+  // nobody reads slices of this rank, and a script may write them. Null: they have.
+  virtual std::unique_ptr<Work> finish_gathers() { return nullptr; }
 
   // Memory that peers have freed or released is theirs as long as this rank has it mapped: unmaps
   // it, after a barrier that follows the freeing. Else that happens some time later. Local.

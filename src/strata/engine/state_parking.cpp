@@ -27,12 +27,15 @@ std::string StateSet::text() const {
   return names;
 }
 
+void StateParking::require_no_pass() const {
+  if (!pass_.in_backward()) return;
+  throw UsageError(
+      "offload_states() was called within a backward pass, which needs all states; call it after "
+      "backward()");
+}
+
 bool StateParking::park(const StateSet& states, bool pinned) {
-  if (pass_.in_backward()) {
-    throw UsageError(
-        "offload_states() was called within a backward pass, which needs all states; call it after "
-        "backward()");
-  }
+  require_no_pass();
   require_same_text(collectives_, "offload_states()", states.text());
   StateSet moving = states;
   double can = weights_.can_park() ? 1.0 : 0.0;
@@ -68,6 +71,7 @@ void StateParking::park_memory(const StateSet& moving, bool pinned) {
   away_.gradient_buffers |= moving.gradient_buffers;
   try {
     together(collectives_, kParking, [&] {
+      if (outside_.park) outside_.park(moving, pinned);
       if (moving.weights) weights_.copy_for_parking(pinned);
       reducer_.park(moving.gradients, moving.gradient_buffers, pinned);
       if (optimizer_ != nullptr) optimizer_->park(moving.masters);
@@ -95,6 +99,7 @@ void StateParking::unpark() {
     stores_.states->unpark();
     reducer_.unpark();
     if (optimizer_ != nullptr) optimizer_->unpark();
+    if (outside_.unpark) outside_.unpark();
   });
   if (away_.weights) {
     weights_.settle_unparked();

@@ -12,8 +12,10 @@
 // away, and unpark() brings back those that are; after one of unpark() it may be called again.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
@@ -39,6 +41,15 @@ struct StateSet {
 
 class StateParking {
  public:
+  // States of training that the layer above keeps itself: those of an optimizer of the user's. Both
+  // calls take part in no collective; where one throws, all ranks get an error.
+  struct Outside {
+    // Nothing has moved yet, and nothing refuses any more. `moving`: what leaves now.
+    std::function<void(const StateSet& moving, bool pinned)> park;
+    // The engine's own are back. Called again after an error.
+    std::function<void()> unpark;
+  };
+
   // `optimizer` may be null.
   StateParking(Weights& weights, Gatherer& gatherer, Reducer& reducer, ShardedOptimizer* optimizer,
                const Stores& stores, comm::Collectives& collectives, device::Device& device,
@@ -52,12 +63,16 @@ class StateParking {
         device_(device),
         pass_(pass) {}
 
+  // What park() refuses first, for who has to do something before it.
+  void require_no_pass() const;
   // Collective; the same on every rank. Not within a backward pass. What is away already stays so.
   // Gathered weights are released, and what is kept for gathers is freed. False: weights were among
   // `states` and stay, since the collectives cannot give their memory back.
   bool park(const StateSet& states, bool pinned);
   // Collective: everything is back when it returns. Nothing where nothing is away.
   void unpark();
+
+  void set_outside(Outside outside) { outside_ = std::move(outside); }
 
   const StateSet& away() const { return away_; }
   // `call`: what is to be done, for the message.
@@ -78,6 +93,7 @@ class StateParking {
   comm::Collectives& collectives_;
   device::Device& device_;
   const PassState& pass_;
+  Outside outside_;  // no functions: there are none
   StateSet away_;
 };
 

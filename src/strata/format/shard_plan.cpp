@@ -64,8 +64,9 @@ ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
 }
 
 bool is_shard_name(std::string_view file_name) {
+  const bool pickle = take(file_name, "pytorch_");
   return take(file_name, "model-") && take_number(file_name) && take(file_name, "-of-") &&
-         take_number(file_name) && file_name == ".safetensors";
+         take_number(file_name) && file_name == (pickle ? ".bin" : ".safetensors");
 }
 
 }  // namespace strata::format

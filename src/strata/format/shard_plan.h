@@ -28,7 +28,7 @@ struct ShardPlan {
 // UsageError if the limit is not positive or a tensor's size overflows.
 ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max);
 
-// Is it a name that a plan may give to a file, of any number of shards?
+// Is it a name of one of any number of shards, of safetensors or of torch.save?
 bool is_shard_name(std::string_view file_name);
 
 }  // namespace strata::format

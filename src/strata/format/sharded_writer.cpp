@@ -9,6 +9,7 @@
 
 #include "strata/base/errno_text.h"
 #include "strata/base/error.h"
+#include "strata/format/other_weights.h"
 #include "strata/io/atomic_file.h"
 
 namespace strata::format {
@@ -21,12 +22,6 @@ void make_folder(const std::string& folder) {
     throw IoError(
         fmt::format("cannot make a folder: path={} {}", folder, errno_text(error.value())));
   }
-}
-
-// A name that an earlier save, finished or not, may have left.
-bool is_checkpoint_name(std::string_view name) {
-  name = io::AtomicFile::target_of(name);
-  return name == kSingleFileName || name == kIndexFileName || is_shard_name(name);
 }
 
 }  // namespace
@@ -92,18 +87,7 @@ void ShardedWriter::publish_index() const {
 void ShardedWriter::remove_leftovers() const {
   std::set<std::string> ours(plan_.files.begin(), plan_.files.end());
   if (plan_.sharded()) ours.insert(kIndexFileName);
-  std::vector<std::string> leftovers;
-  std::error_code error;
-  std::filesystem::directory_iterator entry(folder_, error);
-  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-    const std::string name = entry->path().filename().string();
-    if (is_checkpoint_name(name) && ours.count(name) == 0) leftovers.push_back(name);
-  }
-  if (error) {
-    throw IoError(
-        fmt::format("cannot list a folder: path={} {}", folder_, errno_text(error.value())));
-  }
-  for (const std::string& name : leftovers) io::remove_file(in_folder(name));
+  remove_other_weights(folder_, ours);
 }
 
 }  // namespace strata::format

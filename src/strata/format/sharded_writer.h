@@ -4,8 +4,8 @@
 // on disk under a temporary name; then an index whose shards are about to be overwritten goes, so
 // that a crash within the renaming leaves a folder that says what it lacks and never a mix of two
 // checkpoints; then come the names, the new index, and last the removal of what an earlier save
-// left. Threads, ownership, errors: as SafetensorsWriter. One file descriptor is held for each
-// shard.
+// left, in this form or in torch.save's. Threads, ownership, errors: as SafetensorsWriter. One file
+// descriptor is held for each shard.
 #pragma once
 
 #include <cstddef>

@@ -59,6 +59,7 @@ class StagingArena {
   // What each holder should lease at once, in whole pages, and what it should read ahead. A third
   // of the budget is leased, by all of them together, while a third may be read ahead, by whoever
   // is at work, and the last one is still being written.
+  static constexpr std::int64_t kShares = 3;
   Bytes lease_share() const;
   Bytes ahead_share() const { return budget() / kShares; }
   Bytes in_use() const { return arena_.in_use(); }
@@ -68,8 +69,6 @@ class StagingArena {
   void leave(Holder& holder) { std::erase(holders_, &holder); }
 
  private:
-  static constexpr std::int64_t kShares = 3;
-
   std::optional<std::vector<memory::Extent>> try_together(std::span<const Bytes> sizes);
   bool make_way(Effort effort, Holder* asks);
 

@@ -1,7 +1,12 @@
 // Units that stay whole, between a step and their next use.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "engine/core/short_passes.h"
 #include "strata/engine/gather/gatherer.h"
@@ -106,6 +111,89 @@ TEST(GathererRefresh, WhereReadersCannotBeToldWholeUnitsAreCompleteAfterTheStep)
     step(rank);
     for (int unit = 0; unit < 9; ++unit) EXPECT_TRUE(rank.gatherer().gathered(unit));
   });
+}
+
+// Two ranks of which the second reads late: only when the first has written its weights, or waits
+// for its peers' reading.
+class LateReader final : public comm::Collectives {
+ public:
+  struct Gate {
+    std::atomic<bool> closed = false;
+    void open() {
+      closed = false;
+      closed.notify_all();
+    }
+  };
+  LateReader(std::shared_ptr<comm::Collectives> ranks, Gate& gate)
+      : Collectives(ranks->rank(), ranks->traits()), ranks_(std::move(ranks)), gate_(gate) {}
+
+  std::string_view name() const override { return ranks_->name(); }
+  std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    return ranks_->allocate(std::move(name), bytes);
+  }
+  std::unique_ptr<comm::Work> all_gather(const comm::SliceMap& slices, std::span<std::byte> flat,
+                                         std::string_view tag) override {
+    if (rank() == 1) gate_.closed.wait(true);
+    return ranks_->all_gather(slices, flat, tag);
+  }
+  std::unique_ptr<comm::Work> finish_gathers() override {
+    if (rank() == 0) gate_.open();
+    return ranks_->finish_gathers();
+  }
+  std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
+                                             std::string_view tag) override {
+    return ranks_->reduce_scatter(reduction, tag);
+  }
+  void all_reduce(std::span<double> values, comm::ReduceOp op) override {
+    ranks_->all_reduce(values, op);
+  }
+  void broadcast(std::span<std::byte> bytes, int root) override { ranks_->broadcast(bytes, root); }
+  std::vector<std::string> all_gather_text(const std::string& text) override {
+    return ranks_->all_gather_text(text);
+  }
+  void barrier() override { ranks_->barrier(); }
+  void require_usable() override { ranks_->require_usable(); }
+  void end(comm::Ending ending, std::string_view reason) noexcept override {
+    ranks_->end(ending, reason);
+  }
+
+ private:
+  std::shared_ptr<comm::Collectives> ranks_;
+  Gate& gate_;
+};
+
+// What a script writes after a step, on a rank whose slices a peer has yet to read.
+TEST(GathererRefresh, APeerGetsTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
+  const FakeModel model = model_of_blocks();
+  for (const int stage : {0, 2}) {
+    LateReader::Gate gate;
+    std::vector<std::vector<std::byte>> of_the_step(9);  // by unit, of rank 0
+    on_two_ranks([&](auto collectives) {
+      RankOptions options;
+      options.engine.stage = stage;
+      FakeRank rank(model, options, std::make_shared<LateReader>(std::move(collectives), gate));
+      train_one_pass(rank);
+      rank.collectives().barrier();
+      gate.closed = true;
+      rank.collectives().barrier();
+      step(rank);
+      if (rank.collectives().rank() == 0) {
+        for (int unit = 0; unit < 9; ++unit) {
+          const auto flat = rank.gatherer().flat(unit);
+          of_the_step[static_cast<std::size_t>(unit)].assign(flat.begin(), flat.end());
+          std::ranges::fill(flat, std::byte(1));
+        }
+        gate.open();
+      }
+      rank.collectives().barrier();
+      if (rank.collectives().rank() == 0) return;
+      for (int unit = 0; unit < 9; ++unit) {
+        EXPECT_TRUE(std::ranges::equal(rank.gatherer().flat(unit),
+                                       of_the_step[static_cast<std::size_t>(unit)]))
+            << "unit " << unit << ", stage " << stage;
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -2,6 +2,11 @@
 // wait for another what is read is wrong, now and then, and a race detector sees it always.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
 #include "engine/core/external_cases.h"
 #include "engine/core/offloaded_cases.h"
 #include "engine/core/parking_cases.h"
@@ -178,6 +183,68 @@ TEST(LateStepOptions, MayEndWithAStepThatIsStillBeingDone) {
       rank.forward();
       add_all(rank, all_gradients(model, step, 0, r), {}, true);
       rank.engine().step(groups_of(step), 1.0, false);
+    }
+  }));
+}
+
+// Writes garbage to this rank's weights, and takes it back; before that, what they all were.
+std::vector<std::byte> write_for_a_while(FakeRank& rank, device::LateDevice& device) {
+  device::Stream& compute = device.compute_stream();
+  std::vector<std::byte> found;
+  for (const Unit& unit : rank.engine().weights().units()) {
+    const std::span<std::byte> flat = rank.gatherer().flat(unit.id);
+    const std::size_t begin = found.size();
+    found.resize(begin + flat.size());
+    device.enqueue(compute, [&found, begin, flat] {
+      std::ranges::copy(flat, found.begin() + static_cast<std::ptrdiff_t>(begin));
+      for (std::byte& each : flat) each = ~each;
+    });
+    compute.synchronize();
+  }
+  for (const Unit& unit : rank.engine().weights().units()) {
+    device.enqueue(compute, [flat = rank.gatherer().flat(unit.id)] {
+      for (std::byte& each : flat) each = ~each;
+    });
+  }
+  compute.synchronize();
+  return found;
+}
+
+// A script writes weights that stay whole when it has asked for them, or a forward has ended, while
+// peers are still bringing themselves what this rank owns of them.
+TEST(LateStepOptions, PeersGetTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  std::vector<std::vector<std::byte>> found(2);  // by rank
+  expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
+    RankOptions options;
+    options.engine.stage = 2;
+    options.can_await = true;
+    options.device = comm::conformance::late_device(r);
+    auto& device = static_cast<device::LateDevice&>(*options.device);
+    FakeRank rank(model, options, joined(std::move(collectives), Over::kLatePeers, options.device));
+    for (int step = 0; step < kSteps; ++step) {
+      rank.forward();
+      add_all(rank, all_gradients(model, step, 0, r), {}, true);
+      if (r == step % 2) {
+        device.enqueue(*rank.collectives().contribution_stream(), [] {
+          volatile std::uint64_t sum = 0;
+          for (std::uint64_t i = 0; i < 3'000'000; ++i) sum = sum + i;
+        });
+      }
+      rank.engine().step(groups_of(step), 1.0, false);
+      if (step % 2 == 0) {
+        for (int unit = 0; unit < 9; ++unit) rank.gatherer().complete(unit);
+      } else {
+        for (int unit = 0; unit < 9; ++unit) {
+          rank.gatherer().acquire(unit);
+          rank.gatherer().release(unit);
+        }
+        rank.gatherer().wait_for_readers();
+      }
+      found[static_cast<std::size_t>(r)] = write_for_a_while(rank, device);
+      rank.collectives().barrier();
+      EXPECT_EQ(found[0], found[1]) << "step " << step;
+      rank.collectives().barrier();
     }
   }));
 }

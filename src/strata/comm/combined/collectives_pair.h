@@ -75,4 +75,11 @@ class PairWork final : public Work {
   std::shared_ptr<Work> work_;
 };
 
+// Null stays null.
+inline std::unique_ptr<Work> pair_work(std::shared_ptr<CollectivesPair> pair,
+                                       std::unique_ptr<Work> work) {
+  if (work == nullptr) return nullptr;
+  return std::make_unique<PairWork>(std::move(pair), std::move(work));
+}
+
 }  // namespace strata::comm

@@ -115,6 +115,12 @@ class GroupedCollectives final : public Collectives {
     });
   }
 
+  std::unique_ptr<Work> finish_gathers() override {
+    return core_->guarded([&]() -> std::unique_ptr<Work> {
+      return pair_work(core_, core_->inside().finish_gathers());
+    });
+  }
+
   void complete_slices(std::span<const SliceMap> slices) override;
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {

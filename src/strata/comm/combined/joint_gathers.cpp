@@ -58,6 +58,8 @@ class JointGathers final : public Collectives {
     return std::make_unique<CompleteWork>();
   }
 
+  std::unique_ptr<Work> finish_gathers() override { return inner_->finish_gathers(); }
+
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return inner_->reduce_scatter(reduction, tag);
   }

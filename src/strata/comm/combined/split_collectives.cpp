@@ -43,6 +43,11 @@ class SplitCollectives final : public Collectives {
     });
   }
 
+  std::unique_ptr<Work> finish_gathers() override {
+    return pair_->guarded(
+        [&]() -> std::unique_ptr<Work> { return pair_work(pair_, gathers().finish_gathers()); });
+  }
+
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return pair_->guarded([&]() -> std::unique_ptr<Work> {
       return std::make_unique<PairWork>(pair_, reductions().reduce_scatter(reduction, tag));

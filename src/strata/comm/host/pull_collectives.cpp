@@ -123,6 +123,12 @@ class PullCollectives final : public Collectives {
     core_->messages.barrier();
   }
 
+  // Gathers are over when they return.
+  std::unique_ptr<Work> finish_gathers() override {
+    barrier();
+    return nullptr;
+  }
+
   void announce_departure(std::string_view words) override {
     Collectives::announce_departure(words);
     core_->link.announce_departure(words);

@@ -18,6 +18,8 @@ std::string_view text_of(PeerFlags::Kind kind) {
       return "it at a barrier";
     case PeerFlags::Kind::kGiven:
       return "its values of an exchange";
+    case PeerFlags::Kind::kRounds:
+      return "it to read this rank's new weights";
   }
   return "it";
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,10 @@ class PeerCollectives final : public Collectives {
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override;
+
+  std::unique_ptr<Work> finish_gathers() override {
+    return std::make_unique<RoundWork>(link_, ++rounds_);
+  }
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     link_->require_usable();
@@ -130,6 +135,7 @@ class PeerCollectives final : public Collectives {
 
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;
+  std::uint32_t rounds_ = 0;  // of gathers
   std::shared_ptr<bool> records_times_ = std::make_shared<bool>(false);
 };
 

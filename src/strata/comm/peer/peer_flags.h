@@ -20,6 +20,7 @@ class PeerFlags {
     kBarrier,   // barriers before which `from` has changed what it changes
     kGathered,  // barriers before which `from` has gathered what it gathers
     kGiven,     // exchanges of values to which `from` has given its own
+    kRounds,    // rounds of gathers that `from` has finished
   };
 
   PeerFlags() = default;
@@ -59,7 +60,7 @@ class PeerFlags {
   static constexpr std::uint32_t kReleased = 0x7FFFFFFF;  // beyond all counts
 
  private:
-  static constexpr int kKinds = 5;
+  static constexpr int kKinds = 6;
   static constexpr int kTurns = 2;
 
   device::Flag& flag(int index) const {

@@ -29,6 +29,33 @@ void StreamWork::join() {
   end_.reset();
 }
 
+RoundWork::RoundWork(std::shared_ptr<PeerLink> link, std::uint32_t round)
+    : link_(std::move(link)), round_(round) {
+  link_->require_usable();
+  for (int turn = 0; turn < link_->peers(); ++turn) {
+    link_->device().write_flag(
+        link_->flag(PeerFlags::Kind::kRounds, link_->rank(), link_->peer(turn)), round_,
+        link_->transfers());
+  }
+}
+
+bool RoundWork::done() {
+  for (int turn = 0; turn < link_->peers(); ++turn) {
+    const device::Flag& theirs =
+        link_->flag(PeerFlags::Kind::kRounds, link_->peer(turn), link_->rank());
+    if (!device::reached(theirs.load(), round_)) return false;
+  }
+  return true;
+}
+
+void RoundWork::wait() {
+  link_->require_usable();
+  if (std::exchange(waits_, true)) return;
+  device::Stream& compute = link_->device().compute_stream();
+  for (int turn = 0; turn < link_->peers(); ++turn)
+    link_->wait_for(PeerFlags::Kind::kRounds, link_->peer(turn), round_, compute);
+}
+
 ReductionWork::ReductionWork(std::shared_ptr<PeerLink> link,
                              std::shared_ptr<PeerReductions> reductions,
                              PeerReductions::Started started, WorkTimes times)

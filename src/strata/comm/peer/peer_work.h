@@ -3,7 +3,9 @@
 // from wait(), once any rank has failed; a destructor waits, too, and drops it.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "strata/comm/collectives.h"
 #include "strata/comm/peer/peer_link.h"
@@ -29,6 +31,21 @@ class StreamWork final : public Work {
   std::shared_ptr<PeerLink> link_;
   std::unique_ptr<device::Event> end_;
   WorkTimes times_;
+};
+
+// Complete when every rank has ended a round of gathers, which this one ends now. Not to wait for
+// it is no error.
+class RoundWork final : public Work {
+ public:
+  RoundWork(std::shared_ptr<PeerLink> link, std::uint32_t round);
+
+  bool done() override;
+  void wait() override;
+
+ private:
+  std::shared_ptr<PeerLink> link_;
+  std::uint32_t round_;
+  bool waits_ = false;  // the compute stream
 };
 
 // Complete when the result is there and the peers have read this rank's contribution.

@@ -9,12 +9,12 @@
 // or somebody asks (complete()). The Gatherer decides; GatheredUnits and WholeUnits hold the state
 // of sharded and of whole units.
 //
-// Threads: complete(), complete_all() and gathered() of whole units: any thread, beside all else.
-// The rest: one thread at a time. Errors: CommError from the collectives; OutOfMemoryError, after
-// all that no one pins has been evicted, which says what is pinned. The unit is released and
-// unpinned then, and may be acquired again. A prefetch for which memory does not suffice is left
-// out, on all ranks where gathers are collectives (GatherMemory). UsageError from acquire() of a
-// unit that is parked.
+// Threads: complete(), complete_all(), wait_for_readers() and gathered() of whole units: any
+// thread, beside all else. The rest: one thread at a time. Errors: CommError from the collectives;
+// OutOfMemoryError, after all that no one pins has been evicted, which says what is pinned. The
+// unit is released and unpinned then, and may be acquired again. A prefetch for which memory does
+// not suffice is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
+// from acquire() of a unit that is parked.
 #pragma once
 
 #include <cstdint>
@@ -54,10 +54,19 @@ class Gatherer {
   // Unpins, and drops whatever was written to the gathered copy: where someone else pins it, it is
   // gathered anew in place.
   void discard(int unit);
-  // Makes a whole unit's values complete for what the compute stream gets from now on.
-  void complete(int unit) { whole_.complete(unit); }
+  // Makes a whole unit's values complete for what the compute stream gets from now on, which may
+  // write them, too.
+  void complete(int unit) {
+    whole_.complete(unit);
+    whole_.wait_for_readers();
+  }
   // All of them; before their shards change, or this rank's peers go.
-  void complete_all() { whole_.complete_all(); }
+  void complete_all() {
+    whole_.complete_all();
+    whole_.wait_for_readers();
+  }
+  // Before a script may write what was acquired of whole units: peers have read it then.
+  void wait_for_readers() { whole_.wait_for_readers(); }
   bool gathered(int unit) const;
   bool pinned(int unit) const { return gathered_.pinned(unit); }
 

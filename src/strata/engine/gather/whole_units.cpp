@@ -79,13 +79,31 @@ bool WholeUnits::started(int index) const {
 }
 
 void WholeUnits::end(bool late) {
-  for (const int index : std::exchange(started_, {})) {
+  const std::vector<int> started = std::exchange(started_, {});
+  bool all_awaited = true;
+  for (const int index : started) {
     const std::lock_guard lock(mutex_);
     Slot& s = of(index);
     // Somebody may have completed it meanwhile; then there is nothing to await.
     s.awaited = late && s.work != nullptr && views_.await(index);
-    if (!s.awaited) finish(index, s);
+    if (s.awaited) continue;
+    finish(index, s);
+    all_awaited = false;
   }
+  if (started.empty()) return;  // on all ranks
+  auto readers = collectives_.finish_gathers();
+  {
+    const std::lock_guard lock(mutex_);
+    readers_ = std::move(readers);
+  }
+  if (!all_awaited) wait_for_readers();
+}
+
+void WholeUnits::wait_for_readers() {
+  const std::lock_guard lock(mutex_);
+  if (readers_ == nullptr) return;
+  readers_->wait();
+  readers_.reset();
 }
 
 void WholeUnits::abandon() {

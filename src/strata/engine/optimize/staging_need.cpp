@@ -1,9 +1,12 @@
 #include "strata/engine/optimize/staging_need.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <vector>
 
 #include "strata/engine/config/offload_config.h"
 #include "strata/offload/part.h"
+#include "strata/offload/staging_arena.h"
 #include "strata/plan/flat_layout.h"
 
 namespace strata::engine {
@@ -18,6 +21,33 @@ Bytes master_pages(plan::MasterForm form, Numel numel) {
   return pages(Bytes(2 * numel.value)) + pages(Bytes((numel.value + 7) / 8));
 }
 
+// A part of each of its blocks, all of them whole.
+Bytes lease_of(std::span<const int> bits, Numel shard) {
+  const std::int64_t step = offload::elements_at_once(bits, Bytes()).value;
+  std::int64_t all = 0;
+  for (const int of_one : bits) all += of_one;
+  return pages(Bytes((shard.value + step - 1) / step * step / 8 * all));
+}
+
+// Of what an element's states take, by block.
+std::vector<int> bits_of_states(plan::MasterForm form, DType moment) {
+  const auto bits = static_cast<int>(size_of(moment).value) * 8;
+  std::vector<int> all = {bits, bits};
+  if (form == plan::MasterForm::kFloat32) all.push_back(32);
+  if (form == plan::MasterForm::kRemainder) all.insert(all.end(), {16, 1});
+  return all;
+}
+
+// What one section of the configuration puts on drives.
+struct Need {
+  Bytes all;
+  Bytes lease;  // of the unit that takes most
+  void add(Bytes bytes, Bytes of_unit) {
+    all += bytes;
+    lease = std::max(lease, of_unit);
+  }
+};
+
 }  // namespace
 
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
@@ -26,23 +56,28 @@ void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params
     return own.value_or(place.tier) == memory::Tier::kNvme;
   };
   const plan::Masters masters = masters_for(rule, options);
-  Bytes states;
-  Bytes weights;
+  Need states;
+  Need weights;
   for (const plan::UnitSpec& unit : plan.units) {
     const plan::FlatLayout layout(params, unit.params, unit.dtype, shards);
     if (options.stage == 3 && !unit.persistent && on_drive(options.weights, unit.place.weights))
-      weights += pages(layout.shard_bytes());
+      weights.add(pages(layout.shard_bytes()), pages(layout.shard_bytes()));
     if (rule == UpdateRule::kNone || !unit.trainable ||
         !on_drive(options.states, unit.place.states))
       continue;
     const plan::MasterForm form = plan::master_form(unit, masters);
     const bool narrow = form == plan::MasterForm::kRounded;
     const DType moment = narrow ? options.moment_dtype : DType::kFloat32;
-    states += master_pages(form, layout.shard()) + pages(bytes_of(layout.shard(), moment)) * 2;
+    states.add(master_pages(form, layout.shard()) + pages(bytes_of(layout.shard(), moment)) * 2,
+               lease_of(bits_of_states(form, moment), layout.shard()));
   }
-  const auto cap = [](offload::StatePlace& place, Bytes need) {
+  // Weights and states share one arena evenly: each gets what either needs.
+  const bool both = states.all > Bytes() && weights.all > Bytes();
+  const Bytes lease = both ? std::max(states.lease, weights.lease) : Bytes();
+  const auto cap = [lease](offload::StatePlace& place, const Need& need) {
     // Loading cuts blocks into other parts than the update, which leaves gaps.
-    place.budget = std::min(place.budget, std::max(need + need / 2, kLeastStaging));
+    const Bytes kept = std::max(need.all + need.all / 2, kLeastStaging);
+    place.budget = std::min(place.budget, std::max(kept, lease * offload::StagingArena::kShares));
   };
   cap(options.states, states);
   cap(options.weights, weights);

@@ -1,6 +1,9 @@
-// How much memory drives are staged through: what the configuration says, but not more than half
-// again what a rank has on them. Pure arithmetic on the plan, the same for the engine and for its
-// forecast. Units: bytes of one rank, in whole pages.
+// How much memory drives are staged through: what the configuration says, but not more than keeps
+// all that a rank has on them, so that nothing is read again. That is half again its bytes; and
+// where weights and states both rest there, so much that what may be leased at once holds any
+// unit's states whole: of a unit that an update takes in parts the weights, which gathers take
+// whole, would be read again each time. Pure arithmetic on the plan, the same for the engine and
+// for its forecast. Units: bytes of one rank, in whole pages.
 #pragma once
 
 #include <span>

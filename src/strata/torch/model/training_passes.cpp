@@ -35,7 +35,7 @@ TrainingPasses::TrainingPasses(engine::Engine& engine, const ParameterSet& param
       hooks_(engine, parameters, pass_),
       shown_(engine, control_, parameters),
       scopes_(engine, scopes_of(model), [this](std::span<const at::Tensor> outputs) {
-        if (in_root_ == 0) pass_.expect(outputs);
+        if (in_root_ == 0) end_forward(outputs);
       }) {}
 
 void TrainingPasses::begin_forward() {
@@ -57,7 +57,16 @@ void TrainingPasses::enter_root() {
 }
 
 void TrainingPasses::leave_root(std::span<const at::Tensor> outputs) {
-  if (--in_root_ == 0) pass_.expect(outputs);
+  if (--in_root_ == 0) end_forward(outputs);
+}
+
+void TrainingPasses::end_forward(std::span<const at::Tensor> outputs) {
+  pass_.expect(outputs);
+  engine_.gatherer().wait_for_readers();  // a script may write weights from now on
+}
+
+void TrainingPasses::show_gradients() {
+  if (engine_.reducer().record().collects()) shown_.show();
 }
 
 void TrainingPasses::begin_backward() {
@@ -172,7 +181,7 @@ void TrainingPasses::zero_gradients(bool keep) {
     if (engine_.reducer().record().got(param))
       engine_.reducer().edits().drop(weights.unit_of(param).id, weights.slot_index_of(param), true);
   }
-  if (engine_.reducer().record().collects()) shown_.show();
+  show_gradients();
 }
 
 void TrainingPasses::let_go() {

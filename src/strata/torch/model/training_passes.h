@@ -51,6 +51,8 @@ class TrainingPasses {
   // autograd records. leave_root() in any case, without outputs where the forward threw.
   void enter_root();
   void leave_root(std::span<const at::Tensor> outputs);
+  // What begin_backward() or a parking has taken back, if there is anything.
+  void show_gradients();
 
   void begin_backward();
   void end_backward();
@@ -80,6 +82,7 @@ class TrainingPasses {
   void free_gathered();
 
  private:
+  void end_forward(std::span<const at::Tensor> outputs);
   void begin_found();
   void end_found();
 

@@ -31,6 +31,7 @@ void ValueAccess::gather(std::span<const int> params) {
     Held& held = held_[unit];
     if (held.times++ == 0) held.others = parameters_.others(unit);
   }
+  engine_.gatherer().wait_for_readers();  // who asked may write
 }
 
 void ValueAccess::release(std::span<const int> params, bool discard) {
@@ -127,6 +128,7 @@ void ValueAccess::tell_of_conversion() {
 bool ValueAccess::read(int param) {
   if (gathered(param)) return false;
   scopes_.read(engine_.weights().unit_of(param).id);
+  engine_.gatherer().wait_for_readers();
   return true;
 }
 

@@ -135,16 +135,22 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
 
 bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
   require_alive();
+  engine_->parking().require_no_pass();
   passes_->let_go();
   passes_->shown_gradients().take_back();  // until all is back
   const Scopes::Claim claim(passes_->scopes());
-  return engine_->parking().park(states, pinned);
+  try {
+    return engine_->parking().park(states, pinned);
+  } catch (...) {
+    if (!engine_->parking().away().any()) passes_->show_gradients();  // all is as it was
+    throw;
+  }
 }
 
 void ShardedModel::unpark() {
   require_alive();
   engine_->parking().unpark();
-  if (engine_->reducer().record().collects()) passes_->shown_gradients().show();
+  passes_->show_gradients();
 }
 
 void ShardedModel::gather(std::span<const int> params) {
