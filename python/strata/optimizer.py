@@ -122,9 +122,10 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
                 if self.inner is None:
                     self.param_groups[0]["params"].append(parameter)
         if self.inner is not None:
-            from .client_optimizer import members_of
+            from .client_optimizer import lend_parts, members_of
 
             engine.core.segment_states.take_up(engine.core, members_of(self, engine))
+            lend_parts(engine.core.segment_states, engine)
 
     @property
     def loss_scale(self):
