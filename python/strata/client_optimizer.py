@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
+from .lent_part import lend_parts, plain_parts
 from .optimizer_probe import needs_closure, why_not_by_element
 
 
@@ -46,6 +47,7 @@ def run_on_shards(sharded, engine):
     states = WholeStates if sharded.takes_whole else SegmentStates
     members = members_of(sharded, engine)
     engine.core.segment_states = states(sharded.inner, engine.core, members, engine.world_size)
+    lend_parts(engine.core.segment_states, engine)
 
 
 def members_of(sharded, engine):
@@ -116,7 +118,8 @@ class SegmentStates:
         for segment, gradient in zip(self._in_order, gradients, strict=True):
             segment.grad = gradient
         try:
-            self._step()
+            with plain_parts(self._in_order):
+                self._step()
         finally:
             for segment in self._in_order:
                 segment.grad = None  # the memory is the engine's again
@@ -140,6 +143,10 @@ class SegmentStates:
         return segment.detach()[: last - first]  # what follows is padding
 
     # --- what it keeps ---
+
+    def parts(self):
+        """[(index in the engine, the Parameter that the optimizer knows)]."""
+        return list(self._parameters.items())
 
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, what it keeps of that)]."""
@@ -262,7 +269,7 @@ class WholeStates(SegmentStates):
                     gradient = _C.join_state(core, index, gradient)
                     parameter.detach().view(-1).copy_(_C.join_state(core, index, self._masters.get(index)))
                 parameter.grad = None if gradient is None else gradient.view(parameter.shape)
-            with _same_random_numbers(core, self._alone):
+            with _same_random_numbers(core, self._alone), plain_parts(self._parameters.values()):
                 self._step()
             if not self._alone:
                 for index, master in self._masters.items():

@@ -219,6 +219,13 @@ def _load_adam(core, pairs, about):
         _C.write_state(core, index, name, False, part.to(core.device, torch.float32).contiguous())
 
 
+def drop_states(optimizer, engine):
+    """The engine's own states begin anew."""
+    engine.core.require_no_state_away("optimizer.state.clear()")
+    members = [member for group in _members(optimizer, engine) for member in group if member is not None]
+    _load_adam(engine.core, [(member, {}, (None, None), None) for member in members], {})
+
+
 def _load_client(optimizer, core, pairs):
     states = core.segment_states
     lent = {index: parameter for index, parameter, _ in states.entries()}

@@ -56,7 +56,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
             not wait for a GPU to tell: ``engine.was_step_applied()`` does.
     """
 
-    takes_whole = False
+    takes_whole, inner = False, None
     _client = None  # what the user gave to ``initialize``, until the engine is made
 
     def __init__(self, param_groups, defaults, inner=None):
@@ -68,8 +68,6 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self.takes_unfrozen = False  # whether parameters that are in no group are in the first, once they train
         self.taken_up = set()  # ids of parameters that were frozen at the start
         self.overflow = False
-        if inner is not None:
-            self.state = inner.state
 
     def add_param_group(self, param_group):
         """As torch's, also once an engine trains: parameters of its model that were in no group train with this one's
@@ -124,9 +122,10 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
                 if self.inner is None:
                     self.param_groups[0]["params"].append(parameter)
         if self.inner is not None:
-            from .client_optimizer import members_of
+            from .client_optimizer import lend_parts, members_of
 
             engine.core.segment_states.take_up(engine.core, members_of(self, engine))
+            lend_parts(engine.core.segment_states, engine)
 
     @property
     def loss_scale(self):

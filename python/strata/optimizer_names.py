@@ -2,6 +2,8 @@
 
 import torch
 
+from .engine_states import EngineStates
+
 
 class LossScale:
     """``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``: how the loss is scaled, live.
@@ -85,7 +87,26 @@ class Inside:
 
 
 class OptimizerNames:
-    """Of ``ShardedOptimizer``, which has ``inner``, ``param_groups`` and ``_bound()``."""
+    """Of ``ShardedOptimizer``, which has ``inner``, ``param_groups``, ``trains()`` and ``_bound()``."""
+
+    _states = None
+
+    @property
+    def state(self):
+        """What an optimizer of the user's keeps; ``EngineStates`` where the engine does."""
+        if "state" in self.__dict__:  # past the setter, as torch's load_state_dict() does it
+            self.state = self.__dict__["state"]
+        return self._states if self.inner is None else self.inner.state
+
+    @state.setter
+    def state(self, states):
+        self.__dict__.pop("state", None)
+        if self.inner is not None:
+            self.inner.state = states
+            return
+        if self._states is None:
+            self._states = EngineStates(self)
+        self._states.replace(states)
 
     @property
     def loss_scaler(self):

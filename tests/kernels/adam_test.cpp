@@ -156,6 +156,50 @@ TEST(AdamStep, WithARemainderGivesTheBitsOfFp32Masters) {
   });
 }
 
+// Zeroes, which are below every remainder, among them.
+TEST(AdamStep, GoesOnFromWeightsThatWereWritten) {
+  for_every_target([] {
+    for (const std::size_t numel : kSizes) {
+      Tensor whole(numel);
+      std::fill(whole.exp_avg.begin(), whole.exp_avg.end(), 0.0F);
+      std::fill(whole.gradient.begin(), whole.gradient.end(), 0.0F);
+      SplitTensor split(whole);
+      const auto wanted = [](std::size_t i) {
+        return i % 3 == 0 ? 300.0F : (i % 3 == 1 ? 0.0F : -0.0F);
+      };
+      for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+        Tensor beside = whole;
+        AdamSpans spans = beside.spans_with_copy(dtype);
+        adam_step(spans, {}, nullptr);
+        std::vector<float> kept = beside.weight;
+        spans.follows_weight16 = true;
+        for (std::size_t i = 0; i < numel; i += 2) {
+          kept[i] = wanted(i);
+          beside.weight16[i] =
+              dtype == DType::kBFloat16 ? bfloat16_from(kept[i]).bits : float16_from(kept[i]).bits;
+        }
+        Tensor reference = beside;
+        AdamSpans of_reference = reference.spans_with_copy(dtype);
+        of_reference.follows_weight16 = true;
+        adam_step(spans, {}, nullptr);
+        adam_step_reference(of_reference, {});
+        expect_same(beside, reference);
+        expect_same(beside.weight, kept, "weight");
+      }
+      for (std::size_t i = 0; i < numel; ++i)
+        split.tensor.weight16[i] = bfloat16_from(wanted(i)).bits;
+      SplitTensor reference = split;
+      reference.remainder = remainder_over(reference.memory, Numel(numel));
+      adam_step(split.spans(), {}, nullptr);
+      adam_step_reference(reference.spans(), {});
+      for (std::size_t i = 0; i < numel; ++i) {
+        EXPECT_EQ(split.tensor.weight16[i], bfloat16_from(wanted(i)).bits) << i;
+        EXPECT_EQ(reference.tensor.weight16[i], bfloat16_from(wanted(i)).bits) << i;
+      }
+    }
+  });
+}
+
 TEST(AdamStep, KeepsEveryMasterThatNothingMoves) {
   for_every_target([] {
     for (const std::size_t numel : kSizes) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "kernels/every_target.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
@@ -34,6 +36,26 @@ TEST(MasterRemainder, WithTheRoundedValueIsTheValueForEveryUpperHalf) {
       const auto master = std::bit_cast<float>((high << 16) | low);
       const float joined = joined_master(bfloat16_from(master), remainder_of(master));
       ASSERT_TRUE(same_bits(joined, master)) << std::hex << high << ":" << low;
+    }
+  }
+}
+
+// Whatever the remainder of the number before: zeroes above all, below which there is no number.
+TEST(MasterRemainder, OfTheWeightBeforeLeavesAMasterThatRoundsToTheOneWritten) {
+  for (std::uint32_t high = 0; high <= 0xFFFFU; ++high) {
+    const BFloat16 weight{static_cast<std::uint16_t>(high)};
+    if ((high & 0x7FFFU) >= 0x7F80U) continue;  // no number
+    // An exact half, which is of even weights alone.
+    const RemainderBits half = high % 2 == 0 ? RemainderBits{0x8000, true} : RemainderBits{0x9000};
+    for (const RemainderBits before :
+         {half, RemainderBits{0x8001}, RemainderBits{0xFFFF}, RemainderBits{0x7FFF}}) {
+      const float master = joined_master(weight, before);
+      if ((high & 0x7FFFU) == 0) {
+        EXPECT_LT(std::abs(master), 1e-40F);
+        EXPECT_EQ(std::signbit(master), high != 0);
+      } else {
+        ASSERT_EQ(bfloat16_from(master).bits, weight.bits) << std::hex << high << ":" << before.low;
+      }
     }
   }
 }

@@ -1,6 +1,7 @@
 """Optimizers of the user's: which may update parts of parameters, which need whole ones, and what they keep."""
 
 import itertools
+import pickle
 
 import pytest
 import strata
@@ -159,6 +160,37 @@ def _checkpointed(folder):
 
 def test_training_goes_on_with_states_of_any_shape(tmp_path):
     assert run_ranks(2, _checkpointed, str(tmp_path)) == [[[], []]] * 2
+
+
+def _gradients_of_groups():
+    """An error where a script would clip, drop or scale nothing."""
+    rank, world = rank_and_world()
+    tokens = make_batches(2, world)
+    for stage, rule in ((0, OFFLOADED["momentum"]), (0, WHOLE["Clipping"]), (3, OFFLOADED["momentum"])):
+        model = make_model()
+        engine = make_engine(model, config_of(stage, optimizer=False), optimizer=rule(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        parts = [part for group in engine.optimizer.param_groups for part in group["params"]]
+        for batch in tokens:
+            assert all(part.grad is None for part in parts)
+            engine.backward(loss_of(engine, batch[rank]))
+            for use in (
+                lambda: torch.nn.utils.clip_grad_norm_(parts, 0.1),
+                lambda: [setattr(part, "grad", None) for part in parts],
+                lambda: scaler.unscale_(engine.optimizer),
+            ):  # fmt: skip
+                with pytest.raises(strata.UsageError, match="model's own parameters.*gradient_clipping"):
+                    use()
+            engine.step()
+            assert engine.was_step_applied()
+        assert all(type(part) is torch.nn.Parameter for part in pickle.loads(pickle.dumps(parts)))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_not_looked_for_in_the_param_groups_of_parts(world):
+    run_ranks(world, _gradients_of_groups)
 
 
 LION = {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1}

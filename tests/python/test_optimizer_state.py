@@ -1,5 +1,6 @@
 """``optimizer.state_dict()``: a rank's part of the optimizer's state, saved and loaded by hand."""
 
+import collections
 import copy
 import io
 import itertools
@@ -9,11 +10,11 @@ import strata
 import torch
 from comparison import adamw
 from devices import ON_GPU
-from plain_torch import exact_square_roots
+from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
 from tiny_models import (
-    config_of, differences, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world, same_bits,
-    train_step,
+    DTYPES, config_of, differences, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world,
+    same_bits, train_step,
 )
 
 RULES = {
@@ -112,6 +113,41 @@ def test_the_state_of_one_rank_is_torchs():
     # Nothing is left of states that the loaded ones lack.
     other.optimizer.load_state_dict({"state": {}, "param_groups": theirs["param_groups"]})
     assert other.optimizer.state_dict()["state"] == {}
+
+
+CLEARED = (
+    lambda optimizer: optimizer.state.clear(),
+    lambda optimizer: setattr(optimizer, "state", collections.defaultdict(dict)),
+)
+
+
+def _cleared():
+    """What ReLoRA and staged training do between stages."""
+    rank, world = rank_and_world()
+    for stage, dtype, rule, clear in itertools.product((0, 3), ("fp32", "bf16"), ("adamw", "momentum"), CLEARED):
+        reference = PlainTrainer(make_model(), world, RULES[rule], DTYPES[dtype])
+        engine = _engine(stage, dtype, rule)
+        for step, tokens in enumerate(make_batches(4, world)):
+            if step == 2:
+                clear(engine.optimizer)
+                clear(reference.optimizer)
+                assert not engine.optimizer.state
+            reference.micro_step(tokens, loss_of)
+            with exact_square_roots():
+                train_step(engine, tokens[rank])
+            reference.step()
+            assert differences(full_parameters(engine.module), reference.values()) == [], (stage, dtype, rule, step)
+        if rule == "adamw":
+            with pytest.raises(strata.UsageError, match="safe_get_full_optimizer_state"):
+                engine.optimizer.state[engine.optimizer.param_groups[0]["params"][0]]
+            with pytest.raises(strata.UsageError, match="optimizer.load_state_dict"):
+                engine.optimizer.state = {0: {}}
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_that_a_script_clears_begin_anew(world):
+    run_ranks(world, _cleared)
 
 
 def _elsewhere():

@@ -11,6 +11,7 @@ import test_client_offload as offloaded_clients  # noqa: E402
 import test_client_optimizers as clients  # noqa: E402
 import test_compile as compiled  # noqa: E402
 import test_engine_names as names  # noqa: E402
+import test_everyday_calls as everyday  # noqa: E402
 import test_micro_steps as micro  # noqa: E402
 import test_numerics as numerics  # noqa: E402
 import test_optimizer_state as states  # noqa: E402
@@ -67,6 +68,11 @@ def test_more_worlds(job):
 
 def test_names_of_the_engine_on_three_ranks(tmp_path):
     run_ranks(3, names._all, str(tmp_path), timeout=600.0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_everyday_calls_with_states_on_a_drive(world, tmp_path):
+    run_ranks(world, everyday._every_cell, tmp_path, timeout=600.0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

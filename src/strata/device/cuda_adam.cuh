@@ -11,8 +11,16 @@ struct AdamConstants {
   float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
       negative_step_size;
   int lerp_from_gradient;
+  int follows_copies;       // a master whose copy was written is what was written
   const float* late_scale;  // null: gradient_scale is known
 };
+
+template <typename Copy>
+__device__ float followed(float master, Copy copy) {
+  Copy rounded;
+  narrow(master, rounded);
+  return widen(rounded) == widen(copy) ? master : widen(copy);
+}
 
 // One element: kernels/adam_reference.cpp, operation by operation.
 __device__ void adam_element(const AdamConstants& c, float& weight, float& m, float& v,
@@ -43,7 +51,9 @@ __device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const 
         Pack<float> v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
         const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
         Pack<Copy> copy;
+        if (kCopies && c.follows_copies) copy = reinterpret_cast<Pack<Copy>*>(copies)[p];
         for (int k = 0; k < kPack; ++k) {
+          if (kCopies && c.follows_copies) w.at[k] = followed(w.at[k], copy.at[k]);
           adam_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
           if (kCopies) narrow(w.at[k], copy.at[k]);
         }
@@ -53,6 +63,7 @@ __device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const 
         if (kCopies) reinterpret_cast<Pack<Copy>*>(copies)[p] = copy;
       },
       [&](std::int64_t i) {
+        if (kCopies && c.follows_copies) weights[i] = followed(weights[i], copies[i]);
         adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
         if (kCopies) narrow(weights[i], copies[i]);
       });
@@ -112,6 +123,7 @@ struct alignas(16) Eight {
 
 __device__ float join(BFloat16 weight, std::uint16_t low, bool half_up) {
   const std::uint32_t up = low > 0x8000U || half_up ? 1U : 0U;
+  if (up != 0U && (weight.bits & 0x7FFFU) == 0U) return widen(weight);
   return __uint_as_float(((static_cast<std::uint32_t>(weight.bits) - up) << 16) | low);
 }
 

@@ -15,10 +15,11 @@ struct AdamArguments {
   float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
       negative_step_size;
   int lerp_from_gradient;
+  int follows_copies;
   const float* late_scale;
 };
 
-AdamArguments arguments_from(const kernels::AdamScalars& scalars) {
+AdamArguments arguments_from(const kernels::AdamScalars& scalars, bool follows_copies) {
   const kernels::AdamConstants c(scalars);
   return {c.gradient_scale,
           c.decay,
@@ -30,6 +31,7 @@ AdamArguments arguments_from(const kernels::AdamScalars& scalars) {
           c.eps,
           c.negative_step_size,
           c.lerp_from_gradient ? 1 : 0,
+          follows_copies ? 1 : 0,
           scalars.late_scale};
 }
 
@@ -51,7 +53,7 @@ void CudaUpdateKernels::adam(const kernels::AdamSpans& spans, const kernels::Ada
   kernels::check_adam(spans, scalars);
   auto count = static_cast<std::int64_t>(spans.gradient.size());
   if (count == 0) return;
-  AdamArguments constants = arguments_from(scalars);
+  AdamArguments constants = arguments_from(scalars, spans.follows_weight16);
   float* weight = spans.weight.data();
   float* exp_avg = spans.exp_avg.data();
   float* exp_avg_sq = spans.exp_avg_sq.data();

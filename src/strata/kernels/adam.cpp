@@ -31,6 +31,19 @@ struct Float32Masters {
   }
 };
 
+// Those that follow the 16-bit weights beside them.
+template <class Copy16>
+struct FollowingMasters : Float32Masters<Copy16> {
+  template <class D>
+  static HWY_INLINE hn::Vec<D> load(D d, const AdamSpans& spans, std::size_t i) {
+    const auto master = hn::LoadU(d, spans.weight.data() + i);
+    const auto weight = Lanes<Copy16>::load(d, spans.weight16 + 2 * i);
+    std::byte rounded[2 * hn::MaxLanes(d)];
+    Lanes<Copy16>::store(d, master, rounded);
+    return hn::IfThenElse(hn::Eq(Lanes<Copy16>::load(d, rounded), weight), master, weight);
+  }
+};
+
 // kernels/master_remainder.h, for 8 or 16 lanes.
 struct JoinedMasters {
   template <class D>
@@ -45,7 +58,9 @@ struct JoinedMasters {
     const auto half_up = hn::LoadMaskBits(wide, bits);
     const auto up = hn::Or(half_up, hn::Gt(low, hn::Set(wide, 0x8000U)));
     const auto high = hn::Sub(weight, hn::IfThenElseZero(up, hn::Set(wide, 1U)));
-    return hn::BitCast(d, hn::Or(hn::ShiftLeft<16>(high), low));
+    const auto master = hn::Or(hn::ShiftLeft<16>(high), low);
+    const auto zero = hn::Eq(hn::And(weight, hn::Set(wide, 0x7FFFU)), hn::Zero(wide));
+    return hn::BitCast(d, hn::IfThenElse(hn::And(up, zero), hn::ShiftLeft<16>(weight), master));
   }
   template <class D>
   static HWY_INLINE void store(D d, hn::Vec<D> weight, const AdamSpans& spans, std::size_t i) {
@@ -124,6 +139,10 @@ void adam_body(const AdamSpans& spans, const AdamConstants& constants, std::size
     adam_vectors<kL2, RoundedMasters>(spans, constants, numel);
   } else if (spans.weight16 == nullptr) {
     adam_vectors<kL2, Float32Masters<void>>(spans, constants, numel);
+  } else if (spans.follows_weight16 && spans.weight16_dtype == DType::kBFloat16) {
+    adam_vectors<kL2, FollowingMasters<BFloat16>>(spans, constants, numel);
+  } else if (spans.follows_weight16) {
+    adam_vectors<kL2, FollowingMasters<Float16>>(spans, constants, numel);
   } else if (spans.weight16_dtype == DType::kBFloat16) {
     adam_vectors<kL2, Float32Masters<BFloat16>>(spans, constants, numel);
   } else {

@@ -20,8 +20,21 @@ void set_bfloat16(std::byte* array, std::size_t i, float value) {
   std::memcpy(array + 2 * i, &rounded, sizeof rounded);
 }
 
+// The master, unless the weight beside it was written.
+float followed_master(const AdamSpans& spans, std::size_t i) {
+  const float master = spans.weight[i];
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, spans.weight16 + 2 * i, sizeof bits);
+  const bool is_bfloat16 = spans.weight16_dtype == DType::kBFloat16;
+  const float weight = is_bfloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
+  const float rounded =
+      is_bfloat16 ? to_float(bfloat16_from(master)) : to_float(float16_from(master));
+  return rounded == weight ? master : weight;
+}
+
 float master_at(const AdamSpans& spans, std::size_t i) {
   if (spans.rounds_weight16) return to_float(bfloat16_at(spans.weight16, i));
+  if (spans.follows_weight16) return followed_master(spans, i);
   if (!spans.has_remainder()) return spans.weight[i];
   return joined_master(bfloat16_at(spans.weight16, i), remainder_at(spans.remainder, i));
 }
@@ -54,6 +67,8 @@ void check_adam(const AdamSpans& spans, const AdamScalars& scalars) {
   const bool in_weight16 = spans.has_remainder() || spans.rounds_weight16;
   STRATA_ASSERT(!spans.has_remainder() || !spans.rounds_weight16);
   STRATA_ASSERT(!spans.has_moments16() || spans.rounds_weight16);
+  STRATA_ASSERT(!spans.follows_weight16 || !in_weight16);
+  STRATA_ASSERT(!spans.follows_weight16 || numel == 0 || spans.weight16 != nullptr);
   STRATA_ASSERT(spans.exp_avg.size() == (spans.has_moments16() ? 0 : numel));
   STRATA_ASSERT(spans.exp_avg_sq.size() == (spans.has_moments16() ? 0 : numel));
   STRATA_ASSERT(spans.weight.size() == (in_weight16 ? 0 : numel));

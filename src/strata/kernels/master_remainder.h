@@ -7,6 +7,10 @@
 // exact half goes to the even neighbour, so that w does not tell; a bit of its own does. The master
 // is then (w or w - 1):l, the same bits for every number; a NaN stays a NaN.
 //
+// A weight that somebody writes keeps the remainder of the one before: the master is then within
+// half a unit in the weight's last place. Nothing is rounded up to zero, so a zero whose remainder
+// says so was written, and its master is zero.
+//
 // Threads: pure functions of their arrays; work is split over `pool` when one is given. Two threads
 // may work on the same array where they are eight elements apart.
 #pragma once
@@ -56,6 +60,7 @@ inline RemainderBits remainder_of(float master) {
 }
 inline float joined_master(BFloat16 weight, RemainderBits remainder) {
   const bool up = remainder.low > 0x8000U || remainder.half_up;
+  if (up && (weight.bits & 0x7FFFU) == 0) return to_float(weight);
   const std::uint32_t high = std::uint32_t{weight.bits} - (up ? 1U : 0U);
   return std::bit_cast<float>((high << 16) | remainder.low);
 }

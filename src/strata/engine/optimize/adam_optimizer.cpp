@@ -270,6 +270,7 @@ kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& r
   if (size_of(unit.layout.dtype()) == 2_B) {
     spans.weight16 = weight;
     spans.weight16_dtype = unit.layout.dtype();
+    spans.follows_weight16 = form == plan::MasterForm::kFloat32;
   }
   return spans;
 }
