@@ -83,7 +83,6 @@ class SegmentStates:
         trained = {index for group in members for index, _ in group} | {index for _, index, _ in core.segments()}
         self._ranges = {index: _C.state_range(core, index) for index in trained}
         self._lend(core)
-        self._is_written = {index: _has_master_beside(core, index) for index in self._indices}
         if self._has_states:
             has = self._inner.state
             groups = self._inner.param_groups
@@ -103,7 +102,6 @@ class SegmentStates:
 
     def _update(self, gradients):
         """Called in the engine's step. ``gradients``: by segment, lent; None where no rank had one."""
-        self.adopt()
         for segment, gradient in zip(self._in_order, gradients, strict=True):
             segment.grad = gradient
         try:
@@ -111,19 +109,6 @@ class SegmentStates:
         finally:
             for segment in self._in_order:
                 segment.grad = None  # the memory is the engine's again
-
-    def adopt(self):
-        """Masters whose weights a script has written since the last step take the values written: a weight is its
-        master, rounded, unless somebody wrote it."""
-        core = self._core()
-        for index, segment in zip(self._indices, self._in_order, strict=True):
-            if not self._is_written[index] or segment.numel() == 0:
-                continue
-            weight, master = core.local_part(index), self._own_master(index, segment)
-            kept = master.to(weight.dtype) == weight
-            if kept.device.type == "cpu" and bool(kept.all()):
-                continue  # a GPU would have to be waited for
-            master.copy_(torch.where(kept, master, weight.to(master.dtype)))
 
     def _own_master(self, index, segment):
         first, last = self._ranges[index]
@@ -189,7 +174,6 @@ class SegmentStates:
                         self._away.append((kept, name, value.device))
                         kept[name] = copy.copy_(value)
         if "hp_params" in states or "lp_params" in states:
-            self.adopt()
             for segment in self._in_order:
                 segment.data = segment.data.new_empty(0)
 
@@ -233,7 +217,6 @@ class WholeStates(SegmentStates):
         self._masters = {index: self._own_master(index, weight) for _, index, weight in segments}
 
     def _update(self, gradients):
-        self.adopt()
         core = self._core()
         lent = zip(self._indices, gradients, strict=True)
         mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
@@ -281,11 +264,6 @@ class WholeStates(SegmentStates):
             for index, shape in group:
                 if index in self._masters:
                     self._parameters[index].data = self._masters[index].view(shape)
-
-
-def _has_master_beside(core, index):
-    """Whether a script can write the weight itself, on this rank, beside an fp32 master."""
-    return not core.is_sharded(index) and core.local_part(index).dtype != torch.float32
 
 
 @contextmanager

@@ -226,6 +226,8 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     std::byte* const weight = piece.bytes.data() + bytes_of(at, unit.layout.dtype()).size();
     kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
     spans.gradient = gradient.subspan(at.size(), (end - begin).size());
+    if (unit.whole && shards_.weights().master_form(unit.id) == plan::MasterForm::kFloat32)
+      device_.adopt_written(spans.weight, weight, unit.layout.dtype(), device_.compute_stream());
     kernels::AdamScalars scalars;
     scalars.lr = group.lr;
     scalars.beta1 = group.beta1;

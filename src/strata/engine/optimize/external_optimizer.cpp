@@ -77,6 +77,7 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   ++steps_;
   std::vector<std::span<float>> gradients;
   for (std::size_t i = 0; i < shards_.units().size(); ++i) {
+    shards_.weights().masters().adopt_written(shards_.units()[i].unit);
     const std::span<float> all = scaled_gradient(i, scale.value);
     for (const plan::ParamSegment& segment : shards_.units()[i].segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
