@@ -94,7 +94,6 @@ class SegmentStates:
         trained = {index for group in members for index, _ in group} | {index for _, index, _ in core.segments()}
         self._ranges = {index: _C.state_range(core, index) for index in trained}
         self._lend(core)
-        self._is_written = {index: _has_master_beside(core, index) for index in self._indices}
         if self._has_states:
             has = self._inner.state
             groups = self._inner.param_groups
@@ -114,7 +113,6 @@ class SegmentStates:
 
     def _update(self, gradients):
         """Called in the engine's step. ``gradients``: by segment, lent; None where no rank had one."""
-        self.adopt()
         for segment, gradient in zip(self._in_order, gradients, strict=True):
             segment.grad = gradient
         try:
@@ -123,20 +121,6 @@ class SegmentStates:
         finally:
             for segment in self._in_order:
                 segment.grad = None  # the memory is the engine's again
-
-    def adopt(self):
-        """Masters whose weights a script has written since the last step take the values written: a weight is its
-        master, rounded, unless somebody wrote it."""
-        core = self._core()
-        for index, segment in zip(self._indices, self._in_order, strict=True):
-            if not self._is_written[index] or segment.numel() == 0:
-                continue
-            master = self._own_master(index, segment)
-            weight = core.local_part(index).to(master.device)  # to the host after all that reads masters there
-            kept = master.to(weight.dtype) == weight
-            if kept.device.type == "cpu" and bool(kept.all()):
-                continue  # a GPU would have to be waited for
-            master.copy_(torch.where(kept, master, weight.to(master.dtype)))
 
     def _own_master(self, index, segment):
         first, last = self._ranges[index]
@@ -198,8 +182,6 @@ class SegmentStates:
     def _park(self, moments, masters, pin_memory):
         """Called in the engine's own parking. Moves the optimizer's tensors to the host, if ``moments`` leave, and lets
         go of the masters, whose memory the engine moves. A part is empty then."""
-        if masters:
-            self.adopt()
         if moments:
             for kept in self._inner.state.values():
                 for name, value in kept.items():
@@ -258,7 +240,6 @@ class WholeStates(SegmentStates):
         self._masters = {index: self._own_master(index, weight) for _, index, weight in segments}
 
     def _update(self, gradients):
-        self.adopt()
         core = self._core()
         lent = zip(self._indices, gradients, strict=True)
         mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
@@ -312,11 +293,6 @@ def _copy_at(device, value, **more):
         return torch.empty_like(value, device=device, **more).copy_(value)
     except RuntimeError as error:  # as torch says it, of devices and of pinned memory
         raise MemoryError(f"no room for a state of the optimizer on {device}: {error}") from error
-
-
-def _has_master_beside(core, index):
-    """Whether a script can write the weight itself, on this rank, beside an fp32 master."""
-    return not core.is_sharded(index) and core.local_part(index).dtype != torch.float32
 
 
 @contextmanager

@@ -115,8 +115,6 @@ def state_dict(optimizer, engine):
 
 def _read(member, name):
     """Copies on the host, by part."""
-    if name == "master" and getattr(member.core, "segment_states", None) is not None:
-        member.core.segment_states.adopt()
     return [_C.read_state(member.core, index, name, False).cpu() for index in member.indices]
 
 
@@ -267,11 +265,8 @@ def settle_masters(optimizer, core):
 def _keep_master(core, index, part):
     if part.numel() == 0:
         return
-    if getattr(core, "segment_states", None) is not None:
-        core.segment_states.adopt()
     weight = core.local_part(index)
     part = part.to(weight.device, torch.float32)
     master = _C.read_state(core, index, "master", False)
     fits = part.to(weight.dtype) == weight
-    current = torch.where(master.to(weight.dtype) == weight, master, weight.float())
-    _C.store_masters(core, index, torch.where(fits, part, current).contiguous())
+    _C.store_masters(core, index, torch.where(fits, part, master).contiguous())

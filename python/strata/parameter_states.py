@@ -98,7 +98,6 @@ def _read(param, name, whole):
     if core is None:
         return None
     outside = _kept_outside(core, name)
-    _see_written_weights(core, name)
     if outside is not None:
         values = _part_kept_outside(core, index, name, outside)
         values = _C.join_state(core, index, values) if whole else values
@@ -162,14 +161,6 @@ def _kept_outside(core, name):
     if name not in _OURS:
         raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(_OURS[2:])}")
     return None
-
-
-def _see_written_weights(core, name):
-    """A master that is read is what a script has made of its weight."""
-    outside = getattr(core, "segment_states", None)
-    if outside is not None and name == "master":
-        _wait_for(core)
-        outside.adopt()
 
 
 def _part_kept_outside(core, index, name, outside):

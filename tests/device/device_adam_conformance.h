@@ -209,9 +209,30 @@ TYPED_TEST_P(DeviceAdamConformance, AdamOverRoundedWeightsGivesTheBitsOfMastersT
   }
 }
 
+TYPED_TEST_P(DeviceAdamConformance, MastersTakeWeightsThatWereWritten) {
+  for (const DType dtype : {DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    for (const std::size_t count : kCounts) {
+      const auto masters = this->random_floats(count, 8);
+      auto values = masters;
+      for (std::size_t i = 0; i < count; i += 3) values[i] = 0.37F * static_cast<float>(i);
+      std::vector<std::byte> weights(bytes_of(Numel(count), dtype).size());
+      kernels::cast_reference(weights.data(), dtype, this->raw(values).data(), DType::kFloat32,
+                              Numel(count));
+      auto expected = masters;
+      kernels::adopt_written_reference(expected, weights.data(), dtype);
+      const auto masters_there = this->upload(this->raw(masters));
+      const auto weights_there = this->upload(weights);
+      this->device_->adopt_written(this->floats(*masters_there), weights_there->bytes().data(),
+                                   dtype, *this->stream_);
+      EXPECT_EQ(this->download_floats(*masters_there), expected) << name_of(dtype) << " " << count;
+    }
+  }
+}
+
 REGISTER_TYPED_TEST_SUITE_P(DeviceAdamConformance, AdamIsWithinOneUlpOfTheReference,
                             AdamReadsALateScaleAndNaNChangesNothing,
                             AdamWithARemainderGivesTheBitsOfFp32Masters,
-                            AdamOverRoundedWeightsGivesTheBitsOfMastersThatAreRounded);
+                            AdamOverRoundedWeightsGivesTheBitsOfMastersThatAreRounded,
+                            MastersTakeWeightsThatWereWritten);
 
 }  // namespace strata::device

@@ -262,6 +262,15 @@ void LateDevice::join_masters(std::span<float> masters, const std::byte* weights
   });
 }
 
+void LateDevice::adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                               Stream& stream) {
+  if (masters.empty()) return;
+  require_reachable(masters.data());
+  require_reachable(weights);
+  late(stream).push(
+      [=](CpuDevice& hands) { hands.adopt_written(masters, weights, dtype, stream_of(hands)); });
+}
+
 void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                            Stream& stream) {
   if (spans.gradient.empty()) return;

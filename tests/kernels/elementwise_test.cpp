@@ -218,6 +218,32 @@ TEST(SumInOrder, OneNegativeZeroStaysOne) {
   for (const float value : sum) EXPECT_TRUE(std::signbit(value));
 }
 
+// Every third weight is somebody else's; the others are what the masters round to.
+TEST(AdoptWritten, GivesTheBitsOfTheReferenceOnEveryTarget) {
+  for (const DType dtype : {DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    for (const std::size_t numel : kSizes) {
+      const std::vector<float> masters = awkward_numbers(numel, 3);
+      std::vector<float> values = masters;
+      for (std::size_t i = 0; i < numel; i += 3) values[i] = static_cast<float>(i) * 0.37F + 0.1F;
+      std::vector<std::byte> weights(bytes_of(Numel(numel), dtype).size());
+      cast_reference(weights.data(), dtype, std::as_bytes(std::span(values)).data(),
+                     DType::kFloat32, Numel(numel));
+      std::vector<float> written(numel);
+      cast_reference(std::as_writable_bytes(std::span(written)).data(), DType::kFloat32,
+                     weights.data(), dtype, Numel(numel));
+      std::vector<float> expected = masters;
+      adopt_written_reference(expected, weights.data(), dtype);
+      for (std::size_t i = 0; i < numel; ++i)
+        ASSERT_TRUE(same_bits(expected[i], i % 3 == 0 ? written[i] : masters[i])) << i;
+      for_every_target([&] {
+        std::vector<float> got = masters;
+        adopt_written(got, weights.data(), dtype, nullptr);
+        for (std::size_t i = 0; i < numel; ++i) ASSERT_TRUE(same_bits(got[i], expected[i])) << i;
+      });
+    }
+  }
+}
+
 TEST(Elementwise, ThreadsDoNotChangeTheResult) {
   constexpr std::size_t kNumel = 600'001;  // fewer are not shared
   ThreadPool pool(3);

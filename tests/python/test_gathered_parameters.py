@@ -203,6 +203,7 @@ def _saved_by_autograd():
     reference.micro_step(tokens, plain_loss)
     reference.step()
     loss = loss_with(engine, tokens[rank], head, norm)
+    assert head.numel() == 0 and norm.numel() == 0
     engine.backward(loss)
     engine.step()
     assert differences(full_parameters(engine.module), reference.values()) == []

@@ -159,7 +159,7 @@ def _keep_while_a_graph_is_pending(collectives):
     engine.destroy()
 
 
-@pytest.mark.parametrize("collectives", ["auto"])
+@pytest.mark.parametrize("collectives", ["auto", "c10d"])
 def test_a_pending_graph_and_views_get_along(collectives):
     run_ranks(2, _keep_while_a_graph_is_pending, collectives)
 

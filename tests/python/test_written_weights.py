@@ -1,10 +1,12 @@
-"""Weights that a script writes after ``initialize``, beside an optimizer of its own: the fp32 masters follow."""
+"""Weights that a script writes after ``initialize``: fp32 masters that are kept beside them follow."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import strata
 import torch
+from comparison import adamw
 from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
 from tiny_models import (
@@ -66,12 +68,46 @@ def _written(stages, dtypes, accumulations, rules):
         engine.destroy()
 
 
-def _follow(reference):
-    """Masters of weights that were written."""
+def _follow(reference, all_of_it=False):
+    """Masters of weights that were written; ``all_of_it``: of all, as where a modifier makes them everybody's."""
     with torch.no_grad():
         for parameter, master in zip(reference.parameters, reference.masters):
-            changed = master.to(parameter.dtype) != parameter
+            changed = (master.to(parameter.dtype) != parameter) | all_of_it
             master.copy_(torch.where(changed, parameter.float(), master))
+
+
+def _written_beside_our_adam(folder, places, stages):
+    rank, world = rank_and_world()
+    for stage, place in itertools.product(stages, places):
+        if place != "none" and stage == 0:
+            continue
+        offload = {"device": place, "nvme_path": folder, "buffer_count": 5, "buffer_size": 4096}
+        zero = {"stage": stage} if place == "none" else {"stage": stage, "offload_optimizer": offload}
+        model = make_model()
+        engine = make_engine(model, config_of(stage, "fp16", zero_optimization=zero))
+        reference = PlainTrainer(make_model(), world, adamw, dtype=torch.float16, loss_scale=256.0)
+        for write, tokens in zip((None, *WRITES), make_batches(len(WRITES) + 1, world), strict=True):
+            if write is not None:
+                engine.core.wait_for_all()  # a peer may still be taking this rank's new values
+                everything = list(model.parameters())
+                with strata.zero.GatheredParameters(everything, modifier_rank=0) if stage == 3 else nullcontext():
+                    write(model)
+                write(reference.model)
+                _follow(reference, all_of_it=stage == 3)
+            reference.micro_step(tokens, loss_of)
+            train_step(engine, tokens[rank])
+            reference.step()
+            assert differences(full_parameters(model), reference.values()) == [], (stage, place, write)
+        engine.core.wait_for_all()
+        model.head.weight.data.fill_(0.125)
+        if stage < 3:
+            assert strata.utils.safe_get_full_fp32_param(model.head.weight).eq(0.125).all(), (stage, place)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_masters_of_fp16_weights_follow_what_is_written_wherever_they_rest(world, tmp_path):
+    run_ranks(world, _written_beside_our_adam, str(tmp_path), ("none", "cpu", "nvme"), range(4))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

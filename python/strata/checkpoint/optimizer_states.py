@@ -76,7 +76,6 @@ def states_of_segments(engine):
     if engine.optimizer is None or engine.optimizer.inner is None:
         return []
     states = engine.core.segment_states
-    states.adopt()
     found = []
     for index, _, values in states.entries():
         kept = {key: states.own(index, value) for key, value in values.items() if states.is_by_element(index, value)}

@@ -210,6 +210,12 @@ void CpuDevice::join_masters(std::span<float> masters, const std::byte* weights,
   kernels::join_masters(masters, weights, remainder, first);
 }
 
+void CpuDevice::adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                              Stream&) {
+  const std::lock_guard lock(pool_mutex_);
+  kernels::adopt_written(masters, weights, dtype, &pool_);
+}
+
 void CpuDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                           Stream&) {
   const std::lock_guard lock(pool_mutex_);

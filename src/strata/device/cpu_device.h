@@ -65,6 +65,8 @@ class CpuDevice : public Device {
   void join_masters(std::span<float> masters, const std::byte* weights,
                     const kernels::MasterRemainder& remainder, Numel first,
                     Stream& stream) override;
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     Stream& stream) override;
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override;
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,

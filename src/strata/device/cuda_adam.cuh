@@ -200,6 +200,28 @@ __device__ void store_remainder(const Remainder& target, std::int64_t first, con
   }
 }
 
+// kernels::adopt_written().
+template <typename From>
+__device__ float adopted(float master, From weight) {
+  From rounded;
+  narrow(master, rounded);
+  const float written = widen(weight);
+  return widen(rounded) == written ? master : written;
+}
+
+template <typename From>
+__device__ void adopt_written(float* masters, const From* weights, std::int64_t numel) {
+  for_elements(
+      numel, packed(masters) && packed(weights),
+      [&](std::int64_t p) {
+        Pack<float> m = reinterpret_cast<Pack<float>*>(masters)[p];
+        const Pack<From> w = reinterpret_cast<const Pack<From>*>(weights)[p];
+        for (int k = 0; k < kPack; ++k) m.at[k] = adopted(m.at[k], w.at[k]);
+        reinterpret_cast<Pack<float>*>(masters)[p] = m;
+      },
+      [&](std::int64_t i) { masters[i] = adopted(masters[i], weights[i]); });
+}
+
 }  // namespace
 
 extern "C" {
@@ -249,5 +271,15 @@ STRATA_REMAINDER(f64, double)
 STRATA_REMAINDER(f32, float)
 STRATA_REMAINDER(f16, Float16)
 STRATA_REMAINDER(bf16, BFloat16)
+
+#define STRATA_ADOPT(name, From)                                                          \
+  __global__ void strata_adopt_##name(float* masters, const void* weights,                \
+                                      std::int64_t numel) {                               \
+    adopt_written(masters, static_cast<const From*>(weights), numel);                     \
+  }
+STRATA_ADOPT(f64, double)
+STRATA_ADOPT(f32, float)
+STRATA_ADOPT(f16, Float16)
+STRATA_ADOPT(bf16, BFloat16)
 
 }  // extern "C"

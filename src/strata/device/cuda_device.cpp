@@ -108,6 +108,10 @@ class CudaDevice final : public Device {
                     Stream& stream) override {
     update_.join_masters(masters, weights, remainder, first, handle_of(stream));
   }
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     Stream& stream) override {
+    update_.adopt_written(masters, weights, dtype, handle_of(stream));
+  }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override {
     update_.adam(spans, scalars, handle_of(stream));

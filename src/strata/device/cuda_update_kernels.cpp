@@ -41,6 +41,7 @@ CudaUpdateKernels::CudaUpdateKernels(const CudaModule& module) : module_(module)
   for (std::size_t to = 0; to < kKernelTypes; ++to) {
     if (to > 0) adam_[to] = module.find(fmt::format("strata_adam_{}", kKernelSuffixes[to]));
     remainder_[to] = module.find(fmt::format("strata_remainder_{}", kKernelSuffixes[to]));
+    adopt_[to] = module.find(fmt::format("strata_adopt_{}", kKernelSuffixes[to]));
   }
   adam_remainder_ = module.find("strata_adam_remainder");
   join_masters_ = module.find("strata_join_masters");
@@ -105,6 +106,17 @@ void CudaUpdateKernels::join_masters(std::span<float> masters, const std::byte* 
   std::int64_t count = std::ssize(masters);
   void* arguments[] = {&to, &weights, &from, &begin, &count};
   module_.launch(join_masters_, count, arguments, stream);
+}
+
+void CudaUpdateKernels::adopt_written(std::span<float> masters, const std::byte* weights,
+                                      DType dtype, CUstream stream) const {
+  require_kernel_types("A cast", 0, DType::kFloat32, dtype);
+  if (masters.empty()) return;
+  float* to = masters.data();
+  std::int64_t count = std::ssize(masters);
+  void* arguments[] = {&to, &weights, &count};
+  module_.launch(adopt_[kernel_place_of(dtype)], count / kUpdatePack + kUpdatePack, arguments,
+                 stream);
 }
 
 }  // namespace strata::device

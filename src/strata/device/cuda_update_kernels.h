@@ -20,11 +20,14 @@ class CudaUpdateKernels {
                        DType source_dtype, Numel numel, CUstream stream) const;
   void join_masters(std::span<float> masters, const std::byte* weights,
                     const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     CUstream stream) const;
 
  private:
   const CudaModule& module_;
   std::array<CUfunction, kKernelTypes> adam_{};
   std::array<CUfunction, kKernelTypes> remainder_{};
+  std::array<CUfunction, kKernelTypes> adopt_{};
   CUfunction adam_remainder_ = nullptr;
   CUfunction join_masters_ = nullptr;
   CUfunction adam_rounded_ = nullptr;

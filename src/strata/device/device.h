@@ -154,6 +154,9 @@ class Device {
   virtual void join_masters(std::span<float> masters, const std::byte* weights,
                             const kernels::MasterRemainder& remainder, Numel first,
                             Stream& stream) = 0;
+  // kernels::adopt_written().
+  virtual void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                             Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
   // Returns one fingerprint for each `piece` bytes of each run, in order; a run's last piece may be

@@ -26,6 +26,7 @@ class DryDevice final : public device::CpuDevice {
                        device::Stream&) override {}
   void join_masters(std::span<float>, const std::byte*, const kernels::MasterRemainder&, Numel,
                     device::Stream&) override {}
+  void adopt_written(std::span<float>, const std::byte*, DType, device::Stream&) override {}
   void adam_step(const kernels::AdamSpans&, const kernels::AdamScalars&, device::Stream&) override {
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,

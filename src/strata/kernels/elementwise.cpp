@@ -89,6 +89,21 @@ void sum_range_of(const SumTask& task, std::size_t begin, std::size_t end) {
   }
   sum_scalars<Source>(task, body, end);
 }
+
+template <typename Source>
+void adopt_range_of(float* masters, const std::byte* weights, std::size_t numel) {
+  const CastLanes<float, Source> d;
+  HWY_ALIGN std::byte rounded[sizeof(Source) * hn::MaxLanes(d)];
+  const std::size_t body = numel - numel % hn::Lanes(d);
+  for (std::size_t i = 0; i < body; i += hn::Lanes(d)) {
+    const auto master = hn::LoadU(d, masters + i);
+    const auto written = Lanes<Source>::load(d, weights + i * sizeof(Source));
+    Lanes<Source>::store(d, master, rounded);
+    const auto kept = hn::Eq(Lanes<Source>::load(d, rounded), written);
+    hn::StoreU(hn::IfThenElse(kept, master, written), d, masters + i);
+  }
+  adopt_scalars<Source>(masters, weights, body, numel);
+}
 #else
 template <typename Target, typename Source>
 void cast_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
@@ -103,6 +118,11 @@ void accumulate_range_of(std::byte* target, const std::byte* source, std::size_t
 template <typename Source>
 void sum_range_of(const SumTask& task, std::size_t begin, std::size_t end) {
   sum_scalars<Source>(task, begin, end);
+}
+
+template <typename Source>
+void adopt_range_of(float* masters, const std::byte* weights, std::size_t numel) {
+  adopt_scalars<Source>(masters, weights, 0, numel);
 }
 #endif
 
@@ -129,6 +149,11 @@ void sum_range(const SumTask& task, DType dtype, std::size_t begin, std::size_t 
   with_storage(dtype, [&](auto from) { sum_range_of<decltype(from)>(task, begin, end); });
 }
 
+void adopt_range(float* masters, const std::byte* weights, DType dtype, std::size_t numel) {
+  with_wide_storage(dtype,
+                    [&](auto from) { adopt_range_of<decltype(from)>(masters, weights, numel); });
+}
+
 }  // namespace strata::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -138,6 +163,7 @@ namespace strata::kernels {
 HWY_EXPORT(cast_range);
 HWY_EXPORT(accumulate_range);
 HWY_EXPORT(sum_range);
+HWY_EXPORT(adopt_range);
 
 namespace {
 
@@ -192,6 +218,17 @@ void sum_in_order(std::span<float> target, std::span<const std::byte* const> sou
   split(numel, sources.size(), pool, [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(sum_range)
     (task, dtype, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+  });
+}
+
+void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                   ThreadPool* pool) {
+  check_cast(DType::kFloat32, dtype);
+  const auto numel = static_cast<std::int64_t>(masters.size());
+  split(numel, 1, pool, [&](std::int64_t begin, std::int64_t end) {
+    const std::byte* const from = weights + bytes_of(Numel(begin), dtype).size();
+    HWY_DYNAMIC_DISPATCH(adopt_range)
+    (masters.data() + begin, from, dtype, static_cast<std::size_t>(end - begin));
   });
 }
 

@@ -33,6 +33,11 @@ void accumulate(std::byte* target, DType target_dtype, const std::byte* source, 
 void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                   float scale, bool accumulate, ThreadPool* pool);
 
+// Masters whose weights were written by somebody else take what was written: masters[i] =
+// weights[i] wherever masters[i] does not round to it.
+void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                   ThreadPool* pool);
+
 // The readable references: plain loops with the same bits.
 void cast_reference(std::byte* target, DType target_dtype, const std::byte* source,
                     DType source_dtype, Numel numel);
@@ -40,5 +45,6 @@ void accumulate_reference(std::byte* target, DType target_dtype, const std::byte
                           DType source_dtype, Numel numel);
 void sum_in_order_reference(std::span<float> target, std::span<const std::byte* const> sources,
                             DType dtype, float scale, bool accumulate);
+void adopt_written_reference(std::span<float> masters, const std::byte* weights, DType dtype);
 
 }  // namespace strata::kernels

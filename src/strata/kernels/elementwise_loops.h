@@ -76,6 +76,16 @@ void sum_scalars(const SumTask& task, std::size_t begin, std::size_t end) {
   }
 }
 
+template <typename Source>
+void adopt_scalars(float* masters, const std::byte* weights, std::size_t begin, std::size_t end) {
+  for (std::size_t i = begin; i < end; ++i) {
+    std::byte rounded[sizeof(Source)];
+    store_element<Source>(rounded, 0, masters[i]);
+    const float written = load_element<Source>(weights, i);
+    if (load_element<Source>(rounded, 0) != written) masters[i] = written;
+  }
+}
+
 // Calls `use` with a value of the storage type; false when there is none for `dtype`.
 template <typename Use>
 bool with_storage(DType dtype, Use&& use) {

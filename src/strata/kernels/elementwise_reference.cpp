@@ -71,4 +71,11 @@ void sum_in_order_reference(std::span<float> target, std::span<const std::byte* 
   with_storage(dtype, [&](auto from) { sum_scalars<decltype(from)>(task, 0, target.size()); });
 }
 
+void adopt_written_reference(std::span<float> masters, const std::byte* weights, DType dtype) {
+  check_cast(DType::kFloat32, dtype);
+  with_wide_storage(dtype, [&](auto from) {
+    adopt_scalars<decltype(from)>(masters.data(), weights, 0, masters.size());
+  });
+}
+
 }  // namespace strata::kernels

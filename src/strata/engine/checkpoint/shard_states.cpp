@@ -74,8 +74,8 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
         });
     return;
   }
-  if (kind == kValue && weights.master_form(unit) == plan::MasterForm::kRemainder) {
-    read_joined(of, first, numel, target);
+  if (kind == kValue && (weights.master_form(unit) == plan::MasterForm::kRemainder || of.whole)) {
+    read_masters(of, first, numel, target);
     return;
   }
   const auto copy = [&](const StateRange& range) {
@@ -95,20 +95,32 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
                  offload::Access::kRead, copy);
 }
 
-// fp32 masters of bf16 weights and what they lack.
-void ShardStates::read_joined(const Unit& unit, Numel first, Numel numel,
-                              std::span<std::byte> target) {
+// fp32 masters, to which weights contribute: what these lack is kept beside them, or a script may
+// have written them.
+void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
+                               std::span<std::byte> target) {
   Weights& weights = engine_.weights();
   device::Device& device = engine_.device();
   device::Stream& stream = device.compute_stream();
   const bool reached = device.device_accessible(target.data());
+  const bool joins = weights.master_form(unit.id) == plan::MasterForm::kRemainder;
   // `at`: of the range's elements the first one. Remainders begin at multiples of 8 elements.
   const auto join = [&](const StateRange& range, Numel at, std::span<std::byte> there) {
     const Numel begin = range.first + at;
     const Numel end = begin + Numel(static_cast<std::int64_t>(there.size() / sizeof(float)));
+    if (!joins) {
+      const std::size_t from = bytes_of(at, DType::kFloat32).size();
+      device.copy(there, range.bytes(0).subspan(from, there.size()), stream);
+    }
     const auto join_piece = [&](const WeightShards::Piece& piece) {
       const Numel low = std::max(begin, piece.begin);
       auto* const values = reinterpret_cast<float*>(there.data()) + (low - begin).size();
+      if (!joins) {
+        const std::byte* const from =
+            piece.bytes.data() + bytes_of(low - piece.begin, unit.layout.dtype()).size();
+        device.adopt_written({values, (piece.end - low).size()}, from, unit.layout.dtype(), stream);
+        return;
+      }
       const auto remainder =
           MasterStates::remainder_in(range).from((piece.begin - range.first).size());
       device.join_masters({values, (piece.end - low).size()}, piece.bytes.data(), remainder,

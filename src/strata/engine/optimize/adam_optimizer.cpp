@@ -226,6 +226,9 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     std::byte* const weight = piece.bytes.data() + bytes_of(at, unit.layout.dtype()).size();
     kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
     spans.gradient = gradient.subspan(at.size(), (end - begin).size());
+    const bool beside = shards_.weights().master_form(unit.id) == plan::MasterForm::kFloat32;
+    if (unit.whole && beside && !spans.follows_weight16)
+      device_.adopt_written(spans.weight, weight, unit.layout.dtype(), device_.compute_stream());
     kernels::AdamScalars scalars;
     scalars.lr = group.lr;
     scalars.beta1 = group.beta1;
@@ -270,7 +273,8 @@ kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& r
   if (size_of(unit.layout.dtype()) == 2_B) {
     spans.weight16 = weight;
     spans.weight16_dtype = unit.layout.dtype();
-    spans.follows_weight16 = form == plan::MasterForm::kFloat32;
+    // A script can write weights that are whole. Others may be lent without their values.
+    spans.follows_weight16 = unit.whole && form == plan::MasterForm::kFloat32;
   }
   return spans;
 }

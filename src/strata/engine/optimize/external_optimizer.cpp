@@ -149,6 +149,8 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   STRATA_ASSERT(update_ != nullptr);
   prepare();
   ++steps_;
+  for (const OptimizerShards::UnitShard& shard : shards_.units())
+    shards_.weights().masters().adopt_written(shard.unit);
   const auto is_host_work = [this](const OptimizerShards::UnitShard& shard) {
     return is_far(of(shard));
   };

@@ -118,6 +118,20 @@ void MasterStates::round(int unit, Numel begin, Numel end) {
   });
 }
 
+void MasterStates::adopt_written(int unit) {
+  if (form(unit) != plan::MasterForm::kFloat32 || !of(unit).whole) return;
+  const auto adopt = [&](const StateRange& range) {
+    const auto adopt_piece = [&](const WeightShards::Piece& piece) {
+      auto* const masters = reinterpret_cast<float*>(range.bytes(0).data());
+      device_.adopt_written(
+          {masters + (piece.begin - range.first).size(), (piece.end - piece.begin).size()},
+          piece.bytes.data(), of(unit).layout.dtype(), device_.compute_stream());
+    };
+    shards_.for_each(unit, range.first, range.end, offload::Access::kRead, adopt_piece);
+  };
+  for_each(unit, Numel(), of(unit).layout.shard(), offload::Access::kReadWrite, adopt);
+}
+
 void MasterStates::let_go() {
   for (auto& held : held_) held.reset();
 }

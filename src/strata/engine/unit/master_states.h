@@ -53,6 +53,9 @@ class MasterStates {
   // that know only masters).
   void round(int unit, Numel begin, Numel end);
   void round(int unit) { round(unit, Numel(), of(unit).layout.shard()); }
+  // Queues: fp32 masters beside weights that stay whole, which a script may have written since the
+  // last step, take what was written.
+  void adopt_written(int unit);
   // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as this lives:
   // the shard itself, or what the store has to keep leased.
   std::span<std::byte> hold(int unit);

@@ -112,6 +112,7 @@ void ParameterSet::attach(int unit, std::span<std::byte> flat) {
     early_[index] = flat;
     return;
   }
+  units_[index].keeps_views = false;
   for (const int param : units_[index].params) storage_of(param).give(flat.data());
   point_all(unit, Pointed::kAtUnit);
 }
@@ -149,14 +150,8 @@ bool ParameterSet::await(int unit) {
 }
 
 const at::Tensor& ParameterSet::target(int param, Pointed at) {
-  switch (at) {
-    case Pointed::kAtNothing:
-      return empties_[static_cast<std::size_t>(param)];
-    case Pointed::kAtUnit:
-      return storage_of(param).view();
-    case Pointed::kAtAwaited:
-      break;
-  }
+  if (at == Pointed::kAtNothing) return empties_[static_cast<std::size_t>(param)];
+  if (at == Pointed::kAtUnit) return storage_of(param).view();
   const int unit = unit_of_[static_cast<std::size_t>(param)];
   return storage_of(param).awaited_view([this, unit] { complete_(unit); });
 }

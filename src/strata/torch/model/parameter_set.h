@@ -6,9 +6,10 @@
 // empty, shape [0], as frameworks made for sharded training expect. The user's tensor object never
 // changes.
 //
-// Views that a script holds (a state dict, p.detach(), p.numpy()) keep the values that they had
-// when the unit goes: held(), leave(). While a graph is pending that needs the unit, they cannot be
-// told from what autograd saved; then reading one is torch's RuntimeError until the next gather.
+// Views that a script holds (a state dict, p.detach(), p.numpy()) keep their values when the unit
+// goes: held(), leave(). While a graph that needs it is pending, they cannot be told from what
+// autograd saved; then reading one is torch's RuntimeError until the next gather, but after
+// keep_views().
 //
 // A unit that stays whole may be refreshed beside the next forward: its parameters are awaited
 // (AwaitedStorage) until its attach(), unless somebody holds a view of its memory: such a reader
@@ -76,8 +77,12 @@ class ParameterSet final : public engine::ParameterViews {
   void attach(int unit, std::span<std::byte> flat) override;
   void detach(int unit) override;
   bool held(int unit) const override {
-    return !units_.empty() && others(unit) > 0 && !pending(unit);
+    if (units_.empty() || others(unit) == 0) return false;
+    const bool pending = pending_ && pending_(unit);
+    return units_[static_cast<std::size_t>(unit)].keeps_views || !pending;
   }
+  // Its views that there are keep their values, also while a graph is pending.
+  void keep_views(int unit) { units_[static_cast<std::size_t>(unit)].keeps_views = true; }
   void leave(int unit, std::shared_ptr<void> memory) override;
   bool await(int unit) override;
 
@@ -88,12 +93,10 @@ class ParameterSet final : public engine::ParameterViews {
   const at::Tensor& full_view(int param) const { return storage_of(param).view(); }
   // Tensors beside the user's parameters and ours that share this unit's memory.
   std::size_t others(int unit) const;
-  bool pending(int unit) const { return pending_ && pending_(unit); }
   // Whether a tensor that is neither the user's parameter nor ours has to do with this sharded
   // unit's memory: a view of it, or what autograd saved. It may say yes in vain.
   bool held_elsewhere(int unit) const;
-  // Whether the user's tensor has other memory than it was given here.
-  bool replaced(int param) const;
+  bool replaced(int param) const;  // whether the user's tensor has other memory than its own
   // The first that is, and whose values are not those of the unit to the bit; -1: none. Others are
   // put back. Only a tensor that is replaced is looked at, and the host waits for its values.
   int find_changed();
@@ -117,6 +120,7 @@ class ParameterSet final : public engine::ParameterViews {
   struct UnitParams {
     std::vector<int> params;
     Pointed pointed = Pointed::kAtUnit;  // where bind() leaves them
+    bool keeps_views = false;            // until the unit goes
   };
 
   ParameterStorage& storage_of(int param) { return storages_[static_cast<std::size_t>(param)]; }

@@ -6,7 +6,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -42,20 +41,22 @@ void ValueAccess::release(std::span<const int> params, bool discard) {
       continue;
     }
     scopes_.end_reads(unit);
-    if (has_new_views(unit, held)) scopes_.read(unit);
+    if (parameters_.others(unit) > held.others) parameters_.keep_views(unit);
     if (discard) {
       engine_.gatherer().discard(unit);
     } else {
       engine_.gatherer().release(unit);
     }
-    if (!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit))
-      saved_.push_back(unit);
+    // Where ranks gather together, what this one holds is not asked yet: another one may.
+    if (!engine_.gatherer().gathered(unit) &&
+        (gathers_together() || parameters_.held_elsewhere(unit)))
+      saved_.insert(unit);
   }
 }
 
-bool ValueAccess::has_new_views(int unit, const Held& held) const {
-  return !engine_.weights().units()[static_cast<std::size_t>(unit)].whole &&
-         parameters_.others(unit) > held.others && parameters_.pending(unit);
+bool ValueAccess::gathers_together() const {
+  const comm::Collectives& collectives = engine_.collectives();
+  return !collectives.traits().one_sided && collectives.shard_place().held_count() > 1;
 }
 
 void ValueAccess::publish(std::span<const int> params, int root) {
@@ -141,8 +142,17 @@ bool ValueAccess::held_elsewhere(int param) const {
 }
 
 void ValueAccess::gather_what_was_saved() {
-  for (const int unit : std::exchange(saved_, {})) {
-    if (!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit)) scopes_.read(unit);
+  const std::set<int> units = std::exchange(saved_, {});
+  if (units.empty()) return;
+  std::vector<double> wanted;
+  for (const int unit : units)
+    wanted.push_back(!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit) ? 1.0
+                                                                                            : 0.0);
+  // What one rank's script holds has them all gather it: the others would wait for another unit.
+  if (gathers_together()) engine_.collectives().all_reduce(wanted, comm::ReduceOp::kMax);
+  auto wants = wanted.begin();
+  for (const int unit : units) {
+    if (*wants++ > 0.0) scopes_.read(unit);
   }
 }
 

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <thread>
 #include <unordered_map>
@@ -31,9 +32,9 @@ class ValueAccess {
 
   // Gathers the units of these parameters and keeps them until release(). Nests.
   void gather(std::span<const int> params);
-  // `discard`: the last release() of a unit frees its memory, unless a scope uses it, or a graph is
-  // pending while views were made: then it stays as read() has it. What was
-  // written to the gathered copies is lost, but for what publish() has made everybody's.
+  // `discard`: the last release() of a unit frees its memory, unless a scope uses it. What was
+  // written to the gathered copies is lost, but for what publish() has made everybody's. Views
+  // that were made since gather() keep their values and the memory, also while a graph is pending.
   void release(std::span<const int> params, bool discard);
   // Collective: what `root` holds now for these gathered parameters becomes everybody's value, also
   // in memory that the script gave them. UsageError on a rank whose parameter has another shape or
@@ -49,7 +50,7 @@ class ValueAccess {
   // Whether somebody else has a view of this released parameter's unit, or autograd saved of it.
   bool held_elsewhere(int param) const;
   // Gathers what was released though autograd saved of it, until the backward pass ends. Before
-  // that begins.
+  // that begins. Collective where ranks gather together.
   void gather_what_was_saved();
   // A copy of this rank's part of a parameter, of one dimension; empty where it has none.
   at::Tensor local_part(int param) const;
@@ -77,12 +78,14 @@ class ValueAccess {
     int times = 0;           // gather() without release()
     std::size_t others = 0;  // ParameterSet::others() at the first
   };
-  // A script has made views since, which autograd's cannot be told from while a graph is pending.
-  bool has_new_views(int unit, const Held& held) const;
+  // Whether all ranks have to gather the same.
+  bool gathers_together() const;
 
   std::unordered_map<int, Held> held_;  // by unit
   bool told_of_conversion_ = false;
-  std::vector<int> saved_;  // units that were released though others held them
+  // Units that were released though others held them, or, of ranks that gather together, may have
+  // held them.
+  std::set<int> saved_;
   struct Step {
     std::thread::id thread;
     c10::Stream stream;
