@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
-from .optimizer_probe import needs_closure, why_not_by_element
+from .optimizer_probe import needs_closure, updates_by_another, why_not_by_element
 
 
 def choose_parts(sharded, stage, world_size, device):
@@ -20,6 +20,12 @@ def choose_parts(sharded, stage, world_size, device):
         raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
                             "of the passes that the script makes; take an optimizer whose step() needs no closure, "
                             "such as AdamW")
+    held = updates_by_another(sharded.inner)
+    if held is not None:
+        raise _C.UsageError(f"the engine puts its parameters into the param groups of the optimizer that it gets, and "
+                            f"{name} updates by another one, which has groups of its own and would train nothing. Make "
+                            f"it show them (self.param_groups = self.{held}.param_groups), or pass one optimizer with "
+                            f"a param group for each kind of parameter; found {held}")
     reason = why_not_by_element(sharded.inner, device)
     if reason is None:
         return
