@@ -14,8 +14,8 @@ import os
 import pytest
 from on_ranks_of_the_host import Report
 
-PRELOADED = ["strata.compat.deepspeed", "absent_names", "torch", "torch.distributed", "pytest", "rank_of_the_cpu", "strata.initialize",
-             "strata.ops.adam"]  # fmt: skip
+PRELOADED = ["strata.compat.deepspeed", "absent_names", "torch", "torch.distributed", "pytest", "rank_of_the_cpu",
+             "strata.initialize", "strata.ops.adam"]  # fmt: skip
 
 
 def pytest_configure(config):

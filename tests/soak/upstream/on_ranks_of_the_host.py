@@ -43,7 +43,7 @@ class Report:
 
     def pytest_collectreport(self, report):
         if report.outcome != "passed":
-            self._rows.append([report.nodeid, "failed", _reason(report)])
+            self._rows.append([report.nodeid, report.outcome, _reason(report)])
 
     def pytest_sessionfinish(self):
         self._write()
