@@ -22,6 +22,9 @@ def test_the_log_level_of_the_configuration_counts():
         engine = make_engine(make_model(), config_of(0, log_level="ERROR"))
         assert logger.level == logging.ERROR and engine.log_level() == "error"
         engine.destroy()
+        engine, *_ = initialize(model=make_model(), config=config_of(0, log_level="ERROR"))
+        assert engine.log_level() == "ERROR"
+        engine.destroy()
         with pytest.raises(strata.ConfigError, match="log_level"):
             make_engine(make_model(), config_of(0, log_level="loud"))
     finally:

@@ -67,6 +67,8 @@ def is_interface(name, checkout):
         return True  # a module alone: its names decide
     known = documented(checkout) | stood_in()
     parts = path.split(".")
+    if any(part.startswith("_") and not part.startswith("__") for part in parts) and path not in stood_in():
+        return False
     return any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1))
 
 

@@ -3,8 +3,8 @@ imported torch already, and what became of each test goes to a file.
 
 STRATA_UPSTREAM_REPORT names the file: a JSON list of [test, outcome, why]. STRATA_UPSTREAM_EACH says how many
 parametrisations of one test function run at most, spread over all of them; 0: all. STRATA_UPSTREAM_LEFT_OUT names
-tests that do not run, without parametrisations and with ";" between them. Where STRATA_COMPAT is set Strata stands in
-DeepSpeed's place.
+tests that do not run, without parametrisations and with ";" between them; STRATA_UPSTREAM_ONLY, where it is set, the
+only ones that do, with parametrisations. Where STRATA_COMPAT is set Strata stands in DeepSpeed's place.
 """
 
 import importlib
@@ -47,6 +47,9 @@ def _end_ranks(self, pool, num_procs, force=False):
 def pytest_collection_modifyitems(items):
     left_out = set(os.environ.get("STRATA_UPSTREAM_LEFT_OUT", "").split(";"))
     items[:] = [item for item in items if item.nodeid.partition("[")[0] not in left_out]
+    only = set(filter(None, os.environ.get("STRATA_UPSTREAM_ONLY", "").split(";")))
+    if only:
+        items[:] = [item for item in items if item.nodeid in only]
     most = int(os.environ.get("STRATA_UPSTREAM_EACH", "0"))
     if most == 0:
         return

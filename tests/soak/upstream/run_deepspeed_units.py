@@ -72,9 +72,11 @@ def run(units, checkout, each, strata=True, tests=None):
             **environment_of(checkout, strata), "STRATA_UPSTREAM_REPORT": str(report),
             "STRATA_UPSTREAM_EACH": str(each if tests is None else 0),
             "STRATA_UPSTREAM_LEFT_OUT": ";".join(name for unit in units for name in unit.internals),
+            "STRATA_UPSTREAM_ONLY": ";".join(tests or ()),
             "STRATA_UPSTREAM_ABSENT": ";".join(sorted(set().union(*(unit.absent for unit in units)))),
         }  # fmt: skip
-        files = tests or [unit.file for unit in units]
+        met = {name.partition("::")[0] for name in tests or ()}
+        files = [unit.file for unit in units if tests is None or unit.file in met]
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "on_cpu_ranks", "-p", "no:cacheprovider", "-p", "no:xdist",
             f"--rootdir={checkout / 'tests'}", "-o", "addopts=", "--continue-on-collection-errors", *files,
