@@ -7,7 +7,7 @@ import torch
 
 from . import _C
 from .lent_part import lend_parts, plain_parts
-from .optimizer_probe import needs_closure, why_not_by_element
+from .optimizer_probe import needs_closure, updates_by_another, why_not_by_element
 
 
 def choose_parts(sharded, config, world_size, device):
@@ -24,6 +24,12 @@ def choose_parts(sharded, config, world_size, device):
         raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
                             "of the passes that the script makes; take an optimizer whose step() needs no closure, "
                             "such as AdamW")
+    held = updates_by_another(sharded.inner)
+    if held is not None:
+        raise _C.UsageError(f"the engine puts its parameters into the param groups of the optimizer that it gets, and "
+                            f"{name} updates by another one, which has groups of its own and would train nothing. Make "
+                            f"it show them (self.param_groups = self.{held}.param_groups), or pass one optimizer with "
+                            f"a param group for each kind of parameter; found {held}")
     places = [device if tier == "device" else torch.device("cpu") for tier in sorted(config.states_tiers)]
     reason = next(filter(None, (why_not_by_element(sharded.inner, place) for place in places)), None)
     if reason is None:

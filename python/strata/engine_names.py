@@ -83,8 +83,9 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
     # --- the optimizer and its schedule ---
 
     def get_lr(self):
-        """[float]: the learning rate of each param group; [] without an optimizer, as of the two below."""
-        return [float(rate) for rate in self._of_groups("lr")]
+        """[float]: the learning rate of each param group, 0.0 of one without; [] without an optimizer, as of the two
+        below."""
+        return [float(rate or 0.0) for rate in self._of_groups("lr")]
 
     def set_lr(self, lr):
         """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it.

@@ -106,6 +106,9 @@ _OFF = (
 )
 
 
+VALUE_NAMES = frozenset(name for name, _, _ in _VALUES)
+
+
 def _value(name, path, default):
     def value(self):
         return self._configured(path, default)

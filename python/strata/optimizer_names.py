@@ -149,3 +149,6 @@ class OptimizerNames:
             parts = [part.reshape(-1) for part in parts if part is not None]
             flat.append(torch.cat(parts) if parts else torch.empty(0))
         return flat
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # as stages 1 and 2 call it
+    fp32_groups_flat = fp32_partitioned_groups_flat  # as stage 0 in 16 bits calls it

@@ -24,6 +24,22 @@ def needs_closure(optimizer):
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def updates_by_another(optimizer):
+    """Name of an optimizer that ``optimizer`` holds and whose param groups are not its own, as "inside"; else None.
+    Such a one goes on with the parameters that it was made with, whatever is put into the groups of ``optimizer``.
+    One that wraps another and shows its groups is none of these.
+    """
+    own = {id(group) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for other in held:
+            if not isinstance(other, torch.optim.Optimizer) or other is optimizer:
+                continue
+            if any(id(group) not in own for group in other.param_groups) or updates_by_another(other):
+                return name
+    return None
+
+
 def why_not_by_element(optimizer, device):
     """None where ``optimizer``, which has taken no step, updates element by element; else a text that says how that
     was found. Takes milliseconds; the optimizer and torch's random numbers stay as they are.

@@ -142,10 +142,19 @@ def test_configurations_come_in_any_form(tmp_path):
     for given in (config, str(tmp_path / "ds.json"), base64.urlsafe_b64encode(text.encode()).decode()):
         parsed = DeepSpeedConfig(given)
         assert (parsed.train_batch_size, parsed.zero_optimization_stage, parsed.zero_enabled) == (2, 2, True)
+        assert (parsed.gradient_allreduce_op, parsed.optimizer_name, parsed.dump_state) == ("mean", "AdamW", False)
+        assert parsed.optimizer_params == config["optimizer"]["params"] and parsed.scheduler_params is None
         assert parsed.zero_config.stage == enumerations.ZeroStageEnum.gradients
         assert parsed.zero_config.prefetch_bucket_size == 3686.4 and parsed.zero_config.reduce_scatter
         with pytest.raises(AttributeError):
             parsed.zero_config.nothing_of_that_name
+        with pytest.raises(AttributeError):
+            parsed.nothing_of_that_name
+    assert DeepSpeedConfig({"train_batch_size": 1, "gradient_allreduce_op": "SUM"}).gradient_allreduce_op == "sum"
+    old = types.SimpleNamespace(deepscale_config=str(tmp_path / "ds.json"))
+    engine = initialize(args=old, model=make_model())[0]
+    assert engine.zero_optimization_stage() == 2
+    engine.destroy()
     for wrong in (None, {"zero_optimization": {"stage": 4}}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}):
         with pytest.raises(strata.ConfigError):
             initialize(model=make_model(), config=wrong)
@@ -168,6 +177,8 @@ def test_defaults_of_frameworks_count_as_under_deepspeed(caplog):
     masters = optimizer.fp32_partitioned_groups_flat
     assert [m.shape for m in masters] == [(sum(p.numel() for p in engine.module.parameters()),)]
     assert masters[0].dtype == torch.float32
+    for also in (optimizer.single_partition_of_fp32_groups, optimizer.fp32_groups_flat):
+        assert torch.equal(also[0], masters[0])
     engine.destroy()
 
 

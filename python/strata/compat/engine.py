@@ -35,6 +35,10 @@ class DeepSpeedEngine(Engine):
         """The dict of the configuration."""
         return self.document
 
+    def log_level(self):
+        """str or None: ``log_level`` as the configuration has it."""
+        return self.document.get("log_level")
+
     @property
     def has_optimizer(self):
         """bool: whether this engine updates anything."""

@@ -5,6 +5,7 @@ import math
 
 from .. import _C
 from ..config_source import document_of, read_config
+from ..engine_settings import VALUE_NAMES, EngineSettings
 from ..initialize import initialize_as
 from ..rank_logging import log_dist
 from .engine import DeepSpeedEngine
@@ -31,7 +32,8 @@ def initialize(
     ``config`` is the dict that was given.
 
     Args:
-        args: a namespace whose ``deepspeed_config`` is used when no configuration is given.
+        args: a namespace whose ``deepspeed_config``, or, as it was called once, ``deepscale_config``, is used when no
+            configuration is given.
         distributed_port: accepted for DeepSpeed's sake; the launcher says MASTER_PORT.
         The others are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
 
@@ -41,7 +43,8 @@ def initialize(
     Raises:
         as ``strata.initialize``.
     """
-    given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
+    of_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
+    given = next((c for c in (config, config_params, *of_arguments) if c is not None), None)
     if given is None:
         raise _C.ConfigError("deepspeed.initialize() needs a configuration: pass config=<dict, path or JSON text>")
     log_dist(f"DeepSpeed info: version={VERSION}; Strata's engine stands in its place", ranks=[0])
@@ -95,6 +98,8 @@ class DeepSpeedConfig:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: int.
         zero_optimization_stage: int. zero_enabled: bool, whether it is above 0.
         zero_config: ``DeepSpeedZeroConfig``.
+        optimizer_params, scheduler_params: the dict ``params`` of the section as given, or None.
+        gradient_clipping, gradient_allreduce_op, optimizer_name, ...: what the engine's methods of these names say.
         _param_dict: the dict.
 
     Raises:
@@ -116,3 +121,19 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = parsed.stage
         self.zero_enabled = parsed.stage > 0
         self.zero_config = get_zero_config(self._param_dict)
+        self.optimizer_params, self.scheduler_params = (
+            (self._param_dict.get(name) or {}).get("params") for name in ("optimizer", "scheduler")
+        )
+        self._values = _Values(parsed)
+
+    def __getattr__(self, name):
+        if name in VALUE_NAMES and "_values" in self.__dict__:
+            return getattr(self._values, name)()
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+
+class _Values(EngineSettings):
+    """What an engine would say of a configuration that none has yet."""
+
+    def __init__(self, config):
+        self._config = config

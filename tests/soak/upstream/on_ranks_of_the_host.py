@@ -39,12 +39,16 @@ class Report:
         if report.when == "call" or report.outcome != "passed":
             why = "" if report.outcome == "passed" else _reason(report)
             self._rows.append([report.nodeid, report.outcome, why])
+            self._write()  # what is there when the run is cut short
 
     def pytest_collectreport(self, report):
-        if report.failed:
-            self._rows.append([report.nodeid, "failed", _reason(report)])
+        if report.outcome != "passed":
+            self._rows.append([report.nodeid, report.outcome, _reason(report)])
 
     def pytest_sessionfinish(self):
+        self._write()
+
+    def _write(self):
         with open(self._path, "w", encoding="utf-8") as file:
             json.dump(self._rows, file)
 
