@@ -13,14 +13,13 @@ using enum Treatment;
 #define OWN_CHECKPOINTING "activation checkpointing is torch.utils.checkpoint's or the model's own"
 
 constexpr std::array kDiagnosticsKeys{
-    Key{"checkpoint", kSection, "{}", "", kHonoured, "checkpoints that training goes on from", ""},
+    Key{"checkpoint", kSection, "{}", "", kHonoured, "checkpoints of training", ""},
     Key{"checkpoint.async", kFlag, "false", "", kHonoured,
-        "save_checkpoint copies the shards to the host and returns; they are written beside the "
-        "next "
-        "steps",
+        "save_checkpoint copies the shards to the host and returns; a thread writes them "
+        "during the next steps",
         ""},
     Key{"checkpoint.keep", kInteger, "0", ">= 0", kHonoured,
-        "how many whole checkpoints stay in a folder: after a new one stands, the oldest go; 0: "
+        "number of checkpoints that stay in a folder; a new one removes the oldest; 0: "
         "all",
         ""},
     Key{"checkpoint.tag_validation", kWord, "\"Warn\"", "Warn|Ignore|Fail", kHint,

@@ -25,7 +25,7 @@ constexpr std::array kTrainingKeys{
     Key{"gradient_clipping", kNumber, "1.0", ">= 0", kHonoured,
         "largest global L2 norm of the gradient; 0 does not clip", ""},
     Key{"gradient_allreduce_op", kWord, "\"mean\"", "mean|sum", kHonoured,
-        "what a reduction over ranks gives", ""},
+        "the reduction over ranks: mean or sum", ""},
     Key{"communication_data_type", kWord, "null", "fp32|fp16|bf16", kHonoured,
         "element type in which gradients travel; null: fp32", ""},
     Key{"steps_per_print", kCount, "null", "> 0", kHonoured,
@@ -79,11 +79,11 @@ constexpr std::array kAdam{
     Key{PARAM "adam_w_mode", kFlag, "true", "", kHonoured,
         "decoupled weight decay; \"Adam\" has it too unless this is false", ""},
     Key{PARAM "torch_adam", kFlag, "false", "", kHonoured,
-        "make torch.optim's class; the engine's kernel computes its update all the same, but for "
-        "what it lacks (amsgrad, maximize, capturable)",
+        "make torch.optim's class; the engine's kernel computes its update, except with "
+        "amsgrad, maximize or capturable",
         ""},
     Key{PARAM "bias_correction", kFlag, "true", "", kHonoured,
-        "false: the moments count as they are, from the first step on", ""},
+        "false: Adam uses the moments uncorrected from the first step on", ""},
     Key{PARAM "amsgrad", kFlag, "false", "", kRefused, "the AMSGrad variant",
         "add \"torch_adam\": true, which offers it"},
     Key{PARAM "maximize", kFlag, "false", "", kRefused, "ascent instead of descent",
