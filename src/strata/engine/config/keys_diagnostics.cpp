@@ -69,11 +69,13 @@ constexpr std::array kDiagnosticsKeys{
         "a line a step with the memory in use and at its peak", ""},
     Key{"dump_state", kFlag, "false", "", kShown, "list every setting at the start", ""},
     Key{"log_level", kWord, "null", "debug|info|warning|error|critical", kShown,
-        "of the logger \"strata\"; the environment's STRATA_LOG_LEVEL counts before it", ""},
+        "level of the logger \"strata\"; the environment's STRATA_LOG_LEVEL takes "
+        "precedence",
+        ""},
     Key{"timers", kSection, "{}", "", kShown, "how fast training is", ""},
     Key{"timers.throughput", kSection, "{}", "", kShown, "at each steps_per_print", ""},
     Key{"timers.throughput.enabled", kFlag, "true", "", kShown,
-        "a line with samples and tokens a second; with the floating-point operations, too, where "
+        "a line with samples and tokens a second; with floating-point operations, too, if "
         "this key is in the configuration: they are counted in the second step",
         ""},
     Key{"timers.throughput.synchronized", kFlag, "true", "", kHint, "wait for the device",
@@ -93,7 +95,7 @@ constexpr std::array kDiagnosticsKeys{
         "a file to write the table to, in place of the log", ""},
     Key{"comms_logger", kSection, "{}", "", kShown, "gathers and reductions", ""},
     Key{"comms_logger.enabled", kFlag, "false", "", kShown,
-        "time them; deepspeed.comm.log_summary() and engine.step_report() tell", ""},
+        "time them; deepspeed.comm.log_summary() and engine.step_report() show the times", ""},
     Key{"comms_logger.verbose", kFlag, "false", "", kShown, "a line a step with them", ""},
     Key{"comms_logger.prof_all", kFlag, "true", "", kHint, "all of them", "all are timed together"},
     Key{"comms_logger.debug", kFlag, "false", "", kMissed, "with the caller",

@@ -22,14 +22,14 @@ constexpr std::array kPrecisionKeys{
     Key{"bf16.immediate_grad_update", kFlag, "false", "", kHint,
         "accumulate a gradient as soon as it appears", "it always is"},
     Key{"bf16.bf16_master_weights_and_grads", kFlag, "false", "", kHonoured,
-        "weights are updated in fp32 and rounded to bfloat16 at each step, so that small updates "
-        "are lost; gradients accumulate in bfloat16 unless data_types.grad_accum_dtype says "
-        "otherwise; for Adam and AdamW",
+        "weights are updated in fp32 and rounded to bfloat16 at each step, so small "
+        "updates are lost; gradients accumulate in bfloat16 unless "
+        "data_types.grad_accum_dtype names another type; for Adam and AdamW",
         ""},
     Key{"bf16.bf16_optimizer_states", kFlag, "false", "", kHonoured,
         "Adam's moments in bfloat16; needs bf16_master_weights_and_grads", ""},
-    Key{"bf16.auto_cast", kFlag, "false", "", kHint, "of fp16, in files that copy its section",
-        NO_SCALE},
+    Key{"bf16.auto_cast", kFlag, "false", "", kHint,
+        "a key of fp16, in files that copy its section", NO_SCALE},
     Key{"bf16.loss_scale", kNumber, "0.0", ">= 0", kHint, "likewise", NO_SCALE},
     Key{"bf16.initial_scale_power", kInteger, "16", "", kHint, "likewise", NO_SCALE},
     Key{"bf16.loss_scale_window", kInteger, "1000", "", kHint, "likewise", NO_SCALE},

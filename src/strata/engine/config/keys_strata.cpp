@@ -33,11 +33,12 @@ constexpr std::array kStrataKeys{
         "weights and gradients; auto: peer where all GPUs of a host reach each other",
         ""},
     Key{"strata.gather", kChoice, "\"auto\"", "auto|peer|nccl", kHonoured,
-        "what carries weights between GPUs that are one shard group, where that shall not be what "
-        "carries gradients; auto: as strata.collectives says. Where that is auto, too, and NCCL "
-        "runs already (the script has used it, or strata.reduce names it), a probe of some "
-        "milliseconds compares both, and takes nccl if that is 1.5 times as fast: it computes on "
-        "what the model computes on. NCCL is not started for a probe, since that takes a second",
+        "the transport of weights between GPUs of one shard group, if it shall differ "
+        "from that of gradients; auto: from strata.collectives. If both are auto and NCCL "
+        "runs already (the script uses it, or strata.reduce names it), a probe of some "
+        "milliseconds compares both transports and selects nccl if it is 1.5 times as "
+        "fast, because nccl takes multiprocessors from the model. The engine does not "
+        "start NCCL for a probe, since that takes a second",
         ""},
     Key{"strata.reduce", kChoice, "\"auto\"", "auto|peer|nccl", kHonoured,
         "the transport of gradients between GPUs, as strata.gather for weights; peer sums "
@@ -51,11 +52,14 @@ constexpr std::array kStrataKeys{
     Key{"strata.wrap", kStrings, "[]", "", kHonoured,
         "classes of the blocks that become units; []: the engine finds blocks", ""},
     Key{"strata.unit_size", kBytes, "null", "> 0", kHonoured,
-        "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
+        "bytes of a unit where units are formed by size; null or \"auto\": the engine's "
+        "own",
+        ""},
     Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
-        "threads of a rank that work on host memory; null or \"auto\": cores / ranks of the host, "
-        "at most 32 (rank 0 at its start more, where it reads a whole model on the host); on cores "
-        "of the rank's own where a launcher starts several on a host",
+        "threads of a rank for work on host memory; null or \"auto\": cores / ranks of "
+        "the host, at most 32 (rank 0 uses more while it reads a whole model on the host "
+        "at its start); if a launcher starts several ranks on a host, they run on the "
+        "rank's own cores",
         ""},
     Key{"strata.init", kSection, "{}", "", kHonoured, "how a model's values reach the engine", ""},
     Key{"strata.init.tier", kChoice, "\"auto\"", "auto|device_copy|device_grow|distributed|host",
@@ -89,13 +93,12 @@ constexpr std::array kStrataKeys{
         "ui.perfetto.dev; null: none",
         ""},
     Key{"strata.placement", kRules, "[]", "", kHonoured,
-        "rules for single parameters, the first that names one counts: `match`, a pattern of "
-        "names, "
-        "or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, where its weights "
-        "and "
-        "optimizer state rest: \"device\", \"host\", \"nvme\"; folders and staging are those of "
-        "offload_param and offload_optimizer. \"auto\": the device is filled first, then the host, "
-        "then the drive of an nvme_path, with what a step uses least in the last of them",
+        "rules for single parameters; the first matching rule applies: `match`, a pattern "
+        "of names, or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, "
+        "the tier of its weights and optimizer states: \"device\", \"host\", \"nvme\"; "
+        "folders and staging are those of offload_param and offload_optimizer. \"auto\": "
+        "the engine fills the device first, then the host, then the drive of an "
+        "nvme_path, with the least used state last",
         ""},
     Key{"strata.device_budget", kBytes, "null", "> 0", kHonoured,
         "bytes that the engine may hold on its device when placement is \"auto\", without "

@@ -19,8 +19,8 @@ constexpr std::array kTrainingKeys{
     Key{"gradient_accumulation_steps", kInteger, "null", "1..2147483647", kHonoured,
         "forward and backward passes of one step", ""},
     Key{"managed_gradient_accumulation", kFlag, "true", "", kHonoured,
-        "false: every step() updates the weights, after as many passes as the caller likes; losses "
-        "are still divided by gradient_accumulation_steps",
+        "false: every step() updates the weights, after any number of passes; losses are "
+        "still divided by gradient_accumulation_steps",
         ""},
     Key{"gradient_clipping", kNumber, "1.0", ">= 0", kHonoured,
         "largest global L2 norm of the gradient; 0 does not clip", ""},
@@ -36,7 +36,7 @@ constexpr std::array kTrainingKeys{
     Key{"optimizer", kSection, "{}", "", kHonoured, "the optimizer that initialize builds", ""},
     Key{"optimizer.type", kText, "null", "", kHonoured,
         "Adam, AdamW, Lion, or an elementwise class of torch.optim", ""},
-    Key{"optimizer.params", kParams, "{}", "", kHonoured, "its parameters", ""},
+    Key{"optimizer.params", kParams, "{}", "", kHonoured, "parameters of the optimizer", ""},
     Key{"optimizer.legacy_fusion", kFlag, "false", "", kHint, "fused fp16 optimizer of old",
         "Adam is always one fused pass"},
     Key{"scheduler", kSection, "{}", "", kHonoured, "the schedule of learning rates", ""},
@@ -44,7 +44,7 @@ constexpr std::array kTrainingKeys{
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest; or, in Python, a class "
         "of torch.optim.lr_scheduler that needs no functions, other schedulers or metrics",
         ""},
-    Key{"scheduler.params", kParams, "{}", "", kHonoured, "its parameters", ""},
+    Key{"scheduler.params", kParams, "{}", "", kHonoured, "parameters of the scheduler", ""},
 
     Key{"prescale_gradients", kFlag, "false", "", kHint, "divide before the reduction",
         "the reduction divides in fp32"},

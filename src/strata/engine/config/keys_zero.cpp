@@ -54,16 +54,17 @@ constexpr std::array kZeroKeys{
         "parameter",
         ""},
     Key{ZERO "stage3_gather_16bit_weights_on_model_save", kFlag, "false", "", kHonoured,
-        "whether a framework may ask for the whole weights when it saves", ""},
+        "allow a framework to gather the whole weights when it saves", ""},
     Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHonoured,
-        "whether an edit within GatheredParameters(modifier_rank=None) is an error in the "
-        "stand-in, "
-        "too; strata.zero always makes it one",
+        "true: an edit within GatheredParameters(modifier_rank=None) is an error in the "
+        "stand-in, too; strata.zero always makes it one",
         ""},
     Key{ZERO "ignore_unused_parameters", kFlag, "true", "", kHonoured,
         "whether a trainable parameter may get no gradient in a step", ""},
     Key{ZERO "leaf_module", kSection, "{}", "", kHonoured,
-        "modules that are gathered as one and never split", ""},
+        "modules that are gathered as one and never split: by class, by name, by the end "
+        "of the name",
+        ""},
     Key{ZERO "leaf_module.classes", kStrings,
         R"(["transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",)"
         R"("transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",)"
