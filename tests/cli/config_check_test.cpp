@@ -34,7 +34,7 @@ TEST_F(Check, ShowsWhatNeedsAHandLast) {
   EXPECT_EQ(result.err, "");
   EXPECT_EQ(result.out, R"(honoured
   bf16.enabled = 1
-      whether it is on
+      turns bf16 on
   train_batch_size = 4
       samples of one step over all ranks = micro-batch x accumulation x world size; any two give the
       third

@@ -246,7 +246,7 @@ class TextRulesTest(TreeTest):
         return text_rules.check(self.root)
 
     def test_a_long_paragraph_is_found(self):
-        for page in ("README.md", "CONTRIBUTING.md", "docs/design/peers.md"):
+        for page in ("README.md", "CONTRIBUTING.md", "docs/design/peers.md", "bench/USE.md"):
             self.write(page, "# Title\n\nShort.\n\n" + "Ten words stand in a line, as you can see.\n" * 12)
             self.assertEqual(self.check(), [])
             self.write(page, "# Title\n\nShort.\n\n" + "Ten words stand in a line, as you can see.\n" * 12

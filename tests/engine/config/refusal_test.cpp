@@ -33,20 +33,21 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
       {R"({"zero_optimization": {"stage": 1.5}})",
        "zero_optimization.stage: wanted an integer 0..3"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": " 5e8"}})",
-       "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
-       "elements that are gathered at a time, but for the units in use and, unless "
-       "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
-       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found \" "
+       "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (upper "
+       "bound on gathered elements, excluding units in use and the next unit (unless "
+       "stage3_prefetch_bucket_size is 0); modules outside blocks share a unit only up to it; "
+       "null: 1e9, or stage3_prefetch_bucket_size with stage3_allgather_sequential); found \" "
        "5e8\""},
       {R"({"zero_optimization": {"reduce_bucket_size": -0.5}})",
        "zero_optimization.reduce_bucket_size: wanted a number of elements >= 0"},
       {R"({"zero_optimization": {"stage3_max_live_parameters": NaN}})",
-       "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (most "
-       "elements that are gathered at a time, but for the units in use and, unless "
-       "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
-       "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size); found NaN"},
+       "zero_optimization.stage3_max_live_parameters: wanted a number of elements >= 0 (upper "
+       "bound on gathered elements, excluding units in use and the next unit (unless "
+       "stage3_prefetch_bucket_size is 0); modules outside blocks share a unit only up to it; "
+       "null: 1e9, or stage3_prefetch_bucket_size with stage3_allgather_sequential); found NaN"},
       {R"({"zero_optimization": [3]})",
-       "zero_optimization: wanted an object { ... } (what is sharded over the ranks); found [3]"},
+       "zero_optimization: wanted an object { ... } (the ZeRO stage, its buckets and its offload); "
+       "found [3]"},
       {R"({"zero_optimization": {"ignore_unused_parameters": "false"}})",
        "zero_optimization.ignore_unused_parameters: wanted true or false (whether a trainable "
        "parameter may get no gradient in a step); write it without quotes; found \"false\""},
@@ -62,12 +63,12 @@ TEST(Refusals, NameTheTypeThatWasWanted) {
       {R"({"strata": {"max_live_bytes": "12 apples"}})",
        "strata.max_live_bytes: wanted bytes as a number or text like \"512MiB\", > 0"},
       {R"({"strata": {"wrap": "Block"}})",
-       "strata.wrap: wanted a list of texts (classes of the blocks that become units; []: found by "
-       "themselves); write [\"...\"]; found \"Block\""},
+       "strata.wrap: wanted a list of texts (classes of the blocks that become units; []: the "
+       "engine finds blocks); write [\"...\"]; found \"Block\""},
       {R"({"strata": {"init": {"tier": "fast"}}})",
        "strata.init.tier: wanted one of auto, device_copy, device_grow, distributed, host (the way "
-       "of the values of a model that is already built; auto: the first of them that every rank "
-       "has room for); found \"fast\""},
+       "for the values of a model that the script has built; auto: the first way for which every "
+       "rank has memory); found \"fast\""},
       {R"({"strata": {"init": {"tier": "born_flat"}}})",
        "strata.init.tier: wanted one of auto, device_copy, device_grow, distributed, host"},
       {R"({"strata": {"init": {"report": true}}})", "strata.init.report: wanted a text"},

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "strata/base/error.h"
@@ -16,46 +18,96 @@ constexpr std::string_view kIntroduction =
 
 <!-- Written by the target strata_config_doc from src/strata/engine/config/keys_*.cpp. -->
 
-Strata reads DeepSpeed's JSON configuration: a dict, the path of a JSON file, JSON text, or that
-text in urlsafe base64. Comments (`//`, `#`, `/* */`), a trailing comma and Python's `Infinity`
-are accepted; a key given twice is refused. Python also reads Hjson, as DeepSpeed does, where the
-package `hjson` is installed.
+Strata reads DeepSpeed's JSON configuration. [The first table](#the-thirty-keys-that-people-use-first)
+has the thirty keys that most scripts need; the reference after it has all keys.
+`strata check ds.json` explains every key of a file ([how](COMMAND_LINE.md#check)).
 
-Every key is one of:
+```json
+{
+  "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 2,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+}
+```
+)";
 
-- **honoured**: it has the effect that the table says;
-- **hint**: accepted, without effect, for the reason given. The engine lists the hints of a
-  configuration once at the start; where one asks for memory or output that you would miss, it warns;
-- **refused**: accepted only at its default, or while it is off. The error says what to write instead.
+constexpr std::string_view kRules = R"(
+## How a configuration is read
 
-`strata check ds.json` says it of every key of a file ([how](COMMAND_LINE.md#check)).
+**Forms.** A configuration is a dict, the path of a JSON file, JSON text, or this text in urlsafe
+base64. Comments (`//`, `#`, `/* */`), a trailing comma and Python's `Infinity` are accepted. A key
+given twice is refused. Python also reads Hjson where the package `hjson` is installed.
 
-A key that is in no table is refused, and the error names the nearest known one. At the top level
-this holds for a key that resembles a known one: by its spelling, or because it speaks of zero,
-optim, sched, bf16, fp16 or strata. Any other is your own, and is listed with the hints. (So are
-top-level keys with a dot in their name, which some frameworks write.)
+**Treatment.** Each key is one of:
 
-`null` means *not given*, and so does `"auto"`, which frameworks replace. Some values have to be
-chosen, since training would compute something else: an `"auto"` that nobody replaced is an error of
-`initialize` in `gradient_clipping`, `communication_data_type`, `zero_optimization.stage` and the
-sections `bf16`, `fp16`, `torch_autocast` and `data_types`, in `gradient_accumulation_steps` where no
-other batch size gives it, and for the scheduler's type and the numbers of the optimizer and the
-scheduler, unless you pass these yourself. A `null` in place of one of these numbers is an error where
-the number has a default. A configuration for training whose `optimizer` has no `type` is one, too.
+- **honoured**: it has the effect that the table describes;
+- **hint**: accepted without effect, for the given reason. The engine lists hints once at the start,
+  and warns of a hint that asks for memory or output;
+- **refused**: accepted only at its default, or while it is off. The error names a replacement.
 
-What belongs to a feature that Strata does not have is **off**, and accepted, by one rule: `null`,
-`false`, 0 and what is empty; a size of 1 (`"tensor_parallel": {"autotp_size": 1}`); a section with
-`"enabled": false` or `"disable": true`; a section whose values are all off. An empty one is listed
-with the hints.
+**Unknown keys.** A key in no table is refused, and the error names the nearest known key. Top-level
+keys are an exception: the engine refuses only those that resemble a known key in spelling, or that
+contain zero, optim, sched, bf16, fp16 or strata. It lists all others with the hints as your own.
+Top-level keys with a dot, which some frameworks write, are your own, too.
 
-A number may be a text (`"3"`, `"0.01"`), and `1` and `0` are read as true and false. Sizes may be
+**`null` and `"auto"`** mean *not given*; frameworks replace `"auto"`. `initialize` raises an error
+where an `"auto"` is left and the value changes the training: in `gradient_clipping`,
+`communication_data_type`, `zero_optimization.stage`, the sections `bf16`, `fp16`, `torch_autocast`
+and `data_types`; in `gradient_accumulation_steps` if no other batch size determines it; and in the
+scheduler's type and the numbers of optimizer and scheduler, unless the script passes these objects.
+`null` for one of these numbers is an error if the number has a default. An `optimizer` without a
+`type` is an error in a configuration for training.
+
+**Features that Strata does not have** are accepted while they are **off**: `null`, `false`, 0 or
+empty; a size of 1 (`"tensor_parallel": {"autotp_size": 1}`); a section with `"enabled": false` or
+`"disable": true`; a section whose values are all off. The engine lists an empty section with the
+hints.
+
+**Numbers** may be texts (`"3"`, `"0.01"`); `1` and `0` are read as true and false. Sizes may be
 written as `5e8`; fractions of an element are cut off. Bytes may be written as `"512MiB"` (KiB, MiB,
 GiB, TiB; KB, MB, GB, TB).
 
-`train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`:
-any two give the third, a batch or micro-batch alone means accumulation 1, and what does not
-come out even is refused.
+**Batch sizes**: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+world size`. Two of them determine the third. A batch or micro-batch alone means accumulation 1. A
+division with a remainder is refused.
 )";
+
+// The keys of the first table, in its order.
+constexpr auto kFirst = std::to_array<std::string_view>({
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "communication_data_type",
+    "steps_per_print",
+    "optimizer.type",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.weight_decay",
+    "scheduler.type",
+    "scheduler.params",
+    "bf16.enabled",
+    "fp16.enabled",
+    "fp16.loss_scale",
+    "zero_optimization.stage",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+    "strata.placement",
+    "strata.max_live_bytes",
+    "strata.collectives",
+    "checkpoint.async",
+    "wall_clock_breakdown",
+});
+static_assert(kFirst.size() == 30);
 
 std::string_view name_of(Treatment treatment) {
   switch (treatment) {
@@ -82,19 +134,37 @@ std::string cell(std::string_view text) {
   return out;
 }
 
+std::string meaning_of(const Key& key) {
+  return key.note.empty() ? std::string(key.meaning)
+                          : fmt::format("{}; *{}*", key.meaning, key.note);
+}
+
 std::string row(const Key& key) {
   const bool section = key.kind == Kind::kSection || key.kind == Kind::kSwitch;
-  std::string what(key.meaning);
-  if (!key.note.empty()) what += fmt::format("; *{}*", key.note);
-  return fmt::format(
-      "| `{}` | {} | {} | {} | {} |\n", key.path, section ? "section" : cell(wanted(key)),
-      section ? "" : fmt::format("`{}`", cell(key.fallback)), name_of(key.treatment), cell(what));
+  return fmt::format("| `{}` | {} | {} | {} | {} |\n", key.path,
+                     section ? "section" : cell(wanted(key)),
+                     section ? "" : fmt::format("`{}`", cell(key.fallback)), name_of(key.treatment),
+                     cell(meaning_of(key)));
 }
 
 std::string table(std::string_view title, std::span<const Key> keys) {
   std::string text = fmt::format(
       "\n## {}\n\n| key | value | default | | meaning |\n|---|---|---|---|---|\n", title);
   for (const Key& key : keys) text += row(key);
+  return text;
+}
+
+std::string first_table() {
+  std::string text =
+      "\n## The thirty keys that people use first\n\n| key | value | default | meaning |\n"
+      "|---|---|---|---|\n";
+  for (const std::string_view path : kFirst) {
+    const Key* key = find_key(config_keys(), path);
+    if (key == nullptr) key = find_key(adam_keys(), path);
+    STRATA_ASSERT(key != nullptr && has_effect(key->treatment));
+    text += fmt::format("| `{}` | {} | `{}` | {} |\n", path, cell(wanted(*key)),
+                        cell(key->fallback), cell(meaning_of(*key)));
+  }
   return text;
 }
 
@@ -117,16 +187,18 @@ std::string aliases_table() {
 
 std::string render_config_page() {
   std::string page(kIntroduction);
+  page += first_table();
+  page += kRules;
   page += table("Batch, gradients, optimizer, scheduler", training_keys());
   page += table("optimizer.params of Adam and AdamW", adam_keys());
   page +=
       "\nOther elementwise classes of torch.optim (SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, "
-      "RMSprop, Rprop, ASGD), Lion, and Adam with `torch_adam`, get their parameters as they "
-      "are.\n";
+      "RMSprop, Rprop, ASGD), Lion, and Adam with `torch_adam`, get these parameters "
+      "unchanged.\n";
   page +=
       "\nSchedulers of torch.optim.lr_scheduler (ConstantLR, CosineAnnealingLR, "
       "CosineAnnealingWarmRestarts, CyclicLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, "
-      "PolynomialLR, StepLR) do so, too.\n";
+      "PolynomialLR, StepLR) also get theirs unchanged.\n";
   for (const std::string_view type : scheduler_types()) {
     page += table(fmt::format("scheduler.params of {}", type), scheduler_keys(type));
   }

@@ -13,14 +13,13 @@ using enum Treatment;
 #define OWN_CHECKPOINTING "activation checkpointing is torch.utils.checkpoint's or the model's own"
 
 constexpr std::array kDiagnosticsKeys{
-    Key{"checkpoint", kSection, "{}", "", kHonoured, "checkpoints that training goes on from", ""},
+    Key{"checkpoint", kSection, "{}", "", kHonoured, "checkpoints of training", ""},
     Key{"checkpoint.async", kFlag, "false", "", kHonoured,
-        "save_checkpoint copies the shards to the host and returns; they are written beside the "
-        "next "
-        "steps",
+        "save_checkpoint copies the shards to the host and returns; a thread writes them "
+        "during the next steps",
         ""},
     Key{"checkpoint.keep", kInteger, "0", ">= 0", kHonoured,
-        "how many whole checkpoints stay in a folder: after a new one stands, the oldest go; 0: "
+        "number of checkpoints that stay in a folder; a new one removes the oldest; 0: "
         "all",
         ""},
     Key{"checkpoint.tag_validation", kWord, "\"Warn\"", "Warn|Ignore|Fail", kHint,
@@ -70,11 +69,13 @@ constexpr std::array kDiagnosticsKeys{
         "a line a step with the memory in use and at its peak", ""},
     Key{"dump_state", kFlag, "false", "", kShown, "list every setting at the start", ""},
     Key{"log_level", kWord, "null", "debug|info|warning|error|critical", kShown,
-        "of the logger \"strata\"; the environment's STRATA_LOG_LEVEL counts before it", ""},
+        "level of the logger \"strata\"; the environment's STRATA_LOG_LEVEL takes "
+        "precedence",
+        ""},
     Key{"timers", kSection, "{}", "", kShown, "how fast training is", ""},
     Key{"timers.throughput", kSection, "{}", "", kShown, "at each steps_per_print", ""},
     Key{"timers.throughput.enabled", kFlag, "true", "", kShown,
-        "a line with samples and tokens a second; with the floating-point operations, too, where "
+        "a line with samples and tokens a second; with floating-point operations, too, if "
         "this key is in the configuration: they are counted in the second step",
         ""},
     Key{"timers.throughput.synchronized", kFlag, "true", "", kHint, "wait for the device",
@@ -94,7 +95,7 @@ constexpr std::array kDiagnosticsKeys{
         "a file to write the table to, in place of the log", ""},
     Key{"comms_logger", kSection, "{}", "", kShown, "gathers and reductions", ""},
     Key{"comms_logger.enabled", kFlag, "false", "", kShown,
-        "time them; deepspeed.comm.log_summary() and engine.step_report() tell", ""},
+        "time them; deepspeed.comm.log_summary() and engine.step_report() show the times", ""},
     Key{"comms_logger.verbose", kFlag, "false", "", kShown, "a line a step with them", ""},
     Key{"comms_logger.prof_all", kFlag, "true", "", kHint, "all of them", "all are timed together"},
     Key{"comms_logger.debug", kFlag, "false", "", kMissed, "with the caller",

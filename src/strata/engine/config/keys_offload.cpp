@@ -14,40 +14,40 @@ using enum Treatment;
 
 constexpr std::array kOffloadKeys{
     Key{"zero_optimization.offload_param", kSection, "{}", "", kHonoured,
-        "where sharded parameters live", ""},
+        "where sharded weights rest between uses", ""},
     Key{PARAM "device", kChoice, "\"none\"", "none|cpu|nvme", kHonoured,
-        "where this rank's shards of parameters rest at stage 3, but for persistent ones: \"cpu\", "
-        "pinned memory of the host; \"nvme\", a drive",
+        "the tier of this rank's weight shards at stage 3, except persistent ones: "
+        "\"cpu\" (pinned host memory) or \"nvme\" (a drive)",
         ""},
     Key{PARAM "nvme_path", kTexts, "null", "", kHonoured,
-        "folder on the drive, or one on each of several, which share the bytes by their measured "
-        "speeds; it must exist, and shards of a rank go to a folder of its own in it",
+        "an existing folder on the drive, or one on each of several drives, which share "
+        "the bytes by their measured speeds; each rank makes its own folder in it",
         ""},
     Key{PARAM "buffer_count", kInteger, "5", ">= 0", kHonoured,
-        "times buffer_size: elements of the parameters' dtype that memory has room for through "
-        "which a drive is read and written; parameters share it, whatever their sizes",
+        "buffer_count x buffer_size elements of the parameters' dtype is the staging "
+        "memory for drives; parameters of any size share it",
         ""},
     Key{PARAM "buffer_size", kNumel, "100000000", ">= 0", kHonoured, "see buffer_count", ""},
     Key{PARAM "max_in_cpu", kNumel, "0", ">= 0", kHonoured,
-        "elements more that this memory has room for: what fits into it is not read from the drive "
+        "elements added to this memory; parameters that fit stay in it and are not read "
         "again; DeepSpeed's default is 1e9",
         ""},
     Key{PARAM "pin_memory", kFlag, "true", "", kHint, "page-locked memory",
         "memory of offloaded parameters is locked where a GPU reads it, and nowhere else"},
 
     Key{"zero_optimization.offload_optimizer", kSection, "{}", "", kHonoured,
-        "where optimizer state lives", ""},
+        "where optimizer states rest between steps", ""},
     Key{OPTIM "device", kChoice, "\"none\"", "none|cpu|nvme", kHonoured,
-        "where optimizer state, masters and reduced gradients rest: \"cpu\", pinned memory of the "
-        "host; \"nvme\", a drive, with gradients on the host",
+        "the tier of optimizer states, masters and reduced gradients: \"cpu\" (pinned "
+        "host memory) or \"nvme\" (a drive, with gradients on the host)",
         ""},
     Key{OPTIM "nvme_path", kTexts, "null", "", kHonoured,
-        "folder on the drive, or one on each of several, which share the bytes by their measured "
-        "speeds; it must exist, and states of a rank go to a folder of its own in it",
+        "an existing folder on the drive, or one on each of several drives, which share "
+        "the bytes by their measured speeds; each rank makes its own folder in it",
         ""},
     Key{OPTIM "buffer_count", kInteger, "4", ">= 0", kHonoured,
-        "times buffer_size: elements of fp32 that memory has room for through which a drive is "
-        "read and written; tensors share it, whatever their sizes",
+        "buffer_count x buffer_size fp32 elements is the staging memory for drives; "
+        "tensors of any size share it",
         ""},
     Key{OPTIM "buffer_size", kNumel, "100000000", ">= 0", kHonoured, "see buffer_count", ""},
     Key{OPTIM "pin_memory", kFlag, "false", "", kHint, "page-locked memory",
@@ -59,8 +59,8 @@ constexpr std::array kOffloadKeys{
     Key{OPTIM "fast_init", kFlag, "false", "", kHint, "write the first state quickly",
         "states that are zero are not written at the start"},
     Key{OPTIM "ratio", kNumber, "1.0", "0..1", kHonoured,
-        "share of the elements whose state is offloaded; that of the first parameters stays on the "
-        "device",
+        "share of the elements whose state is offloaded; the state of the first "
+        "parameters stays on the device",
         ""},
     Key{OPTIM "super_offload", kFlag, "false", "", kRefused, "superchip offload",
         "write false or remove the key"},
@@ -68,7 +68,8 @@ constexpr std::array kOffloadKeys{
         "share of cores for the host step", "strata.threads sets the threads of host kernels"},
 
     Key{"aio", kSection, "{}", "", kHonoured,
-        "how drives are read and written; `strata bench-io` measures which values suit a drive",
+        "how drives are read and written; `strata bench-io` measures good values for a "
+        "drive",
         ""},
     Key{"aio.block_size", kBytes, "1048576", "> 0", kHonoured,
         "bytes of one request, rounded up to 4 KiB; at most 1 GiB", ""},

@@ -15,118 +15,116 @@ constexpr std::array kStrataKeys{
         "when gradients are reduced: after every backward, or once a step (keeps whole gradients)",
         ""},
     Key{"strata.refresh_at", kChoice, "\"auto\"", "auto|step|forward", kHonoured,
-        "when weights that stay whole are brought up to date after an update: before step() is "
-        "over, or beside the next forward, each block when it is used; who reads a parameter "
-        "before waits for it; auto: forward on GPUs, unless overlap_comm is false",
+        "when whole weights are all-gathered after an update (stages 0 to 2): in step(), "
+        "or lazily, beside the next forward; a read of a parameter waits for it; auto: "
+        "forward on GPUs, unless overlap_comm is false",
         ""},
     Key{"strata.device", kChoice, "\"auto\"", "auto|cpu|cuda", kHonoured,
-        "where the model trains; auto: where it lies, and models on the host go to the rank's GPU",
+        "where the model trains; auto: on its current device, and models on the host move "
+        "to the rank's GPU",
         ""},
     Key{"strata.move_inputs", kFlag, "true", "", kHonoured,
-        "whether tensors of the host among the arguments of the model's forward and generate are "
-        "copied to its device",
+        "copy host tensors among the arguments of forward and generate to the model's "
+        "device",
         ""},
     Key{"strata.collectives", kChoice, "\"auto\"", "auto|local|shm|c10d|nccl|peer", kHonoured,
-        "how ranks talk: threads of one process, processes of one host, torch.distributed; between "
-        "GPUs peer (copy engines between GPUs of one host) or nccl for weights and gradients; auto "
-        "takes peer where all GPUs reach each other",
+        "the transport between ranks: threads of one process (local), shared memory of "
+        "one host (shm), torch.distributed (c10d); between GPUs copies (peer) or nccl for "
+        "weights and gradients; auto: peer where all GPUs of a host reach each other",
         ""},
     Key{"strata.gather", kChoice, "\"auto\"", "auto|peer|nccl", kHonoured,
-        "what carries weights between GPUs that are one shard group, where that shall not be what "
-        "carries gradients; auto: as strata.collectives says. Where that is auto, too, and NCCL "
-        "runs already (the script has used it, or strata.reduce names it), a probe of some "
-        "milliseconds compares both, and takes nccl if that is 1.5 times as fast: it computes on "
-        "what the model computes on. NCCL is not started for a probe, since that takes a second",
+        "the transport of weights between GPUs of one shard group, if it shall differ "
+        "from that of gradients; auto: from strata.collectives. If both are auto and NCCL "
+        "runs already (the script uses it, or strata.reduce names it), a probe of some "
+        "milliseconds compares both transports and selects nccl if it is 1.5 times as "
+        "fast, because nccl takes multiprocessors from the model. The engine does not "
+        "start NCCL for a probe, since that takes a second",
         ""},
     Key{"strata.reduce", kChoice, "\"auto\"", "auto|peer|nccl", kHonoured,
-        "what carries gradients, likewise; peer adds up in fp32 what travels in 16 bits, nccl in "
-        "communication_data_type, and in an order of its own",
+        "the transport of gradients between GPUs, as strata.gather for weights; peer sums "
+        "16-bit gradients in fp32 and in rank order, nccl in communication_data_type and "
+        "in its own order",
         ""},
     Key{"strata.max_live_bytes", kBytes, "null", "> 0", kHonoured,
-        "most bytes of gathered parameters a rank, kept from forward to backward as far as they "
-        "fit; null or \"auto\": from stage3_max_live_parameters",
+        "upper bound on a rank's gathered bytes; gathered weights stay from forward to "
+        "backward within it; null or \"auto\": from stage3_max_live_parameters",
         ""},
     Key{"strata.wrap", kStrings, "[]", "", kHonoured,
-        "classes of the blocks that become units; []: found by themselves", ""},
+        "classes of the blocks that become units; []: the engine finds blocks", ""},
     Key{"strata.unit_size", kBytes, "null", "> 0", kHonoured,
-        "bytes of a unit where the size rule forms them; null or \"auto\": the engine's own", ""},
-    Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
-        "threads of a rank that work on host memory; null or \"auto\": cores / ranks of the host, "
-        "at most 32 (rank 0 at its start more, where it reads a whole model on the host); on cores "
-        "of the rank's own where a launcher starts several on a host",
+        "bytes of a unit where units are formed by size; null or \"auto\": the engine's "
+        "own",
         ""},
-    Key{"strata.init", kSection, "{}", "", kHonoured, "how a model gets into the engine", ""},
+    Key{"strata.threads", kInteger, "null", "1..1024", kHonoured,
+        "threads of a rank for work on host memory; null or \"auto\": cores / ranks of "
+        "the host, at most 32 (rank 0 uses more while it reads a whole model on the host "
+        "at its start); if a launcher starts several ranks on a host, they run on the "
+        "rank's own cores",
+        ""},
+    Key{"strata.init", kSection, "{}", "", kHonoured, "how a model's values reach the engine", ""},
     Key{"strata.init.tier", kChoice, "\"auto\"", "auto|device_copy|device_grow|distributed|host",
         kHonoured,
-        "the way of the values of a model that is already built; auto: the first of them that "
-        "every "
-        "rank has room for",
+        "the way for the values of a model that the script has built; auto: the first way "
+        "for which every rank has memory",
         ""},
     Key{"strata.init.read", kChoice, "\"auto\"", "auto|buffered|direct", kHonoured,
-        "how a checkpoint's files are read: through the page cache, or past it (O_DIRECT, where "
-        "that can be had); auto: each rank takes what is faster, by what is cached and, where that "
-        "is little, a short probe",
+        "read a checkpoint's files through the page cache (buffered) or past it (direct, "
+        "O_DIRECT); auto: each rank measures, unless most bytes are cached",
         ""},
     Key{"strata.init.replay_above", kNumel, "1048576", ">= 0", kHonoured,
-        "elements: within zero.Init a floating parameter of more is born without memory, and what "
-        "its constructors do is replayed piece by piece, with random numbers that do not depend on "
-        "the number of ranks; smaller ones are built as torch builds them",
+        "under zero.Init, a floating-point parameter of more elements gets no memory: its "
+        "constructors are recorded and replayed on its shard, with random numbers that do "
+        "not depend on the number of ranks; smaller ones are built as in torch",
         ""},
     Key{"strata.init.report", kText, "null", "", kHonoured,
-        "file to which rank 0 writes, as JSON, how start-up went; null: nowhere", ""},
+        "file to which rank 0 writes the start-up report as JSON; null: none", ""},
     Key{"strata.timeout_s", kNumber, "300.0", "> 0", kHonoured,
-        "seconds after which a rank that waits for another reports an error", ""},
+        "seconds after which a rank that waits for another raises an error", ""},
     Key{"strata.decay_unused", kFlag, "false", "", kHonoured,
-        "a parameter that no rank gave a gradient in a step is updated all the same, as under "
-        "DeepSpeed: it decays and its momentum goes on; false: it is left as it is, as in torch",
+        "true: update a parameter without a gradient on any rank, as DeepSpeed does: it "
+        "decays and its momentum goes on; false: it keeps its value, as in torch",
         ""},
     Key{"strata.max_skipped_steps", kInteger, "20", "0..1000000", kHonoured,
-        "steps in a row that may be skipped because gradients were not finite (fp32 and bf16); the "
-        "next one raises NumericsError; 0: the first does",
+        "consecutive steps that may be skipped because gradients were not finite (fp32 "
+        "and bf16); the next one raises NumericsError; 0: the first one does",
         ""},
     Key{"strata.trace", kText, "null", "", kHonoured,
-        "file to which rank 0 writes a timeline of some steps, of all ranks, for "
-        "ui.perfetto.dev: gathers, reductions, waits, computing, the optimizer, by unit; null: "
-        "nowhere",
+        "file to which rank 0 writes a timeline of some steps of all ranks for "
+        "ui.perfetto.dev; null: none",
         ""},
     Key{"strata.placement", kRules, "[]", "", kHonoured,
-        "rules for single parameters, the first that names one counts: `match`, a pattern of "
-        "names, "
-        "or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, where its weights "
-        "and "
-        "optimizer state rest: \"device\", \"host\", \"nvme\"; folders and staging are those of "
-        "offload_param and offload_optimizer. \"auto\": the device is filled first, then the host, "
-        "then the drive of an nvme_path, with what a step uses least in the last of them",
+        "rules for single parameters; the first matching rule applies: `match`, a pattern "
+        "of names, or `larger_than`, bytes (\"200MB\"), or both; `param` and `optimizer`, "
+        "the tier of its weights and optimizer states: \"device\", \"host\", \"nvme\"; "
+        "folders and staging are those of offload_param and offload_optimizer. \"auto\": "
+        "the engine fills the device first, then the host, then the drive of an "
+        "nvme_path, with the least used state last",
         ""},
     Key{"strata.device_budget", kBytes, "null", "> 0", kHonoured,
-        "bytes of its device that a rank's engine may hold at its peak where placement is "
-        "\"auto\"; activations come on top. null or \"auto\": two thirds of what is free at the "
-        "start; on CPU ranks: no bound, so that nothing is offloaded",
+        "bytes that the engine may hold on its device when placement is \"auto\", without "
+        "activations; null or \"auto\": two thirds of the free memory at the start; no "
+        "bound on CPU ranks, so nothing is offloaded",
         ""},
     Key{"strata.host_budget", kBytes, "null", "> 0", kHonoured,
-        "bytes of host memory, likewise, that a rank may take for what is offloaded and staged; "
-        "null or \"auto\": a rank's share of three quarters of what is available at the start",
+        "bytes of host memory that a rank may use for offloaded state and staging; null "
+        "or \"auto\": its share of three quarters of the available memory at the start",
         ""},
     Key{"strata.verify_drives", kFlag, "false", "", kHonoured,
-        "a checksum of each page that is written to a drive under offload is kept in memory (8 "
-        "bytes for 4 KiB), and compared when the page is read: a drive that gives back something "
-        "else is an error",
+        "keep a checksum of each page written to a drive under offload (8 bytes for 4 "
+        "KiB), and compare it when the page is read; a difference is an error",
         ""},
     Key{"strata.tiles", kSection, "{}", "", kHonoured,
         "parameters that are gathered, used and reduced in tiles of rows (stage 3)", ""},
     Key{"strata.tiles.max_gather", kBytes, "null", "> 0", kHonoured,
-        "most bytes of one parameter that are gathered at once: a larger one is cut into tiles of "
-        "at most so many. null or \"auto\": tiles of 256 MiB of what takes more than half of what "
-        "a "
-        "rank's GPU has free beside the model at the start, where there is a rule for it; on CPU "
-        "ranks: none",
+        "upper bound on gathered bytes of one parameter; a larger one is cut into tiles. "
+        "null or \"auto\": tiles of 256 MiB for parameters that take more than half of "
+        "the free memory of the fullest GPU, where a tiling rule exists; none on CPU "
+        "ranks",
         ""},
     Key{"strata.tiles.match", kStrings, "[]", "", kHonoured,
-        "patterns of names: of the parameters that are larger, only those that one of them names "
-        "are cut; []: all",
-        ""},
+        "patterns of names: only parameters that match one are cut; []: all", ""},
     Key{"strata.trace_steps", kInteger, "3", "1..100", kHonoured,
-        "steps that are in the timeline, after two that warm up", ""},
+        "steps in the timeline, after two warm-up steps", ""},
 };
 
 }  // namespace

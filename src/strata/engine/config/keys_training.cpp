@@ -19,13 +19,13 @@ constexpr std::array kTrainingKeys{
     Key{"gradient_accumulation_steps", kInteger, "null", "1..2147483647", kHonoured,
         "forward and backward passes of one step", ""},
     Key{"managed_gradient_accumulation", kFlag, "true", "", kHonoured,
-        "false: every step() updates the weights, after as many passes as the caller likes; losses "
-        "are still divided by gradient_accumulation_steps",
+        "false: every step() updates the weights, after any number of passes; losses are "
+        "still divided by gradient_accumulation_steps",
         ""},
     Key{"gradient_clipping", kNumber, "1.0", ">= 0", kHonoured,
         "largest global L2 norm of the gradient; 0 does not clip", ""},
     Key{"gradient_allreduce_op", kWord, "\"mean\"", "mean|sum", kHonoured,
-        "what a reduction over ranks gives", ""},
+        "the reduction over ranks: mean or sum", ""},
     Key{"communication_data_type", kWord, "null", "fp32|fp16|bf16", kHonoured,
         "element type in which gradients travel; null: fp32", ""},
     Key{"steps_per_print", kCount, "null", "> 0", kHonoured,
@@ -36,7 +36,7 @@ constexpr std::array kTrainingKeys{
     Key{"optimizer", kSection, "{}", "", kHonoured, "the optimizer that initialize builds", ""},
     Key{"optimizer.type", kText, "null", "", kHonoured,
         "Adam, AdamW, Lion, or an elementwise class of torch.optim", ""},
-    Key{"optimizer.params", kParams, "{}", "", kHonoured, "its parameters", ""},
+    Key{"optimizer.params", kParams, "{}", "", kHonoured, "parameters of the optimizer", ""},
     Key{"optimizer.legacy_fusion", kFlag, "false", "", kHint, "fused fp16 optimizer of old",
         "Adam is always one fused pass"},
     Key{"scheduler", kSection, "{}", "", kHonoured, "the schedule of learning rates", ""},
@@ -44,7 +44,7 @@ constexpr std::array kTrainingKeys{
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest; or, in Python, a class "
         "of torch.optim.lr_scheduler that needs no functions, other schedulers or metrics",
         ""},
-    Key{"scheduler.params", kParams, "{}", "", kHonoured, "its parameters", ""},
+    Key{"scheduler.params", kParams, "{}", "", kHonoured, "parameters of the scheduler", ""},
 
     Key{"prescale_gradients", kFlag, "false", "", kHint, "divide before the reduction",
         "the reduction divides in fp32"},
@@ -79,11 +79,11 @@ constexpr std::array kAdam{
     Key{PARAM "adam_w_mode", kFlag, "true", "", kHonoured,
         "decoupled weight decay; \"Adam\" has it too unless this is false", ""},
     Key{PARAM "torch_adam", kFlag, "false", "", kHonoured,
-        "make torch.optim's class; the engine's kernel computes its update all the same, but for "
-        "what it lacks (amsgrad, maximize, capturable)",
+        "make torch.optim's class; the engine's kernel computes its update, except with "
+        "amsgrad, maximize or capturable",
         ""},
     Key{PARAM "bias_correction", kFlag, "true", "", kHonoured,
-        "false: the moments count as they are, from the first step on", ""},
+        "false: Adam uses the moments uncorrected from the first step on", ""},
     Key{PARAM "amsgrad", kFlag, "false", "", kRefused, "the AMSGrad variant",
         "add \"torch_adam\": true, which offers it"},
     Key{PARAM "maximize", kFlag, "false", "", kRefused, "ascent instead of descent",

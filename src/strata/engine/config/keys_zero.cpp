@@ -12,53 +12,59 @@ using enum Treatment;
 #define ZERO "zero_optimization."
 
 constexpr std::array kZeroKeys{
-    Key{"zero_optimization", kSection, "{}", "", kHonoured, "what is sharded over the ranks", ""},
+    Key{"zero_optimization", kSection, "{}", "", kHonoured,
+        "the ZeRO stage, its buckets and its offload", ""},
     Key{ZERO "stage", kInteger, "0", "0..3", kHonoured,
         "0: nothing is sharded; 1: optimizer state; 2: and gradients; 3: and parameters", ""},
     Key{ZERO "reduce_bucket_size", kNumel, "500000000", ">= 0", kHonoured,
-        "most gradient elements under reduction at a time, those of a block at least; 0: one block "
-        "after the other",
+        "upper bound on gradient elements under reduction, at least one block; 0: one "
+        "block after the other",
         ""},
     Key{ZERO "overlap_comm", kFlag, "null", "", kHonoured,
-        "false: new weights are complete when step() is over (see strata.refresh_at); reductions "
-        "run beside backward in any case",
+        "false: step() returns when new weights are complete (see strata.refresh_at); "
+        "reductions overlap with backward in any case",
         ""},
     Key{ZERO "stage3_prefetch_bucket_size", kNumel, "50000000", ">= 0", kHonoured,
-        "elements gathered ahead of their use; the next unit always is, but for 0", ""},
+        "elements that are gathered before their use; the next unit is always prefetched, "
+        "unless this is 0",
+        ""},
     Key{ZERO "stage3_param_persistence_threshold", kNumel, "0", ">= 0", kHonoured,
-        "parameters of at most this many elements stay gathered; DeepSpeed has 100000, since it "
-        "gathers every parameter by itself, while here small ones travel with their unit",
+        "parameters of at most this many elements stay gathered; DeepSpeed's default is "
+        "100000, because it gathers each parameter alone; Strata gathers small ones with "
+        "their unit",
         ""},
     Key{ZERO "stage3_model_persistence_threshold", kNumel, "9223372036854775807", ">= 0", kHonoured,
-        "most elements that stay gathered in all", ""},
+        "upper bound on the elements that stay gathered", ""},
     Key{ZERO "stage3_max_live_parameters", kNumel, "null", ">= 0", kHonoured,
-        "most elements that are gathered at a time, but for the units in use and, unless "
-        "stage3_prefetch_bucket_size is 0, the next one; modules outside blocks share a unit only "
-        "up to it; null: 1e9; one parameter at a time: stage3_prefetch_bucket_size",
+        "upper bound on gathered elements, excluding units in use and the next unit "
+        "(unless stage3_prefetch_bucket_size is 0); modules outside blocks share a unit "
+        "only up to it; null: 1e9, or stage3_prefetch_bucket_size with "
+        "stage3_allgather_sequential",
         ""},
     Key{ZERO "stage3_max_reuse_distance", kNumel, "null", ">= 0", kHonoured,
-        "let gathered parameters go that are not used again within this many elements, even where "
-        "more may be live; null: what may be live decides",
+        "release a gathered parameter whose next use is more than this many elements "
+        "away, even if more may be live; null: stage3_max_live_parameters alone decides",
         ""},
     Key{ZERO "stage3_allgather_sequential", kFlag, "false", "", kHonoured,
-        "gather one parameter at a time: units of one parameter (small ones share), for as long as "
-        "the module that owns it runs; less is gathered at once, by more gathers",
+        "gather one parameter at a time, while the module that owns it runs (small "
+        "parameters share a unit); needs less memory and more gathers",
         ""},
     Key{ZERO "stage3_partition_stream_chunk_size", kBytes, "8388608", "> 0", kHonoured,
-        "bytes of a parameter that are made, or brought from another rank, at once where zero.Init "
-        "shards it and initialize takes it over",
+        "bytes of one chunk, in which zero.Init computes and initialize copies a "
+        "parameter",
         ""},
     Key{ZERO "stage3_gather_16bit_weights_on_model_save", kFlag, "false", "", kHonoured,
-        "whether a framework may ask for the whole weights when it saves", ""},
+        "allow a framework to gather the whole weights when it saves", ""},
     Key{ZERO "enable_sanity_checks", kFlag, "false", "", kHonoured,
-        "whether an edit within GatheredParameters(modifier_rank=None) is an error in the "
-        "stand-in, "
-        "too; strata.zero always makes it one",
+        "true: an edit within GatheredParameters(modifier_rank=None) is an error in the "
+        "stand-in, too; strata.zero always makes it one",
         ""},
     Key{ZERO "ignore_unused_parameters", kFlag, "true", "", kHonoured,
         "whether a trainable parameter may get no gradient in a step", ""},
     Key{ZERO "leaf_module", kSection, "{}", "", kHonoured,
-        "modules that are gathered as one and never split", ""},
+        "modules that are gathered as one and never split: by class, by name, by the end "
+        "of the name",
+        ""},
     Key{ZERO "leaf_module.classes", kStrings,
         R"(["transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",)"
         R"("transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",)"
@@ -69,16 +75,15 @@ constexpr std::array kZeroKeys{
         "by the end of the module name", ""},
 
     Key{ZERO "mics_shard_size", kInteger, "-1", ">= -1", kHonoured,
-        "shard groups (MiCS), at stage 3: weights, gradients and optimizer state are sharded over "
-        "so "
-        "many consecutive ranks, and every such group holds all of them; must divide the number of "
-        "ranks; -1 or 0: over all ranks",
+        "size of a shard group (MiCS), at stage 3: weights, gradients and optimizer "
+        "states are sharded over this many consecutive ranks, and each group holds all of "
+        "them; must divide the number of ranks; -1 or 0: one group of all ranks",
         ""},
     Key{ZERO "zero_hpz_partition_size", kInteger, "1", ">= 0", kHonoured,
-        "secondary shards (ZeRO++), at stage 3: every group of so many consecutive ranks holds all "
-        "weights, so that gathers stay inside it, and gradients and optimizer state are sharded "
-        "over "
-        "all ranks; must divide the number of ranks; 0 or 1: no groups",
+        "size of a group for secondary shards (ZeRO++), at stage 3: each group of this "
+        "many consecutive ranks holds all weights, so gathers stay inside it; gradients "
+        "and optimizer states are sharded over all ranks; must divide the number of "
+        "ranks; 0 or 1: no groups",
         ""},
 
     Key{ZERO "mics_hierarchical_params_gather", kFlag, "false", "", kHint,
