@@ -33,7 +33,7 @@ has the thirty keys that most scripts need; the reference after it has all keys.
 ```
 )";
 
-constexpr std::string_view kRules = R"(
+constexpr std::string_view kTextOfRules = R"(
 ## How a configuration is read
 
 **Forms.** A configuration is a dict, the path of a JSON file, JSON text, or this text in urlsafe
@@ -188,7 +188,7 @@ std::string aliases_table() {
 std::string render_config_page() {
   std::string page(kIntroduction);
   page += first_table();
-  page += kRules;
+  page += kTextOfRules;
   page += table("Batch, gradients, optimizer, scheduler", training_keys());
   page += table("optimizer.params of Adam and AdamW", adam_keys());
   page +=
