@@ -132,7 +132,7 @@ TEST(PeerChannel, AQuestionOnItsWayEndsWithTheAsking) {
   auto error = std::async(std::launch::async, [&] { return meeting.error_of_asking("nweights"); });
   EXPECT_EQ(receive_message(meeting.script.asked.get()).text, "Q 0 nweights");
   meeting.channel->stop_asking();
-  EXPECT_THAT(error.get(), HasSubstr("nobody answers"));
+  EXPECT_THAT(error.get(), HasSubstr("no peer answers"));
 }
 
 TEST(PeerChannel, LinesThatNobodyKnowsAreTheFailureOfTheirRank) {

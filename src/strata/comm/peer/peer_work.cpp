@@ -37,9 +37,11 @@ RoundWork::RoundWork(std::shared_ptr<PeerLink> link, std::uint32_t round)
         link_->flag(PeerFlags::Kind::kRounds, link_->rank(), link_->peer(turn)), round_,
         link_->transfers());
   }
+  own_ = link_->transfers().record();
 }
 
 bool RoundWork::done() {
+  if (!own_->done()) return false;
   for (int turn = 0; turn < link_->peers(); ++turn) {
     const device::Flag& theirs =
         link_->flag(PeerFlags::Kind::kRounds, link_->peer(turn), link_->rank());
@@ -52,6 +54,7 @@ void RoundWork::wait() {
   link_->require_usable();
   if (std::exchange(waits_, true)) return;
   device::Stream& compute = link_->device().compute_stream();
+  compute.wait_for(*own_);
   for (int turn = 0; turn < link_->peers(); ++turn)
     link_->wait_for(PeerFlags::Kind::kRounds, link_->peer(turn), round_, compute);
 }

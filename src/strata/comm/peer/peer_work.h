@@ -45,7 +45,8 @@ class RoundWork final : public Work {
  private:
   std::shared_ptr<PeerLink> link_;
   std::uint32_t round_;
-  bool waits_ = false;  // the compute stream
+  std::unique_ptr<device::Event> own_;  // the end of this rank's gathers
+  bool waits_ = false;                  // the compute stream
 };
 
 // Complete when the result is there and the peers have read this rank's contribution.
