@@ -130,5 +130,5 @@ def test_modules_that_are_safe_are_accepted_and_travel_as_they_are(caplog):
     section = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.modules.linear.Linear"]}
     with caplog.at_level("INFO", logger="strata"):
         engine = make_engine(make_model(), config_of(2, torch_autocast=section))
-    assert "torch_autocast.lower_precision_safe_modules: they travel as they are" in caplog.text
+    assert "torch_autocast.lower_precision_safe_modules: they travel in the parameter's type" in caplog.text
     engine.destroy()

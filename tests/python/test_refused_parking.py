@@ -41,18 +41,18 @@ def _while_weights_are_in_use(engine):
 
 
 def _without_memory_on_a_rank(engine):
-    adopt = SegmentStates.adopt
+    let_go = SegmentStates._let_go
 
     def fail(states):
         if engine.global_rank == engine.world_size - 1:
             raise MemoryError("no room for a state")
-        adopt(states)
+        let_go(states)
 
-    SegmentStates.adopt = fail
+    SegmentStates._let_go = fail
     try:
         assert "no room for a state" in _told(engine.offload_states, error=strata.OutOfMemoryError)
     finally:
-        SegmentStates.adopt = adopt
+        SegmentStates._let_go = let_go
     assert "reload_states()" in _told(engine.step)  # it counts as away on every rank
     engine.reload_states()
 
