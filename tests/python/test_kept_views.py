@@ -8,6 +8,7 @@ import pytest
 import strata
 import torch
 from comparison import adamw
+from devices import needs_a_gpu_each
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from tiny_models import (
@@ -159,7 +160,7 @@ def _keep_while_a_graph_is_pending(collectives):
     engine.destroy()
 
 
-@pytest.mark.parametrize("collectives", ["auto", "c10d"])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("c10d", marks=needs_a_gpu_each)])
 def test_a_pending_graph_and_views_get_along(collectives):
     run_ranks(2, _keep_while_a_graph_is_pending, collectives)
 

@@ -72,8 +72,9 @@ def _follow(reference, all_of_it=False):
     """Masters of weights that were written; ``all_of_it``: of all, as where a modifier makes them everybody's."""
     with torch.no_grad():
         for parameter, master in zip(reference.parameters, reference.masters):
-            changed = (master.to(parameter.dtype) != parameter) | all_of_it
-            master.copy_(torch.where(changed, parameter.float(), master))
+            written = parameter.to(master.device)
+            changed = (master.to(written.dtype) != written) | all_of_it
+            master.copy_(torch.where(changed, written.float(), master))
 
 
 def _written_beside_our_adam(folder, places, stages):
