@@ -164,6 +164,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         if self.core.ends_step():
             self._settle_schedule()
             self._settle_masters()
+            if self._watching is not None:
+                self._watching.step_begins()
         try:
             result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         except _C.MissingBackward:

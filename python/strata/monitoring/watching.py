@@ -83,6 +83,11 @@ class StepWatch:
             return self._profile.backward()
         return nullcontext()
 
+    def step_begins(self):
+        """Before each update. The norm of the step before is computed by now, or the engine waits for it next."""
+        if self._pending and self._pending[-1].norm is None:
+            self._pending[-1].norm = self._engine.core.grad_norm
+
     def step_ended(self, applied):
         """At each accumulation boundary. ``applied``: whether the weights were updated; None: not known yet."""
         engine = self._engine
@@ -127,9 +132,7 @@ class StepWatch:
 
     def _note_metrics(self, samples, applied):
         engine = self._engine
-        norm = engine.core.known_grad_norm  # on a device that runs ahead that of the step before
-        if applied is None and self._pending:
-            self._pending[-1].norm = norm
+        norm = engine.core.known_grad_norm  # if `applied` is None, that of an earlier step
         events = [("Train/Samples/lr", lr, samples) for lr in engine.get_lr()[:1]]
         if engine.fp16_enabled():
             events.append(("Train/Samples/loss_scale", engine.core.loss_scale, samples))
