@@ -8,6 +8,7 @@
 #include <string>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/format/message_text.h"
 
@@ -27,38 +28,56 @@ void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
   }
 }
 
-// Goes through the file in buffers: the next ones are being filled and written while one is hashed.
-format::ManifestFile write_file(const ShardFile& file, format::BlockWriter& writer,
-                                ShardStates& states, device::Device& device, StagingRing& ring) {
-  const Bytes piece = ring.buffer_bytes();
-  STRATA_ASSERT(piece % writer.block() == Bytes());
-  const auto turns = static_cast<std::size_t>(align_up(file.bytes(), piece) / piece);
-  const auto part_of = [&](std::size_t turn) {
-    const Bytes begin = piece * static_cast<std::int64_t>(turn);
-    return std::pair(begin, std::min(piece, file.bytes() - begin));
-  };
-  const std::size_t ahead = std::max<std::size_t>(1, ring.size() / 2);
-  std::vector<std::unique_ptr<device::Event>> filled(turns);
-  const auto fill = [&](std::size_t turn) {
-    if (turn >= turns) return;
-    const auto [begin, bytes] = part_of(turn);
-    file.enqueue_fill(begin, ring.buffer(turn).first(bytes.size()), states, device);
-    filled[turn] = device.compute_stream().record();
-  };
-  for (std::size_t turn = 0; turn < ahead; ++turn) fill(turn);
-  for (std::size_t turn = 0; turn < turns; ++turn) {
-    filled[turn]->wait();
-    filled[turn].reset();
-    const std::span<std::byte> bytes = ring.filled(turn).first(part_of(turn).second.size());
-    ring.started(turn, writer.write(bytes));
-    fill(turn + ahead);
+// A file from its first byte on, in pieces of one buffer.
+class FileSource final : public checkpoint::Source {
+ public:
+  FileSource(const ShardFile& file, ShardStates& states, device::Device& device, Bytes piece)
+      : file_(file), states_(states), device_(device), most_(piece) {}
+
+  bool next(checkpoint::Piece& piece) override {
+    piece.offset = at_;
+    piece.bytes = std::min(most_, file_.bytes() - at_);
+    at_ += piece.bytes;
+    return piece.bytes > Bytes();
   }
-  ring.drain();
+  device::Stream* stream() override { return &device_.compute_stream(); }
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
+    file_.enqueue_fill(piece.offset, piece.content, states_, device_);
+    return nullptr;
+  }
+
+ private:
+  const ShardFile& file_;
+  ShardStates& states_;
+  device::Device& device_;
+  Bytes most_;
+  Bytes at_;
+};
+
+class BlockSink final : public checkpoint::Sink {
+ public:
+  explicit BlockSink(format::BlockWriter& writer) : writer_(writer) {}
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    return writer_.write(piece.content);
+  }
+
+ private:
+  format::BlockWriter& writer_;
+};
+
+format::ManifestFile write_file(const ShardFile& file, format::BlockWriter& writer,
+                                ShardStates& states, device::Device& device,
+                                checkpoint::TransferRing& ring) {
+  STRATA_ASSERT(ring.buffer_bytes() % writer.block() == Bytes());
+  FileSource source(file, states, device, ring.buffer_bytes());
+  BlockSink sink(writer);
+  copy(source, sink, ring, {.taking = ring.size() / 2});
   return writer.finish();
 }
 
 // Blocks of checksums divide a buffer.
-StagingOptions for_blocks(StagingOptions staging, std::span<const ShardFile> files) {
+checkpoint::RingOptions for_blocks(checkpoint::RingOptions staging,
+                                   std::span<const ShardFile> files) {
   for (const ShardFile& file : files) {
     const Bytes block = format::BlockChecksums::block_for(file.bytes());
     staging.buffer_bytes = align_up(staging.buffer_bytes, block);
@@ -138,7 +157,7 @@ void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& cal
 }
 
 void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
-                   io::FolderCalls& calls, const StagingOptions& staging) {
+                   io::FolderCalls& calls, const checkpoint::RingOptions& staging) {
   comm::Collectives& collectives = engine.collectives();
   std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
   begin_save(engine, request, calls, checkpoint);
@@ -155,7 +174,7 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
       for (const auto& [name, text] : request.texts) checkpoint->write_text(name, text, io);
     }
     if (saved.files.empty()) return;
-    StagingRing ring(for_blocks(staging, saved.files), engine.device());
+    checkpoint::TransferRing ring(for_blocks(staging, saved.files), engine.device());
     format::ManifestPart written;
     for (const ShardFile& file : saved.files) {
       for (format::ManifestExtent& extent : file.extents(saved.kinds)) {

@@ -1,10 +1,10 @@
 // Saves a checkpoint that training goes on from, on all ranks at once: each writes its own shards,
 // and rank 0 publishes them under one manifest (format/checkpoint_folder.h) when all are on disk.
 //
-// Threads: the engine's. Memory: one StagingRing. Errors, on every rank alike: UsageError for a tag
-// that is no name, or something else's, after an update that failed, and where ranks name different
-// tags; IoError, before the first byte where the disk has not room for all files. What was in the
-// folder stays as it was then.
+// Threads: the engine's. Memory: one TransferRing. Errors, on every rank alike: UsageError for a
+// tag that is no name, or something else's, after an update that failed, and where ranks name
+// different tags; IoError, before the first byte where the disk has not room for all files. What
+// was in the folder stays as it was then.
 #pragma once
 
 #include <deque>
@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "strata/checkpoint/ring.h"
 #include "strata/engine/checkpoint/saved_shards.h"
-#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/engine.h"
 #include "strata/format/block_writer.h"
 #include "strata/format/checkpoint_folder.h"
@@ -36,7 +36,7 @@ struct SaveRequest {
 
 // Collective.
 void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
-                   io::FolderCalls& calls, const StagingOptions& staging = {});
+                   io::FolderCalls& calls, const checkpoint::RingOptions& staging = {});
 
 // Steps of that, for those who save beside training.
 //
