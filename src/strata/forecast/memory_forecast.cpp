@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "strata/checkpoint/ring.h"
-#include "strata/engine/checkpoint/async_saver.h"
+#include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/engine/optimize/staging_need.h"
 #include "strata/forecast/dry_device.h"

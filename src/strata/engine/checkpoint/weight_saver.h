@@ -53,8 +53,8 @@ class WeightSaver {
 
   // Collective: writes every tensor that has pieces.
   void write_pieces();
-  // The whole bytes of a tensor without pieces, by its index. What other ranks than 0 give is not
-  // looked at.
+  // The whole bytes of a tensor without pieces, by its index. Only rank 0's bytes
+  // count.
   void write(std::size_t tensor, std::span<const std::byte> bytes);
   // Collective: brings everything to disk and gives it its names.
   void finish();
