@@ -15,16 +15,14 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/io/pending_range.h"
-#include "strata/io/read_probe.h"
 #include "strata/io/thread_engine.h"
-#include "strata/memory/host_buffer.h"
 
 namespace strata::io {
 namespace {
 
-constexpr Bytes kBuffer = 4_MiB;
-constexpr std::size_t kBuffers = 8;
+constexpr checkpoint::RingOptions kRing{8, 4_MiB};
 
 struct Request {
   std::string folder = ".";
@@ -56,8 +54,9 @@ Request parse(const std::vector<std::string>& arguments) {
 // A file of bytes that no drive compresses well, gone when this is.
 class Sample {
  public:
-  Sample(const Request& request, std::span<std::byte> scratch)
+  explicit Sample(const Request& request)
       : path_(fmt::format("{}/strata_bench_io.{}", request.folder, ::getpid())) {
+    std::vector<std::byte> scratch(kRing.buffer_bytes.size());
     File file(path_, File::Mode::kCreate);
     std::uint64_t state = 88172645463325252U;
     for (Bytes at; at < request.bytes;) {
@@ -68,7 +67,7 @@ class Sample {
         byte = static_cast<std::byte>(state >> 32U);
       }
       const Bytes part = std::min(request.bytes - at, Bytes(scratch.size()));
-      write_fully(file, at, scratch.first(part.size()));
+      write_fully(file, at, std::span(scratch).first(part.size()));
       at += part;
     }
     file.sync();
@@ -86,15 +85,10 @@ class Bench {
  public:
   explicit Bench(const Request& request)
       : request_(request),
-        memory_(kBuffer * std::int64_t{kBuffers}),
-        sample_(request, memory_.bytes()),
+        sample_(request),
         file_(sample_.path(), File::Mode::kRead),
         direct_(file_.direct()),
-        io_({.threads = request.threads, .piece = 1_MiB}) {
-    for (std::size_t i = 0; i < kBuffers; ++i) {
-      buffers_.push_back(memory_.bytes().subspan(i * kBuffer.size(), kBuffer.size()));
-    }
-  }
+        io_({.threads = request.threads, .piece = 1_MiB}) {}
 
   void run() {
     fmt::print("{} in {}, {} threads, direct reads {}\n", to_string(request_.bytes),
@@ -110,40 +104,31 @@ class Bench {
     std::vector<double> direct;
     for (int i = 0; i < request_.repetitions; ++i) {
       prepare(warm);
-      buffered.push_back(speed(file_));
+      buffered.push_back(speed(false));
       prepare(warm);
-      direct.push_back(speed(direct_));
+      direct.push_back(speed(true));
     }
     prepare(warm);
-    const ReadableFile ways{&file_, &direct_};
-    const FileRange all{0, Bytes(), request_.bytes};
-    const ReadChoice choice =
-        ReadProbe({&ways, 1}, {&all, 1}).choose(ReadWay::kAuto, io_, buffers_);
+    const checkpoint::ReadChoice choice = checkpoint::ReadProbe({&ways_, 1}, {&all_, 1})
+                                              .choose(checkpoint::ReadWay::kAuto, io_, ring_);
     fmt::print("{:5} {:14.2f} {:12.2f}  {} ({})\n", warm ? "warm" : "cold", median(buffered),
                median(direct), choice.direct ? "direct" : "buffered", choice.reason);
   }
 
   void prepare(bool warm) {
     if (warm) {
-      speed(file_);
+      speed(false);
     } else if (::posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED) != 0) {
       throw IoError("the file cannot be dropped from the page cache: path=" + file_.path());
     }
   }
 
-  double speed(const File& file) {
+  double speed(bool direct) {
     const auto start = std::chrono::steady_clock::now();
-    std::vector<std::unique_ptr<Transfer>> transfers(kBuffers);
-    std::size_t turn = 0;
-    for (Bytes at; at < request_.bytes; turn = (turn + 1) % kBuffers) {
-      if (transfers[turn]) transfers[turn]->wait();
-      const Bytes part = std::min(request_.bytes - at, kBuffer);
-      transfers[turn] = io_.read(file, at, buffers_[turn].first(part.size()));
-      at += part;
-    }
-    for (const auto& transfer : transfers) {
-      if (transfer) transfer->wait();
-    }
+    checkpoint::RangeSource source({&ways_, 1}, {&all_, 1}, io_, ring_.buffer_bytes(),
+                                   {.direct = direct});
+    checkpoint::Discard sink;
+    copy(source, sink, ring_);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     return static_cast<double>(request_.bytes.value) * 1e-9 / seconds.count();
   }
@@ -154,11 +139,12 @@ class Bench {
   }
 
   const Request request_;
-  memory::HostBuffer memory_;
   Sample sample_;
   File file_;
   File direct_;
-  std::vector<std::span<std::byte>> buffers_;
+  checkpoint::ReadableFile ways_{&file_, &direct_};
+  checkpoint::FileRange all_{0, Bytes(), request_.bytes};
+  checkpoint::TransferRing ring_{kRing, nullptr};
   ThreadEngine io_;
 };
 

@@ -103,7 +103,7 @@ class Reader {
  public:
   explicit Reader(ShardedModel& model)
       : io_(torch::reading_options(model.threads())),
-        way_(io::read_way_from(model.config().strata.init_read).value()) {}
+        way_(checkpoint::read_way_from(model.config().strata.init_read).value()) {}
 
   void load(ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
             const std::vector<int>& params) {
@@ -111,13 +111,13 @@ class Reader {
     source.kept_ring = &ring_;
     source.way = way_;
     const engine::LoadedBytes loaded = engine::load_weights_together(model.engine(), source);
-    if (loaded.way != io::ReadWay::kAuto) way_ = loaded.way;
+    if (loaded.way != checkpoint::ReadWay::kAuto) way_ = loaded.way;
   }
 
  private:
   io::ThreadEngine io_;
-  std::optional<engine::StagingRing> ring_;
-  io::ReadWay way_;
+  std::optional<checkpoint::TransferRing> ring_;
+  checkpoint::ReadWay way_;
 };
 
 class Saver {

@@ -37,7 +37,7 @@ engine::InitReport::Progress progress_from(const py::object& function) {
 // no files were read.
 py::object reading_of(const engine::InitReport& report) {
   if (!report.reading()) return py::none();
-  const io::ReadChoice& choice = *report.reading();
+  const checkpoint::ReadChoice& choice = *report.reading();
   py::dict entry;
   entry["way"] = choice.direct ? "direct" : "buffered";
   entry["reason"] = choice.reason;

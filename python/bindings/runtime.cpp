@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "bindings.h"
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/engine/step_control.h"
 #include "strata/io/atomic_file.h"
 #include "strata/offload/make_store.h"
@@ -183,7 +183,7 @@ void bind_runtime(py::module_& module) {
                              [](const torch::ModelRuntime& r) { return r.device->host_waits(); })
       // Values will come from files, or from the host: what they pass through is made meanwhile.
       .def("expect_values",
-           [](torch::ModelRuntime& r) { engine::StagingRing::expect({}, *r.device); })
+           [](torch::ModelRuntime& r) { checkpoint::TransferRing::expect({}, *r.device); })
       // The same with the collectives of ranks that are connected by now.
       .def("joined",
            [](torch::ModelRuntime r, std::shared_ptr<comm::Collectives> collectives) {

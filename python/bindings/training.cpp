@@ -2,7 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
-#include "strata/engine/checkpoint/async_saver.h"
 #include "strata/engine/checkpoint/training_loader.h"
 #include "strata/engine/checkpoint/training_progress.h"
 #include "strata/engine/checkpoint/training_saver.h"

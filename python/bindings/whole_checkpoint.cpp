@@ -1,8 +1,7 @@
 // Checkpoints written from whole tensors, one after the other: of training, as importers have them,
 // and of weights alone.
-#include "strata/format/whole_checkpoint.h"
-
 #include "bindings.h"
+#include "strata/checkpoint/writer.h"
 #include "strata/format/other_weights.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/thread_engine.h"
@@ -16,10 +15,10 @@ using WholeTuple =
     std::tuple<std::string, std::string, std::vector<std::int64_t>, at::ScalarType, bool,
                std::vector<std::string>, std::vector<std::pair<std::string, at::ScalarType>>>;
 
-std::vector<format::WholeTensor> tensors_from(const std::vector<WholeTuple>& tuples) {
-  std::vector<format::WholeTensor> tensors;
+std::vector<checkpoint::WholeTensor> tensors_from(const std::vector<WholeTuple>& tuples) {
+  std::vector<checkpoint::WholeTensor> tensors;
   for (const auto& [role, name, shape, dtype, trainable, aliases, kinds] : tuples) {
-    format::WholeTensor& tensor = tensors.emplace_back(format::WholeTensor{
+    checkpoint::WholeTensor& tensor = tensors.emplace_back(checkpoint::WholeTensor{
         {name, role_from(role), shape, torch::from_scalar_type(dtype), trainable, aliases}, {}});
     for (const auto& [kind, stored] : kinds)
       tensor.kinds.emplace_back(kind, torch::from_scalar_type(stored));
@@ -27,50 +26,32 @@ std::vector<format::WholeTensor> tensors_from(const std::vector<WholeTuple>& tup
   return tensors;
 }
 
-class Writer {
- public:
-  Writer(const std::string& folder, const std::string& tag, const std::vector<WholeTuple>& tensors)
-      : tensors_(tensors_from(tensors)), writer_(folder, tag, tensors_, io_, calls_) {}
-
-  // [(tensor, kind)], by their places in what was declared.
-  std::vector<std::pair<std::size_t, std::size_t>> order() const {
-    std::vector<std::pair<std::size_t, std::size_t>> list;
-    for (const format::WholePiece& piece : writer_.order())
-      list.emplace_back(piece.tensor, piece.kind);
-    return list;
-  }
-
-  void write(const at::Tensor& values) {
-    const at::Tensor dense = values.contiguous();
-    if (next_ < writer_.order().size()) require_dtype(writer_.order()[next_], dense);
-    writer_.write({static_cast<const std::byte*>(dense.const_data_ptr()),
-                   static_cast<std::size_t>(dense.nbytes())});
-    ++next_;
-  }
-
-  void publish(const std::string& training, int world_size, int stage,
-               const std::vector<std::pair<std::string, std::string>>& texts) {
-    for (const auto& [name, text] : texts) writer_.write_text(name, text);
-    writer_.publish({training, world_size, stage, {}});
-  }
-
- private:
-  void require_dtype(const format::WholePiece& piece, const at::Tensor& values) const {
-    const format::WholeTensor& tensor = tensors_[piece.tensor];
-    const DType wanted = tensor.kinds[piece.kind].second;
-    const DType found = torch::from_scalar_type(values.scalar_type());
-    if (wanted == found) return;
-    throw UsageError(
-        fmt::format("a tensor has another dtype than was declared: tensor='{}' wanted={} found={}",
-                    tensor.tensor.name, name_of(wanted), name_of(found)));
-  }
-
-  io::ThreadEngine io_;
-  io::KernelFolderCalls calls_;
-  std::vector<format::WholeTensor> tensors_;
-  format::WholeCheckpointWriter writer_;
-  std::size_t next_ = 0;
-};
+// `read(tensor, kind)`, places in what is declared, gives the values of one tensor at a time.
+void write_whole(const std::string& folder, const std::string& tag,
+                 const std::vector<WholeTuple>& tuples, const std::string& training, int world_size,
+                 int stage, const py::function& read) {
+  const checkpoint::WholeCheckpoint whole{folder, tag, tensors_from(tuples), training, world_size,
+                                          stage,  {}};
+  io::ThreadEngine io;
+  io::KernelFolderCalls calls;
+  at::Tensor dense;
+  const auto read_one = [&](std::size_t tensor, std::size_t kind) -> std::span<const std::byte> {
+    const py::gil_scoped_acquire acquire;
+    dense = read(tensor, kind).cast<at::Tensor>().contiguous();
+    const checkpoint::WholeTensor& declared = whole.tensors[tensor];
+    const DType wanted = declared.kinds[kind].second;
+    const DType found = torch::from_scalar_type(dense.scalar_type());
+    if (wanted != found) {
+      throw UsageError(fmt::format(
+          "a tensor has another dtype than was declared: tensor='{}' wanted={} found={}",
+          declared.tensor.name, name_of(wanted), name_of(found)));
+    }
+    return {static_cast<const std::byte*>(dense.const_data_ptr()),
+            static_cast<std::size_t>(dense.nbytes())};
+  };
+  const py::gil_scoped_release release;
+  checkpoint::write_whole(whole, read_one, io, calls);
+}
 
 // (name, shape, dtype)
 using SpecTuple = std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>;
@@ -117,13 +98,8 @@ format::TensorRole role_from(const std::string& name) {
 
 void bind_whole_checkpoint(py::module_& module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  py::class_<Writer>(module, "WholeCheckpointWriter")
-      .def(py::init<const std::string&, const std::string&, const std::vector<WholeTuple>&>(),
-           py::arg("folder"), py::arg("tag"), py::arg("tensors"), unlocked)
-      .def_property_readonly("order", &Writer::order)
-      .def("write", &Writer::write, py::arg("values"), unlocked)
-      .def("publish", &Writer::publish, py::arg("training"), py::arg("world_size"),
-           py::arg("stage"), py::arg("texts"), unlocked);
+  module.def("write_whole", &write_whole, py::arg("folder"), py::arg("tag"), py::arg("tensors"),
+             py::arg("training"), py::arg("world_size"), py::arg("stage"), py::arg("read"));
   py::class_<WeightsWriter>(module, "WeightsWriter")
       .def(py::init<const std::string&, const std::vector<SpecTuple>&, std::int64_t>(),
            py::arg("folder"), py::arg("tensors"), py::arg("shard_max"), unlocked)

@@ -119,7 +119,7 @@ TEST_F(Consolidate, GivesTheSameBytesInPiecesOfAnySize) {
       const auto ledger = std::make_shared<memory::Ledger>();
       const Consolidated result = consolidate(home_, out_, options, io, ledger, console);
       expect_all(std::nullopt);
-      EXPECT_EQ(result.staging, memory::page_size() * 4);
+      EXPECT_EQ(result.staging, checkpoint::TransferRing::room(options.ring) * 2);
       EXPECT_EQ(ledger->held(memory::Tier::kHost), Bytes());
     }
   }

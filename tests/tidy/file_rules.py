@@ -14,7 +14,7 @@ import cpp_scopes
 
 FOLDERS = ("src", "python", "cli", "tests", "fuzz", "bench", "examples", "tools")
 SUFFIXES = {".h", ".cpp", ".py", ".sh"}
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 MAX_PYTHON_COLUMNS = 120  # of C++ clang-format sees to it
 MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-LAYERS = ("base", "memory", "plan", "kernels", "io", "format", "device", "comm", "offload", "engine",
+LAYERS = ("base", "memory", "plan", "kernels", "io", "format", "device", "checkpoint", "comm", "offload", "engine",
           "forecast", "cli", "torch", "python")
 # The rooms of the layers that have some; "" are the files in the layer's own folder.
 ROOMS = {

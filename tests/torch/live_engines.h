@@ -117,7 +117,7 @@ struct Given {
   bool complete = false;
 };
 
-inline constexpr engine::StagingOptions kSmallRing{4, 1_MiB};
+inline constexpr checkpoint::RingOptions kSmallRing{4, 1_MiB};
 
 // Gives a live engine new values through the ring, and compares them over the ranks.
 inline Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& parameters) {

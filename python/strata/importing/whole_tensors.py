@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from collections import ChainMap
 from collections.abc import Callable
@@ -76,14 +77,18 @@ def write_checkpoint(checkpoint, folder):
         raise _C.UsageError(f"'{path}' is there already, and is no checkpoint of Strata; give another folder to write "
                             "to")
     tensors = checkpoint.tensors
-    writer = _C.WholeCheckpointWriter(folder, checkpoint.tag, [
-        (t.role, t.name, list(t.shape), t.dtype, t.trainable, t.aliases, [(k, s.dtype) for k, s in t.kinds.items()])
-        for t in tensors
-    ])  # fmt: skip
-    for tensor, kind in tqdm(writer.order, desc="writing", unit="tensor", delay=1, disable=None):
-        values = list(tensors[tensor].kinds.values())[kind]
-        writer.write(values.read())
-    writer.publish(json.dumps(checkpoint.training), checkpoint.world_size, checkpoint.stage, [])
+    listed = [(t.role, t.name, list(t.shape), t.dtype, t.trainable, t.aliases,
+               [(k, s.dtype) for k, s in t.kinds.items()]) for t in tensors]  # fmt: skip
+    pieces = sum(len(t.kinds) for t in tensors if math.prod(t.shape))
+    with tqdm(total=pieces, desc="writing", unit="tensor", delay=1, disable=None) as progress:
+
+        def read(tensor, kind):
+            values = list(tensors[tensor].kinds.values())[kind].read()
+            progress.update()
+            return values
+
+        _C.write_whole(folder, checkpoint.tag, listed, json.dumps(checkpoint.training), checkpoint.world_size,
+                       checkpoint.stage, read)
     return path
 
 

@@ -5,7 +5,6 @@
 
 #include "strata/base/error.h"
 #include "strata/format/checkpoint_folder.h"
-#include "strata/format/inside_folder.h"
 #include "strata/format/message_text.h"
 
 namespace strata::cli {
@@ -60,33 +59,6 @@ ChosenCheckpoint choose_checkpoint(const std::string& path) {
   }
   chosen.path = *found;
   return chosen;
-}
-
-io::File open_checkpoint_file(const std::string& folder, const std::string& name, Bytes bytes) {
-  const std::string path = folder + "/" + name;
-  if (!is_there(path)) {
-    throw FormatError(
-        fmt::format("a checkpoint lacks a file that its manifest names; is it copied wholly?: "
-                    "file={} path={}",
-                    format::in_quotes(name), path));
-  }
-  format::require_inside(folder, path);
-  io::File file(path, io::File::Mode::kRead);
-  if (const Bytes found = file.size(); found != bytes) {
-    throw FormatError(
-        fmt::format("a file of a checkpoint has another size than when it was written; copy it "
-                    "again: file={} wanted={} found={} path={}",
-                    format::in_quotes(name), bytes.value, found.value, path));
-  }
-  return file;
-}
-
-std::vector<io::File> open_checkpoint_files(const std::string& folder,
-                                            const format::Manifest& manifest) {
-  std::vector<io::File> files;
-  for (const format::ManifestFile& file : manifest.files)
-    files.push_back(open_checkpoint_file(folder, file.name, file.bytes));
-  return files;
 }
 
 }  // namespace strata::cli

@@ -1,16 +1,12 @@
 // Which training checkpoint a path means: a folder with a manifest, or a folder of such folders, in
-// which the file `latest` names one (format/checkpoint_folder.h). What lies in it is opened only
-// where it is: a link that leads out of the folder is refused.
+// which the file `latest` names one (format/checkpoint_folder.h).
 //
 // Values; safe everywhere. Errors: UsageError for a path that is no folder; FormatError for a
-// folder that holds no checkpoint, or whose files are not what they should be.
+// folder that holds no checkpoint.
 #pragma once
 
 #include <string>
 #include <vector>
-
-#include "strata/format/manifest.h"
-#include "strata/io/file.h"
 
 namespace strata::cli {
 
@@ -28,12 +24,5 @@ bool holds_checkpoints(const std::string& path);
 
 // Which one is meant; the one that `latest` names where it is a folder of several.
 ChosenCheckpoint choose_checkpoint(const std::string& path);
-
-// A file of a checkpoint, by its name in the manifest. `bytes`: that it must have.
-io::File open_checkpoint_file(const std::string& folder, const std::string& name, Bytes bytes);
-
-// All of them, in the manifest's order.
-std::vector<io::File> open_checkpoint_files(const std::string& folder,
-                                            const format::Manifest& manifest);
 
 }  // namespace strata::cli

@@ -3,10 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <deque>
 #include <optional>
 #include <set>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/pipeline.h"
+#include "strata/io/striping.h"
 
 namespace strata::cli {
 namespace {
@@ -51,24 +54,48 @@ struct PairPiece {
   const ElementRun* b = nullptr;
 };
 
-class PairPieces {
+// The pieces of both, each pair in one buffer.
+class PairSource final : public checkpoint::Source {
  public:
-  PairPieces(std::span<const ComparedTensor> pairs, Bytes buffer)
-      : pairs_(pairs), buffer_(buffer) {}
+  PairSource(const TensorSource& a, const TensorSource& b, std::span<const ComparedTensor> pairs,
+             io::IoEngine& io, Bytes buffer)
+      : a_(a), b_(b), pairs_(pairs), io_(io), half_(buffer / 2 - buffer / 2 % 16_B) {}
 
-  std::optional<PairPiece> next() {
+  bool next(checkpoint::Piece& piece) override {
     while (pair_ < pairs_.size() && (!pairs_[pair_].compared || at_ == pairs_[pair_].a->numel)) {
       ++pair_;
       at_ = Numel();
       run_a_ = run_b_ = 0;
     }
-    if (pair_ == pairs_.size()) return std::nullopt;
+    if (pair_ == pairs_.size()) return false;
     const ElementRun& a = run_at(pairs_[pair_].a->runs, run_a_);
     const ElementRun& b = run_at(pairs_[pair_].b->runs, run_b_);
-    const Numel most(buffer_ / std::max(size_of(a.dtype), size_of(b.dtype)));
-    const PairPiece piece{pair_, at_, std::min({a.end, b.end, at_ + most}), &a, &b};
-    at_ = piece.end;
+    const Numel most(half_ / std::max(size_of(a.dtype), size_of(b.dtype)));
+    pieces_.push_back({pair_, at_, std::min({a.end, b.end, at_ + most}), &a, &b});
+    at_ = pieces_.back().end;
+    piece.bytes = half_ * 2;
+    return true;
+  }
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
+    const PairPiece& pair = pieces_.back();
+    std::vector<std::unique_ptr<io::Transfer>> reads;
+    reads.push_back(read(a_.file(pair.a->file), pair, *pair.a, a_of(pair, piece)));
+    reads.push_back(read(b_.file(pair.b->file), pair, *pair.b, b_of(pair, piece)));
+    return io::joined(std::move(reads));
+  }
+
+  // The one that was begun first.
+  PairPiece taken() {
+    const PairPiece piece = pieces_.front();
+    pieces_.pop_front();
     return piece;
+  }
+  static std::span<std::byte> a_of(const PairPiece& pair, const checkpoint::Piece& piece) {
+    return piece.content.first(bytes_of(pair.end - pair.begin, pair.a->dtype).size());
+  }
+  static std::span<std::byte> b_of(const PairPiece& pair, const checkpoint::Piece& piece) {
+    return piece.content.subspan(piece.content.size() / 2,
+                                 bytes_of(pair.end - pair.begin, pair.b->dtype).size());
   }
 
  private:
@@ -76,78 +103,52 @@ class PairPieces {
     while (runs[run].end <= at_) ++run;
     return runs[run];
   }
+  std::unique_ptr<io::Transfer> read(const io::File& file, const PairPiece& pair,
+                                     const ElementRun& run, std::span<std::byte> target) {
+    return io_.read(file, run.offset + bytes_of(pair.begin - run.begin, run.dtype), target);
+  }
 
+  const TensorSource& a_;
+  const TensorSource& b_;
   std::span<const ComparedTensor> pairs_;
-  Bytes buffer_;
+  io::IoEngine& io_;
+  Bytes half_;
   std::size_t pair_ = 0;
   std::size_t run_a_ = 0;
   std::size_t run_b_ = 0;
   Numel at_;
+  std::deque<PairPiece> pieces_;  // under way
 };
 
-class Comparer {
+class PairSink final : public checkpoint::Sink {
  public:
-  Comparer(const TensorSource& a, const TensorSource& b, std::span<ComparedTensor> pairs,
-           const ComparisonOptions& options, io::IoEngine& io,
-           const std::shared_ptr<memory::Ledger>& ledger)
-      : a_(a),
-        b_(b),
-        pairs_(pairs),
-        io_(io),
-        ring_a_(options.ring, ledger),
-        ring_b_(options.ring, ledger),
-        pieces_(pairs, options.ring.buffer_bytes),
-        under_way_(options.ring.buffers) {}
+  PairSink(PairSource& source, const TensorSource& a, const TensorSource& b,
+           std::span<ComparedTensor> pairs, Progress& progress)
+      : source_(source), a_(a), b_(b), pairs_(pairs), progress_(progress) {}
 
-  void run(Progress& progress) {
-    std::optional<PairPiece> next = pieces_.next();
-    for (std::size_t taken = 0, begun = 0;; ++taken) {
-      for (; next && begun - taken < under_way_.size(); ++begun, next = pieces_.next()) {
-        under_way_[begun % under_way_.size()] = *next;
-        begin(ring_a_, begun, *next, a_.file(next->a->file), *next->a);
-        begin(ring_b_, begun, *next, b_.file(next->b->file), *next->b);
-      }
-      if (taken == begun) return;
-      progress.add(take(taken));
-    }
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    const PairPiece pair = source_.taken();
+    ComparedTensor& compared = pairs_[pair.pair];
+    const auto a = PairSource::a_of(pair, piece);
+    const auto b = PairSource::b_of(pair, piece);
+    meter_.add(a, pair.a->dtype, b, pair.b->dtype, rounding_of(compared), pair.begin,
+               compared.difference);
+    progress_.add(Bytes(a.size() + b.size()));
+    return nullptr;
   }
 
  private:
-  static std::span<std::byte> place_of(BufferRing& ring, std::size_t turn, const PairPiece& piece,
-                                       const ElementRun& run) {
-    return ring.buffer(turn).first(bytes_of(piece.end - piece.begin, run.dtype).size());
-  }
-
-  void begin(BufferRing& ring, std::size_t turn, const PairPiece& piece, const io::File& file,
-             const ElementRun& run) {
-    const Bytes offset = run.offset + bytes_of(piece.begin - run.begin, run.dtype);
-    ring.started(turn, io_.read(file, offset, place_of(ring, turn, piece, run)));
-  }
-
-  Bytes take(std::size_t turn) {
-    const PairPiece& piece = under_way_[turn % under_way_.size()];
-    ComparedTensor& pair = pairs_[piece.pair];
-    const auto a = place_of(ring_a_, turn, piece, *piece.a);
-    const auto b = place_of(ring_b_, turn, piece, *piece.b);
-    meter_.add(a, piece.a->dtype, b, piece.b->dtype, rounding_of(pair), piece.begin,
-               pair.difference);
-    return Bytes(a.size() + b.size());
-  }
-
   // Masters become what the other side has.
   std::optional<DType> rounding_of(const ComparedTensor& pair) const {
     if (a_.is_training() == b_.is_training() || !is_floating(pair.a->dtype)) return std::nullopt;
     return a_.is_training() ? pair.b->dtype : pair.a->dtype;
   }
 
+  PairSource& source_;
   const TensorSource& a_;
   const TensorSource& b_;
   std::span<ComparedTensor> pairs_;
-  io::IoEngine& io_;
-  BufferRing ring_a_;
-  BufferRing ring_b_;
-  PairPieces pieces_;
-  std::vector<PairPiece> under_way_;  // by turn
+  Progress& progress_;
   DifferenceMeter meter_;
 };
 
@@ -185,7 +186,10 @@ Comparison compare(const TensorSource& a, const TensorSource& b, const Compariso
   comparison.top = options.top;
   comparison.tensors = match(a, b, comparison);
   Progress progress("comparing", bytes_to_read(comparison.tensors), console);
-  Comparer(a, b, comparison.tensors, options, io, ledger).run(progress);
+  checkpoint::TransferRing ring(options.ring, ledger);
+  PairSource source(a, b, comparison.tensors, io, ring.buffer_bytes());
+  PairSink sink(source, a, b, comparison.tensors, progress);
+  copy(source, sink, ring);
   std::ranges::stable_sort(comparison.tensors, [](const auto& one, const auto& other) {
     if ((one.difference.differing.value > 0) != (other.difference.differing.value > 0))
       return one.difference.differing.value > 0;

@@ -1,9 +1,9 @@
-// What differs between two checkpoints of either kind, as `strata diff` shows it: names, shapes,
+// The differences of two checkpoints of either kind, as `strata diff` shows them: names, shapes,
 // dtypes, and by how much values do. Where one is a training checkpoint and the other is not, the
 // fp32 masters of the one are rounded to the dtype that the other has, which says nothing of
 // dtypes then: so a checkpoint equals what was consolidated from it.
 //
-// Threads: one, beside those of the IoEngine. Memory: two rings, and two pieces in fp64. Errors: of
+// Threads: one, beside those of the IoEngine. Memory: a ring, and two pieces in fp64. Errors: of
 // TensorSource; UsageError where optimizer states are asked for that one of them cannot have.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/buffer_ring.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/cli/element_difference.h"
 #include "strata/cli/progress.h"
 #include "strata/cli/tensor_source.h"
@@ -21,9 +21,9 @@
 namespace strata::cli {
 
 struct ComparisonOptions {
-  std::size_t top = 20;  // so many of the tensors that differ are listed
-  bool kinds = false;    // also what optimizers keep
-  RingOptions ring;      // of each of the two
+  std::size_t top = 20;                       // the most tensors that are listed
+  bool kinds = false;                         // also what optimizers keep
+  checkpoint::RingOptions ring = {8, 8_MiB};  // half of a buffer is for each of the two
 };
 
 // A tensor of both.

@@ -7,9 +7,9 @@
 #include <filesystem>
 
 #include "strata/base/error.h"
-#include "strata/cli/checked_read.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/file_check.h"
+#include "strata/cli/inspection.h"
 #include "strata/cli/model_files.h"
 #include "strata/cli/text_table.h"
 #include "strata/format/message_text.h"
@@ -27,6 +27,98 @@ DType dtype_in(const format::ManifestTensor& tensor, const ConsolidationOptions&
   return options.dtype && is_floating(tensor.dtype) ? *options.dtype : tensor.dtype;
 }
 
+// Casts the elements of extents and writes them to where their tensors lie.
+class CastWriter final : public checkpoint::ExtentSink {
+ public:
+  CastWriter(std::span<const format::ManifestExtent> extents,
+             std::span<const std::optional<std::size_t>> place_of,
+             std::span<const format::TensorSpec> specs, format::ShardedWriter& writer,
+             checkpoint::TransferRing& ring, Progress& progress)
+      : ExtentSink(extents),
+        extents_(extents),
+        place_of_(place_of),
+        specs_(specs),
+        progress_(progress),
+        cast_(ring.buffer_bytes()),
+        write_(writer),
+        writing_(cast_, write_, ring) {}
+
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    progress_.add(piece.bytes);
+    return ExtentSink::take(piece);
+  }
+  void settle() override { writing_.drain(); }
+
+ private:
+  // `file` of a piece is a tensor of the writer, `offset` a byte of it.
+  class Cast final : public checkpoint::Source {
+   public:
+    explicit Cast(Bytes buffer) : buffer_(buffer) {}
+    void give(std::size_t tensor, DType dtype, Numel first, std::span<const std::byte> source,
+              DType source_dtype) {
+      tensor_ = tensor;
+      dtype_ = dtype;
+      first_ = first;
+      source_ = source;
+      source_dtype_ = source_dtype;
+    }
+    bool next(checkpoint::Piece& piece) override {
+      count_ = Numel(std::min<std::int64_t>(buffer_ / size_of(dtype_),
+                                            Bytes(source_.size()) / size_of(source_dtype_)));
+      piece.file = tensor_;
+      piece.offset = bytes_of(first_, dtype_);
+      piece.bytes = bytes_of(count_, dtype_);
+      return count_.value > 0;
+    }
+    std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
+      const auto part = source_.first(bytes_of(count_, source_dtype_).size());
+      if (dtype_ == source_dtype_) {
+        std::ranges::copy(part, piece.content.begin());
+      } else {
+        kernels::cast(piece.content.data(), dtype_, part.data(), source_dtype_, count_, nullptr);
+      }
+      source_ = source_.subspan(part.size());
+      first_ += count_;
+      return nullptr;
+    }
+
+   private:
+    Bytes buffer_;
+    std::size_t tensor_ = 0;
+    DType dtype_ = DType::kFloat32;
+    Numel first_;
+    Numel count_;
+    std::span<const std::byte> source_;
+    DType source_dtype_ = DType::kFloat32;
+  };
+  class Write final : public checkpoint::Sink {
+   public:
+    explicit Write(format::ShardedWriter& writer) : writer_(writer) {}
+    std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+      return writer_.write(piece.file, piece.offset, piece.content);
+    }
+
+   private:
+    format::ShardedWriter& writer_;
+  };
+
+  void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
+    const format::ManifestExtent& e = extents_[extent];
+    const std::size_t tensor = *place_of_[e.tensor];
+    cast_.give(tensor, specs_[tensor].dtype, e.begin + Numel(at / size_of(e.dtype)), bytes,
+               e.dtype);
+    writing_.pump();
+  }
+
+  std::span<const format::ManifestExtent> extents_;
+  std::span<const std::optional<std::size_t>> place_of_;
+  std::span<const format::TensorSpec> specs_;
+  Progress& progress_;
+  Cast cast_;
+  Write write_;
+  checkpoint::Pipeline writing_;
+};
+
 class Consolidation {
  public:
   Consolidation(const std::string& folder, const ConsolidationOptions& options, io::IoEngine& io,
@@ -35,7 +127,7 @@ class Consolidation {
         options_(options),
         io_(io),
         manifest_(format::read_manifest(folder)),
-        files_(open_checkpoint_files(folder, manifest_)),
+        files_(folder, manifest_),
         read_ring_(options.ring, ledger),
         write_ring_(options.ring, ledger) {
     place_of_.resize(manifest_.tensors.size());
@@ -53,7 +145,6 @@ class Consolidation {
     options.shard_max = options_.shard_max;
     writer_.emplace(out, specs_, io_, options);
     stream(console);
-    write_ring_.drain();
     writer_->finish();
     return report(out);
   }
@@ -79,10 +170,10 @@ class Consolidation {
         format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder_));
   }
 
-  std::vector<io::FileRange> ranges() const {
-    std::vector<io::FileRange> result;
+  std::vector<checkpoint::FileRange> ranges() const {
+    std::vector<checkpoint::FileRange> result;
     for (const format::ManifestExtent& extent : extents_) {
-      const Bytes end = extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
+      const Bytes end = checkpoint::end_of(extent);
       const bool near = !result.empty() && result.back().file == extent.file &&
                         result.back().offset + result.back().bytes + kGapRead >= extent.offset;
       if (near) {
@@ -91,76 +182,32 @@ class Consolidation {
         result.push_back({extent.file, extent.offset, end - extent.offset});
       }
     }
-    return options_.verify ? whole_blocks(result, manifest_.files) : result;
+    return options_.verify ? checkpoint::whole_blocks(result, manifest_.files) : result;
   }
 
   void stream(Console& console) {
-    const std::vector<io::FileRange> wanted = ranges();
+    const std::vector<checkpoint::FileRange> wanted = ranges();
     Bytes total;
-    for (const io::FileRange& range : wanted) total += range.bytes;
+    for (const checkpoint::FileRange& range : wanted) total += range.bytes;
     Progress progress("consolidating", total, console);
-    CheckedReading reading;
-    for (const io::File& file : files_) reading.files.push_back(&file);
-    reading.sums = manifest_.files;
-    reading.ranges = wanted;
-    reading.verify = options_.verify;
-    reading.take = [&](std::size_t file, Bytes offset, std::span<const std::byte> bytes) {
-      take(file, offset, bytes);
-      progress.add(Bytes(bytes.size()));
-    };
-    reading.wrong = [&](const WrongRange& wrong) { fail(wrong); };
-    read_checked(reading, io_, read_ring_);
+    const std::vector<checkpoint::ReadableFile> ways = files_.readable();
+    const checkpoint::Verification verify{
+        manifest_.files, options_.verify,
+        [&](const checkpoint::WrongRange& wrong) { fail(wrong); }};
+    checkpoint::RangeSource source(ways, wanted, io_, read_ring_.buffer_bytes(),
+                                   {.aligned = 16_B, .verify = &verify});
+    CastWriter sink(extents_, place_of_, specs_, *writer_, write_ring_, progress);
+    copy(source, sink, read_ring_);
   }
 
-  [[noreturn]] void fail(const WrongRange& wrong) const {
+  [[noreturn]] void fail(const checkpoint::WrongRange& wrong) const {
     const Finding finding{manifest_.files[wrong.file].name, ByteRange{wrong.begin, wrong.end},
-                          owners_of(manifest_, wrong.file, {wrong.begin, wrong.end}),
+                          checkpoint::owners_of(manifest_, wrong.file, wrong.begin, wrong.end),
                           wrong.problem};
     throw FormatError(
         fmt::format("a checkpoint is damaged, and nothing was written: {}; `strata inspect "
                     "--verify` lists all that is wrong: path={}",
                     text_of(finding), folder_));
-  }
-
-  // The extents of a piece. Pieces come in order, and end between elements.
-  void take(std::size_t file, Bytes offset, std::span<const std::byte> bytes) {
-    const Bytes stop = offset + Bytes(bytes.size());
-    for (; next_ < extents_.size(); ++next_) {
-      const format::ManifestExtent& extent = extents_[next_];
-      const Bytes end = extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
-      if (extent.file != file || extent.offset >= stop) return;
-      const Bytes from = std::max(extent.offset, offset);
-      const Bytes to = std::min(end, stop);
-      const Bytes size = size_of(extent.dtype);
-      write(extent, extent.begin + Numel((from - extent.offset) / size),
-            bytes.subspan((from - offset).size(), (to - from).size()));
-      if (end > stop) return;
-    }
-  }
-
-  void write(const format::ManifestExtent& extent, Numel first, std::span<const std::byte> source) {
-    const std::size_t tensor = *place_of_[extent.tensor];
-    const DType dtype = specs_[tensor].dtype;
-    const std::int64_t most = write_ring_.buffer_bytes() / size_of(dtype);
-    std::int64_t left = Bytes(source.size()) / size_of(extent.dtype);
-    while (left > 0) {
-      const Numel count(std::min(left, most));
-      const auto target = write_ring_.buffer(turn_).first(bytes_of(count, dtype).size());
-      copy(target, dtype, source, extent.dtype, count);
-      write_ring_.started(turn_++, writer_->write(tensor, bytes_of(first, dtype), target));
-      source = source.subspan(bytes_of(count, extent.dtype).size());
-      first += count;
-      left -= count.value;
-    }
-  }
-
-  static void copy(std::span<std::byte> target, DType target_dtype,
-                   std::span<const std::byte> source, DType source_dtype, Numel count) {
-    if (target_dtype == source_dtype) {
-      std::ranges::copy(source.first(target.size()), target.begin());
-    } else {
-      kernels::cast(target.data(), target_dtype, source.data(), source_dtype, count, nullptr);
-    }
   }
 
   Consolidated report(const std::string& out) const {
@@ -184,16 +231,14 @@ class Consolidation {
   const ConsolidationOptions& options_;
   io::IoEngine& io_;
   format::Manifest manifest_;
-  std::vector<io::File> files_;
+  checkpoint::CheckpointFiles files_;
   std::vector<std::optional<std::size_t>> place_of_;  // by the manifest's tensor, in specs_
   std::vector<format::TensorSpec> specs_;
   std::vector<format::ManifestExtent> extents_;  // that are written, by file and offset
-  std::size_t next_ = 0;                         // of extents_
   std::optional<format::ShardedWriter> writer_;
   // Transfers end before the writer does.
-  BufferRing read_ring_;
-  BufferRing write_ring_;
-  std::size_t turn_ = 0;  // of write_ring_
+  checkpoint::TransferRing read_ring_;
+  checkpoint::TransferRing write_ring_;
 };
 
 }  // namespace

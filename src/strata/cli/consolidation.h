@@ -1,8 +1,8 @@
 // Turns a training checkpoint into a Hugging Face folder: the values of parameters and of
 // persistent buffers, each once, in files that transformers loads. Reads the checkpoint's files
 // from front to back, checks every block on the way, casts, and writes each piece to where its
-// tensor lies. What OUT held before stays until all of it is written and was what its checksums
-// say.
+// tensor lies. The former content of OUT stays until all of it is written and was what its
+// checksums say.
 //
 // Threads: one, beside those of the IoEngine. Memory: two rings, whatever the model's size; and the
 // manifest. Errors: FormatError of a checkpoint that is damaged (names file, bytes and tensor);
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/buffer_ring.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/cli/progress.h"
 #include "strata/format/manifest.h"
 #include "strata/format/sharded_writer.h"
@@ -27,7 +27,7 @@ struct ConsolidationOptions {
   std::optional<DType> dtype;  // of all floating tensors; absent: in which the model computes
   Bytes shard_max = 5'000'000'000_B;
   bool verify = true;
-  RingOptions ring;  // of each of the two
+  checkpoint::RingOptions ring = {8, 4_MiB};  // of each of the two
 };
 
 struct Consolidated {

@@ -7,6 +7,8 @@
 #include <array>
 #include <utility>
 
+#include "strata/base/error.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/cli/text_table.h"
 #include "strata/format/message_text.h"
 #include "strata/format/tensor_info.h"
@@ -16,8 +18,9 @@ namespace {
 
 using Json = nlohmann::json;
 
+constexpr checkpoint::RingOptions kStreaming{8, 4_MiB};
 constexpr std::size_t kFilesShown = 32;
-// What a checkpoint's training record has for everybody to see.
+// Members of a checkpoint's training record that are shown.
 constexpr std::array<const char*, 5> kTrainingKeys{"global_steps", "micro_steps", "skipped_steps",
                                                    "loss_scale", "written_by"};
 
@@ -136,7 +139,78 @@ Json json_of(const Finding& finding) {
   return json;
 }
 
+// Files of the manifest that are there, inside the folder and as long as they were.
+std::vector<std::optional<io::File>> open_files(const std::string& folder,
+                                                const format::Manifest& manifest,
+                                                std::vector<Finding>& findings) {
+  std::vector<std::optional<io::File>> files(manifest.files.size());
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    try {
+      files[i].emplace(checkpoint::open_file(folder, manifest.files[i]));
+    } catch (const Error& error) {
+      findings.push_back({manifest.files[i].name, std::nullopt, {}, error.what()});
+    }
+  }
+  return files;
+}
+
+// Reads every byte of the files. Wrong blocks beside each other are one finding.
+void verify(std::span<const std::optional<io::File>> files, const format::Manifest& manifest,
+            io::IoEngine& io, const std::shared_ptr<memory::Ledger>& ledger, Console& console,
+            std::vector<Finding>& findings) {
+  std::vector<checkpoint::ReadableFile> ways;
+  std::vector<checkpoint::FileRange> ranges;
+  Bytes total;
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    ways.push_back({files[i] ? &*files[i] : nullptr, nullptr});
+    if (!files[i]) continue;
+    ranges.push_back({i, Bytes(), manifest.files[i].bytes});
+    total += manifest.files[i].bytes;
+  }
+  std::vector<checkpoint::WrongRange> found;
+  const checkpoint::Verification verification{
+      manifest.files, true, [&](const checkpoint::WrongRange& wrong) {
+        const bool follows = !found.empty() && found.back().file == wrong.file &&
+                             found.back().end == wrong.begin &&
+                             found.back().problem == wrong.problem;
+        if (follows) {
+          found.back().end = wrong.end;
+        } else {
+          found.push_back(wrong);
+        }
+      }};
+  Progress progress("verifying", total, console);
+  class Count final : public checkpoint::Sink {
+   public:
+    explicit Count(Progress& shown) : shown_(shown) {}
+    std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+      shown_.add(piece.bytes);
+      return nullptr;
+    }
+
+   private:
+    Progress& shown_;
+  } sink(progress);
+  checkpoint::TransferRing ring(kStreaming, ledger);
+  checkpoint::RangeSource source(ways, ranges, io, ring.buffer_bytes(),
+                                 {.aligned = 16_B, .verify = &verification});
+  copy(source, sink, ring);
+  for (const checkpoint::WrongRange& wrong : found)
+    findings.push_back({manifest.files[wrong.file].name, ByteRange{wrong.begin, wrong.end},
+                        checkpoint::owners_of(manifest, wrong.file, wrong.begin, wrong.end),
+                        wrong.problem});
+}
+
 }  // namespace
+
+std::string text_of(const Finding& finding) {
+  if (!finding.range) return finding.problem;
+  return fmt::format("file {}: bytes [{}, {}): {}; they belong to {}",
+                     format::in_quotes(finding.file), finding.range->begin.value,
+                     finding.range->end.value, finding.problem,
+                     finding.tensors.empty() ? "the header or the space between tensors"
+                                             : format::first_ten(finding.tensors));
+}
 
 Inspection count_contents(const format::Manifest& manifest) {
   Inspection result;
@@ -163,14 +237,14 @@ Inspection count_contents(const format::Manifest& manifest) {
   return result;
 }
 
-Inspection inspect(const std::string& path, bool verify, io::IoEngine& io,
+Inspection inspect(const std::string& path, bool every_byte, io::IoEngine& io,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
   ChosenCheckpoint folder = choose_checkpoint(path);
   const format::Manifest manifest = format::read_manifest(folder.path);
   Inspection result = count_contents(manifest);
-  result.verified = verify;
-  result.findings = verify ? verify_files(folder.path, manifest, io, ledger, console)
-                           : check_files(folder.path, manifest);
+  result.verified = every_byte;
+  const auto files = open_files(folder.path, manifest, result.findings);
+  if (every_byte) verify(files, manifest, io, ledger, console, result.findings);
   result.folder = std::move(folder);
   return result;
 }

@@ -1,19 +1,41 @@
-// What is in a training checkpoint, as `strata inspect` shows it: where it comes from, what was
-// saved of how many tensors, in which files, and what is wrong with them. Values; pure but for
-// inspect(), which reads the manifest and, if asked to, everything. Errors: of chosen_checkpoint.h.
+// The content of a training checkpoint, as `strata inspect` shows it: where it comes from, what was
+// saved of how many tensors, in which files, and what is wrong with them: everything that is wrong
+// is found, not only the first. Values; pure but for inspect(), which reads the manifest and, if
+// asked to, everything, through a TransferRing. Errors: of chosen_checkpoint.h.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/file_check.h"
+#include "strata/cli/progress.h"
+#include "strata/format/manifest.h"
+#include "strata/io/io_engine.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::cli {
+
+struct ByteRange {
+  Bytes begin;
+  Bytes end;
+  bool operator==(const ByteRange&) const = default;
+};
+
+// A problem of a file.
+struct Finding {
+  std::string file;
+  std::optional<ByteRange> range;    // absent: the file as a whole
+  std::vector<std::string> tensors;  // that the range touches, by checkpoint::owners_of()
+  std::string problem;
+};
+
+// One line: the file, the range, what is wrong, and the tensors.
+std::string text_of(const Finding& finding);
 
 // How many tensors of a role there are, and of how many elements.
 struct TensorCount {
@@ -23,7 +45,7 @@ struct TensorCount {
   std::map<std::string, std::size_t> dtypes;  // that the model computes in: tensors of each
 };
 
-// What the files hold of a kind.
+// The elements of one kind in the files.
 struct KindCount {
   std::string kind;
   std::map<std::string, Numel> stored_as;  // elements by dtype
@@ -54,8 +76,7 @@ struct Inspection {
 // Counts; looks at no file.
 Inspection count_contents(const format::Manifest& manifest);
 
-// `verify`: reads every byte.
-Inspection inspect(const std::string& path, bool verify, io::IoEngine& io,
+Inspection inspect(const std::string& path, bool every_byte, io::IoEngine& io,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console);
 
 std::string text_of(const Inspection& inspection);

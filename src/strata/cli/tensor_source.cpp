@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/cli/chosen_checkpoint.h"
 #include "strata/cli/natural_order.h"
 
@@ -51,7 +52,8 @@ void TensorSource::open_training(const std::string& path, bool kinds) {
   is_training_ = true;
   path_ = choose_checkpoint(path).path;
   const format::Manifest manifest = format::read_manifest(path_);
-  files_ = open_checkpoint_files(path_, manifest);
+  for (const format::ManifestFile& file : manifest.files)
+    files_.push_back(checkpoint::open_file(path_, file));
   for (const io::File& file : files_) open_.push_back(&file);
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind
   const auto add = [&](std::size_t t, std::size_t k) {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "strata/engine/checkpoint/async_saver.h"
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/ring.h"
+#include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/engine/optimize/staging_need.h"
 #include "strata/forecast/dry_device.h"
@@ -61,7 +61,7 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   }
   // A checkpoint is loaded, or saved at once, beside all of that.
   const std::unique_ptr<device::HostMemory> ring =
-      device->allocate_host(engine::StagingRing::room({}), memory::Kind::kStaging);
+      device->allocate_host(checkpoint::TransferRing::room({}), memory::Kind::kStaging);
   MemoryForecast forecast;
   const memory::Ledger& ledger = *device->ledger();
   for (int k = 0; k < memory::kKindCount; ++k) {

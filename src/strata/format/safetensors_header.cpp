@@ -5,12 +5,13 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/header_scanner.h"
+#include "strata/format/json_scanner.h"
 #include "strata/format/message_text.h"
 
 namespace strata::format {
 namespace {
 
+constexpr JsonSubject kHeader{"the header of a safetensors file", "is broken", "header"};
 constexpr std::string_view kMetadataKey = "__metadata__";
 
 // An entry as the header has it: offsets count from the start of the data.
@@ -30,7 +31,7 @@ template <typename... Args>
                                 fmt::format(problem, std::forward<Args>(args)...), path));
 }
 
-DType read_dtype(HeaderScanner& scanner, const Entry& entry, std::string_view path) {
+DType read_dtype(JsonScanner& scanner, const Entry& entry, std::string_view path) {
   const std::string name = scanner.string("a dtype in quotes");
   const std::optional<DType> dtype = dtype_from_safetensors(name);
   if (!dtype) {
@@ -42,7 +43,7 @@ DType read_dtype(HeaderScanner& scanner, const Entry& entry, std::string_view pa
   return *dtype;
 }
 
-std::vector<std::int64_t> read_shape(HeaderScanner& scanner, const Entry& entry,
+std::vector<std::int64_t> read_shape(JsonScanner& scanner, const Entry& entry,
                                      std::string_view path) {
   std::vector<std::int64_t> shape;
   scanner.array("a shape in brackets", [&] {
@@ -54,7 +55,7 @@ std::vector<std::int64_t> read_shape(HeaderScanner& scanner, const Entry& entry,
   return shape;
 }
 
-void read_offsets(HeaderScanner& scanner, Entry& entry, std::string_view path) {
+void read_offsets(JsonScanner& scanner, Entry& entry, std::string_view path) {
   std::size_t count = 0;
   scanner.array("data_offsets in brackets", [&] {
     if (count == 2) fail(path, entry.name, "data_offsets has more than two numbers");
@@ -65,7 +66,7 @@ void read_offsets(HeaderScanner& scanner, Entry& entry, std::string_view path) {
   }
 }
 
-Entry read_entry(HeaderScanner& scanner, std::string name, std::string_view path) {
+Entry read_entry(JsonScanner& scanner, std::string name, std::string_view path) {
   Entry entry;
   entry.name = std::move(name);
   bool dtype_seen = false;
@@ -203,7 +204,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_byt
                                            std::string_view path) {
   const Bytes data_begin = kHeaderLengthBytes + Bytes(json.size());
   STRATA_ASSERT(data_begin <= file_bytes);
-  HeaderScanner scanner(json, path);
+  JsonScanner scanner(json, path, kHeader);
   if (json.empty() || json.front() != '{') scanner.fail("it does not begin with '{'");
   SafetensorsHeader header;
   std::vector<Entry> entries;

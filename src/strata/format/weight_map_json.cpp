@@ -4,12 +4,11 @@
 #include <cstddef>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
-#include <set>
 #include <span>
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/format/json_scanner.h"
 #include "strata/format/message_text.h"
 #include "strata/io/file.h"
 #include "strata/io/pending_range.h"
@@ -17,7 +16,7 @@
 namespace strata::format {
 namespace {
 
-using Json = nlohmann::json;
+constexpr JsonSubject kIndex{"an index of a checkpoint", "is not valid JSON", "index"};
 
 std::string read_text(const std::string& path) {
   const io::File file(path, io::File::Mode::kRead);
@@ -42,112 +41,68 @@ bool stays_in_folder(const std::string& file) {
   return true;
 }
 
-// Takes the map out of the text as it is parsed: with tens of thousands of tensors a tree of the
-// library's, and a set of its keys, would take longer than all headers of the files.
-class MapReader final : public nlohmann::json_sax<Json> {
- public:
-  explicit MapReader(const std::string& path) : path_(path) {}
+[[noreturn]] void fail_without_map(const std::string& path) {
+  throw FormatError(
+      fmt::format("an index of a checkpoint has no object 'weight_map' that names each tensor's "
+                  "file: path={}",
+                  path));
+}
 
-  WeightFiles take() {
-    if (!found_) {
-      throw FormatError(
-          fmt::format("an index of a checkpoint has no object 'weight_map' that names each "
-                      "tensor's file: path={}",
-                      path_));
+// Takes the map out of the text while it is scanned: with tens of thousands of tensors a tree, and
+// a set of its keys, would take longer than all headers of the files.
+class MapReader {
+ public:
+  MapReader(std::string_view text, const std::string& path)
+      : path_(path), scanner_(text, path, kIndex) {}
+
+  WeightFiles run() {
+    bool found = false;
+    if (scanner_.kind() == "object") {
+      scanner_.distinct_object("an object", [&](const std::string& key) {
+        const bool map = key == "weight_map" && scanner_.kind() == "object";
+        found = found || map;
+        if (map) {
+          scanner_.object("an object", [&](std::string tensor) { add(std::move(tensor)); });
+        } else {
+          scanner_.skip_value();
+        }
+      });
+    } else {
+      scanner_.skip_value();
     }
+    scanner_.end();
+    if (!found) fail_without_map(path_);
     if (files_.tensors.empty()) {
       throw FormatError(fmt::format(
           "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path_));
     }
-    if (!std::ranges::is_sorted(files_.tensors, {}, &WeightFiles::Entry::tensor))
-      std::ranges::sort(files_.tensors, {}, &WeightFiles::Entry::tensor);
-    const auto twice = std::ranges::adjacent_find(files_.tensors, {}, &WeightFiles::Entry::tensor);
-    if (twice != files_.tensors.end()) fail_twice(twice->tensor);
-    put_files_in_order();
+    put_in_order();
     return std::move(files_);
   }
 
-  bool null() override { return value("null"); }
-  bool boolean(bool) override { return value("boolean"); }
-  bool number_integer(number_integer_t) override { return value("number"); }
-  bool number_unsigned(number_unsigned_t) override { return value("number"); }
-  bool number_float(number_float_t, const string_t&) override { return value("number"); }
-  bool binary(binary_t&) override { return value("binary"); }
-  bool string(string_t& text) override {
-    if (depth_ != kInMap || !in_map_) return true;
-    const std::size_t file = number_of(text);
-    files_.tensors.push_back({std::move(tensor_), file});
-    return true;
-  }
-  bool start_array(std::size_t) override {
-    value("array");
-    ++depth_;
-    return true;
-  }
-  bool end_array() override {
-    --depth_;
-    return true;
-  }
-  bool start_object(std::size_t) override {
-    if (depth_ == 1 && last_key_ == "weight_map") {
-      in_map_ = true;
-      found_ = true;
-    }
-    if (depth_ == kInMap) value("object");
-    ++depth_;
-    keys_.emplace_back();
-    return true;
-  }
-  bool end_object() override {
-    --depth_;
-    keys_.pop_back();
-    if (depth_ == 1) in_map_ = false;
-    return true;
-  }
-  // The library keeps the last of two equal keys; here that is an error, since another reader may
-  // keep the first and load other weights.
-  bool key(string_t& key) override {
-    if (depth_ == kInMap && in_map_) {
-      tensor_ = std::move(key);
-      return true;
-    }
-    if (!keys_.back().insert(key).second) fail_twice(key);
-    if (depth_ == 1) last_key_ = std::move(key);
-    return true;
-  }
-  bool parse_error(std::size_t, const std::string&, const Json::exception& error) override {
-    throw FormatError(
-        fmt::format("an index of a checkpoint is not valid JSON: path={} {}", path_, error.what()));
-  }
-
  private:
-  static constexpr int kInMap = 2;  // open objects and arrays around a member of the map
-
-  [[noreturn]] void fail_twice(std::string_view key) const {
-    throw FormatError(fmt::format("an index of a checkpoint has a key twice: path={} key={}", path_,
-                                  in_quotes(key)));
-  }
-
-  // One that is no string.
-  bool value(std::string_view kind) const {
-    if (depth_ != kInMap || !in_map_) return true;
-    throw FormatError(
-        fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
-                    "wanted=a string found={}",
-                    path_, in_quotes(tensor_), kind));
-  }
-
-  std::size_t number_of(const std::string& file) {
+  void add(std::string tensor) {
+    if (const std::string_view kind = scanner_.kind(); kind != "string") {
+      throw FormatError(
+          fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
+                      "wanted=a string found={}",
+                      path_, in_quotes(tensor), kind));
+    }
+    const std::string file = scanner_.string("a file");
     const auto [known, is_new] = number_of_file_.emplace(file, number_of_file_.size());
     if (is_new && !stays_in_folder(file)) {
       throw FormatError(fmt::format(
           "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
-          path_, in_quotes(tensor_), in_quotes(file)));
+          path_, in_quotes(tensor), in_quotes(file)));
     }
-    return known->second;
+    files_.tensors.push_back({std::move(tensor), known->second});
   }
 
-  void put_files_in_order() {
+  void put_in_order() {
+    if (!std::ranges::is_sorted(files_.tensors, {}, &WeightFiles::Entry::tensor))
+      std::ranges::sort(files_.tensors, {}, &WeightFiles::Entry::tensor);
+    const auto twice = std::ranges::adjacent_find(files_.tensors, {}, &WeightFiles::Entry::tensor);
+    if (twice != files_.tensors.end()) scanner_.fail_twice(twice->tensor);
     std::vector<std::size_t> place(number_of_file_.size());
     for (const auto& [file, number] : number_of_file_) {
       place[number] = files_.files.size();
@@ -157,23 +112,16 @@ class MapReader final : public nlohmann::json_sax<Json> {
   }
 
   const std::string& path_;
+  JsonScanner scanner_;
   WeightFiles files_;
-  std::map<std::string, std::size_t> number_of_file_;  // as they came
-  std::string last_key_;                               // of the outermost object
-  std::string tensor_;
-  std::vector<std::set<std::string>> keys_;  // of open objects; the map's are in files_
-  int depth_ = 0;                            // open objects and arrays
-  bool in_map_ = false;
-  bool found_ = false;
+  std::map<std::string, std::size_t> number_of_file_;  // in the order of their first tensors
 };
 
 }  // namespace
 
 WeightFiles read_weight_map_json(const std::string& path) {
   const std::string text = read_text(path);
-  MapReader reader(path);
-  Json::sax_parse(text, &reader);
-  return reader.take();
+  return MapReader(text, path).run();
 }
 
 }  // namespace strata::format

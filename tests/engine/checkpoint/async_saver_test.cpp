@@ -1,12 +1,11 @@
 // The memory of saves beside training.
-#include "strata/engine/checkpoint/async_saver.h"
-
 #include <gmock/gmock.h>
 
 #include <utility>
 
 #include "engine/checkpoint/training_ranks.h"
 #include "io/temporary_folder.h"
+#include "strata/engine/checkpoint/training_saver.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::engine {

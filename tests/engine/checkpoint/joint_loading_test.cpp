@@ -22,7 +22,7 @@ using ::testing::IsEmpty;
 using testing::on_ranks;
 using testing::RankModel;
 
-constexpr StagingOptions kSmallRing{2, 4_KiB};
+constexpr checkpoint::RingOptions kSmallRing{2, 4_KiB};
 
 LoadedBytes load(RankModel& rank, const format::CheckpointIndex& checkpoint) {
   const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), checkpoint.path());
@@ -131,41 +131,41 @@ TEST(JointLoadingErrors, APinnedUnitIsRefusedOnEveryRankBeforeAnythingIsStored) 
   EXPECT_THAT(outcomes, Each(""));
 }
 
-class PlanMeetings : public ::testing::Test {
+class PlanGatherPoints : public ::testing::Test {
  protected:
-  PlanMeetings() { testing::write_checkpoint(folder_ / "model.safetensors", DType::kFloat32); }
+  PlanGatherPoints() { testing::write_checkpoint(folder_ / "model.safetensors", DType::kFloat32); }
 
   // (units) by meeting, of the map's parameters `params`.
-  std::vector<std::vector<int>> meetings(RankModel& rank, std::vector<int> params, Bytes enough) {
+  std::vector<std::vector<int>> points(RankModel& rank, std::vector<int> params, Bytes enough) {
     const format::CheckpointIndex checkpoint(folder_ / "model.safetensors");
     std::vector<format::ParamSources> sources;
     for (const int param : params)
       sources.push_back(whole_tensors(rank.params)[static_cast<std::size_t>(param)]);
     const format::WeightMap map(sources, checkpoint.tensors(), checkpoint.path());
     std::vector<std::vector<int>> units;
-    for (const Meeting& meeting : plan_meetings(rank.model->weights(), map, params, enough))
-      units.push_back(meeting.units);
+    for (const GatherPoint& point : plan_gather_points(rank.model->weights(), map, params, enough))
+      units.push_back(point.units);
     return units;
   }
 
   testing::TemporaryFolder folder_;
 };
 
-TEST_F(PlanMeetings, LeaveOutTheLastUnitsAndThoseThatAreNotWholeInTheMap) {
+TEST_F(PlanGatherPoints, LeaveOutTheLastUnitsAndThoseThatAreNotWholeInTheMap) {
   const auto outcomes = on_ranks(1, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kFloat32, 2);
-    EXPECT_THAT(meetings(rank, {0, 1, 2, 3, 4}, 1_B), ElementsAre(ElementsAre(0)));
-    EXPECT_THAT(meetings(rank, {0, 1, 2, 3, 4}, 1_MiB), IsEmpty());
-    EXPECT_THAT(meetings(rank, {0, 1, 3, 4}, 1_B), IsEmpty());
-    EXPECT_THAT(meetings(rank, {}, 1_B), IsEmpty());
+    EXPECT_THAT(points(rank, {0, 1, 2, 3, 4}, 1_B), ElementsAre(ElementsAre(0)));
+    EXPECT_THAT(points(rank, {0, 1, 2, 3, 4}, 1_MiB), IsEmpty());
+    EXPECT_THAT(points(rank, {0, 1, 3, 4}, 1_B), IsEmpty());
+    EXPECT_THAT(points(rank, {}, 1_B), IsEmpty());
   });
   EXPECT_THAT(outcomes, Each(""));
 }
 
-TEST_F(PlanMeetings, AreNoneWhereAllUnitsAreSharded) {
+TEST_F(PlanGatherPoints, AreNoneWhereAllUnitsAreSharded) {
   const auto outcomes = on_ranks(2, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kFloat32, 3);
-    EXPECT_THAT(meetings(rank, {0, 1, 2, 3, 4}, 1_B), IsEmpty());
+    EXPECT_THAT(points(rank, {0, 1, 2, 3, 4}, 1_B), IsEmpty());
   });
   EXPECT_THAT(outcomes, Each(""));
 }

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "engine/checkpoint/training_ranks.h"
-#include "strata/engine/checkpoint/async_saver.h"
 #include "strata/engine/checkpoint/training_saver.h"
 
 namespace strata::testing {

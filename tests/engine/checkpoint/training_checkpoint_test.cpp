@@ -25,7 +25,7 @@ using testing::message_of;
 using testing::TrainedRank;
 
 // Ring buffers of one block of checksums: small models are cut, too, where they are larger.
-constexpr StagingOptions kStaging{3, 1_MiB};
+constexpr checkpoint::RingOptions kStaging{3, 1_MiB};
 
 SaveRequest request_for(const std::string& folder, const std::string& tag) {
   SaveRequest request;

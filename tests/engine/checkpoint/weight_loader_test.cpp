@@ -24,12 +24,13 @@ using ::testing::HasSubstr;
 using testing::masters_of;
 using testing::RankModel;
 
-constexpr StagingOptions kSmallRing{2, 4_KiB};
+constexpr checkpoint::RingOptions kSmallRing{2, 4_KiB};
 // Buffers of two blocks of direct reads, so that some batches begin and end within blocks.
-constexpr StagingOptions kBlockRing{3, 8_KiB};
+constexpr checkpoint::RingOptions kBlockRing{3, 8_KiB};
 
-Bytes load(RankModel& rank, const std::string& path, const StagingOptions& staging = kSmallRing,
-           io::ReadWay way = io::ReadWay::kAuto) {
+Bytes load(RankModel& rank, const std::string& path,
+           const checkpoint::RingOptions& staging = kSmallRing,
+           checkpoint::ReadWay way = checkpoint::ReadWay::kAuto) {
   Bytes read;
   together(*rank.collectives, "reading the weights", [&] {
     const format::CheckpointIndex checkpoint(path);
@@ -92,12 +93,14 @@ TEST_P(WeightLoaderWays, GiveTheSameBits) {
   testing::write_checkpoint(path, DType::kFloat32);
   shift_data(path, shift);
   const auto outcomes = testing::on_ranks(world, [&](const auto& ranks) {
-    for (const io::ReadWay way : {io::ReadWay::kBuffered, io::ReadWay::kDirect}) {
+    for (const checkpoint::ReadWay way :
+         {checkpoint::ReadWay::kBuffered, checkpoint::ReadWay::kDirect}) {
       RankModel rank(ranks, dtype, 3);
       load(rank, path, kBlockRing, way);
       const auto& reading = rank.model->init_report().reading();
       ASSERT_TRUE(reading.has_value());
-      EXPECT_EQ(reading->direct, way == io::ReadWay::kDirect && reading->figures.direct_offered);
+      EXPECT_EQ(reading->direct,
+                way == checkpoint::ReadWay::kDirect && reading->figures.direct_offered);
       for (std::size_t p = 0; p < rank.params.size(); ++p) {
         EXPECT_EQ(rank.values(static_cast<int>(p)),
                   testing::expected_bytes(p, rank.params[p].numel(), dtype))
@@ -126,8 +129,8 @@ TEST(WeightLoaderWay, SystemsThatRefuseDirectTransfersAreReadThroughTheCache) {
     const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
     io::ThreadEngine io({.threads = 2, .piece = 5000_B, .queue_max = 4}, calls);
     const std::vector<int> params = all_params(rank);
-    load_weights(*rank.model,
-                 {checkpoint.open_files(), map, params, io, kBlockRing, io::ReadWay::kDirect});
+    load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kBlockRing,
+                               checkpoint::ReadWay::kDirect});
     rank.model->weights_changed();
     EXPECT_EQ(calls->direct_bytes(), 0_B);
     EXPECT_EQ(calls->direct_calls() > 0, rank.model->init_report().reading()->direct);
@@ -142,7 +145,7 @@ TEST(WeightLoaderWay, BuffersOfLessThanTwoBlocksAreFilledThroughTheCache) {
   testing::write_checkpoint(path, DType::kFloat32);
   const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kFloat32, 3);
-    load(rank, path, kSmallRing, io::ReadWay::kDirect);
+    load(rank, path, kSmallRing, checkpoint::ReadWay::kDirect);
     EXPECT_FALSE(rank.model->init_report().reading()->direct);
   });
   EXPECT_THAT(outcomes, Each(""));
@@ -156,15 +159,15 @@ std::vector<int> begun_before_places(RankModel& rank, const std::string& path,
   io::ThreadEngine io;
   int begun = 0;
   std::vector<int> before;
-  const Halts halts{.places = {{0, Bytes()}, {0, 600_B}, {1, Bytes()}},
-                    .reached = [&](std::size_t) { before.push_back(begun); },
-                    .begun = [&] { ++begun; }};
-  load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kSmallRing}, halts);
+  const checkpoint::SyncPoints points{.places = {{0, Bytes()}, {0, 600_B}, {1, Bytes()}},
+                                      .reached = [&](std::size_t) { before.push_back(begun); },
+                                      .begun = [&] { ++begun; }};
+  load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kSmallRing}, &points);
   before.push_back(begun);
   return before;
 }
 
-TEST(WeightLoaderHalts, ALoadBeginsOnceAndBeforeItReachesAnyPlace) {
+TEST(WeightLoaderSyncPoints, ALoadBeginsOnceAndBeforeItReachesAnyPlace) {
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
   testing::write_checkpoint(path, DType::kFloat32);
@@ -298,7 +301,7 @@ TEST(WeightLoaderRing, ThatIsKeptServesTheNextLoadAlsoAfterOneThatFailed) {
     std::filesystem::resize_file(cut, 4096);
     io::ThreadEngine io;
     const std::vector<int> params = all_params(rank);
-    std::optional<StagingRing> ring;
+    std::optional<checkpoint::TransferRing> ring;
     const auto load_from = [&](const format::CheckpointIndex& index) {
       const format::WeightMap map(whole_tensors(rank.params), index.tensors(), index.path());
       LoadSource source{index.open_files(), map, params, io, kSmallRing};
@@ -307,7 +310,7 @@ TEST(WeightLoaderRing, ThatIsKeptServesTheNextLoadAlsoAfterOneThatFailed) {
     };
     EXPECT_THROW(load_from(damaged), IoError);
     EXPECT_GT(load_from(checkpoint).read, Bytes());
-    EXPECT_EQ(load_from(checkpoint).way, io::ReadWay::kBuffered) << "buffers are too small";
+    EXPECT_EQ(load_from(checkpoint).way, checkpoint::ReadWay::kBuffered) << "buffers are too small";
     EXPECT_EQ(rank.device->ledger()->peak(memory::Tier::kHost), 8_KiB) << "one ring";
     rank.model->weights_changed();
     for (std::size_t p = 0; p < rank.params.size(); ++p) {

@@ -13,7 +13,7 @@ namespace strata::engine {
 namespace {
 
 constexpr std::string_view kReading = "reading the weights";
-constexpr std::int64_t kMeetings = 8;  // each costs what ranks are apart
+constexpr std::int64_t kSyncPoints = 8;  // each costs the skew between ranks
 
 // Whole units of which the map has every parameter, by the places at which they end.
 std::vector<std::pair<format::FilePlace, int>> whole_units_by_end(const Weights& weights,
@@ -45,51 +45,51 @@ Bytes whole_bytes(const Weights& weights) {
   return bytes;
 }
 
-LoadedBytes load_with_meetings(Engine& engine, const LoadSource& source, Bytes enough,
-                               const std::function<void()>& meet) {
+LoadedBytes load_with_sync_points(Engine& engine, const LoadSource& source, Bytes enough,
+                                  const std::function<void()>& meet) {
   const comm::ShardPlace place = engine.collectives().shard_place();
-  std::vector<Meeting> meetings;
+  std::vector<GatherPoint> points;
   if (place.held_count() > 1 && place.parts == 1)
-    meetings = plan_meetings(engine.weights(), source.map, source.params, enough);
-  Halts halts;
+    points = plan_gather_points(engine.weights(), source.map, source.params, enough);
+  checkpoint::SyncPoints sync_points;
   // Peers map this memory at once, and their driver lets no first copy begin meanwhile: ranks that
   // have copied something go on beside it.
-  if (!meetings.empty()) halts.begun = [&engine] { engine.weights().back_all(); };
-  for (const Meeting& meeting : meetings) halts.places.push_back(meeting.place);
-  halts.reached = [&](std::size_t i) {
+  if (!points.empty()) sync_points.begun = [&engine] { engine.weights().back_all(); };
+  for (const GatherPoint& point : points) sync_points.places.push_back(point.place);
+  sync_points.reached = [&](std::size_t i) {
     meet();
-    engine.gather_early(meetings[i].units);
+    engine.gather_early(points[i].units);
   };
-  return load_weights(engine, source, halts);
+  return load_weights(engine, source, &sync_points);
 }
 
 }  // namespace
 
-std::vector<Meeting> plan_meetings(const Weights& weights, const format::WeightMap& map,
-                                   std::span<const int> params, Bytes enough) {
+std::vector<GatherPoint> plan_gather_points(const Weights& weights, const format::WeightMap& map,
+                                            std::span<const int> params, Bytes enough) {
   const auto bytes_of_unit = [&](int unit) {
     return Bytes(weights.units()[static_cast<std::size_t>(unit)].resident.size());
   };
-  std::vector<Meeting> meetings;
+  std::vector<GatherPoint> points;
   Bytes since = enough;
   for (const auto& [place, unit] : whole_units_by_end(weights, map, params)) {
     if (since >= enough) {
-      meetings.emplace_back();
+      points.emplace_back();
       since = Bytes();
     }
-    meetings.back().place = place;
-    meetings.back().units.push_back(unit);
+    points.back().place = place;
+    points.back().units.push_back(unit);
     since += bytes_of_unit(unit);
   }
-  if (!meetings.empty()) meetings.pop_back();
-  return meetings;
+  if (!points.empty()) points.pop_back();
+  return points;
 }
 
 LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
                                   std::optional<Bytes> enough) {
   comm::Collectives& collectives = engine.collectives();
   engine.parking().require_all("loading weights");
-  // Nobody stores before all have let go of what they had gathered.
+  // No rank stores before all ranks have released their gathered units.
   together(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
   const auto meet = [&](const Failure& mine) {
@@ -101,8 +101,8 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
   try {
     Failure mine;
     try {
-      if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kMeetings);
-      loaded = load_with_meetings(engine, source, *enough, [&] { meet({}); });
+      if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kSyncPoints);
+      loaded = load_with_sync_points(engine, source, *enough, [&] { meet({}); });
     } catch (const CommError&) {
       throw;  // the others know already
     } catch (...) {

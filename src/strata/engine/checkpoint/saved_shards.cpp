@@ -20,6 +20,22 @@ std::string file_name(std::string_view what, const comm::ShardPlace& place) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", what, place.index, place.count);
 }
 
+// Parts of a file while they are listed.
+struct ListedParts {
+  std::vector<checkpoint::FilePart> parts;
+  std::vector<ShardSource> sources;
+
+  void add(checkpoint::FilePart part, ShardSource source) {
+    part.shape = {(part.end - part.begin).value};
+    part.source = sources.size();
+    parts.push_back(std::move(part));
+    sources.push_back(source);
+  }
+  ShardFile file(std::string name) {
+    return {checkpoint::FileLayout(std::move(name), std::move(parts)), std::move(sources)};
+  }
+};
+
 constexpr std::size_t kLeftOut = static_cast<std::size_t>(-1);
 
 // Adds the parameters, each once, whatever tiles it has. By parameter of the engine: which tensor
@@ -67,8 +83,8 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
   for (const std::string& kind : kinds_of_all) add_kind(saved.kinds, kind);
   const std::vector<std::size_t> tensor_of = add_parameters(saved, weights, content);
   const comm::ShardPlace place = engine.collectives().shard_place();
-  std::vector<FilePart> values;
-  std::vector<FilePart> kept;
+  ListedParts values;
+  ListedParts kept;
   if (place.group == 0) {
     for (const Unit& unit : weights.units()) {
       const std::vector<plan::ShardPiece> pieces = unit.layout.pieces(place.index);
@@ -79,9 +95,10 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
           if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
           const Numel first = weights.param(p).known_first();
           (kind == kValue ? values : kept)
-              .push_back({tensor, weights.param(p).name, std::string(kind),
-                          states.dtype_of(unit.id, kind), first + piece.param_begin,
-                          first + piece.param_end, ShardRun{unit.id, piece.shard_offset}});
+              .add(
+                  {tensor, weights.param(p).name, std::string(kind), states.dtype_of(unit.id, kind),
+                   first + piece.param_begin, first + piece.param_end},
+                  ShardRun{unit.id, piece.shard_offset});
         }
       }
     }
@@ -90,11 +107,12 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
       const auto [begin, end] = weights.owned_range(state.param);
       if (tensor == kLeftOut || begin == end) continue;
       const plan::ParamSpec& param = weights.param(state.param);
-      kept.push_back({tensor, param.name, state.kind, state.dtype, param.known_first() + begin,
-                      param.known_first() + end, state.memory});
+      kept.add({tensor, param.name, state.kind, state.dtype, param.known_first() + begin,
+                param.known_first() + end},
+               state.memory);
     }
   }
-  std::vector<FilePart> own;  // of this rank alone
+  ListedParts own;  // of this rank alone
   const int rank = engine.collectives().rank();
   for (const ExtraTensor& extra : content.tensors) {
     const auto tensor = saved.tensors.size();
@@ -102,16 +120,42 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
     const Numel numel(Bytes(extra.bytes.size()) / size_of(extra.tensor.dtype));
     if (rank != extra.rank || numel.value == 0) continue;
     (rank == 0 ? values : own)
-        .push_back({tensor, fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name),
-                    std::string(kValue), extra.tensor.dtype, Numel(), numel, extra.bytes.data()});
+        .add({tensor, fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name),
+              std::string(kValue), extra.tensor.dtype, Numel(), numel},
+             extra.bytes.data());
   }
-  if (!own.empty())
-    saved.files.emplace_back(fmt::format("buffers-{:05}.safetensors", rank), std::move(own));
+  if (!own.parts.empty())
+    saved.files.push_back(own.file(fmt::format("buffers-{:05}.safetensors", rank)));
   if (place.group != 0) return saved;
-  saved.files.emplace_back(file_name("model", place), std::move(values));
-  if (saved.kinds.size() > 1)
-    saved.files.emplace_back(file_name("optimizer", place), std::move(kept));
+  saved.files.push_back(values.file(file_name("model", place)));
+  if (saved.kinds.size() > 1) saved.files.push_back(kept.file(file_name("optimizer", place)));
   return saved;
+}
+
+std::vector<const checkpoint::FileLayout*> SavedShards::layouts() const {
+  std::vector<const checkpoint::FileLayout*> all;
+  for (const ShardFile& file : files) all.push_back(&file.layout);
+  return all;
+}
+
+std::unique_ptr<io::Transfer> ShardFileSource::fill(checkpoint::Piece& piece,
+                                                    std::span<std::byte>) {
+  file_.layout.fill(
+      piece.offset, piece.content, [&](std::size_t i, Bytes at, std::span<std::byte> target) {
+        const checkpoint::FilePart& part = file_.layout.parts()[i];
+        const ShardSource& source = file_.sources[part.source];
+        if (const auto* const memory = std::get_if<const std::byte*>(&source)) {
+          device_.copy(target, {*memory + at.size(), target.size()}, device_.compute_stream());
+          return;
+        }
+        const Bytes element = size_of(part.dtype);
+        const Bytes bytes(target.size());
+        STRATA_ASSERT(at % element == Bytes() && bytes % element == Bytes());
+        const auto& run = std::get<ShardRun>(source);
+        states_.enqueue_read(run.unit, part.kind, run.first + Numel(at / element),
+                             Numel(bytes / element), target);
+      });
+  return nullptr;
 }
 
 }  // namespace strata::engine

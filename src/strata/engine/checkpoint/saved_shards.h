@@ -1,6 +1,6 @@
-// What this rank contributes to a checkpoint: the plan of its files. The rank whose shards count
-// writes; where several shard groups hold the same, those of the first do. Tensors beside the
-// parameters, buffers and what the script gave, are written by one rank each.
+// This rank's part of a checkpoint: the plan of its files, and their bytes. The rank
+// whose shards count writes; where several shard groups hold the same, those of the first do.
+// Tensors beside the parameters, buffers and what the script gave, are written by one rank each.
 //
 // Threads: the engine's. Ownership: borrows what the request refers to. Errors: UsageError for
 // states that no parameter has.
@@ -9,9 +9,11 @@
 #include <cstddef>
 #include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
-#include "strata/engine/checkpoint/shard_file.h"
+#include "strata/checkpoint/writer.h"
+#include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/engine.h"
 #include "strata/format/manifest.h"
 
@@ -20,7 +22,7 @@ namespace strata::engine {
 // A tensor beside the parameters, whole, in memory of the host or the device.
 struct ExtraTensor {
   format::ManifestTensor tensor;     // any role but kParameter
-  std::span<const std::byte> bytes;  // on other ranks nobody looks at them
+  std::span<const std::byte> bytes;  // on other ranks they do not count
   int rank = 0;                      // that writes it
 };
 
@@ -39,10 +41,39 @@ struct SavedContent {
   bool frozen = true;  // false: frozen parameters are left out
 };
 
+// Elements of a unit's shard, of a kind.
+struct ShardRun {
+  int unit = 0;
+  Numel first;
+};
+using ShardSource = std::variant<ShardRun, const std::byte*>;  // memory: of the host or the device
+
+// A file, and where its parts come from.
+struct ShardFile {
+  checkpoint::FileLayout layout;
+  std::vector<ShardSource> sources;
+};
+
 struct SavedShards {
   std::vector<format::ManifestTensor> tensors;  // of the checkpoint, alike on all ranks
   std::vector<std::string> kinds;               // alike on all ranks
   std::vector<ShardFile> files;                 // of this rank
+
+  std::vector<const checkpoint::FileLayout*> layouts() const;
+};
+
+// Fills buffers on the compute stream. Borrows all.
+class ShardFileSource final : public checkpoint::WholeFile {
+ public:
+  ShardFileSource(const ShardFile& file, ShardStates& states, device::Device& device, Bytes piece)
+      : WholeFile(file.layout.bytes(), piece), file_(file), states_(states), device_(device) {}
+  device::Stream* stream() override { return &device_.compute_stream(); }
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override;
+
+ private:
+  const ShardFile& file_;
+  ShardStates& states_;
+  device::Device& device_;
 };
 
 // `kinds_of_all`: every kind that some rank has; gathered by the caller.

@@ -22,7 +22,7 @@ ShardStates::~ShardStates() {
   try {
     if (scratch_ != nullptr) settle();
   } catch (const Error&) {
-    // The device has failed; whoever waits for its work is told.
+    // The device has failed; the next wait for its work says so.
   }
 }
 

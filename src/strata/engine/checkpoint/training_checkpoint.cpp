@@ -5,10 +5,8 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/inside_folder.h"
-#include "strata/format/message_text.h"
-#include "strata/io/descriptor_limit.h"
 
 namespace strata::engine {
 namespace {
@@ -18,8 +16,7 @@ using format::ManifestExtent;
 using format::TensorRole;
 
 constexpr std::string_view kOpening = "opening the checkpoint";
-constexpr std::size_t kNamed = 12;  // names that a message lists
-constexpr Bytes kWholePiece = 8_MiB;
+constexpr checkpoint::RingOptions kWholeRing{2, 4_MiB};
 
 std::string both_shapes(const std::string& name, const std::vector<std::int64_t>& model,
                         const std::vector<std::int64_t>& checkpoint) {
@@ -27,14 +24,6 @@ std::string both_shapes(const std::string& name, const std::vector<std::int64_t>
 }
 
 }  // namespace
-
-std::string listed(const std::vector<std::string>& names) {
-  std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kNamed); ++i)
-    text += (i == 0 ? "" : ", ") + names[i];
-  if (names.size() > kNamed) text += fmt::format(" and {} more", names.size() - kNamed);
-  return text;
-}
 
 TrainingCheckpoint::TrainingCheckpoint(std::string path, format::Manifest manifest)
     : path_(std::move(path)), manifest_(std::move(manifest)) {
@@ -131,64 +120,6 @@ UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
   return differences;
 }
 
-CheckpointFiles::CheckpointFiles(const TrainingCheckpoint& checkpoint,
-                                 const std::set<std::size_t>& wanted)
-    : checkpoint_(checkpoint), files_(checkpoint.manifest().files.size()) {
-  io::allow_descriptors(wanted.size() * 2);  // each may be opened again, past the page cache
-  for (const std::size_t place : wanted) {
-    const format::ManifestFile& entry = checkpoint.manifest().files[place];
-    const std::string path = fmt::format("{}/{}", checkpoint.path(), entry.name);
-    format::require_inside(checkpoint.path(), path);
-    const io::File& file = files_[place].emplace(path, io::File::Mode::kRead);
-    if (file.size() != entry.bytes) {
-      throw FormatError(fmt::format(
-          "a file of a checkpoint has another size than it was written with; it is cut off or was "
-          "replaced: path={} wanted={} found={}",
-          file.path(), entry.bytes.value, file.size().value));
-    }
-  }
-}
-
-std::vector<const io::File*> CheckpointFiles::pointers() const {
-  std::vector<const io::File*> all;
-  for (const auto& file : files_) all.push_back(file ? &*file : nullptr);
-  return all;
-}
-
-Bytes CheckpointFiles::block() const {
-  Bytes largest = 1_B;
-  for (const format::ManifestFile& entry : checkpoint_.manifest().files)
-    largest = std::max(largest, entry.checksums.block());
-  return largest;
-}
-
-void CheckpointFiles::look(std::size_t file, Bytes offset, std::span<const std::byte> bytes) const {
-  const format::ManifestFile& entry = checkpoint_.manifest().files[file];
-  const Bytes wrong = entry.checksums.first_wrong(offset, bytes);
-  if (wrong.value < 0) return;
-  throw FormatError(
-      fmt::format("bytes of a checkpoint are not what was written (their checksum differs), of {}; "
-                  "load another "
-                  "checkpoint, or copy the file again: path={} begin={} end={}",
-                  owners(file, wrong), at(file).path(), wrong.value,
-                  std::min(wrong + entry.checksums.block(), entry.bytes).value));
-}
-
-// Tensors that lie in the block.
-std::string CheckpointFiles::owners(std::size_t file, Bytes wrong) const {
-  const Manifest& manifest = checkpoint_.manifest();
-  const Bytes end = wrong + manifest.files[file].checksums.block();
-  std::vector<std::string> names;
-  for (const ManifestExtent& e : manifest.extents) {
-    const Bytes behind = e.offset + bytes_of(e.end - e.begin, e.dtype);
-    if (e.file != file || e.offset >= end || behind <= wrong) continue;
-    names.push_back(fmt::format("tensor {} ({})",
-                                format::in_quotes(manifest.tensors[e.tensor].name),
-                                manifest.kinds[e.kind]));
-  }
-  return names.empty() ? "the header" : listed(names);
-}
-
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor, std::string_view kind) {
   Bytes bytes;
   for (const std::size_t i : checkpoint.extents(tensor, kind)) {
@@ -202,29 +133,43 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
                 std::span<std::byte> target, std::string_view kind) {
   STRATA_ASSERT(Bytes(target.size()) == whole_bytes(checkpoint, tensor, kind));
   const Manifest& manifest = checkpoint.manifest();
-  std::vector<std::size_t> extents = checkpoint.extents(tensor, kind);
+  std::vector<ManifestExtent> extents;  // by file and offset
+  std::map<Numel, Bytes> places;        // in the target, by first element
   std::set<std::size_t> wanted;
-  for (const std::size_t i : extents) wanted.insert(manifest.extents[i].file);
-  const CheckpointFiles files(checkpoint, wanted);
-  std::ranges::sort(extents, {}, [&](std::size_t i) { return manifest.extents[i].begin; });
-  std::vector<std::byte> blocks;
-  for (const std::size_t i : extents) {
-    const ManifestExtent& e = manifest.extents[i];
-    const format::ManifestFile& entry = manifest.files[e.file];
-    const Bytes block = entry.checksums.block();
-    const Bytes piece = align_up(kWholePiece, block);
-    const Bytes end = e.offset + bytes_of(e.end - e.begin, e.dtype);
-    for (Bytes at = e.offset - e.offset % block; at < end; at += piece) {
-      blocks.resize((std::min({at + piece, align_up(end, block), entry.bytes}) - at).size());
-      io.read(files.at(e.file), at, blocks)->wait();
-      files.look(e.file, at, blocks);
-      const Bytes low = std::max(at, e.offset);
-      const Bytes high = std::min(at + Bytes(blocks.size()), end);
-      const std::size_t count = (high - low).size();
-      std::copy_n(blocks.begin() + (low - at).value, count, target.begin());
-      target = target.subspan(count);
-    }
+  std::vector<checkpoint::FileRange> ranges;
+  for (const std::size_t i : checkpoint.extents(tensor, kind)) {
+    const ManifestExtent& e = extents.emplace_back(manifest.extents[i]);
+    wanted.insert(e.file);
+    places[e.begin] = bytes_of(e.end - e.begin, e.dtype);
+    ranges.push_back({e.file, e.offset, places[e.begin]});
   }
+  Bytes sum;
+  for (auto& [first, bytes] : places) sum += std::exchange(bytes, sum);
+  const checkpoint::CheckpointFiles files(checkpoint.path(), manifest, wanted);
+  const checkpoint::Verification verify{
+      manifest.files, true, [&](const checkpoint::WrongRange& wrong) { files.fail(wrong); }};
+  class Whole final : public checkpoint::ExtentSink {
+   public:
+    Whole(const std::vector<ManifestExtent>& extents, const std::map<Numel, Bytes>& places,
+          std::span<std::byte> target)
+        : ExtentSink(extents), extents_(extents), places_(places), target_(target) {}
+
+   private:
+    void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
+      const Bytes place = places_.at(extents_[extent].begin) + at;
+      std::ranges::copy(bytes, target_.subspan(place.size(), bytes.size()).begin());
+    }
+    const std::vector<ManifestExtent>& extents_;
+    const std::map<Numel, Bytes>& places_;
+    std::span<std::byte> target_;
+  } sink(extents, places, target);
+  const std::vector<checkpoint::ReadableFile> ways = files.readable();
+  const std::vector<checkpoint::FileRange> blocks =
+      checkpoint::whole_blocks(ranges, manifest.files);
+  checkpoint::TransferRing ring(kWholeRing, nullptr);
+  checkpoint::RangeSource source(ways, blocks, io, ring.buffer_bytes(),
+                                 {.aligned = 16_B, .verify = &verify});
+  copy(source, sink, ring);
 }
 
 }  // namespace strata::engine

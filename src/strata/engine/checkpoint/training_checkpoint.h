@@ -1,5 +1,4 @@
-// A checkpoint that was opened to be loaded: what is in it, and its files, of which every block
-// that is read can be verified.
+// A checkpoint that was opened to be loaded: what is in it, and in what it differs from a model.
 //
 // Threads: immutable after construction; safe everywhere. Errors: FormatError for what is damaged,
 // by file, tensor and place; IoError for files that are missing.
@@ -57,7 +56,7 @@ struct BufferSpec {
   std::vector<std::int64_t> shape;
 };
 
-// What the model and the checkpoint have not in common, of parameters or of buffers.
+// Parameters, or buffers, that only one of model and checkpoint has, or that differ in shape.
 struct UnlikeNames {
   std::vector<std::string> missing;     // that the checkpoint lacks
   std::vector<std::string> unexpected;  // that the model lacks
@@ -73,37 +72,11 @@ UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
 std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
                                        const std::string& name, int rank, int world_size);
 
-// Files of the checkpoint, open. Nobody opens files that he reads nothing of: of many ranks' files
-// the limit of descriptors is near. FormatError for one that has another size than it was written
-// with, and for a link that leads out of the folder.
-class CheckpointFiles {
- public:
-  // `wanted`: places in the manifest.
-  CheckpointFiles(const TrainingCheckpoint& checkpoint, const std::set<std::size_t>& wanted);
-
-  // By places in the manifest; null: not open.
-  std::vector<const io::File*> pointers() const;
-  const io::File& at(std::size_t file) const { return files_[file].value(); }
-  // The largest block of checksums: what lies in it is whole blocks of every file.
-  Bytes block() const;
-  // FormatError for a block, of whole ones, that is not what was written.
-  void look(std::size_t file, Bytes offset, std::span<const std::byte> bytes) const;
-
- private:
-  std::string owners(std::size_t file, Bytes wrong) const;
-
-  const TrainingCheckpoint& checkpoint_;
-  std::vector<std::optional<io::File>> files_;
-};
-
 // Fills `target` with all bytes of a tensor, or of what is kept beside its value, verified. It has
 // as many as whole_bytes() says: 0 where there are none. Not collective. Memory: some blocks.
 void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
                 std::span<std::byte> target, std::string_view kind = format::kValue);
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor,
                   std::string_view kind = format::kValue);
-
-// Names in a message: the first dozen, and how many more.
-std::string listed(const std::vector<std::string>& names);
 
 }  // namespace strata::engine

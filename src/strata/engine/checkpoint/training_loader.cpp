@@ -4,6 +4,7 @@
 #include <set>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/engine/unit/agreement.h"
@@ -20,14 +21,14 @@ using format::TensorRole;
 
 constexpr std::string_view kLoadingTraining = "loading the checkpoint";
 
-// What is stored of a parameter, by the place in the map.
+// A state of a parameter to be stored, by the place in the map.
 struct Entry {
   int param = 0;
   std::string_view kind;                // of ShardStates, or
   const StateTarget* target = nullptr;  // not null: memory of another optimizer
 };
 
-// What this rank keeps of each.
+// The ranges that this rank keeps of each.
 std::vector<format::ParamRange> wanted_of(Engine& engine, std::span<const Entry> entries) {
   std::vector<format::ParamRange> ranges;
   for (std::size_t i = 0; i < entries.size(); ++i) {
@@ -79,7 +80,7 @@ class StateSources {
     if (extents.empty()) return;  // of a tensor without elements
     for (const std::size_t i : extents) {
       const ManifestExtent& e = manifest.extents[i];
-      // Of a tile: what lies in it.
+      // A tile takes the elements that lie in it.
       const Numel begin = std::max(e.begin, first);
       const Numel end = std::min(e.end, first + param.numel());
       if (begin >= end) continue;
@@ -101,6 +102,8 @@ class StateSources {
     });
     return format::WeightMap(params_, tensors_, checkpoint_.path());
   }
+
+  const Manifest& manifest() const { return checkpoint_.manifest(); }
 
   std::vector<Entry> entries;  // by the map's parameters
 
@@ -171,7 +174,8 @@ void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
   if (differences.none() && buffers.none()) return;
   std::string text;
   const auto add = [&](std::string_view what, const std::vector<std::string>& names) {
-    if (!names.empty()) text += fmt::format("; {} {}: {}", names.size(), what, listed(names));
+    if (!names.empty())
+      text += fmt::format("; {} {}: {}", names.size(), what, format::first_ten(names));
   };
   add("parameters are not in the checkpoint", differences.missing);
   add("are not in the model", differences.unexpected);
@@ -185,13 +189,14 @@ void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
                   text, checkpoint.path()));
 }
 
-void store(Engine& engine, CheckpointFiles& files, const StateSources& sources,
+void store(Engine& engine, const checkpoint::CheckpointFiles& files, const StateSources& sources,
            const format::WeightMap& map, const LoadRequest& request, io::IoEngine& io,
-           StagingOptions staging) {
-  const BlockCheck check{files.block(), [&](std::size_t file, Bytes offset, auto bytes) {
-                           files.look(file, offset, bytes);
-                         }};
-  staging.buffer_bytes = std::max(align_up(staging.buffer_bytes, check.block), check.block * 2);
+           checkpoint::RingOptions staging) {
+  const checkpoint::Verification verify{
+      sources.manifest().files, true,
+      [&](const checkpoint::WrongRange& wrong) { files.fail(wrong); }};
+  const Bytes block = files.block();
+  staging.buffer_bytes = std::max(align_up(staging.buffer_bytes, block), block * 2);
   std::set<std::pair<int, std::string_view>> stored;
   for (const Entry& entry : sources.entries) {
     if (entry.target == nullptr) stored.emplace(entry.param, entry.kind);
@@ -199,16 +204,24 @@ void store(Engine& engine, CheckpointFiles& files, const StateSources& sources,
   if (request.states) clear_moments(engine, stored);
   TrainingSink sink(engine, sources.entries);
   load_values(engine,
-              {files.pointers(), map, {}, io, staging, io::ReadWay::kAuto, "checkpoint", &check},
+              {files.pointers(),
+               map,
+               {},
+               io,
+               staging,
+               checkpoint::ReadWay::kAuto,
+               "checkpoint",
+               &verify,
+               block},
               sink);
 }
 
 }  // namespace
 
 void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
-                   io::IoEngine& io, const StagingOptions& staging) {
+                   io::IoEngine& io, const checkpoint::RingOptions& staging) {
   comm::Collectives& collectives = engine.collectives();
-  std::optional<CheckpointFiles> files;
+  std::optional<checkpoint::CheckpointFiles> files;
   std::optional<StateSources> sources;
   std::optional<format::WeightMap> map;
   engine.settle_step();
@@ -220,10 +233,10 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
     std::set<std::size_t> wanted;
     for (const format::RangeCopy& copy : map->intersect(wanted_of(engine, sources->entries)))
       wanted.insert(copy.file);
-    files.emplace(checkpoint, wanted);
+    files.emplace(checkpoint.path(), checkpoint.manifest(), wanted);
     engine.prepare();
   });
-  // Nobody stores before all have let go of what they had gathered.
+  // No rank stores before all ranks have released their gathered units.
   together(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
   try {
     together(collectives, kLoadingTraining,

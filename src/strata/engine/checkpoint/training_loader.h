@@ -3,7 +3,7 @@
 // verifies every block that it reads. No rank stores anything before all have checked what can be
 // checked.
 //
-// Threads: the engine's. Memory: one StagingRing. Errors, on every rank alike: FormatError for a
+// Threads: the engine's. Memory: one TransferRing. Errors, on every rank alike: FormatError for a
 // manifest or a block that is not what was written, by file, tensor and place, and for a checkpoint
 // of another model, by parameters and buffers; IoError for files that are missing or too short.
 // After an error while values were being stored the engine neither trains nor saves until something
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/engine/checkpoint/training_checkpoint.h"
 #include "strata/engine/engine.h"
 #include "strata/io/io_engine.h"
@@ -31,18 +31,18 @@ struct StateTarget {
 
 struct LoadRequest {
   bool states = true;  // of the optimizer
-  // False: what the model and the checkpoint have not in common stays as it is.
+  // False: parameters that only one of model and checkpoint has are left alone.
   bool strict = true;
   // Frozen parameters that the checkpoint lacks are no difference: it was saved without them.
   bool without_frozen = false;
   std::vector<StateTarget> targets;
-  // Of this rank's model, all of them: compared as parameters are. Their owner reads them.
+  // All buffers of this rank's model: compared as parameters are. Their owner reads them.
   std::vector<BufferSpec> buffers;
 };
 
 // Collective: values, and the optimizer's states where they are asked for. The caller restores
 // progress (training_progress.h) afterwards.
 void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
-                   io::IoEngine& io, const StagingOptions& staging = {});
+                   io::IoEngine& io, const checkpoint::RingOptions& staging = {});
 
 }  // namespace strata::engine

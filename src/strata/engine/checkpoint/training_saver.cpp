@@ -3,11 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <future>
 #include <optional>
-#include <string>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/writer.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/format/message_text.h"
 
@@ -15,6 +18,12 @@ namespace strata::engine {
 namespace {
 
 constexpr std::string_view kSavingTraining = "saving the checkpoint";
+constexpr std::string_view kSavingAsync = "saving the checkpoint beside training";
+constexpr Bytes kCopyGranule = 64_MiB;                 // of the memory of a copy
+constexpr Bytes kImagePiece = 8_MiB;                   // that is copied and written at a time
+constexpr auto kLook = std::chrono::milliseconds(10);  // for files of other ranks
+constexpr auto kAsk = std::chrono::milliseconds(200);  // whether other ranks live
+constexpr auto kLastWait = std::chrono::seconds(60);
 
 void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
   const std::vector<std::string> tags = collectives.all_gather_text(tag);
@@ -27,47 +36,7 @@ void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
   }
 }
 
-// Goes through the file in buffers: the next ones are being filled and written while one is hashed.
-format::ManifestFile write_file(const ShardFile& file, format::BlockWriter& writer,
-                                ShardStates& states, device::Device& device, StagingRing& ring) {
-  const Bytes piece = ring.buffer_bytes();
-  STRATA_ASSERT(piece % writer.block() == Bytes());
-  const auto turns = static_cast<std::size_t>(align_up(file.bytes(), piece) / piece);
-  const auto part_of = [&](std::size_t turn) {
-    const Bytes begin = piece * static_cast<std::int64_t>(turn);
-    return std::pair(begin, std::min(piece, file.bytes() - begin));
-  };
-  const std::size_t ahead = std::max<std::size_t>(1, ring.size() / 2);
-  std::vector<std::unique_ptr<device::Event>> filled(turns);
-  const auto fill = [&](std::size_t turn) {
-    if (turn >= turns) return;
-    const auto [begin, bytes] = part_of(turn);
-    file.enqueue_fill(begin, ring.buffer(turn).first(bytes.size()), states, device);
-    filled[turn] = device.compute_stream().record();
-  };
-  for (std::size_t turn = 0; turn < ahead; ++turn) fill(turn);
-  for (std::size_t turn = 0; turn < turns; ++turn) {
-    filled[turn]->wait();
-    filled[turn].reset();
-    const std::span<std::byte> bytes = ring.filled(turn).first(part_of(turn).second.size());
-    ring.started(turn, writer.write(bytes));
-    fill(turn + ahead);
-  }
-  ring.drain();
-  return writer.finish();
-}
-
-// Blocks of checksums divide a buffer.
-StagingOptions for_blocks(StagingOptions staging, std::span<const ShardFile> files) {
-  for (const ShardFile& file : files) {
-    const Bytes block = format::BlockChecksums::block_for(file.bytes());
-    staging.buffer_bytes = align_up(staging.buffer_bytes, block);
-  }
-  return staging;
-}
-
-}  // namespace
-
+// Collective: every rank has the same kinds, in one order.
 SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content) {
   // A rank whose shards hold nothing of a parameter does not know what is kept of it.
   std::string mine;
@@ -83,10 +52,12 @@ SavedShards plan_together(Engine& engine, const ShardStates& states, const Saved
   return plan_saved_shards(engine, states, content, kinds);
 }
 
+// Collective: IoError on every rank where the files of all are more than the folder's disk has
+// free.
 void require_room(comm::Collectives& collectives, const SavedShards& saved,
                   const std::string& folder, io::FolderCalls& calls) {
   Bytes mine;
-  for (const ShardFile& file : saved.files) mine += file.bytes();
+  for (const ShardFile& file : saved.files) mine += file.layout.bytes();
   const std::vector<std::string> texts = collectives.all_gather_text(std::to_string(mine.value));
   together(collectives, kSavingTraining, [&] {
     if (collectives.rank() != 0) return;
@@ -101,77 +72,262 @@ void require_room(comm::Collectives& collectives, const SavedShards& saved,
   });
 }
 
-std::deque<format::BlockWriter> make_files(const SavedShards& saved, const std::string& folder,
-                                           io::IoEngine& io, io::FolderCalls& calls) {
-  std::deque<format::BlockWriter> writers;
-  for (const ShardFile& file : saved.files)
-    writers.emplace_back(folder, file.name(), file.bytes(), io, calls);
-  return writers;
-}
+// The state of a save from its first step to its last.
+struct SaveJob {
+  SaveRequest request;
+  SavedShards saved;
+  std::string folder;                               // of the checkpoint to be
+  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
+  std::size_t rank = 0;
+  std::size_t ranks = 1;
+  int stage = 0;
+};
 
-format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, int stage,
-                             std::span<const std::string> parts) {
-  format::Manifest manifest;
-  manifest.tag = request.tag;
-  manifest.world_size = static_cast<int>(parts.size());
-  manifest.stage = stage;
-  manifest.training = request.training;
-  manifest.kinds = std::move(saved.kinds);
-  manifest.tensors = std::move(saved.tensors);
-  for (const std::string& text : parts) {
-    if (!text.empty()) append(manifest, format::parse_manifest_part(text));
-  }
-  return manifest;
-}
-
-void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& calls,
-                std::optional<format::NewCheckpoint>& checkpoint) {
+// Collective: what must hold before anything is written, and the plan of the files.
+void begin_save(SaveJob& job, Engine& engine, ShardStates& states, const SaveRequest& request,
+                io::FolderCalls& calls) {
   comm::Collectives& collectives = engine.collectives();
-  engine.settle_step();  // what it has left to say is better said before a checkpoint
   require_same_tag(collectives, request.tag);
   together(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
     engine.parking().require_all("saving a checkpoint");
     format::require_tag(request.tag);
-    if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
+    if (collectives.rank() == 0) job.checkpoint.emplace(request.folder, request.tag, calls);
+  });
+  job.request = request;
+  job.rank = static_cast<std::size_t>(collectives.rank());
+  job.ranks = static_cast<std::size_t>(collectives.world_size());
+  job.stage = engine.options().stage;
+  job.folder = collectives.all_gather_text(job.checkpoint ? job.checkpoint->staging() : "").front();
+  job.saved = plan_together(engine, states, request.content);
+  require_room(collectives, job.saved, job.folder, calls);
+}
+
+std::string part_path(const SaveJob& job, std::size_t rank) {
+  return fmt::format("{}/.part-{}", job.folder, rank);
+}
+
+// This rank's files are written: adds rank 0's texts, and tells rank 0, which looks for a file
+// that is complete under its name.
+void tell_part(SaveJob& job, checkpoint::FileWriter& writer, io::IoEngine& io,
+               io::FolderCalls& calls) {
+  if (job.checkpoint) {
+    for (const auto& [name, text] : job.request.texts) job.checkpoint->write_text(name, text, io);
+  }
+  const std::string path = part_path(job, job.rank);
+  {
+    const std::string text = to_text(writer.finish(job.saved.kinds));
+    io::File file = calls.create(path + ".new");
+    io.write(file, Bytes(), std::as_bytes(std::span(text)))->wait();
+  }
+  calls.rename(path + ".new", path);
+}
+
+// On rank 0. `wait`: called while a part is not there; throws where it will not come.
+void publish(SaveJob& job, io::IoEngine& io, io::FolderCalls& calls,
+             const std::function<void()>& wait) {
+  format::Manifest manifest;
+  manifest.tag = job.request.tag;
+  manifest.world_size = static_cast<int>(job.ranks);
+  manifest.stage = job.stage;
+  manifest.training = job.request.training;
+  manifest.kinds = std::move(job.saved.kinds);
+  manifest.tensors = std::move(job.saved.tensors);
+  for (std::size_t rank = 0; rank < job.ranks; ++rank) {
+    const std::string path = part_path(job, rank);
+    while (!std::filesystem::exists(path)) wait();
+    const io::File file(path, io::File::Mode::kRead);
+    std::string text(file.size().size(), '\0');
+    io.read(file, Bytes(), std::as_writable_bytes(std::span(text)))->wait();
+    append(manifest, format::parse_manifest_part(text));
+  }
+  for (std::size_t rank = 0; rank < job.ranks; ++rank) calls.remove_tree(part_path(job, rank));
+  job.checkpoint->publish(manifest, job.request.publish, io);
+}
+
+// A file that the copy holds already.
+class ImageSource final : public checkpoint::WholeFile {
+ public:
+  using WholeFile::WholeFile;
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece&, std::span<std::byte>) override {
+    return nullptr;
+  }
+};
+
+Bytes room_of(const ShardFile& file) {
+  return align_up(file.layout.bytes(), 4_KiB);
+}
+
+bool is_usable(comm::Collectives& collectives) {
+  try {
+    collectives.require_usable();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
+                   io::FolderCalls& calls, const checkpoint::RingOptions& staging) {
+  comm::Collectives& collectives = engine.collectives();
+  engine.settle_step();  // what it has left to say is better said before a checkpoint
+  SaveJob job;
+  ShardStates states(engine);
+  begin_save(job, engine, states, request, calls);
+  const std::vector<const checkpoint::FileLayout*> layouts = job.saved.layouts();
+  std::optional<checkpoint::FileWriter> writer;
+  together(collectives, kSavingTraining, [&] { writer.emplace(job.folder, layouts, io, calls); });
+  together(collectives, kSavingTraining, [&] {
+    if (!layouts.empty()) {
+      checkpoint::TransferRing ring(
+          {staging.buffers, checkpoint::blocks_of(staging.buffer_bytes, layouts)}, engine.device());
+      for (const ShardFile& file : job.saved.files) {
+        ShardFileSource source(file, states, engine.device(), ring.buffer_bytes());
+        writer->write(source, ring);
+      }
+    }
+    tell_part(job, *writer, io, calls);
+  });
+  together(collectives, kSavingTraining, [&] {
+    if (job.checkpoint)
+      publish(job, io, calls, [] { throw IoError("another rank has not written its part"); });
   });
 }
 
-void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
-                   io::FolderCalls& calls, const StagingOptions& staging) {
-  comm::Collectives& collectives = engine.collectives();
-  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
-  begin_save(engine, request, calls, checkpoint);
-  const std::string folder =
-      collectives.all_gather_text(checkpoint ? checkpoint->staging() : std::string()).front();
-  ShardStates states(engine);
-  SavedShards saved = plan_together(engine, states, request.content);
-  require_room(collectives, saved, folder, calls);
-  std::deque<format::BlockWriter> writers;
-  together(collectives, kSavingTraining, [&] { writers = make_files(saved, folder, io, calls); });
-  std::string part;
-  together(collectives, kSavingTraining, [&] {
-    if (checkpoint) {
-      for (const auto& [name, text] : request.texts) checkpoint->write_text(name, text, io);
+struct AsyncSaver::Job : SaveJob {
+  std::vector<std::span<std::byte>> images;  // of the files
+  std::promise<void> written;                // this rank's files
+  std::promise<void> published;              // of rank 0
+  std::atomic<bool> ended = false;           // the writing of these files
+  std::atomic<bool> give_up = false;         // a rank has failed
+};
+
+AsyncSaver::AsyncSaver(Engine& engine, std::shared_ptr<io::IoEngine> io,
+                       std::shared_ptr<io::FolderCalls> calls)
+    : engine_(engine), io_(std::move(io)), calls_(std::move(calls)) {}
+
+AsyncSaver::~AsyncSaver() {
+  if (!writer_.joinable()) return;
+  job_->written.get_future().wait();
+  if (job_->rank == 0) {
+    const std::future<void> published = job_->published.get_future();
+    const auto last = std::chrono::steady_clock::now() + kLastWait;
+    while (published.wait_for(kAsk) != std::future_status::ready && !job_->give_up)
+      job_->give_up = std::chrono::steady_clock::now() > last || !is_usable(engine_.collectives());
+  }
+  writer_.join();
+}
+
+Bytes copied_bytes(Engine& engine, Bytes more) {
+  const ShardStates states(engine);
+  const std::vector<std::string> kinds = kinds_of(engine, states, {});
+  Bytes bytes = more;
+  for (const ShardFile& file : plan_saved_shards(engine, states, {}, kinds).files)
+    bytes += room_of(file);
+  return align_up(bytes, kCopyGranule);
+}
+
+void AsyncSaver::expect(Bytes more) {
+  if (copy_ != nullptr || expected_.value > 0) return;
+  expected_ = copied_bytes(engine_, more);
+  if (expected_.value == 0) return;
+  engine_.device().expect_host(expected_, memory::Kind::kStaging);
+}
+
+void AsyncSaver::start(const SaveRequest& request) {
+  wait();
+  engine_.settle_step();  // what it has left to say is better said before a checkpoint
+  auto job = std::make_unique<Job>();
+  {
+    ShardStates states(engine_);
+    begin_save(*job, engine_, states, request, *calls_);
+    together(engine_.collectives(), kSavingAsync, [&] { copy_shards(*job, states); });
+  }
+  job->request.content = {};  // what it refers to is copied
+  job_ = std::move(job);
+  pending_ = true;
+  writer_ = std::thread([this] { write_and_publish(*job_); });
+}
+
+void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
+  Bytes bytes;
+  for (const ShardFile& file : job.saved.files) bytes += room_of(file);
+  device::Device& device = engine_.device();
+  if (bytes.value > 0 && (copy_ == nullptr || Bytes(copy_->bytes().size()) < bytes)) {
+    const bool first = copy_ == nullptr;
+    copy_.reset();
+    // Expected memory that is not taken stays: a larger copy takes its place.
+    if (first && expected_ < bytes && expected_.value > 0)
+      device.expect_host(bytes, memory::Kind::kStaging);
+    copy_ = device.allocate_host(std::max(bytes, expected_), memory::Kind::kStaging);
+  }
+  Bytes at;
+  for (const ShardFile& file : job.saved.files) {
+    const auto image = copy_->bytes().subspan(at.size(), file.layout.bytes().size());
+    checkpoint::TransferRing ring(image, kImagePiece);
+    ShardFileSource source(file, states, device, kImagePiece);
+    checkpoint::Discard sink;
+    copy(source, sink, ring);
+    job.images.push_back(image);
+    at += room_of(file);
+  }
+}
+
+void AsyncSaver::write_and_publish(Job& job) {
+  try {
+    const std::vector<const checkpoint::FileLayout*> layouts = job.saved.layouts();
+    const Bytes piece = checkpoint::blocks_of(kImagePiece, layouts);
+    checkpoint::FileWriter writer(job.folder, layouts, *io_, *calls_);
+    for (const std::span<std::byte> image : job.images) {
+      checkpoint::TransferRing ring(image, piece);
+      ImageSource source(Bytes(image.size()), piece);
+      writer.write(source, ring);
     }
-    if (saved.files.empty()) return;
-    StagingRing ring(for_blocks(staging, saved.files), engine.device());
-    format::ManifestPart written;
-    for (const ShardFile& file : saved.files) {
-      for (format::ManifestExtent& extent : file.extents(saved.kinds)) {
-        extent.file = written.files.size();
-        written.extents.push_back(extent);
-      }
-      written.files.push_back(write_file(file, writers.front(), states, engine.device(), ring));
-      writers.pop_front();
-    }
-    part = to_text(written);
-  });
-  const std::vector<std::string> parts = collectives.all_gather_text(part);
-  together(collectives, kSavingTraining, [&] {
-    if (!checkpoint) return;
-    checkpoint->publish(manifest_of(request, std::move(saved), engine.options().stage, parts),
-                        request.publish, io);
+    tell_part(job, writer, *io_, *calls_);
+    job.written.set_value();
+  } catch (...) {
+    job.written.set_exception(std::current_exception());
+  }
+  job.ended = true;
+  if (job.rank != 0) return;
+  try {
+    publish(job, *io_, *calls_, [&] {
+      if (job.give_up) throw IoError("another rank has not written its part");
+      std::this_thread::sleep_for(kLook);
+    });
+    job.published.set_value();
+  } catch (...) {
+    job.published.set_exception(std::current_exception());
+  }
+}
+
+bool AsyncSaver::files_written() const {
+  return job_ == nullptr || job_->ended;
+}
+
+void AsyncSaver::wait() {
+  if (!pending_) return;
+  pending_ = false;
+  Failure mine;
+  try {
+    job_->written.get_future().get();
+  } catch (...) {
+    mine = failure_of(std::current_exception());
+  }
+  try {
+    agree(engine_.collectives(), kSavingAsync, mine);
+  } catch (const Error&) {
+    job_->give_up = true;
+    writer_.join();
+    job_.reset();  // rank 0 takes away what was written
+    throw;
+  }
+  writer_.join();
+  const std::unique_ptr<Job> job = std::move(job_);
+  together(engine_.collectives(), kSavingAsync, [&] {
+    if (job->rank == 0) job->published.get_future().get();
   });
 }
 

@@ -1,23 +1,28 @@
-// Saves a checkpoint that training goes on from, on all ranks at once: each writes its own shards,
+// Saves checkpoints that training goes on from, on all ranks at once: each writes its own shards,
 // and rank 0 publishes them under one manifest (format/checkpoint_folder.h) when all are on disk.
+// save_training() does that while training waits. An AsyncSaver copies this rank's shards to the
+// host, and a thread writes them while the next steps run: the same bytes by the same writer. Ranks
+// tell rank 0 what they have written by small files in the checkpoint's own folder, since
+// collectives belong to training.
 //
-// Threads: the engine's. Memory: one StagingRing. Errors, on every rank alike: UsageError for a tag
-// that is no name, or something else's, after an update that failed, and where ranks name different
-// tags; IoError, before the first byte where the disk has not room for all files. What was in the
-// folder stays as it was then.
+// Threads: the calls belong to the engine's thread; AsyncSaver's writer is a thread of its own.
+// Memory: one TransferRing, or the copy. Errors, on every rank alike: UsageError for a tag that is
+// no name, or something else's, after an update that failed, and where ranks name different tags;
+// IoError, before the first byte where the disk has not room for all files. The folder
+// stays as it was then. AsyncSaver throws errors of the copy from start(), and those of the writer
+// from the next start() or wait().
 #pragma once
 
-#include <deque>
-#include <optional>
-#include <span>
+#include <atomic>
+#include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "strata/checkpoint/ring.h"
 #include "strata/engine/checkpoint/saved_shards.h"
-#include "strata/engine/checkpoint/staging_ring.h"
 #include "strata/engine/engine.h"
-#include "strata/format/block_writer.h"
 #include "strata/format/checkpoint_folder.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
@@ -36,24 +41,50 @@ struct SaveRequest {
 
 // Collective.
 void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
-                   io::FolderCalls& calls, const StagingOptions& staging = {});
+                   io::FolderCalls& calls, const checkpoint::RingOptions& staging = {});
 
-// Steps of that, for those who save beside training.
-//
-// Collective: what must hold before anything is written; on rank 0 the checkpoint to be.
-void begin_save(Engine& engine, const SaveRequest& request, io::FolderCalls& calls,
-                std::optional<format::NewCheckpoint>& checkpoint);
-// Collective: every rank has the same kinds, in one order.
-SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content);
-// Collective: IoError on every rank where the files of all are more than the folder's disk has
-// free.
-void require_room(comm::Collectives& collectives, const SavedShards& saved,
-                  const std::string& folder, io::FolderCalls& calls);
-// This rank's files, empty, with their space taken: all of them before the first byte of any.
-std::deque<format::BlockWriter> make_files(const SavedShards& saved, const std::string& folder,
-                                           io::IoEngine& io, io::FolderCalls& calls);
-// `parts`: format::to_text() of what every rank wrote, by rank; empty where it wrote nothing.
-format::Manifest manifest_of(const SaveRequest& request, SavedShards saved, int stage,
-                             std::span<const std::string> parts);
+// The bytes that an AsyncSaver copies to the host when the optimizer has its states: this rank's
+// files without buffers and the script's tensors, of which there are `more`; with some room.
+Bytes copied_bytes(Engine& engine, Bytes more = {});
+
+class AsyncSaver {
+ public:
+  // Borrows the engine, whose device outlives it. `io` and `calls` are used by the writer. Owns the
+  // copy, pinned host memory of the size of this rank's files, which stays for the next save.
+  AsyncSaver(Engine& engine, std::shared_ptr<io::IoEngine> io,
+             std::shared_ptr<io::FolderCalls> calls);
+  // Waits for this rank's files, and on rank 0 for the others' as long as they still come: up to a
+  // minute, so a caller that holds a lock of its program (Python's) gives it up meanwhile.
+  ~AsyncSaver();
+  AsyncSaver(const AsyncSaver&) = delete;
+  AsyncSaver& operator=(const AsyncSaver&) = delete;
+
+  // Begins to make the memory of the copy, beside the caller, so that the first save need not wait
+  // for it; when the optimizer has its states. `more`: of buffers and tensors that this rank will
+  // save beside its shards. A save of more bytes than that replaces the memory. Not a collective.
+  void expect(Bytes more = {});
+  // Collective. Waits for the save before, copies the shards, and returns.
+  void start(const SaveRequest& request);
+  // Collective: the last save that was started stands, or has failed.
+  void wait();
+  // Whether one was started that no wait() has ended. The same on every rank.
+  bool pending() const { return pending_; }
+  // Whether this rank's files are on disk, or have failed.
+  bool files_written() const;
+
+ private:
+  struct Job;
+  void copy_shards(Job& job, ShardStates& states);
+  void write_and_publish(Job& job);
+
+  Engine& engine_;
+  std::shared_ptr<io::IoEngine> io_;
+  std::shared_ptr<io::FolderCalls> calls_;
+  Bytes expected_;  // of the copy
+  std::unique_ptr<device::HostMemory> copy_;
+  bool pending_ = false;
+  std::unique_ptr<Job> job_;
+  std::thread writer_;
+};
 
 }  // namespace strata::engine

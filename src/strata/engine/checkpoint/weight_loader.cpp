@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/io/read_probe.h"
 
 namespace strata::engine {
 namespace {
@@ -73,14 +72,15 @@ class WeightSink final : public ValueSink {
 };
 
 // The files that some copies come from, for both ways of reading them.
-class Sources {
+class Files {
  public:
-  Sources(const LoadSource& source, std::span<const format::RangeCopy> copies)
+  Files(const LoadSource& source, std::span<const format::RangeCopy> copies)
       : direct_(source.files.size()), ways_(direct_.size()) {
-    const bool buffered = source.way.value_or(io::ReadWay::kBuffered) == io::ReadWay::kBuffered;
+    using checkpoint::ReadWay;
+    const bool buffered = source.way.value_or(ReadWay::kBuffered) == ReadWay::kBuffered;
     for (const format::RangeCopy& copy : copies) {
       ranges_.push_back({copy.file, copy.offset, bytes_of_copy(copy)});
-      io::ReadableFile& ways = ways_[copy.file];
+      checkpoint::ReadableFile& ways = ways_[copy.file];
       if (ways.buffered != nullptr) continue;
       ways.buffered = ways.direct = source.files[copy.file];
       if (buffered) continue;
@@ -88,151 +88,61 @@ class Sources {
     }
   }
 
-  io::ReadChoice choose(io::ReadWay way, io::IoEngine& io, StagingRing& ring) const {
+  std::span<const checkpoint::ReadableFile> ways() const { return ways_; }
+  checkpoint::ReadChoice choose(checkpoint::ReadWay way, io::IoEngine& io,
+                                checkpoint::TransferRing& ring) const {
     // Into smaller buffers nothing could be read that begins within a block.
     const bool fits = ring.buffer_bytes() >= io::File::kDirectBlock * 2 &&
                       ring.buffer_bytes() % io::File::kDirectBlock == Bytes();
-    if (!fits) return io::choose_read(way, {});
-    std::vector<std::span<std::byte>> buffers;
-    for (std::size_t turn = 0; turn < ring.size(); ++turn) buffers.push_back(ring.buffer(turn));
-    return io::ReadProbe(ways_, ranges_).choose(way, io, buffers);
-  }
-
-  // Goes on to the end of a block, or of the file.
-  std::span<std::byte> target_of(const ReadBatch& batch, Bytes block,
-                                 std::span<std::byte> buffer) const {
-    if (block == 1_B) return buffer.first(batch.bytes.size());
-    const Bytes whole = std::min({align_up(batch.bytes, block), Bytes(buffer.size()),
-                                  ways_[batch.file].buffered->size() - batch.offset});
-    return buffer.first(std::max(batch.bytes, whole).size());
-  }
-  std::unique_ptr<io::Transfer> read(const ReadBatch& batch, bool direct, io::IoEngine& io,
-                                     std::span<std::byte> target) const {
-    const io::ReadableFile& file = ways_[batch.file];
-    return io.read(direct ? *file.direct : *file.buffered, batch.offset, target);
+    if (!fits) return checkpoint::choose_read(way, {});
+    return checkpoint::ReadProbe(ways_, ranges_).choose(way, io, ring);
   }
 
  private:
   std::vector<std::optional<io::File>> direct_;
-  std::vector<io::ReadableFile> ways_;
-  std::vector<io::FileRange> ranges_;
+  std::vector<checkpoint::ReadableFile> ways_;
+  std::vector<checkpoint::FileRange> ranges_;
 };
 
-// The ring is in use for as long: of a load that fails no read goes on into it, and no copy that
-// was queued reads from it, also one of a batch that was queued in part.
-class RingUse {
+std::vector<checkpoint::FileRange> ranges_of(const ReadPlan& plan) {
+  std::vector<checkpoint::FileRange> ranges;
+  for (const ReadBatch& batch : plan.batches)
+    ranges.push_back({batch.file, batch.offset, batch.bytes});
+  return ranges;
+}
+
+class BatchSink final : public checkpoint::Sink {
  public:
-  RingUse(StagingRing& ring, device::Stream& stream) : ring_(ring), stream_(stream) {}
-  ~RingUse() {
-    ring_.abandon();
-    if (!complete_) wait_for_copies();
-  }
-  RingUse(const RingUse&) = delete;
-  RingUse& operator=(const RingUse&) = delete;
+  BatchSink(Engine& engine, const ReadPlan& plan, ValueSink& values, InitReport::Phase& phase)
+      : engine_(engine), plan_(plan), values_(values), phase_(phase) {}
 
-  // The stream has done all.
-  void complete() { complete_ = true; }
-
- private:
-  void wait_for_copies() noexcept {
-    try {
-      stream_.synchronize();
-    } catch (const std::exception&) {
-      return;  // the device has failed, and copies nothing
+  device::Stream* stream() override { return &engine_.device().compute_stream(); }
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    const ReadBatch& batch = plan_.batches[piece.index];
+    for (std::size_t i = 0; i < batch.piece_count; ++i) {
+      const format::RangeCopy& copy = plan_.pieces[batch.first_piece + i];
+      values_.enqueue_store(copy.param, copy.param_begin, copy.numel,
+                            piece.content.data() + (copy.offset - batch.offset).size(),
+                            copy.source_dtype);
     }
+    phase_.moved(batch.bytes);
+    return nullptr;
   }
-
-  StagingRing& ring_;
-  device::Stream& stream_;
-  bool complete_ = false;
-};
-
-// The batches of some copies, a turn each, which are read as far ahead as the ring has buffers.
-class BatchReads {
- public:
-  BatchReads(const LoadSource& source, const Sources& sources, StagingRing& ring, bool direct,
-             std::span<const format::RangeCopy> copies)
-      : source_(source),
-        sources_(sources),
-        ring_(ring),
-        direct_(direct),
-        block_(std::max(direct ? io::File::kDirectBlock : 1_B,
-                        source.check != nullptr ? source.check->block : 1_B)),
-        plan_(plan_reads(copies, ring.buffer_bytes(), block_)) {
-    for (std::size_t turn = 0; turn < ring.size(); ++turn) start(turn);
-  }
-
-  const std::vector<ReadBatch>& batches() const { return plan_.batches; }
-  std::span<const format::RangeCopy> pieces(const ReadBatch& batch) const {
-    return std::span(plan_.pieces).subspan(batch.first_piece, batch.piece_count);
-  }
-  Bytes total() const {
-    Bytes total;
-    for (const ReadBatch& batch : plan_.batches) total += batch.bytes;
-    return total;
-  }
-  // Waits for a batch. Its bytes stay until what used_until() was told, and some turns longer.
-  const std::byte* bytes(std::size_t turn) {
-    const ReadBatch& batch = plan_.batches[turn];
-    const std::span<std::byte> buffer = ring_.buffer(turn);
-    if (source_.check != nullptr)
-      source_.check->look(batch.file, batch.offset, sources_.target_of(batch, block_, buffer));
-    return buffer.data();
-  }
-  // A buffer is read into again some turns after its bytes were queued, when the device has taken
-  // them.
-  void used_until(std::size_t turn, std::unique_ptr<device::Event> event) {
-    ring_.used_until(turn, std::move(event));
-    const std::size_t lag = ring_.size() / 4;
-    if (turn >= lag) start(turn - lag + ring_.size());
-  }
+  void settle() override { values_.settle(); }
 
  private:
-  void start(std::size_t turn) {
-    if (turn >= plan_.batches.size()) return;
-    const ReadBatch& batch = plan_.batches[turn];
-    const std::span<std::byte> target = sources_.target_of(batch, block_, ring_.buffer(turn));
-    ring_.started(turn, sources_.read(batch, direct_, source_.io, target));
-  }
-
-  const LoadSource& source_;
-  const Sources& sources_;
-  StagingRing& ring_;
-  bool direct_;
-  Bytes block_;  // what a read begins at, and ends at
-  ReadPlan plan_;
-};
-
-// Calls a load's halts as stores come to their places.
-class Halting {
- public:
-  Halting(const Halts& halts, ValueSink& sink) : halts_(halts), sink_(sink) {}
-
-  void begin() {
-    if (!std::exchange(begun_, true) && halts_.begun) halts_.begun();
-  }
-  // Stores are queued of all before `next`.
-  void before(const format::FilePlace& next) {
-    for (; reached_ < halts_.places.size() && halts_.places[reached_] <= next; ++reached_) {
-      begin();
-      sink_.settle();  // while ranks meet
-      halts_.reached(reached_);
-    }
-  }
-
- private:
-  const Halts& halts_;
-  ValueSink& sink_;
-  bool begun_ = false;
-  std::size_t reached_ = 0;
+  Engine& engine_;
+  const ReadPlan& plan_;
+  ValueSink& values_;
+  InitReport::Phase& phase_;
 };
 
 // `reads`: there is something to read, so that the choice is told.
-io::ReadChoice choose_way(InitReport& report, const LoadSource& source, const Sources& sources,
-                          StagingRing& ring, bool reads) {
+checkpoint::ReadChoice choose_way(InitReport& report, const LoadSource& source, const Files& files,
+                                  checkpoint::TransferRing& ring, bool reads) {
   if (!source.way) return {};
   const InitReport::Phase phase(report, "probe", {});
-  const io::ReadChoice choice = sources.choose(*source.way, source.io, ring);
+  const checkpoint::ReadChoice choice = files.choose(*source.way, source.io, ring);
   if (reads) report.set_reading(choice);
   return choice;
 }
@@ -265,46 +175,33 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
   return plan;
 }
 
-LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts) {
+LoadedBytes load_weights(Engine& engine, const LoadSource& source,
+                         const checkpoint::SyncPoints* sync_points) {
   WeightSink sink(engine.weights(), source.params);
-  return load_values(engine, source, sink, halts);
+  return load_values(engine, source, sink, sync_points);
 }
 
 LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sink,
-                        const Halts& halts) {
+                        const checkpoint::SyncPoints* sync_points) {
   const std::vector<format::RangeCopy> copies = source.map.intersect(sink.wanted());
-  const Sources sources(source, copies);
-  device::Stream& stream = engine.device().compute_stream();
-  std::optional<StagingRing> own;
-  std::optional<StagingRing>& kept = source.kept_ring != nullptr ? *source.kept_ring : own;
-  StagingRing& ring = kept ? *kept : kept.emplace(source.staging, engine.device());
-  RingUse use(ring, stream);
-  const bool direct =
-      choose_way(engine.init_report(), source, sources, ring, !copies.empty()).direct;
-  BatchReads reads(source, sources, ring, direct, copies);
-  Halting halting(halts, sink);
+  const Files files(source, copies);
+  std::optional<checkpoint::TransferRing> own;
+  auto& kept = source.kept_ring != nullptr ? *source.kept_ring : own;
+  checkpoint::TransferRing& ring = kept ? *kept : kept.emplace(source.staging, engine.device());
+  const bool direct = choose_way(engine.init_report(), source, files, ring, !copies.empty()).direct;
+  const Bytes block = std::max(direct ? io::File::kDirectBlock : 1_B, source.block);
+  const ReadPlan plan = plan_reads(copies, ring.buffer_bytes(), block);
+  const std::vector<checkpoint::FileRange> batches = ranges_of(plan);
   LoadedBytes loaded;
+  for (const ReadBatch& batch : plan.batches) loaded.read += batch.bytes;
   if (source.way && !copies.empty())
-    loaded.way = direct ? io::ReadWay::kDirect : io::ReadWay::kBuffered;
-  InitReport::Phase phase(engine.init_report(), source.phase, reads.total());
-  for (std::size_t turn = 0; turn < reads.batches().size(); ++turn) {
-    const ReadBatch& batch = reads.batches()[turn];
-    halting.before({batch.file, batch.offset});
-    const std::byte* const bytes = reads.bytes(turn);
-    for (const format::RangeCopy& piece : reads.pieces(batch)) {
-      sink.enqueue_store(piece.param, piece.param_begin, piece.numel,
-                         bytes + (piece.offset - batch.offset).size(), piece.source_dtype);
-    }
-    reads.used_until(turn, stream.record());
-    halting.begin();
-    loaded.read += batch.bytes;
-    phase.moved(batch.bytes);
-  }
-  halting.begin();
-  halting.before({source.files.size(), Bytes()});
-  sink.settle();
-  stream.synchronize();
-  use.complete();
+    loaded.way = direct ? checkpoint::ReadWay::kDirect : checkpoint::ReadWay::kBuffered;
+  InitReport::Phase phase(engine.init_report(), source.phase, loaded.read);
+  checkpoint::RangeSource from(files.ways(), batches, source.io, ring.buffer_bytes(),
+                               {.direct = direct, .block = block, .verify = source.verify});
+  BatchSink to(engine, plan, sink, phase);
+  copy(from, to, ring, {.taking = ring.size() / 4, .sync_points = sync_points});
+  engine.device().compute_stream().synchronize();  // what settle() has queued
   return loaded;
 }
 

@@ -1,9 +1,9 @@
 // Loads weights from a checkpoint, or from what is read like one: each rank reads the ranges of the
 // files that its own shards hold, in the order of the files, and casts them where the dtypes
-// differ; through the page cache or past it, whichever is faster here (io/read_probe.h). Not a
-// collective, that choice included;
-// engine/checkpoint/joint_loading.h is what all ranks do together. Threads: the engine's. Memory: a
-// StagingRing, whatever the model's size, its own or one that is lent, and a few words a range.
+// differ; through the page cache or past it, whichever is faster here (checkpoint/read_choice.h).
+// Not a collective, that choice included; engine/checkpoint/joint_loading.h is what all ranks do
+// together. Threads: the engine's. Memory: a TransferRing, whatever the model's size, its own or
+// one that is lent, and a few words a range.
 // Errors: IoError (the shards hold a mixture then: load again or give the engine up), UsageError
 // for a map of other parameters.
 #pragma once
@@ -14,11 +14,11 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/pipeline.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/engine/engine.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/io_engine.h"
-#include "strata/io/read_choice.h"
 
 namespace strata::engine {
 
@@ -50,28 +50,23 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
 struct LoadedBytes {
   Bytes read;  // of the files
   // How they were read; kAuto: there was nothing to choose for.
-  io::ReadWay way = io::ReadWay::kAuto;
+  checkpoint::ReadWay way = checkpoint::ReadWay::kAuto;
 };
 
-// Looks at what was read before any of it is stored: whole blocks of a file, the last one up to its
-// end. Throws where they are not what they should be.
-struct BlockCheck {
-  Bytes block;  // a power of two that divides a buffer of the ring
-  std::function<void(std::size_t file, Bytes offset, std::span<const std::byte> bytes)> look;
-};
-
-// What is read, and how.
+// The files to read, and how.
 struct LoadSource {
   std::vector<const io::File*> files;  // by the map's file
   const format::WeightMap& map;
   std::span<const int> params;  // by the map's parameters, their indices in the engine
   io::IoEngine& io;
-  StagingOptions staging = {};
-  std::optional<io::ReadWay> way = io::ReadWay::kAuto;  // nullopt: there is but one
+  checkpoint::RingOptions staging = {};
+  std::optional<checkpoint::ReadWay> way = checkpoint::ReadWay::kAuto;  // nullopt: there is but one
   std::string phase = "read";
-  const BlockCheck* check = nullptr;
-  // Of several loads, one after the other: the first one makes the ring. Null: a ring of its own.
-  std::optional<StagingRing>* kept_ring = nullptr;
+  const checkpoint::Verification* verify = nullptr;
+  Bytes block = 1_B;  // that is verified at once: a power of two that divides a buffer
+  // Several loads, one after the other, share the ring that the first one makes. Null: a ring of
+  // its own.
+  std::optional<checkpoint::TransferRing>* kept_ring = nullptr;
 };
 
 // Where what is read goes.
@@ -88,21 +83,12 @@ class ValueSink {
   virtual void settle() {}
 };
 
-// Places in the files, ascending, at which a reader halts: reached(i) is called when stores are
-// queued of all that this rank keeps from before places[i]. Reads go on meanwhile.
-struct Halts {
-  std::vector<format::FilePlace> places;
-  std::function<void(std::size_t)> reached;
-  // Called once, before any place is reached and when the first bytes, if there are any, are on
-  // their way to the device; may be empty.
-  std::function<void()> begun = nullptr;
-};
-
-// Told to the engine's init report: the phase of the source, and, where there are ways, the choice
-// and the phase "probe".
-LoadedBytes load_weights(Engine& engine, const LoadSource& source, const Halts& halts = {});
+// `sync_points`: places in the files. Told to the engine's init report: the phase of the source,
+// and, where there are ways, the choice and the phase "probe".
+LoadedBytes load_weights(Engine& engine, const LoadSource& source,
+                         const checkpoint::SyncPoints* sync_points = nullptr);
 // The same into another sink; the source's `params` are not looked at.
 LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sink,
-                        const Halts& halts = {});
+                        const checkpoint::SyncPoints* sync_points = nullptr);
 
 }  // namespace strata::engine

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
@@ -17,19 +17,20 @@ void replay_weights(Engine& engine, std::span<const ParamRecipe> recipes, Bytes 
   engine.parking().require_all("replaying constructors");
   together(engine.collectives(), "replaying constructors", [&] {
     Weights& weights = engine.weights();
-    StagingRing ring({kPieces, std::max(piece, 16_B)}, engine.device());
-    std::size_t turn = 0;
+    checkpoint::TransferRing ring({kPieces, std::max(piece, 16_B)}, engine.device());
     for (const ParamRecipe& each : recipes) {
       const bool whole = weights.unit_of(each.param).whole;
       const Numel all = weights.slot_of(each.param).numel;
       const auto [begin, end] = whole ? std::pair(Numel(), all) : weights.owned_range(each.param);
       const Numel most(std::max<std::int64_t>(1, ring.buffer_bytes() / size_of(each.dtype)));
-      for (Numel at = begin; at < end; at += most, ++turn) {
+      for (Numel at = begin; at < end; at += most) {
         const Numel count = std::min(most, end - at);
+        const std::size_t turn = ring.next();
         std::byte* const values = ring.buffer(turn).data();
+        checkpoint::StreamUse use(ring, turn, &engine.device().compute_stream());
         kernels::replay(each.recipe, at, count, values, each.dtype, &threads);
         weights.enqueue_store_everywhere(each.param, at, count, values, each.dtype);
-        ring.used_until(turn, engine.device().compute_stream().record());
+        use.end();
       }
     }
     engine.device().compute_stream().synchronize();

@@ -125,11 +125,11 @@ void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DTy
 void WeightSaver::copy_out(std::size_t tensor, Bytes offset, std::span<const std::byte> source) {
   for (std::size_t done = 0; done < source.size();) {
     const std::size_t count = std::min(source.size() - done, ring_->buffer_bytes().size());
-    const auto buffer = ring_->buffer(turn_).first(count);
+    const std::size_t turn = ring_->next();
+    const auto buffer = ring_->buffer(turn).first(count);
     engine_.device().copy(buffer, source.subspan(done, count), engine_.device().compute_stream());
     engine_.device().compute_stream().synchronize();
-    ring_->started(turn_, writer_->write(tensor, offset + Bytes(done), buffer));
-    ++turn_;
+    ring_->started(turn, writer_->write(tensor, offset + Bytes(done), buffer));
     done += count;
   }
 }

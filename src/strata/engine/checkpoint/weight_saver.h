@@ -1,9 +1,9 @@
 // Saves the weights as a Hugging Face checkpoint folder while they stay sharded: one unit at a time
-// is gathered, and rank 0 writes it, in whatever order the units come, through a StagingRing. Where
-// gathers are one-sided only rank 0 gathers. Tensors of the checkpoint are made of runs of
-// parameters (one usually; one an expert's slice of a fused weight), or their bytes are given by
-// write(). Until finish() has succeeded the folder keeps its earlier checkpoint, and a saver that
-// is destroyed before leaves no trace.
+// is gathered, and rank 0 writes it, in whatever order the units come, through a
+// checkpoint::TransferRing. Where gathers are one-sided only rank 0 gathers. Tensors of the
+// checkpoint are made of runs of parameters (one usually; one an expert's slice of a fused weight),
+// or their bytes are given by write(). Until finish() has succeeded the folder keeps its earlier
+// checkpoint, and a saver that is destroyed before leaves no trace.
 //
 // Threads: the engine's. Units: elements. Memory: the largest unit, and the ring, on rank 0 (every
 // rank where gathers are collectives). Errors: UsageError for tensors whose pieces do not fill
@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/engine/engine.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/io_engine.h"
@@ -39,7 +39,7 @@ struct SavedTensor {
 
 struct WeightSaverOptions {
   Bytes shard_max = 5'000'000'000_B;
-  StagingOptions staging;
+  checkpoint::RingOptions staging;
 };
 
 class WeightSaver {
@@ -53,8 +53,8 @@ class WeightSaver {
 
   // Collective: writes every tensor that has pieces.
   void write_pieces();
-  // The whole bytes of a tensor without pieces, by its index. What other ranks than 0 give is not
-  // looked at.
+  // The whole bytes of a tensor without pieces, by its index. Only rank 0's bytes
+  // count.
   void write(std::size_t tensor, std::span<const std::byte> bytes);
   // Collective: brings everything to disk and gives it its names.
   void finish();
@@ -84,9 +84,8 @@ class WeightSaver {
   ShardGather shard_gather_;
   std::unique_ptr<device::Memory> gathered_;
   std::optional<format::ShardedWriter> writer_;
-  std::optional<StagingRing> ring_;  // its transfers end before the writer does
-  std::size_t turn_ = 0;
-  std::exception_ptr failure_;  // of rank 0, until everybody is told
+  std::optional<checkpoint::TransferRing> ring_;  // its transfers end before the writer does
+  std::exception_ptr failure_;                    // of rank 0, until everybody is told
 };
 
 }  // namespace strata::engine

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/checkpoint/read_choice.h"
 #include "strata/device/device.h"
-#include "strata/io/read_choice.h"
 
 namespace strata::engine {
 
@@ -57,12 +57,12 @@ class InitReport {
   }
   // Adds a reason that was found later.
   void add_reason(const std::string& more) { reason_ += "; " + more; }
-  void set_reading(io::ReadChoice choice) { reading_ = std::move(choice); }
+  void set_reading(checkpoint::ReadChoice choice) { reading_ = std::move(choice); }
 
   const std::string& tier() const { return tier_; }
   const std::string& reason() const { return reason_; }
   // How the files were read; absent: none were.
-  const std::optional<io::ReadChoice>& reading() const { return reading_; }
+  const std::optional<checkpoint::ReadChoice>& reading() const { return reading_; }
   // In the order of their ends; phases of one name are one entry.
   const std::vector<InitPhase>& phases() const { return phases_; }
   // The growth of the device's memory in use from the report's beginning to its peak, by the
@@ -76,7 +76,7 @@ class InitReport {
   Progress progress_;
   std::string tier_;
   std::string reason_;
-  std::optional<io::ReadChoice> reading_;
+  std::optional<checkpoint::ReadChoice> reading_;
   std::vector<InitPhase> phases_;
   std::chrono::steady_clock::time_point last_look_;
   Bytes free_at_start_;

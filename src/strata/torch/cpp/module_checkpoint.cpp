@@ -102,7 +102,8 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   io::ThreadEngine io(reading_options(model.threads()));
-  const io::ReadWay way = io::read_way_from(model.config().strata.init_read).value();
+  const checkpoint::ReadWay way =
+      checkpoint::read_way_from(model.config().strata.init_read).value();
   engine::load_weights_together(engine,
                                 {plan->index.open_files(), *plan->map, params, io, {}, way});
   engine::together(collectives, fmt::format("loading '{}'", path), [&] {

@@ -11,10 +11,10 @@
 namespace strata::torch {
 namespace {
 
-// Targets are new memory, whose pages come as they are first written: parts and buffers are larger
-// than on other ways, so that many threads are given pages at once, and few of them the same huge
-// one.
-constexpr engine::StagingOptions kRing{4, 16_MiB};
+// Targets are new memory, whose pages are allocated by the first write: parts and buffers are
+// larger than on other ways, so that many threads are given pages at once, and few of them the same
+// huge one.
+constexpr checkpoint::RingOptions kRing{4, 16_MiB};
 constexpr Bytes kPart = 1_MiB;             // that one thread copies
 constexpr Bytes kSourceAlignment = 256_B;  // of a source in a buffer
 
@@ -36,51 +36,84 @@ HostExport::HostExport(engine::Engine& engine, ThreadPool& threads,
 
 void HostExport::add(std::span<std::byte> target, std::span<const std::byte> source) {
   STRATA_ASSERT(target.size() == source.size());
-  device::Device& device = engine_.device();
+  const std::size_t room = ring_.buffer_bytes().size();
   while (!source.empty()) {
-    if (!buffer_.empty() && used_ >= Bytes(buffer_.size())) close();
-    if (buffer_.empty()) {
-      if (under_way_.size() == ring_.size()) empty_oldest();
-      buffer_ = ring_.buffer(turn_);
+    std::size_t at = room;  // no buffer is open
+    if (!turns_.empty()) {
+      const Part& last = turns_.back().back();
+      at = align_up(Bytes(last.at + last.source.size()), kSourceAlignment).size();
     }
-    const std::size_t count = std::min(source.size(), buffer_.size() - used_.size());
-    const std::span<std::byte> here = buffer_.subspan(used_.size(), count);
-    device.copy(here, source.first(count), device.compute_stream());
-    for (std::size_t at = 0; at < count; at += kPart.size()) {
-      const std::size_t part = std::min(kPart.size(), count - at);
-      parts_.push_back({target.subspan(at, part), here.data() + at});
+    if (at >= room) {
+      turns_.emplace_back();
+      at = 0;
     }
-    used_ = align_up(used_ + Bytes(count), kSourceAlignment);
+    const std::size_t count = std::min(source.size(), room - at);
+    turns_.back().push_back({target.first(count), source.first(count), at});
     target = target.subspan(count);
     source = source.subspan(count);
   }
 }
 
-void HostExport::close() {
-  under_way_.push_back({std::move(parts_), engine_.device().compute_stream().record()});
-  parts_.clear();
-  ++turn_;
-  buffer_ = {};
-  used_ = Bytes();
-}
+class HostExport::PartSource final : public checkpoint::Source {
+ public:
+  explicit PartSource(HostExport& way) : way_(way) {}
 
-void HostExport::empty_oldest() {
-  Turn turn = std::move(under_way_.front());
-  under_way_.pop_front();
-  turn.arrived->wait();
-  threads_.parallel_for(static_cast<std::int64_t>(turn.parts.size()), 1,
-                        [&](std::int64_t begin, std::int64_t end) {
-                          for (std::int64_t i = begin; i < end; ++i) {
-                            const Part& part = turn.parts[static_cast<std::size_t>(i)];
-                            std::memcpy(part.target.data(), part.source, part.target.size());
-                          }
-                        });
-  for (const Part& part : turn.parts) phase_.moved(Bytes(part.target.size()));
-}
+  bool next(checkpoint::Piece& piece) override {
+    if (next_ == way_.turns_.size()) return false;
+    const Part& last = way_.turns_[next_++].back();
+    piece.bytes = Bytes(last.at + last.source.size());
+    return true;
+  }
+  device::Stream* stream() override { return &way_.engine_.device().compute_stream(); }
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
+    for (const Part& part : way_.turns_[piece.index])
+      way_.engine_.device().copy(piece.content.subspan(part.at, part.source.size()), part.source,
+                                 *stream());
+    return nullptr;
+  }
+
+ private:
+  HostExport& way_;
+  std::size_t next_ = 0;
+};
+
+class HostExport::PartSink final : public checkpoint::Sink {
+ public:
+  explicit PartSink(HostExport& way) : way_(way) {}
+
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    struct Copy {
+      std::byte* target;
+      const std::byte* source;
+      std::size_t bytes;
+    };
+    std::vector<Copy> copies;
+    for (const Part& part : way_.turns_[piece.index]) {
+      const std::size_t all = part.target.size();
+      for (std::size_t done = 0; done < all; done += kPart.size())
+        copies.push_back({part.target.data() + done, piece.content.data() + part.at + done,
+                          std::min(kPart.size(), all - done)});
+      way_.phase_.moved(Bytes(all));
+    }
+    way_.threads_.parallel_for(static_cast<std::int64_t>(copies.size()), 1,
+                               [&](std::int64_t begin, std::int64_t end) {
+                                 for (auto i = begin; i < end; ++i) {
+                                   const Copy& each = copies[static_cast<std::size_t>(i)];
+                                   std::memcpy(each.target, each.source, each.bytes);
+                                 }
+                               });
+    return nullptr;
+  }
+
+ private:
+  HostExport& way_;
+};
 
 void HostExport::flush() {
-  if (!parts_.empty()) close();
-  while (!under_way_.empty()) empty_oldest();
+  PartSource source(*this);
+  PartSink sink(*this);
+  copy(source, sink, ring_);
+  turns_.clear();
 }
 
 }  // namespace strata::torch

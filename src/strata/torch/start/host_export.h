@@ -6,12 +6,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
 #include <span>
 #include <vector>
 
 #include "strata/base/thread_pool.h"
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/engine.h"
 
 namespace strata::torch {
@@ -25,7 +24,7 @@ class HostExport {
   // `phase` is told what was moved.
   HostExport(engine::Engine& engine, ThreadPool& threads, engine::InitReport::Phase& phase);
 
-  // Of one length.
+  // Both have one length.
   void add(std::span<std::byte> target, std::span<const std::byte> source);
   // All that was added is there.
   void flush();
@@ -33,25 +32,17 @@ class HostExport {
  private:
   struct Part {
     std::span<std::byte> target;
-    const std::byte* source;  // in the buffer
+    std::span<const std::byte> source;
+    std::size_t at;  // in the buffer
   };
-  struct Turn {
-    std::vector<Part> parts;
-    std::unique_ptr<device::Event> arrived;
-  };
-
-  void close();
-  void empty_oldest();
+  class PartSource;
+  class PartSink;
 
   engine::Engine& engine_;
   ThreadPool& threads_;
   engine::InitReport::Phase& phase_;
-  engine::StagingRing ring_;
-  std::size_t turn_ = 0;
-  std::span<std::byte> buffer_;  // of this turn; empty: not taken yet
-  Bytes used_;                   // of it
-  std::vector<Part> parts_;      // of this turn
-  std::deque<Turn> under_way_;
+  checkpoint::TransferRing ring_;
+  std::vector<std::vector<Part>> turns_;  // what goes through one buffer
 };
 
 }  // namespace strata::torch

@@ -18,10 +18,11 @@ constexpr Bytes kValueAlignment = 256_B;  // at which values of a parameter begi
 }  // namespace
 
 // Threads that fill buffers turn by turn, as these are opened to them.
-class HostIntake::Filling {
+class HostIntake::Filling final : public checkpoint::Source {
  public:
   Filling(HostIntake& intake, ThreadPool& threads)
-      : blocks_(intake.blocks_),
+      : turns_(intake.turns_),
+        blocks_(intake.blocks_),
         looks_(intake.looks_),
         buffers_(intake.turns_.size()),
         left_(std::make_unique<std::atomic<std::int64_t>[]>(intake.turns_.size())) {
@@ -41,26 +42,40 @@ class HostIntake::Filling {
   }
 
   // Unless all turns were opened there has been an error: what is not begun is left alone.
-  ~Filling() {
+  ~Filling() override {
     if (opened_ < buffers_.size()) stopped_ = true;
     opened_ = buffers_.size();
     opened_.notify_all();
   }
 
-  // The next turn's.
-  void open(std::byte* buffer) {
-    buffers_[opened_] = buffer;
+  bool next(checkpoint::Piece& piece) override {
+    if (next_ == turns_.size()) return false;
+    piece.bytes = Bytes(turns_[next_++].used);
+    return true;
+  }
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece,
+                                     std::span<std::byte> buffer) override {
+    buffers_[opened_] = buffer.data();
     ++opened_;
     opened_.notify_all();
-  }
-
-  // Waits until a turn's buffer is full.
-  const std::byte* filled(std::size_t turn) {
-    for (std::int64_t left = left_[turn]; left > 0; left = left_[turn]) left_[turn].wait(left);
-    return buffers_[turn];
+    return std::make_unique<Turnful>(left_[piece.index]);
   }
 
  private:
+  // Ends when a turn's buffer is full.
+  class Turnful final : public io::Transfer {
+   public:
+    explicit Turnful(std::atomic<std::int64_t>& left) : left_(left) {}
+    ~Turnful() override { Turnful::wait(); }
+    bool done() override { return left_ == 0; }
+    void wait() override {
+      for (std::int64_t left = left_; left > 0; left = left_) left_.wait(left);
+    }
+
+   private:
+    std::atomic<std::int64_t>& left_;  // blocks
+  };
+
   bool look() {
     const std::size_t next = next_look_.fetch_add(1);
     if (next >= looks_.size() || stopped_) return false;
@@ -85,8 +100,10 @@ class HostIntake::Filling {
     if (block.fingerprint != nullptr) std::memcpy(block.fingerprint, &sums, sizeof(sums));
   }
 
+  const std::vector<Turn>& turns_;
   const std::vector<Block>& blocks_;
   const std::vector<Block>& looks_;
+  std::size_t next_ = 0;                               // of the turns
   std::vector<std::byte*> buffers_;                    // by turn
   std::atomic<std::size_t> opened_{0};                 // turns whose buffers are there
   std::unique_ptr<std::atomic<std::int64_t>[]> left_;  // blocks that are not there yet, by turn
@@ -97,14 +114,14 @@ class HostIntake::Filling {
 
 HostIntake::HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
                        engine::InitReport::Phase& phase, bool at_once,
-                       const engine::StagingOptions& ring)
+                       const checkpoint::RingOptions& ring)
     : engine_(engine),
       threads_(threads),
       comparison_(comparison),
       phase_(phase),
       at_once_(at_once),
       ring_options_(ring) {
-  STRATA_ASSERT(ring.buffers > static_cast<int>(kDrained) && ring.buffer_bytes >= kBlock);
+  STRATA_ASSERT(ring.buffers > static_cast<int>(kTaking) && ring.buffer_bytes >= kBlock);
 }
 
 void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
@@ -168,30 +185,40 @@ void HostIntake::keep(int param, Numel begin, Numel count, Block block, DType dt
   blocks_.push_back(block);
 }
 
-void HostIntake::enqueue(std::size_t turn, const std::byte* buffer, engine::OwedMasters& owed) {
-  for (const Store& store : turns_[turn].stores) {
-    engine_.weights().enqueue_store(store.param, store.begin, store.count, buffer + store.at,
-                                    store.dtype, &owed);
-    phase_.moved(bytes_of(store.count, store.dtype));
+class HostIntake::TurnSink final : public checkpoint::Sink {
+ public:
+  explicit TurnSink(HostIntake& intake) : intake_(intake), weights_(intake.engine_.weights()) {}
+
+  device::Stream* stream() override { return &intake_.engine_.device().compute_stream(); }
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    if (piece.index == 0 && intake_.at_once_) weights_.back_all();  // while buffers are filled
+    for (const Store& store : intake_.turns_[piece.index].stores) {
+      weights_.enqueue_store(store.param, store.begin, store.count, piece.content.data() + store.at,
+                             store.dtype, &owed_);
+      intake_.phase_.moved(bytes_of(store.count, store.dtype));
+    }
+    return nullptr;
   }
-  ring_->used_until(turns_done_ + turn, engine_.device().compute_stream().record());
-}
+  void settle() override { weights_.make_masters(owed_); }
+
+ private:
+  HostIntake& intake_;
+  engine::Weights& weights_;
+  engine::OwedMasters owed_;
+};
 
 void HostIntake::flush(const std::function<void()>& stored) {
   {
     Filling filling(*this, threads_);  // looks, until there are buffers
-    if (!turns_.empty() && !ring_) ring_.emplace(ring_options_, engine_.device());
-    engine::OwedMasters owed;
-    const std::size_t ahead = ring_ ? ring_->size() - kDrained : 0;  // turns that are being filled
-    for (std::size_t step = 0; step < turns_.size() + ahead; ++step) {
-      if (step == ahead && at_once_) engine_.weights().back_all();  // while buffers are filled
-      if (step >= ahead) enqueue(step - ahead, filling.filled(step - ahead), owed);
-      if (step < turns_.size()) filling.open(ring_->buffer(turns_done_ + step).data());
+    if (!turns_.empty()) {
+      if (!ring_) ring_.emplace(ring_options_, engine_.device());
+      TurnSink sink(*this);
+      checkpoint::Pipeline pipeline(filling, sink, *ring_, {.taking = kTaking});
+      pipeline.pump();
+      pipeline.take_all();
     }
-    engine_.weights().make_masters(owed);
     if (stored) stored();
   }
-  turns_done_ += turns_.size();
   turns_.clear();
   blocks_.clear();
   looks_.clear();

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "strata/base/thread_pool.h"
-#include "strata/engine/checkpoint/staging_ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/engine.h"
 #include "strata/torch/start/comparison.h"
 
@@ -24,15 +24,15 @@ namespace strata::torch {
 
 class HostIntake {
  public:
-  // Buffers that the device drains, or is about to, while threads fill the others.
-  static constexpr std::size_t kDrained = 3;
+  // Buffers that the device reads, or is about to, while threads fill the others.
+  static constexpr std::size_t kTaking = 3;
 
   // `comparison`: gets the fingerprints; null: nothing is compared any more. `phase` is told what
   // was moved. `at_once`: there is room for all of the engine's weights, so they need not grow unit
-  // by unit. `ring`: more than kDrained buffers of at least kBlock.
+  // by unit. `ring`: more than kTaking buffers of at least kBlock.
   HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
              engine::InitReport::Phase& phase, bool at_once,
-             const engine::StagingOptions& ring = {});
+             const checkpoint::RingOptions& ring = {});
 
   // Elements of `param` from `begin` on have these values; contiguous. With a comparison it is the
   // whole parameter.
@@ -44,7 +44,7 @@ class HostIntake {
   bool complete() const { return complete_; }
 
  private:
-  // What one thread reads at once.
+  // The bytes that one thread reads at once.
   struct Block {
     std::span<const std::byte> bytes;  // to fingerprint
     char* fingerprint;                 // null: not wanted
@@ -59,25 +59,24 @@ class HostIntake {
     std::size_t at;  // in the buffer
     DType dtype;
   };
-  // What goes through one buffer.
+  // The blocks that go through one buffer.
   struct Turn {
     std::int64_t blocks = 0;
     std::vector<Store> stores;
     std::size_t used = 0;  // bytes of the buffer
   };
   class Filling;
+  class TurnSink;
 
   void keep(int param, Numel begin, Numel count, Block block, DType dtype);
-  void enqueue(std::size_t turn, const std::byte* buffer, engine::OwedMasters& owed);
 
   engine::Engine& engine_;
   ThreadPool& threads_;
   Comparison* comparison_;
   engine::InitReport::Phase& phase_;
   bool at_once_;
-  engine::StagingOptions ring_options_;
-  std::optional<engine::StagingRing> ring_;  // none until something is kept
-  std::size_t turns_done_ = 0;               // of the ring, before those below
+  checkpoint::RingOptions ring_options_;
+  std::optional<checkpoint::TransferRing> ring_;  // none until something is kept
   std::vector<Turn> turns_;
   std::vector<Block> blocks_;  // to be kept, in the order of their turns
   std::vector<Block> looks_;   // only to be fingerprinted

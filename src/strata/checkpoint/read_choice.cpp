@@ -1,8 +1,8 @@
-#include "strata/io/read_choice.h"
+#include "strata/checkpoint/read_choice.h"
 
 #include <fmt/format.h>
 
-namespace strata::io {
+namespace strata::checkpoint {
 namespace {
 
 std::string share_of(const ReadFigures& figures) {
@@ -32,7 +32,7 @@ ReadChoice choose_read(ReadWay asked, const ReadFigures& figures) {
   if (!figures.buffered_gb_per_s || !figures.direct_gb_per_s) {
     return {false, fmt::format("{}; too little to probe", share_of(figures)), figures};
   }
-  // What is cached costs a buffered read next to nothing, and a direct one as much as the rest.
+  // Cached bytes cost a buffered read next to nothing, and a direct one as much as the rest.
   const double buffered = *figures.buffered_gb_per_s / (1.0 - figures.cached.value_or(0.0));
   return {*figures.direct_gb_per_s > buffered * kDirectGain,
           fmt::format("{}; probe: {:.2f} GB/s buffered, {:.2f} direct", share_of(figures),
@@ -40,4 +40,4 @@ ReadChoice choose_read(ReadWay asked, const ReadFigures& figures) {
           figures};
 }
 
-}  // namespace strata::io
+}  // namespace strata::checkpoint

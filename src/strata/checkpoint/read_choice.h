@@ -1,16 +1,14 @@
 // Whether files are read through the page cache or past it: what is known of them, and the rule.
-// Pages that are in the cache come at the speed of memory; what is not is read faster past the
-// cache where the drive is faster than the copies through it, and slower where the cache's reading
-// ahead helps, so that a probe has to tell (read_probe.h). Pure. Threads: values; safe everywhere.
+// Pages that are cached come at the speed of memory. Others are read faster past the cache where
+// the drive is faster than the copies through it, and slower where the cache's reading ahead helps,
+// so that a probe has to tell (ReadProbe, reader.h). Pure. Threads: values; safe everywhere.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <string_view>
 
-#include "strata/base/units.h"
-
-namespace strata::io {
+namespace strata::checkpoint {
 
 enum class ReadWay { kAuto, kBuffered, kDirect };
 
@@ -21,7 +19,7 @@ std::optional<ReadWay> read_way_from(std::string_view name);
 struct ReadFigures {
   bool direct_offered = false;        // by the file system
   std::optional<double> cached = {};  // share of the bytes that is in the page cache, from samples
-  // Of a probe of bytes that were not in the page cache.
+  // A probe measured them on bytes that were not in the page cache.
   std::optional<double> buffered_gb_per_s = {};
   std::optional<double> direct_gb_per_s = {};
 };
@@ -41,4 +39,4 @@ inline constexpr double kDirectGain = 1.1;
 bool wants_probe(ReadWay asked, const ReadFigures& figures);
 ReadChoice choose_read(ReadWay asked, const ReadFigures& figures);
 
-}  // namespace strata::io
+}  // namespace strata::checkpoint

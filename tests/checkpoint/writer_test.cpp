@@ -1,6 +1,6 @@
 // A checkpoint that is written from whole tensors, one after the other: what is in it, and what is
 // left of one that is not finished.
-#include "strata/format/whole_checkpoint.h"
+#include "strata/checkpoint/writer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,9 +14,10 @@
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 
-namespace strata::format {
+namespace strata::checkpoint {
 namespace {
 
+using namespace format;  // NOLINT(google-build-using-namespace): of what is written
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -34,35 +35,48 @@ std::vector<WholeTensor> example() {
       {{"count", TensorRole::kBuffer, {}, DType::kInt64, false, {}}, {{"value", DType::kInt64}}}};
 }
 
-std::vector<std::byte> bytes_for(const WholePiece& piece) {
-  std::vector<std::byte> bytes(piece.bytes.size());
+// Bytes that differ by tensor and kind.
+std::vector<std::byte> bytes_for(std::size_t tensor, std::size_t kind) {
+  const WholeTensor whole = example()[tensor];
+  const Bytes size = bytes_of(*checked_numel(whole.tensor.shape), whole.kinds[kind].second);
+  std::vector<std::byte> bytes(size.size());
   for (std::size_t i = 0; i < bytes.size(); ++i)
-    bytes[i] = static_cast<std::byte>(i * 31 + piece.tensor * 7 + piece.kind);
+    bytes[i] = static_cast<std::byte>(i * 31 + tensor * 7 + kind);
   return bytes;
 }
 
-class WholeCheckpoint : public ::testing::Test {
+class WriteWhole : public ::testing::Test {
  protected:
+  using Pair = std::pair<std::size_t, std::size_t>;
+
+  // Fails when it is asked for the piece after `most`.
+  void write(const WholeCheckpoint& checkpoint, std::size_t most = 99) {
+    order_.clear();
+    std::vector<std::byte> bytes;
+    write_whole(
+        checkpoint,
+        [&](std::size_t tensor, std::size_t kind) -> std::span<const std::byte> {
+          if (order_.size() == most) throw IoError("no more");
+          order_.emplace_back(tensor, kind);
+          EXPECT_FALSE(find_checkpoint(folder(), "new"));
+          return bytes = bytes_for(tensor, kind);
+        },
+        io_, calls_);
+  }
   std::string folder() const { return folder_ / "checkpoints"; }
+
   testing::TemporaryFolder folder_;
   io::ThreadEngine io_;
   io::KernelFolderCalls calls_;
+  std::vector<Pair> order_;
 };
 
-TEST_F(WholeCheckpoint, HoldsWhatWasWrittenAndItsChecksums) {
-  WholeCheckpointWriter writer(folder(), "t", example(), io_, calls_);
-  std::vector<std::pair<std::size_t, std::size_t>> order;
-  for (const WholePiece& piece : writer.order()) {
-    order.emplace_back(piece.tensor, piece.kind);
-    writer.write(bytes_for(piece));
-  }
-  using Pair = std::pair<std::size_t, std::size_t>;
-  EXPECT_THAT(order, ElementsAre(Pair(3, 0), Pair(0, 0), Pair(2, 0), Pair(0, 1), Pair(0, 2)));
-  EXPECT_FALSE(find_checkpoint(folder(), "t"));
-  writer.publish({R"({"global_steps":3})", 2, 3, {}});
+TEST_F(WriteWhole, HoldsWhatWasReadAndItsChecksums) {
+  write({folder(), "new", example(), R"({"global_steps":3})", 2, 3, {}});
+  EXPECT_THAT(order_, ElementsAre(Pair(3, 0), Pair(0, 0), Pair(2, 0), Pair(0, 1), Pair(0, 2)));
 
-  EXPECT_EQ(latest_tag(folder()), "t");
-  const std::string path = folder() + "/t";
+  EXPECT_EQ(latest_tag(folder()), "new");
+  const std::string path = folder() + "/new";
   const Manifest manifest = read_manifest(path);
   EXPECT_EQ(manifest.training, R"({"global_steps":3})");
   EXPECT_EQ(manifest.world_size, 2);
@@ -70,10 +84,10 @@ TEST_F(WholeCheckpoint, HoldsWhatWasWrittenAndItsChecksums) {
   EXPECT_THAT(manifest.kinds, ElementsAre("value", "exp_avg", "exp_avg_sq"));
   ASSERT_EQ(manifest.tensors.size(), 4U);
   EXPECT_EQ(manifest.tensors[0], example()[0].tensor);
-  ASSERT_EQ(manifest.extents.size(), writer.order().size());
+  ASSERT_EQ(manifest.extents.size(), order_.size());
   for (std::size_t i = 0; i < manifest.extents.size(); ++i) {
     const ManifestExtent& extent = manifest.extents[i];
-    const auto expected = bytes_for(writer.order()[i]);
+    const auto expected = bytes_for(order_[i].first, order_[i].second);
     std::vector<std::byte> found(expected.size());
     const io::File file(path + "/" + manifest.files[extent.file].name, io::File::Mode::kRead);
     io::read_fully(file, extent.offset, found);
@@ -91,17 +105,10 @@ TEST_F(WholeCheckpoint, HoldsWhatWasWrittenAndItsChecksums) {
   EXPECT_NE(values.find("buffer:count"), nullptr);
 }
 
-TEST_F(WholeCheckpoint, LeavesTheOldOneUntilItIsWhole) {
-  {
-    WholeCheckpointWriter writer(folder(), "t", {example()[2]}, io_, calls_);
-    writer.write(bytes_for(writer.order()[0]));
-    writer.publish({});
-  }
-  {
-    WholeCheckpointWriter writer(folder(), "t", example(), io_, calls_);
-    writer.write(bytes_for(writer.order()[0]));
-    EXPECT_THROW(writer.publish({}), UsageError);
-  }
+TEST_F(WriteWhole, LeavesTheOldOneUntilItIsWhole) {
+  write({folder(), "t", {example()[0]}, "{}", 1, 0, {}});
+  for (const std::size_t most : {0U, 1U, 4U})
+    EXPECT_THROW(write({folder(), "t", example(), "{}", 1, 0, {}}, most), IoError);
   EXPECT_EQ(read_manifest(folder() + "/t").tensors.size(), 1U);
   EXPECT_THAT(whole_checkpoints(folder()), ElementsAre("t"));
   int entries = 0;
@@ -110,19 +117,21 @@ TEST_F(WholeCheckpoint, LeavesTheOldOneUntilItIsWhole) {
   EXPECT_EQ(entries, 1);
 }
 
-TEST_F(WholeCheckpoint, SaysWhichTensorHasAnotherSize) {
-  WholeCheckpointWriter writer(folder(), "t", example(), io_, calls_);
+TEST_F(WriteWhole, SaysWhichTensorHasAnotherSize) {
+  const std::vector<std::byte> seven(7);
   try {
-    writer.write(std::vector<std::byte>(7));
+    write_whole(
+        {folder(), "t", example(), "{}", 1, 0, {}},
+        [&](std::size_t, std::size_t) { return std::span<const std::byte>(seven); }, io_, calls_);
     FAIL();
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("'count' (value) wanted=8 found=7"));
   }
-  EXPECT_THROW(WholeCheckpointWriter(folder(), "../t", example(), io_, calls_), UsageError);
+  EXPECT_THROW(write({folder(), "../t", example(), "{}", 1, 0, {}}), UsageError);
   auto twice = example();
   twice.push_back(twice.front());
-  EXPECT_THROW(WholeCheckpointWriter(folder() + "2", "t", twice, io_, calls_), UsageError);
+  EXPECT_THROW(write({folder() + "2", "t", twice, "{}", 1, 0, {}}), UsageError);
 }
 
 }  // namespace
-}  // namespace strata::format
+}  // namespace strata::checkpoint

@@ -1,21 +1,19 @@
-#include "strata/io/read_choice.h"
-
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "io/direct_transfers.h"
 #include "io/temporary_folder.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/io/page_cache.h"
 #include "strata/io/pending_range.h"
-#include "strata/io/read_probe.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::testing {
 namespace {
 
-using io::ReadFigures;
-using io::ReadWay;
+using checkpoint::ReadFigures;
+using checkpoint::ReadWay;
 using ::testing::HasSubstr;
 
 constexpr ReadFigures probed(double cached, double buffered, double direct) {
@@ -63,10 +61,10 @@ TEST(ReadChoice, ProbesOnlyWhereThatCanDecide) {
 }
 
 TEST(ReadChoice, KnowsItsNames) {
-  EXPECT_EQ(io::read_way_from("auto"), ReadWay::kAuto);
-  EXPECT_EQ(io::read_way_from("buffered"), ReadWay::kBuffered);
-  EXPECT_EQ(io::read_way_from("direct"), ReadWay::kDirect);
-  EXPECT_EQ(io::read_way_from("fast"), std::nullopt);
+  EXPECT_EQ(checkpoint::read_way_from("auto"), ReadWay::kAuto);
+  EXPECT_EQ(checkpoint::read_way_from("buffered"), ReadWay::kBuffered);
+  EXPECT_EQ(checkpoint::read_way_from("direct"), ReadWay::kDirect);
+  EXPECT_EQ(checkpoint::read_way_from("fast"), std::nullopt);
 }
 
 // A file of 2 MiB that was just written, and so is in the page cache.
@@ -79,30 +77,27 @@ class ReadProbe : public ::testing::Test {
     file_.emplace(folder_ / "data", io::File::Mode::kRead);
     direct_.emplace(file_->direct());
     ways_ = {{&*file_, &*direct_}};
-    buffers_ = {one_.bytes(), other_.bytes()};
   }
-  io::ReadProbe probe() const {
+  checkpoint::ReadProbe probe() const {
     return {ways_, ranges_, {.samples = 16, .piece = 128_KiB, .pieces = 2, .least = 1_MiB}};
   }
 
   TemporaryFolder folder_;
   std::optional<io::File> file_;
   std::optional<io::File> direct_;
-  std::vector<io::ReadableFile> ways_;
-  std::vector<io::FileRange> ranges_{{0, 3_B, 1_MiB}, {0, 1_MiB + 70_KiB, 900_KiB}};
-  BlockMemory one_{(64_KiB).size(), 0};
-  BlockMemory other_{(64_KiB).size(), 0};
-  std::vector<std::span<std::byte>> buffers_;
+  std::vector<checkpoint::ReadableFile> ways_;
+  std::vector<checkpoint::FileRange> ranges_{{0, 3_B, 1_MiB}, {0, 1_MiB + 70_KiB, 900_KiB}};
+  checkpoint::TransferRing ring_{{2, 64_KiB}, nullptr};
   io::ThreadEngine io_;
 };
 
 TEST_F(ReadProbe, FindsAWarmFileInThePageCache) {
   if (!io::in_page_cache(*file_, 0_B).has_value())
-    return;  // nobody can say here, which is no error
+    return;  // this system does not tell, which is no error
   for (const Bytes offset : {0_B, 1_MiB, 2_MiB - 1_B})
     EXPECT_TRUE(*io::in_page_cache(*file_, offset));
   EXPECT_EQ(probe().look().cached, 1.0);
-  const io::ReadChoice choice = probe().choose(ReadWay::kAuto, io_, buffers_);
+  const checkpoint::ReadChoice choice = probe().choose(ReadWay::kAuto, io_, ring_);
   EXPECT_FALSE(choice.direct);
   EXPECT_FALSE(choice.figures.direct_gb_per_s.has_value()) << "nothing to be timed";
 }
@@ -111,14 +106,14 @@ TEST_F(ReadProbe, SaysWhetherTheFileSystemHasDirectTransfers) {
   EXPECT_EQ(probe().look().direct_offered, direct_->direct_fd() >= 0);
   ways_[0].direct = &*file_;
   EXPECT_FALSE(probe().look().direct_offered);
-  EXPECT_FALSE(probe().choose(ReadWay::kDirect, io_, buffers_).direct);
+  EXPECT_FALSE(probe().choose(ReadWay::kDirect, io_, ring_).direct);
 }
 
 TEST_F(ReadProbe, TimesBothWaysWhereThereAreEnoughColdPieces) {
   ASSERT_EQ(::posix_fadvise(file_->fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
   ReadFigures figures = probe().look();  // systems may keep pages all the same
   const bool cold = figures.cached == 0.0 && figures.direct_offered;
-  probe().time_reads(figures, io_, buffers_);
+  probe().time_reads(figures, io_, ring_);
   EXPECT_EQ(figures.buffered_gb_per_s.has_value(), figures.direct_gb_per_s.has_value());
   if (cold) {
     ASSERT_TRUE(figures.direct_gb_per_s.has_value());
@@ -130,9 +125,9 @@ TEST_F(ReadProbe, TimesBothWaysWhereThereAreEnoughColdPieces) {
 TEST_F(ReadProbe, TimesNothingWhereLittleIsToBeRead) {
   ASSERT_EQ(::posix_fadvise(file_->fd(), 0, 0, POSIX_FADV_DONTNEED), 0);
   ranges_ = {{0, 0_B, 64_KiB}};
-  EXPECT_FALSE(probe().choose(ReadWay::kAuto, io_, buffers_).figures.buffered_gb_per_s.has_value());
+  EXPECT_FALSE(probe().choose(ReadWay::kAuto, io_, ring_).figures.buffered_gb_per_s.has_value());
   ranges_.clear();
-  EXPECT_FALSE(probe().choose(ReadWay::kAuto, io_, buffers_).direct);
+  EXPECT_FALSE(probe().choose(ReadWay::kAuto, io_, ring_).direct);
 }
 
 }  // namespace

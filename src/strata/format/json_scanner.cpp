@@ -1,4 +1,4 @@
-#include "strata/format/header_scanner.h"
+#include "strata/format/json_scanner.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -54,44 +54,61 @@ Utf8Lead utf8_lead(unsigned byte) {
 
 }  // namespace
 
-void HeaderScanner::fail(std::string_view problem) const {
-  throw FormatError(
-      fmt::format("the header of a safetensors file is broken: {}: path={} header_byte={}", problem,
-                  path_, at_));
+void JsonScanner::fail(std::string_view problem) const {
+  throw FormatError(fmt::format("{} {}: {}: path={} {}_byte={}", subject_.name, subject_.broken,
+                                problem, path_, subject_.text, at_));
 }
 
-void HeaderScanner::fail_wanted(std::string_view what) const {
-  if (at_ >= text_.size()) fail(fmt::format("wanted {}, found the end of the header", what));
+void JsonScanner::fail_twice(std::string_view key) const {
+  throw FormatError(
+      fmt::format("{} has a key twice: path={} key={}", subject_.name, path_, in_quotes(key)));
+}
+
+std::string_view JsonScanner::kind() {
+  skip_whitespace();
+  const char c = at_ < text_.size() ? text_[at_] : '\0';
+  if (c == '{') return "object";
+  if (c == '[') return "array";
+  if (c == '"') return "string";
+  if (c == 't' || c == 'f') return "boolean";
+  if (c == 'n') return "null";
+  if (c == '-' || (c >= '0' && c <= '9')) return "number";
+  fail_wanted("a value of JSON");
+}
+
+void JsonScanner::fail_wanted(std::string_view what) const {
+  if (at_ >= text_.size())
+    fail(fmt::format("wanted {}, found the end of the {}", what, subject_.text));
   if (byte_of(text_[at_]) >= 0x80) {
     fail(fmt::format("wanted {}, found the byte 0x{:02x}", what, byte_of(text_[at_])));
   }
   fail(fmt::format("wanted {}, found {}", what, in_quotes(text_.substr(at_, 1))));
 }
 
-void HeaderScanner::skip_whitespace() {
+void JsonScanner::skip_whitespace() {
   while (at_ < text_.size() &&
          (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r')) {
     ++at_;
   }
 }
 
-bool HeaderScanner::consume(char c) {
+bool JsonScanner::consume(char c) {
   skip_whitespace();
   if (at_ >= text_.size() || text_[at_] != c) return false;
   ++at_;
   return true;
 }
 
-void HeaderScanner::expect(char c, std::string_view what) {
+void JsonScanner::expect(char c, std::string_view what) {
   if (!consume(c)) fail_wanted(what);
 }
 
-void HeaderScanner::end() {
+void JsonScanner::end() {
   skip_whitespace();
   if (at_ != text_.size()) fail_wanted("nothing after the closing brace");
 }
 
-std::int64_t HeaderScanner::integer(std::string_view what) {
+std::int64_t JsonScanner::integer(std::string_view what) {
   skip_whitespace();
   const auto is_digit = [this](std::size_t i) {
     return i < text_.size() && text_[i] >= '0' && text_[i] <= '9';
@@ -111,12 +128,12 @@ std::int64_t HeaderScanner::integer(std::string_view what) {
   return value;
 }
 
-void HeaderScanner::skip_value(int nesting) {
+void JsonScanner::skip_value(int nesting) {
   if (nesting > kNestingMax) fail(fmt::format("a value nests deeper than {}", kNestingMax));
   skip_whitespace();
   const char c = at_ < text_.size() ? text_[at_] : '\0';
   if (c == '{') {
-    object("an object", [&](const std::string&) { skip_value(nesting + 1); });
+    distinct_object("an object", [&](const std::string&) { skip_value(nesting + 1); });
   } else if (c == '[') {
     array("an array", [&] { skip_value(nesting + 1); });
   } else if (c == '"') {
@@ -129,7 +146,7 @@ void HeaderScanner::skip_value(int nesting) {
   }
 }
 
-std::string HeaderScanner::string(std::string_view what) {
+std::string JsonScanner::string(std::string_view what) {
   expect('"', what);
   std::string out;
   while (true) {
@@ -153,7 +170,7 @@ std::string HeaderScanner::string(std::string_view what) {
   }
 }
 
-void HeaderScanner::escape(std::string& out) {
+void JsonScanner::escape(std::string& out) {
   if (at_ >= text_.size()) fail("a string has no end");
   static constexpr std::string_view kEscapes = "\"\\/bfnrt";
   static constexpr std::string_view kMeanings = "\"\\/\b\f\n\r\t";
@@ -177,7 +194,7 @@ void HeaderScanner::escape(std::string& out) {
   append_utf8(out, point);
 }
 
-std::uint32_t HeaderScanner::hex4() {
+std::uint32_t JsonScanner::hex4() {
   std::uint32_t value = 0;
   for (int i = 0; i < 4; ++i, ++at_) {
     const char c = at_ < text_.size() ? text_[at_] : '\0';
@@ -195,7 +212,7 @@ std::uint32_t HeaderScanner::hex4() {
   return value;
 }
 
-void HeaderScanner::utf8_sequence(std::string& out) {
+void JsonScanner::utf8_sequence(std::string& out) {
   const Utf8Lead lead = utf8_lead(byte_of(text_[at_]));
   bool valid = lead.length != 0 && text_.size() - at_ >= lead.length;
   for (std::size_t i = 1; valid && i < lead.length; ++i) {

@@ -1,56 +1,70 @@
 // Reading in pieces: whatever the sizes of pieces and blocks, all bytes come once and in order, and
 // every block that is wrong is named.
-#include "strata/cli/checked_read.h"
+#include "strata/checkpoint/reader.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <filesystem>
+#include <fstream>
 #include <numeric>
 
-#include "cli/saved_checkpoint.h"
+#include "io/temporary_folder.h"
 #include "strata/base/error.h"
 #include "strata/io/thread_engine.h"
 
-namespace strata::cli {
+namespace strata::checkpoint {
 namespace {
 
 // A file of 1,000 bytes that counts.
-class CheckedRead : public ::testing::Test {
+class RangeReading : public ::testing::Test {
  protected:
-  CheckedRead() {
+  RangeReading() {
     std::iota(content_.begin(), content_.end(), '\0');
-    write_text(folder_ / "f", content_);
+    folder_.write("f", content_);
   }
 
-  // What comes of the ranges, and the wrong ranges.
-  std::string read(Bytes block, std::vector<io::FileRange> ranges, Bytes buffer = 48_B) {
+  // The bytes of the ranges; wrong ranges go to wrong_.
+  std::string read(Bytes block, std::vector<FileRange> ranges, Bytes buffer = 48_B) {
     format::BlockChecksums sums(block, {});
     sums.set(Bytes(), std::as_bytes(std::span(content_)));
     const std::vector<format::ManifestFile> files{{"f", Bytes(content_.size()), sums}};
     const io::File file(folder_ / "f", io::File::Mode::kRead);
-    std::string came;
-    CheckedReading reading;
-    reading.files = {&file};
-    reading.sums = files;
-    reading.ranges = ranges;
-    reading.take = [&](std::size_t, Bytes offset, std::span<const std::byte> bytes) {
-      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(bytes.data()) % 16, offset.size() % 16);
-      came.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-    };
+    struct Taken final : Sink {
+      std::unique_ptr<io::Transfer> take(const Piece& piece) override {
+        EXPECT_EQ(reinterpret_cast<std::uintptr_t>(piece.content.data()) % 16,
+                  piece.offset.size() % 16);
+        came.append(reinterpret_cast<const char*>(piece.content.data()), piece.content.size());
+        return nullptr;
+      }
+      std::string came;
+    } taken;
     wrong_.clear();
-    reading.wrong = [&](const WrongRange& range) { wrong_.push_back(range); };
-    BufferRing ring({3, buffer}, nullptr);
-    read_checked(reading, io_, ring);
-    return came;
+    const ReadableFile way{&file, nullptr};
+    const Verification verify{files, true,
+                              [&](const WrongRange& range) { wrong_.push_back(range); }};
+    TransferRing ring({3, buffer}, nullptr);
+    RangeSource source({&way, 1}, ranges, io_, buffer, {.aligned = 16_B, .verify = &verify});
+    copy(source, taken, ring);
+    return taken.came;
   }
 
-  TestFolder folder_;
+  void flip(std::int64_t at) {
+    std::fstream file(folder_ / "f", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(at);
+    const char byte = static_cast<char>(file.get() ^ 1);
+    file.seekp(at);
+    file.put(byte);
+  }
+
+  testing::TemporaryFolder folder_;
   std::string content_ = std::string(1000, '\0');
   std::vector<WrongRange> wrong_;
   io::ThreadEngine io_;
 };
 
-TEST_F(CheckedRead, GivesEveryByteOnceInOrder) {
+TEST_F(RangeReading, GivesEveryByteOnceInOrder) {
   for (const Bytes block : {1_B, 7_B, 64_B, 1000_B, Bytes(INT64_MAX)}) {
     EXPECT_EQ(read(block, {{0, Bytes(), 1000_B}}), content_);
     EXPECT_EQ(read(block, {{0, 3_B, 10_B}, {0, 500_B, 500_B}}),
@@ -59,28 +73,28 @@ TEST_F(CheckedRead, GivesEveryByteOnceInOrder) {
   }
 }
 
-TEST_F(CheckedRead, NamesTheWrongBlock) {
+TEST_F(RangeReading, NamesTheWrongBlock) {
   for (const Bytes block : {1_B, 7_B, 64_B, 999_B, 2000_B}) {
     for (const std::int64_t at : {0, 63, 500, 999}) {
-      flip_byte(folder_ / "f", at);
+      flip(at);
       read(block, {{0, Bytes(), 1000_B}});
       ASSERT_EQ(wrong_.size(), 1U) << block.value << " " << at;
       EXPECT_EQ(wrong_[0].begin, Bytes(at) - Bytes(at) % block);
       EXPECT_EQ(wrong_[0].end, std::min(wrong_[0].begin + block, 1000_B));
-      flip_byte(folder_ / "f", at);
+      flip(at);
     }
   }
 }
 
-TEST_F(CheckedRead, ChecksOnlyBlocksThatItReadWhole) {
-  flip_byte(folder_ / "f", 70);
+TEST_F(RangeReading, ChecksOnlyBlocksThatItReadWhole) {
+  flip(70);
   read(64_B, {{0, 0_B, 100_B}, {0, 110_B, 100_B}});
   EXPECT_TRUE(wrong_.empty());
   read(64_B, {{0, 64_B, 64_B}});
   EXPECT_EQ(wrong_.size(), 1U);
 }
 
-TEST_F(CheckedRead, NamesWhatCannotBeRead) {
+TEST_F(RangeReading, NamesWhatCannotBeRead) {
   std::filesystem::resize_file(folder_ / "f", 700);
   const std::string came = read(64_B, {{0, Bytes(), 1000_B}}, 128_B);
   EXPECT_EQ(came, content_.substr(0, came.size()));
@@ -94,11 +108,11 @@ TEST(WholeBlocks, GrowToBlocksAndJoin) {
   const std::vector<format::ManifestFile> files{
       {"f", 1000_B, format::BlockChecksums(64_B, {})},
       {"g", 100_B, format::BlockChecksums(Bytes(INT64_MAX), {})}};
-  const std::vector<io::FileRange> ranges{
+  const std::vector<FileRange> ranges{
       {0, 70_B, 10_B}, {0, 100_B, 60_B}, {0, 300_B, 20_B}, {0, 990_B, 5_B}, {1, 50_B, 1_B}};
   const auto blocks = whole_blocks(ranges, files);
   std::vector<std::array<std::int64_t, 3>> found;
-  for (const io::FileRange& range : blocks)
+  for (const FileRange& range : blocks)
     found.push_back({static_cast<std::int64_t>(range.file), range.offset.value, range.bytes.value});
   const std::vector<std::array<std::int64_t, 3>> wanted{
       {0, 64, 128}, {0, 256, 64}, {0, 960, 40}, {1, 0, 100}};
@@ -106,4 +120,4 @@ TEST(WholeBlocks, GrowToBlocksAndJoin) {
 }
 
 }  // namespace
-}  // namespace strata::cli
+}  // namespace strata::checkpoint

@@ -1,0 +1,129 @@
+// The one loop that keeps several buffers in flight. A source begins to fill a buffer of a ring,
+// and when the buffer is full a sink begins to take its bytes: both may go on by themselves (a
+// transfer of files, work of a stream, threads), so that pieces are filled and taken at once.
+//
+//   source.next() -> fill(buffer) ... full -> source.filled() -> sink.take() ... ring: used again
+//
+// The use of a buffer ends with a transfer or an event on every path: where fill() or take()
+// throws after it has queued a part of its work, an event behind that part is recorded, and the
+// ring waits for it before the buffer is used again or freed.
+//
+// Threads: one thread. Ownership: borrows source, sink and ring. Errors: those of source, sink and
+// transfers; what is in flight has ended when they leave.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "strata/checkpoint/ring.h"
+#include "strata/format/weight_map.h"
+
+namespace strata::checkpoint {
+
+// The bytes that one buffer carries.
+struct Piece {
+  std::size_t index = 0;  // how many pieces the source gave before
+  std::size_t file = 0;   // where it comes from or goes to, as the source counts
+  Bytes offset;
+  Bytes bytes;                   // at most a buffer
+  std::span<std::byte> content;  // in the buffer, from fill() on
+
+  format::FilePlace place() const { return {file, offset}; }
+};
+
+class Source {
+ public:
+  virtual ~Source() = default;
+  // Sets `file`, `offset` and `bytes` of the next piece. False: there is none (yet).
+  virtual bool next(Piece& piece) = 0;
+  // Begins to fill the buffer. Sets `content`; by default it begins where the buffer does. Returns
+  // the transfer that ends the filling; null: work on stream() does, or it has ended.
+  virtual std::unique_ptr<io::Transfer> fill(Piece& piece, std::span<std::byte> buffer) = 0;
+  // The stream on which fill() queues work; null: it queues none.
+  virtual device::Stream* stream() { return nullptr; }
+  // Called when the piece is full, before the sink takes it. Throws for bytes that are wrong.
+  virtual void filled(const Piece& /*piece*/) {}
+  // Called from the handler of an error of filling. Where it returns, the piece is left out.
+  virtual void failed(const Piece& /*piece*/) { throw; }
+};
+
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  // Begins to take a piece's content. Returns as Source::fill().
+  virtual std::unique_ptr<io::Transfer> take(const Piece& piece) = 0;
+  virtual device::Stream* stream() { return nullptr; }
+  // Queues what is left to do of the pieces taken so far: at sync points and at the end.
+  virtual void settle() {}
+};
+
+// Takes nothing: to time a source, or to look at what it verifies.
+class Discard final : public Sink {
+ public:
+  std::unique_ptr<io::Transfer> take(const Piece& /*piece*/) override { return nullptr; }
+};
+
+// Places of the source, ascending, at which ranks meet: reached(i) is called when the sink has
+// begun to take all pieces before places[i]. Filling goes on meanwhile.
+struct SyncPoints {
+  std::vector<format::FilePlace> places;
+  std::function<void(std::size_t)> reached;
+  // Called once, before any place is reached, and not before the sink has begun to take the first
+  // piece, if there is one. May be empty.
+  std::function<void()> begun = nullptr;
+};
+
+struct CopyOptions {
+  // Buffers that are left to what the sink has begun, while the others are filled. Less than the
+  // ring has.
+  std::size_t taking = 0;
+  const SyncPoints* sync_points = nullptr;  // null: none
+};
+
+class Pipeline {
+ public:
+  Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options = {});
+  // Waits for what is in flight, unless take_all() has returned.
+  ~Pipeline();
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  // Begins to fill all pieces that the source has, and takes as many as that needs.
+  void pump();
+  // Takes the pieces that are left. The sink's transfers and queued work may go on.
+  void take_all();
+  // The same, and waits for it.
+  void drain();
+
+ private:
+  struct Filling {
+    Piece piece;
+    std::size_t turn = 0;
+  };
+  void begin(Piece piece);
+  void take_one();
+  void reach(const format::FilePlace* next);  // null: the end
+  void tell_begun();
+  template <typename Begin>
+  void use(std::size_t turn, device::Stream* stream, Begin&& begin);
+
+  Source& source_;
+  Sink& sink_;
+  TransferRing& ring_;
+  CopyOptions options_;
+  std::deque<Filling> filling_;  // in order
+  std::size_t begun_ = 0;
+  std::size_t reached_ = 0;  // sync points
+  bool told_begun_ = false;
+  bool idle_ = true;  // nothing was left in flight by an error
+};
+
+// Copies all pieces of the source; what the sink begins has ended when it returns.
+void copy(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options = {});
+
+}  // namespace strata::checkpoint

@@ -1,0 +1,194 @@
+// Reads files of a checkpoint through a ring, from front to back, several reads ahead, and checks
+// on the way that what arrives is what was written: each block of a file against the checksum that
+// the manifest has of it. RangeSource is the Source of all pipelines that read files.
+//
+// Threads: one thread; CheckpointFiles is immutable. Ownership: sources borrow files, ranges and
+// the I/O engine; CheckpointFiles borrows the manifest. Errors: IoError for files that are missing
+// or cannot be read; FormatError for files and bytes that are not what was written.
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/checkpoint/pipeline.h"
+#include "strata/checkpoint/read_choice.h"
+#include "strata/format/manifest.h"
+#include "strata/format/running_checksum.h"
+#include "strata/io/io_engine.h"
+
+namespace strata::checkpoint {
+
+// Some of the bytes of the file at a place of a list.
+struct FileRange {
+  std::size_t file = 0;
+  Bytes offset;
+  Bytes bytes;
+};
+
+// Both ways to a file; `direct` is what File::direct() gave. Files that no range names may be null.
+struct ReadableFile {
+  const io::File* buffered = nullptr;
+  const io::File* direct = nullptr;
+};
+
+// Bytes that are not what was written, or cannot be read.
+struct WrongRange {
+  std::size_t file = 0;
+  Bytes begin;
+  Bytes end;
+  std::string problem;
+  std::exception_ptr cause = nullptr;  // why it cannot be read; null: its checksum differs
+};
+
+struct Verification {
+  std::span<const format::ManifestFile> files;  // as ranges name them
+  bool checksums = true;                        // false: only what cannot be read is wrong
+  // Called for every wrong block and every piece that cannot be read. Where it returns, reading
+  // goes on.
+  std::function<void(const WrongRange&)> wrong;
+};
+
+struct ReadOptions {
+  bool direct = false;  // past the page cache
+  // Content begins in memory where it does in the file, and pieces are cut, modulo this.
+  Bytes aligned = 1_B;
+  // Reads go on to the end of a block, or of the file, where the buffer has room.
+  Bytes block = 1_B;
+  // Blocks that are read whole, in pieces that follow each other, are verified. Null: nothing is.
+  const Verification* verify = nullptr;
+};
+
+class RangeSource : public Source {
+ public:
+  // `buffer`: bytes of the ring's buffers. Cuts ranges that are larger than one.
+  RangeSource(std::span<const ReadableFile> files, std::span<const FileRange> ranges,
+              io::IoEngine& io, Bytes buffer, const ReadOptions& options = {});
+
+  bool next(Piece& piece) override;
+  std::unique_ptr<io::Transfer> fill(Piece& piece, std::span<std::byte> buffer) override;
+  void filled(const Piece& piece) override;
+  void failed(const Piece& piece) override;
+
+ private:
+  void compare(std::size_t file, Bytes begin, Bytes end);
+
+  std::span<const ReadableFile> files_;
+  std::span<const FileRange> ranges_;
+  io::IoEngine& io_;
+  Bytes most_;  // of a piece
+  ReadOptions options_;
+  std::size_t range_ = 0;
+  Bytes done_;  // of the range
+  // The block that is being verified:
+  format::RunningChecksum sum_;
+  bool whole_ = false;      // all of it came up to `reached_`
+  std::size_t summed_ = 0;  // its file
+  Bytes reached_{-1};
+};
+
+// The ranges, grown to whole blocks of their files and joined where they touch. In order.
+std::vector<FileRange> whole_blocks(std::span<const FileRange> ranges,
+                                    std::span<const format::ManifestFile> files);
+
+// A file of a checkpoint in `folder`, of the size that it was written with. FormatError for a link
+// that leads out of the folder.
+io::File open_file(const std::string& folder, const format::ManifestFile& file);
+
+// The tensors in the bytes [begin, end) of a file: "tensor 'w' (value)". None where these lie
+// between tensors.
+std::vector<std::string> owners_of(const format::Manifest& manifest, std::size_t file, Bytes begin,
+                                   Bytes end);
+
+// Open files of a checkpoint: those that are read, since the limit of descriptors is near where
+// many ranks have saved.
+class CheckpointFiles {
+ public:
+  // `wanted`: places in the manifest; nullopt: all.
+  CheckpointFiles(const std::string& folder, const format::Manifest& manifest,
+                  const std::optional<std::set<std::size_t>>& wanted = std::nullopt);
+
+  // By places in the manifest; null: not open.
+  std::vector<const io::File*> pointers() const;
+  // The same, for sources that read through the page cache.
+  std::vector<ReadableFile> readable() const;
+  // The largest block of checksums: whole blocks of every file lie in it.
+  Bytes block() const;
+  // The cause, or a FormatError that names the file, the bytes and their tensors.
+  [[noreturn]] void fail(const WrongRange& wrong) const;
+
+ private:
+  const format::Manifest& manifest_;
+  std::vector<std::optional<io::File>> files_;
+};
+
+// Finds the figures by which choose_read() decides how ranges are read: samples which of their
+// pages are cached, and where that can decide times pieces that are not, each in another place,
+// half of them buffered and half direct, through the ring that the reading itself will use. Each
+// process probes for itself: its ranges, and how much of them is cached, are its own, and ranks of
+// a host that probe at once share the drive as they do when they read at once.
+struct ReadProbeOptions {
+  int samples = 64;      // pages
+  Bytes piece = 16_MiB;  // a multiple of io::File::kDirectBlock
+  int pieces = 2;        // each way
+  // Nothing is timed where less is to be read: the pieces would be too large a part of it.
+  Bytes least = 512_MiB;
+};
+
+class ReadProbe {
+ public:
+  // `ranges` are what will be read; files that none of them names may be null. Borrows both.
+  ReadProbe(std::span<const ReadableFile> files, std::span<const FileRange> ranges,
+            const ReadProbeOptions& options = {});
+
+  // Looks at the page cache at once; times reads only where the choice depends on it. The ring's
+  // buffers are whole blocks of direct transfers.
+  ReadChoice choose(ReadWay asked, io::IoEngine& io, TransferRing& ring) const;
+
+  // The steps of it.
+  ReadFigures look() const;
+  void time_reads(ReadFigures& figures, io::IoEngine& io, TransferRing& ring) const;
+
+ private:
+  struct Place {
+    std::size_t file;
+    Bytes offset;
+  };
+  std::vector<Place> samples() const;
+  std::vector<Place> cold_pieces() const;
+
+  std::span<const ReadableFile> files_;
+  std::span<const FileRange> ranges_;
+  ReadProbeOptions options_;
+  Bytes total_;
+};
+
+// Takes from pieces of files what belongs to extents. Both come by file and offset; pieces are cut
+// between elements.
+class ExtentSink : public Sink {
+ public:
+  // Borrows the extents.
+  explicit ExtentSink(std::span<const format::ManifestExtent> extents) : extents_(extents) {}
+  std::unique_ptr<io::Transfer> take(const Piece& piece) override;
+
+ protected:
+  // Elements of extents[extent], from its byte `at` on.
+  virtual void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) = 0;
+
+ private:
+  std::span<const format::ManifestExtent> extents_;
+  std::size_t next_ = 0;
+};
+
+// Where an extent ends in its file.
+inline Bytes end_of(const format::ManifestExtent& extent) {
+  return extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
+}
+
+}  // namespace strata::checkpoint
