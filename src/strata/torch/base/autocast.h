@@ -1,7 +1,7 @@
-// torch.autocast from the beginning of this object to its end, as the context of that name in
-// Python, or nothing where no type is given. Casts of weights are not kept for later operations: at
-// stage 3 they would be a whole copy of the model, and the stages would differ in bits where an
-// operation uses a weight again. Threads: of this one; the state is the thread's own.
+// torch.autocast for the lifetime of this object, like Python's context manager of that name;
+// without a dtype it does nothing. Casts of weights are not cached for later operations: at stage 3
+// the cache would be a whole copy of the model, and the stages would differ in bits where an
+// operation uses a weight again. Threads: the state belongs to the thread that made the object.
 #pragma once
 
 #include <ATen/autocast_mode.h>

@@ -1,8 +1,8 @@
-// Adam and AdamW over torch tensors in host memory, by this rank's threads: for optimizers that run
-// without an engine. Tensors need not be contiguous: those whose elements lie in another order than
-// their parameter's are copied for the update, and what it changes is copied back.
-// Threads: one at a time. Ownership: its threads are its own, from the first step on. Errors:
-// UsageError for what it cannot update, before anything is written.
+// Adam and AdamW over torch tensors in host memory, computed by this rank's threads. Optimizers
+// that run without an engine use it. Tensors need not be contiguous: if a tensor's elements lie in
+// another order than its parameter's, the update works on a copy and writes the result back.
+// Threads: one at a time. Ownership: it owns its threads, which it starts in the first step.
+// Errors: UsageError for tensors that it cannot update, before it writes anything.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,8 @@
 
 namespace strata::torch {
 
-// Of one parameter: tensors of one shape; float32, bfloat16 or float16, both moments the same.
+// The tensors of one parameter. All have one shape and are float32, bfloat16 or float16; both
+// moments have the same dtype.
 struct HostAdamTensors {
   at::Tensor weight;
   at::Tensor gradient;
@@ -27,11 +28,13 @@ struct HostAdamTensors {
 
 class HostAdam {
  public:
-  // Of a rank among `world_size` (host_threads.h). Starts no thread yet.
+  // `world_size`: the number of ranks, which decides the number of threads (host_threads.h). Starts
+  // no thread yet.
   explicit HostAdam(int world_size);
 
   int threads() const { return threads_; }
-  // `scalars` but for their step. Autograd does not see the update, but that weights have changed.
+  // Takes all of `scalars` except their step. Autograd does not record the update, but it sees that
+  // the weights have changed.
   void step(const std::vector<HostAdamTensors>& parameters, const kernels::AdamScalars& scalars);
 
  private:

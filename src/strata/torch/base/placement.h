@@ -1,6 +1,6 @@
-// Where a model lives: the one place that tells a GPU from the host. Everything else takes a
-// c10::Device and an engine device made here. Threads: any. Errors: ConfigError that says what was
-// wanted and what is there.
+// Where a model lies: the one file that distinguishes a GPU from the host. All other code takes a
+// c10::Device and an engine device made here. Threads: any. Errors: ConfigError with the wanted and
+// the available device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,23 +18,23 @@
 
 namespace strata::torch {
 
-// The device on which all of these lie; nullopt for none. ConfigError that names the first two
-// which lie on different devices, or one without values.
+// The device on which all of these lie; nullopt if there are none. ConfigError if two lie on
+// different devices (it names the first two) or if one has no values.
 std::optional<c10::Device> device_of(
     const std::vector<std::pair<std::string, at::Tensor>>& parameters);
 
-// GPUs that torch and this build of Strata can both use.
+// The number of GPUs that both torch and this build of Strata can use.
 int usable_gpus();
 
-// Where a model shall train that lies on `present` now (nullopt: nowhere yet). kAuto: a model on a
-// GPU stays there, any other goes to the GPU of this rank, `local_rank` on this host; to the host
-// where no GPU can be used.
+// Chooses the device on which a model trains. `present`: where the model lies now; nullopt: nowhere
+// yet. With kAuto, a model on a GPU stays there. Any other model goes to the GPU of this rank,
+// which is `local_rank` on this host, or stays on the host if no GPU can be used.
 c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> present,
                           int local_rank);
 
-// `threads`: of kernels on the host, bound to this rank's cores where ranks share them
-// (host_threads.h). `waits`: those of another device of this rank, to be counted with; null: its
-// own.
+// `threads`: the number of threads for kernels on the host, bound to this rank's cores if ranks
+// share them (host_threads.h). `waits`: the counter of host waits that another device of this rank
+// uses; null: the device makes its own.
 std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
                                             std::shared_ptr<device::HostWaits> waits = nullptr);
 

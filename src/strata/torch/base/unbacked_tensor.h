@@ -1,6 +1,6 @@
-// Tensors that have a shape and an address but no memory yet: what constructors make of large
-// parameters within zero.Init. On the host it is an address range whose pages come when somebody
-// writes to them, and read as zeroes until then. On a GPU there is no memory until back().
+// Deferred tensors: they have a shape and an address range but no memory yet. Within zero.Init
+// constructors make large parameters this way. On the host, the system adds each page when a thread
+// first writes to it; until then it reads as zeroes. On a GPU there is no memory until back().
 // Threads: any. Errors: OutOfMemoryError.
 #pragma once
 
@@ -15,14 +15,15 @@ namespace strata::torch {
 at::Tensor unbacked_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                            c10::Device place);
 
-// Gives it memory, of zeroes, for good. OutOfMemoryError where the host has less left than it
-// needs, before any of it is taken: `what` says what the memory is for.
+// Gives the tensor memory for good, filled with zeroes. OutOfMemoryError if the host has less
+// memory available than the tensor needs; nothing is taken then. `what` names the use of the memory
+// in the message.
 void back(const at::Tensor& tensor, const std::string& what);
 
-// Tells memory apart, also where there is none yet; 0 for a tensor of no storage.
+// Identifies the storage, even before it has memory; 0 for a tensor without storage.
 std::uintptr_t storage_of(const at::Tensor& tensor);
 
-// Tensors, `tensor` itself among them, that share its memory.
+// The number of tensors that share this tensor's memory, including itself.
 std::int64_t sharers(const at::Tensor& tensor);
 
 }  // namespace strata::torch

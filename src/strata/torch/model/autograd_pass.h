@@ -1,17 +1,18 @@
-// Finds the beginning and the end of a backward pass that autograd alone runs: `loss.backward()`
-// tells nobody.
+// Finds the beginning and the end of a backward pass that the script starts by `loss.backward()`,
+// without a call of the engine.
 //
 // The pass begins when the first of these runs: a node that made an output of a forward (expect()),
 // the node of a scaled loss (scaled()), or the node that stores a parameter's gradient (begin()).
-// It ends with the run of the graph in which it began, in autograd's final callback. Runs inside
-// that one belong to it: those of reentrant checkpoints, and of functions that differentiate in
-// their own backward. A run that stores no gradient of the model (torch.autograd.grad) is no pass.
+// It ends with the autograd pass in which it began, in autograd's final callback. Nested autograd
+// passes belong to it: those of reentrant checkpoints, and of functions that differentiate in their
+// own backward. An autograd pass that stores no gradient of the model (torch.autograd.grad) is no
+// backward pass.
 //
-// An error ends a run without a callback. Such a pass is abandoned where the next one begins, or by
-// settle().
+// An error ends an autograd pass without a callback. The backward pass is then abandoned when the
+// next one begins, or by settle().
 //
-// drive() is for whoever begins and ends passes himself (engine.backward()): all of that is left to
-// him then.
+// engine.backward() calls drive(), because it begins and ends the pass itself; this class then
+// finds nothing.
 //
 // Threads: one thread at a time, autograd's threads among them. Ownership: hooks in graphs hold it
 // weakly; graphs that outlive it do nothing to it. Errors: those of the calls it makes, thrown out
@@ -33,14 +34,14 @@ struct Node;
 
 namespace strata::torch {
 
-// The nodes that made the tensors, each once; those of their bases where the tensors are views. A
-// change in place of a view (of a linear layer's output, say) cuts the view's own node out of the
-// graph; its base's stays.
+// producers() returns the nodes that made the tensors, each once. producers_of_bases() returns the
+// nodes of their bases if the tensors are views: an in-place change of a view (such as the output
+// of a linear layer) removes the view's own node from the graph, but not its base's.
 std::vector<::torch::autograd::Node*> producers(std::span<const at::Tensor> tensors);
 std::vector<::torch::autograd::Node*> producers_of_bases(std::span<const at::Tensor> tensors);
 
-// `action` runs when the node is about to run; `first`: before what was to run there so far, else
-// after that.
+// Runs `action` when the node is about to run. `first`: before the actions that are already
+// registered there, else after them.
 void run_before(::torch::autograd::Node& node, bool first, std::function<void()> action);
 
 class AutogradPass {
@@ -57,19 +58,19 @@ class AutogradPass {
   AutogradPass& operator=(const AutogradPass&) = delete;
 
   void expect(std::span<const at::Tensor> outputs);
-  // `loss`, which requires a gradient, times `factor`. What runs from there is of a loss that was
-  // scaled by `loss_scale` (ScaledRun), for other models, too.
+  // Returns `loss`, which must require a gradient, times `factor`. An autograd pass from there
+  // counts as one of a loss scaled by `loss_scale` (ScaledRun), for other models, too.
   at::Tensor scaled(const at::Tensor& loss, double factor, double loss_scale);
-  // From within autograd: the pass begins unless it runs.
+  // Called from within autograd: begins the pass unless it runs already.
   void begin();
-  // Abandons a pass that an error has ended. Called before anything else is done with the engine.
+  // Abandons a pass that an error has ended. Called before any other use of the engine.
   void settle();
 
-  // Until drive(false), by the same thread. Meanwhile every loss counts as divided (divided()), for
-  // other models, too.
+  // drive(true) lasts until the same thread calls drive(false). Meanwhile every loss counts as
+  // divided (divided()), for other models, too.
   void drive(bool driven);
-  // Whether the graph that runs here comes from a loss that engine.backward() has divided by its
-  // accumulation steps, of whatever engine. Carried by autograd from thread to thread.
+  // Whether the graph that runs in this thread began at a loss that engine.backward() of any engine
+  // has divided by its accumulation steps. Autograd carries this from thread to thread.
   static bool divided();
 
  private:

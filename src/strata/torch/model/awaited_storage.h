@@ -1,19 +1,22 @@
-// The storage of parameters whose new values are still on their way to the memory behind them.
+// The storage of pending parameters: their new values have not all arrived in the memory behind
+// them.
 //
-// While a unit's weights are being refreshed beside the model's next forward, its parameters lie in
-// an AwaitedStorage. Every operator of torch that gets such a tensor first asks for the values
-// (complete()) and then runs as ever, so a script that reads a parameter between a step and the
-// next forward sees what it would have seen had the step waited. That holds for p.data as well,
-// taken while it waits. Asking for the address itself (data_ptr(), storage().cpu()) without any
-// operator is torch's RuntimeError, with a message that says what to do.
+// During a unit's lazy all-gather, beside the model's next forward, its parameters lie in an
+// AwaitedStorage. Every operator of torch that gets such a tensor first waits for the values
+// (complete()) and then runs. So a script that reads a parameter between a step and the next
+// forward sees the same values as if the step had waited. That holds for p.data as well, if the
+// script took it meanwhile. Asking for the address without any operator (data_ptr(),
+// storage().cpu()) is torch's RuntimeError, with a message that says how to read the values.
 //
-// What else comes to its values only when somebody asks for them lies in one, too: the gradient
-// that a parameter shows (ParameterGradients). Its complete() may throw; the operator does then.
+// A gradient that a parameter shows (ParameterGradients) lies in such a storage as well: it gets
+// its values when an operator first reads it. Its complete() may throw, and then the operator
+// throws.
 //
-// It works by a dispatch key that torch leaves to others (DeferredInit): a fallback for it is
-// registered once a process. Threads: any may read; complete() runs in the thread of the operator,
-// one at a time for one storage, with or without Python's lock, which it must not ask for.
-// Ownership: tensors own their storage, which may outlive the engine: forget() then.
+// The mechanism is a dispatch key that torch reserves for other libraries (DeferredInit): this
+// class registers a fallback for it once per process. Threads: any may read; complete() runs in the
+// thread of the operator, in one thread at a time for one storage, with or without Python's lock,
+// which it must not ask for. Ownership: tensors own their storage, which may outlive the engine;
+// the engine calls forget() before it goes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,26 +30,28 @@ namespace strata::torch {
 
 class AwaitedStorage final : public c10::StorageImpl {
  public:
-  // False where somebody else has taken the key: values cannot be awaited in this process.
+  // False if another library has taken the key; then this process cannot have pending parameters.
   static bool available();
 
-  // `values`: what complete() fills. `complete`: returns when the current stream's later work will
-  // find the values there.
-  // `no_address`: the message to who asks for the address alone; null: that of parameters.
+  // `values`: the memory that complete() fills. `complete`: returns when later work on the current
+  // stream will find the values there. `no_address`: the message of the error for a caller that
+  // asks for the address; null: the message for parameters.
   AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values, std::function<void()> complete,
                  const char* no_address = nullptr);
-  // Called in place of zero_() on a tensor that is not settled. False: it runs as other operators.
+  // Sets a function that is called in place of zero_() on a tensor that is not settled. If it
+  // returns false, zero_() runs as other operators do.
   void on_zero(std::function<bool()> zeroed) { zeroed_ = std::move(zeroed); }
   bool zero() const { return zeroed_ && zeroed_(); }
 
-  // What `view`, a tensor of the values, will be: of its shape and place, awaited.
+  // A pending tensor in `storage` with the shape and offset of `view`, which is a tensor of the
+  // values.
   static at::Tensor view(const c10::intrusive_ptr<AwaitedStorage>& storage, const at::Tensor& view);
 
-  // Asks for the values, and points the tensor at them where that was not done with the
-  // parameter's: a tensor object that was made of a parameter meanwhile (p.data).
+  // Waits for the values. Then points the tensor at them unless the engine has already done so; it
+  // has for parameters, but not for a tensor object that the script made of one meanwhile (p.data).
   void settle(const at::Tensor& tensor);
-  // Nobody fills the values any more; what still waits sees them as they are, or `instead` is
-  // called, to throw. Returns when no thread is asking for them.
+  // Drops the call of complete(): tensors that still wait see the present bytes. With `instead`,
+  // that is called, and throws. Returns when no thread is within complete().
   void forget(std::function<void()> instead = nullptr);
   const c10::intrusive_ptr<c10::StorageImpl>& values() const { return values_; }
 

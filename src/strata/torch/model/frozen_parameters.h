@@ -1,6 +1,6 @@
-// Parameters that the engine does not train, and that may become trained: they are in a param group
-// and require no gradient, or the other way round. As soon as one is in a group and requires
-// gradients, the engine makes room for it and trains it from that forward on.
+// Frozen parameters that may become trainable: each is in a param group without requiring a
+// gradient, or requires a gradient without being in a group. As soon as one has both, the engine
+// makes room for it and trains it from that forward on.
 //
 // Threads: one thread at a time; autograd's threads count while the caller waits for backward.
 // Ownership: borrows all. Errors: those of engine::Unfreezing.
@@ -22,20 +22,21 @@ class FrozenParameters {
  public:
   FrozenParameters(engine::Engine& engine, const ParameterSet& parameters);
 
-  // Parameters that are in no param group are in this one from now on, and trained where they
-  // require gradients. The same on every rank. UsageError for one that is in a group.
+  // Adds parameters that are in no param group to this group. Those that require gradients are
+  // trained from now on. Call it alike on every rank. UsageError for a parameter that is in a
+  // group.
   void add_to_group(std::span<const int> params, int group);
-  // Before a pass begins. A look at each frozen parameter; collective where one was unfrozen, which
-  // all ranks have to do before the same pass.
+  // Called before a pass begins; looks at each frozen parameter. Collective if a parameter was
+  // unfrozen, which all ranks must do before the same pass.
   void train_unfrozen();
-  // Collective: the same for those of these that are frozen and in a group, whether they require
-  // gradients yet or not.
+  // Collective: trains those of `params` that are frozen and in a group, whether or not they
+  // require gradients yet.
   void train(std::span<const int> params);
-  // Who is told of parameters that are trained from now on.
+  // Sets the function that is called with parameters that become trained.
   void on_trained(std::function<void(std::span<const int>)> told) { told_ = std::move(told); }
 
  private:
-  // In a way that training it later could be provided for.
+  // Whether the engine can train the parameter later.
   bool may_be_trained(int param) const;
 
   engine::Engine& engine_;

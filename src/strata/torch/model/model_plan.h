@@ -1,6 +1,5 @@
-// What a model and a configuration make of each other, before any memory depends on it: the
-// parameters' specs, the units and scopes, and from these what a rank's device will hold. Pure
-// functions.
+// Plans a model from its description and a configuration, without memory: the parameters' specs,
+// the units and scopes, and from these the bytes that a rank's device will hold. Pure functions.
 #pragma once
 
 #include <vector>
@@ -22,21 +21,21 @@ struct PlannedModel {
   plan::ModuleTree tree;
 };
 
-// `room`: what a rank may hold, the same on all of them, where the configuration leaves placement
-// to the engine. Errors: ConfigError for a trainable parameter of a dtype that nothing can be
-// trained in; OutOfMemoryError of forecast::place_automatically().
+// `room`: the bytes that a rank may hold, the same on all ranks; used if the configuration leaves
+// placement to the engine. Errors: ConfigError for a trainable parameter whose dtype cannot be
+// trained; OutOfMemoryError of forecast::place_automatically().
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config,
                         const forecast::Trainers& trainers, const forecast::Room& room);
 
-// Of an engine for this model. Where parameters keep their dtypes, numbers of elements in the
-// configuration become bytes with the width of the one that most elements have.
-// The plan, in which what was frozen and is trained by now is trainable.
+// The plan, in which parameters that were unfrozen since are trainable.
 plan::ModelPlan plan_now(const PlannedModel& model, const engine::Weights& weights);
+// The options of an engine for this model. If parameters keep their dtypes, numbers of elements in
+// the configuration become bytes by the width of the dtype that most elements have.
 engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config);
 
-// Of a job that does not run. `config.batch` must be complete for that many ranks. `free`: on a
-// device and, for a rank, on its host, where placement is automatic. Errors: of
-// forecast::traits_of_job(), and those above.
+// The forecast of a job that does not run. `config.batch` must be complete for its number of ranks.
+// `free`: memory free on a device and, per rank, on its host; used if placement is automatic.
+// Errors: those of forecast::traits_of_job() and of plan_model().
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
                                       engine::UpdateRule rule, const forecast::Job& job,
                                       const forecast::FreeMemory& free);

@@ -1,6 +1,6 @@
-// What a model runs on: a device, and the ranks that share the work. Several models of one rank may
-// share a runtime, and with it a device's streams and kernels. Threads: those of its parts.
-// Ownership: shares them.
+// The resources of a model: a device, and the collectives of the ranks that share the work. Several
+// models of one rank may share a runtime, and with it the device's streams and kernels. Threads:
+// those of its parts. Ownership: shares them.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -22,11 +22,11 @@ struct ModelRuntime {
   c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<comm::Collectives> collectives;
   std::shared_ptr<device::Device> device;
-  // Null: where the configuration places them.
+  // Null: the configuration places the states.
   std::shared_ptr<offload::StateStore> states = nullptr;
   engine::InitReport::Progress progress{};  // of start-up; may be empty
   int threads = 1;                          // that work on host memory
-  // Takes what the user is to be warned of at the start, on rank 0; empty: torch's warnings do.
+  // Receives warnings for the user at the start, on rank 0; empty: they become torch's warnings.
   std::function<void(const std::string&)> warn{};
 };
 

@@ -1,21 +1,21 @@
-// `p.grad` as scripts see it between backward and step, of parameters whose gradients the engine
-// has: there after each backward pass, of the parameter's shape and dtype, summed and averaged over
-// ranks as step() will use it (under fp16 times the loss scale). What a script does to it counts:
-// operators that change it, another tensor in its place, None.
+// `p.grad` as scripts see it between backward and step, for parameters whose gradients the engine
+// holds. It is there after each backward pass, in the parameter's shape and dtype, summed and
+// averaged over ranks as step() will use it (under fp16 times the loss scale). Scripts may change
+// it by operators, or assign another tensor or None; step() uses the result.
 //
-// show() puts a tensor there that has no values yet (AwaitedStorage), so that a script which does
-// not look pays for no gather and no memory. The first operator on one brings the values: on one
-// rank those of its unit, on several those of all, since all ranks have to take part; a rank that
-// does not read does so in its step() (GradientCheck::read()). At stage 3 on several ranks the
-// operator throws UsageError that says what to call instead.
+// show() assigns a tensor without values (AwaitedStorage), so a script that does not look pays for
+// no gather and no memory. The first operator on one fetches the values. On one rank it fetches
+// those of its unit. On several ranks it fetches those of all units, since all ranks have to take
+// part; a rank that does not read takes part in its step() (GradientCheck::read()). At stage 3 on
+// several ranks the operator throws UsageError, which names the call to use instead.
 //
-// take_back() hands the engine what has become of each. Elements that a script left as they were
-// keep their fp32 values, whatever the dtype that it saw them in. A tensor that was None'd, or a
-// parameter's zero_grad(), drops the parameter's gradient on this rank; where all are gone, what is
-// left of the step on this rank goes with them.
+// take_back() hands each result to the engine. Elements that a script did not change keep their
+// fp32 values, whatever dtype the script saw. If the script set `.grad` to None or called a
+// parameter's zero_grad(), the parameter's gradient is dropped on this rank. If all are dropped,
+// the rest of the step's gradients on this rank is dropped with them.
 //
-// Threads: the one that trains, autograd's while it waits. Ownership: borrows the engine; scripts
-// may keep the tensors, and those that were never read throw once their step is over. Errors:
+// Threads: the one that trains, autograd's while it waits. Ownership: borrows the engine. Scripts
+// may keep the tensors; those that were never read throw once their step is over. Errors:
 // UsageError; those of the engine.
 #pragma once
 
@@ -41,20 +41,20 @@ class ParameterGradients {
   ParameterGradients(const ParameterGradients&) = delete;
   ParameterGradients& operator=(const ParameterGradients&) = delete;
 
-  // A parameter that the engine has in tiles, whose gradient nobody can read: an operator on it
-  // throws UsageError. None, and zero_(), are for all of its tiles.
+  // Adds a parameter that the engine holds in tiles. Its gradient cannot be read: an operator on it
+  // throws UsageError. Assigning None, and zero_(), apply to all of its tiles.
   void add_tiled(const at::Tensor& whole, const std::vector<std::int64_t>& shape,
                  const std::vector<int>& tiles);
   // After a backward pass.
   void show();
-  // Tells the engine what scripts have done, and goes on showing it.
+  // Hands the scripts' changes to the engine, and keeps the gradients visible.
   void apply();
-  // The same, and shows nothing any more. Before a backward pass and a step.
+  // apply(), then hides the gradients. Called before a backward pass and before a step.
   void take_back() {
     apply();
     hide();
   }
-  // Nothing is shown, and what scripts have done does not count.
+  // Hides the gradients and ignores the scripts' changes.
   void hide();
 
  private:

@@ -1,4 +1,4 @@
-// The model's parameters as torch sees them, pointed at the engine's memory.
+// The model's parameters as torch sees them: tensors in the engine's memory.
 //
 // Each parameter has a torch storage (ParameterStorage). Gathering gives it memory, releasing takes
 // the memory away, so views that autograd saved (weight.t() and the like) stay valid at the next
@@ -7,26 +7,26 @@
 // changes.
 //
 // Views that a script holds (a state dict, p.detach(), p.numpy()) keep their values when the unit
-// goes: held(), leave(). While a graph that needs it is pending, they cannot be told from what
-// autograd saved; then reading one is torch's RuntimeError until the next gather, but after
-// keep_views().
+// is released: held(), leave(). While a graph that needs the unit is pending, this class cannot
+// distinguish them from tensors that autograd saved; reading one is then torch's RuntimeError until
+// the next gather. Views that were there at keep_views() keep their values even then.
 //
-// A unit that stays whole may be refreshed beside the next forward: its parameters are awaited
-// (AwaitedStorage) until its attach(), unless somebody holds a view of its memory: such a reader
-// could not be made to wait.
+// A unit that stays whole may have a lazy all-gather beside the next forward. Its parameters are
+// then pending (AwaitedStorage) until its attach(), unless a script holds a view of the unit's
+// memory, because a reader of that view could not be made to wait.
 //
-// A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). Nobody tells us, so
-// who depends on it asks: replaced(). Where the next attach() or detach() comes first, that is kept
-// for lost(), but for what brings no values: an empty tensor in place of a released parameter, or
-// the same values in another dtype, as module.to(dtype) leaves them (converted()). torch gives such
-// a tensor a new AccumulateGrad node where its kind has changed; put_back() gives it the node back
-// that settle() saw, with the hooks on it.
+// A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). torch does not
+// report that, so callers that depend on it ask: replaced(). If the next attach() or detach() comes
+// before they ask, lost() names the parameter. A replacement that brings no values is not counted
+// as lost: an empty tensor in place of a released parameter, or the same values in another dtype,
+// as module.to(dtype) leaves them (take_converted()). If the tensor's kind has changed, torch gives
+// it a new AccumulateGrad node; put_back() restores the node that settle() saw, with its hooks.
 //
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
-// but for readers of awaited parameters and await_no_more().
-// Ownership: shares the user's tensors until unbind(); the memory behind them belongs to the
-// engine, or to views after leave(), so after the engine is gone released parameters stay empty
-// until new data is set.
+// except for readers of pending parameters and for await_no_more().
+// Ownership: shares the user's tensors until unbind(). The memory behind them belongs to the
+// engine, or after leave() to the views. So after the engine is gone, released parameters stay
+// empty until a script sets new data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,30 +48,34 @@ namespace strata::torch {
 
 class ParameterSet final : public engine::ParameterViews {
  public:
-  // `variables`: by parameter index; anywhere until bind(). `place`: of the engine's memory, which
-  // `device` must outlive where views keep it.
+  // `variables`: by parameter index, on any device until bind(). `place`: the device of the
+  // engine's memory; where views keep that memory, `device` must outlive it.
   ParameterSet(std::vector<at::Tensor> variables, c10::Device place,
                std::shared_ptr<void> device = nullptr);
 
-  // Makes storages and views for the engine's layout and points every parameter at its full shape,
-  // still without memory: the moment to make autograd nodes, which record that shape. Until then
-  // attach() only remembers, so that the parameters' own values can be read first.
+  // Makes storages and views for the engine's layout and gives every parameter its full shape,
+  // without memory as yet. Autograd nodes record a shape, so this is the moment to make them.
+  // Before bind(), attach() only notes the memory, so that the parameters' own values can be read
+  // first.
   void bind(const engine::Weights& weights);
-  // After bind() and when autograd's nodes are made: attaches the units that have memory and
+  // Called after bind(), when autograd's nodes are made. Attaches the units that have memory and
   // releases the others.
   void settle();
-  // Points every parameter at memory of its own again, with the values that `full` gives, or leaves
-  // it empty where that is undefined or `full` has nothing at all. Forgets the parameters then.
-  // Nothing before bind().
+  // Gives every parameter memory of its own again, with the values in `full`, and forgets the
+  // parameters. A parameter whose entry in `full` is undefined becomes empty; so do all if `full`
+  // is empty. Does nothing before bind().
   void unbind(std::span<const at::Tensor> full = {});
 
-  // Whether a graph that is still to be run needs the unit; null: none does.
+  // Sets the function that says whether a graph that is still to run needs the unit; null: none
+  // does.
   void on_graphs(std::function<bool(int unit)> pending) { pending_ = std::move(pending); }
-  // Who is asked for the values of a unit that are awaited. Until then none are.
+  // Sets the function that completes the values of a pending unit. Until it is set, no unit is
+  // pending.
   void on_wanted(std::function<void(int unit)> complete) { complete_ = std::move(complete); }
-  // From now on units are complete before their parameters point at them. Any thread.
+  // From now on no unit is pending: values are complete before parameters point at them. Any
+  // thread.
   void await_no_more() { may_await_ = false; }
-  // Before what completes awaited values goes: nobody is asked for them any more.
+  // Called before the object that completes pending values is destroyed; it is not called any more.
   void forget_awaited();
 
   void attach(int unit, std::span<std::byte> flat) override;
@@ -81,7 +85,7 @@ class ParameterSet final : public engine::ParameterViews {
     const bool pending = pending_ && pending_(unit);
     return units_[static_cast<std::size_t>(unit)].keeps_views || !pending;
   }
-  // Its views that there are keep their values, also while a graph is pending.
+  // The unit's present views keep their values, even while a graph is pending.
   void keep_views(int unit) { units_[static_cast<std::size_t>(unit)].keeps_views = true; }
   void leave(int unit, std::shared_ptr<void> memory) override;
   bool await(int unit) override;
@@ -91,26 +95,31 @@ class ParameterSet final : public engine::ParameterViews {
   }
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return storage_of(param).view(); }
-  // Tensors beside the user's parameters and ours that share this unit's memory.
+  // The number of tensors, beside the user's parameters and the engine's own, that share this
+  // unit's memory.
   std::size_t others(int unit) const;
-  // Whether a tensor that is neither the user's parameter nor ours has to do with this sharded
-  // unit's memory: a view of it, or what autograd saved. It may say yes in vain.
+  // Whether a tensor that is neither the user's parameter nor the engine's own may use this sharded
+  // unit's memory: a view of it, or a tensor that autograd saved. May be true without such a
+  // tensor.
   bool held_elsewhere(int unit) const;
   bool replaced(int param) const;  // whether the user's tensor has other memory than its own
-  // The first that is, and whose values are not those of the unit to the bit; -1: none. Others are
-  // put back. Only a tensor that is replaced is looked at, and the host waits for its values.
+  // The first replaced parameter whose values differ from the unit's in any bit; -1: none. Puts the
+  // other replaced ones back. It compares values of replaced tensors only, and waits for the
+  // device.
   int find_changed();
-  // A parameter whose replaced memory is lost, since its unit came or went meanwhile; -1: none.
+  // A parameter whose replaced memory is lost because its unit was gathered or released meanwhile;
+  // -1: none.
   int lost() const { return lost_; }
-  // One that had been given no values, or its own, in another dtype, and has its own dtype again;
-  // -1: none since the last call.
+  // A parameter to which a script gave another dtype with no values or with the same values, and
+  // which has its own dtype again; -1: none since the last call.
   int take_converted() { return std::exchange(converted_, -1); }
-  // Copies the values that a replaced tensor has into its gathered unit: of its shape, any dtype.
+  // Copies the values of a replaced tensor into its gathered unit. Its shape must be the
+  // parameter's; its dtype may differ.
   void take_in(int param);
-  // Points the user's tensor at the unit's memory again, and gradients at their node; what is lost
-  // of it is forgotten.
+  // Points the user's tensor at the unit's memory again and restores its gradient node. Clears
+  // lost() for it.
   void put_back(int param);
-  // By tensor identity; -1: none of these.
+  // Finds a parameter by the identity of its tensor; -1: it is not one of these.
   int index_of(const at::Tensor& variable) const;
   int size() const { return static_cast<int>(variables_.size()); }
   c10::Device place() const { return place_; }

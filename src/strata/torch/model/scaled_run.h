@@ -1,11 +1,11 @@
-// A run of autograd's graph that began at a loss times a loss scale. What it passes through may
-// belong to several engines, of which only one has scaled the loss: the others learn the scale
-// here, and bring their gradients to their own.
+// An autograd pass that began at a loss times a loss scale. The pass may reach parameters of
+// several engines, of which only one has scaled the loss. The others read the scale here, and
+// convert their gradients to their own scale.
 //
-// A run is known by autograd's number of it, and by the thread that came upon the loss, for runs
-// within it (reentrant checkpoints). Runs are of the process, as autograd's threads are, so they
-// are kept in one list of the process. Threads: any. Ownership: an object is in the list for as
-// long as it lives: give it to the run, whose end it must not outlive.
+// A pass is identified by autograd's number for it. For passes within it (reentrant checkpoints),
+// it is identified by the thread that reached the loss. Autograd's threads serve the whole process,
+// so the process keeps one list of passes. Threads: any. Ownership: an object stands in the list as
+// long as it lives; give it to the autograd pass, because it must not outlive that.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@ namespace strata::torch {
 
 class ScaledRun {
  public:
-  // Of the graph that runs in this thread.
+  // Marks the graph that runs in this thread.
   explicit ScaledRun(double scale);
   ~ScaledRun();
   ScaledRun(const ScaledRun&) = delete;

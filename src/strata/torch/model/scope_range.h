@@ -1,8 +1,8 @@
-// The time of one scope's forward or backward, as others see it: a span of the engine's recorder
-// where the step is timed, and a range of torch's profiler where that is on ("strata.forward
-// model.layers.3"). Where neither is, nothing is made.
-// Threads: one at a time; begin and end may be of different threads. Ownership: a range that goes
-// without end() is over for the profiler, and unknown to the recorder.
+// Reports the time of one scope's forward or backward: as a span of the engine's recorder if the
+// step is timed, and as a range of torch's profiler if that is on ("strata.forward
+// model.layers.3"). If neither is on, it makes nothing.
+// Threads: one at a time; one thread may begin a range and another end it. Ownership: if a range is
+// destroyed without end(), the profiler's range ends and the recorder gets no span.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -15,12 +15,12 @@ namespace strata::torch {
 
 class ScopeRange {
  public:
-  ScopeRange() = default;  // of nothing
-  // `label`: of the recorder.
+  ScopeRange() = default;  // reports nothing
+  // `label`: one of the recorder's labels.
   ScopeRange(engine::StepRecorder& recorder, engine::Activity activity, int label);
   void end(engine::StepRecorder& recorder);
 
-  // Whether anybody looks now.
+  // Whether the recorder or the profiler is on now.
   static bool watched(const engine::StepRecorder& recorder) {
     return recorder.timing() || at::hasCallbacks();
   }

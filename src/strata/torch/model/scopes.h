@@ -7,8 +7,8 @@
 // pass. No node is added to the graph, so inputs and outputs may be changed in place, and a scope
 // entered twice has two backward lives.
 //
-// The engine's recorder and torch's profiler are told when each begins and ends, wherever the scope
-// is entered at all (needed()).
+// Where scopes are entered at all (needed()), the engine's recorder and torch's profiler get the
+// beginning and the end of each.
 //
 // Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
 // gathered until the micro-step ends (autograd may have saved it for several backward passes) or,
@@ -41,44 +41,44 @@ class Scopes {
     std::vector<int> units;        // that its forward needs
     bool read_in_backward = true;  // false: its backward does without them
   };
-  // By scope id. `on_outputs` gets what scopes return that were entered within no other.
+  // `scopes`: by scope id. `on_outputs` receives the outputs of the outermost scopes.
   Scopes(engine::Engine& engine, std::vector<Scope> scopes,
          std::function<void(std::span<const at::Tensor>)> on_outputs = {});
   ~Scopes();
   Scopes(const Scopes&) = delete;
   Scopes& operator=(const Scopes&) = delete;
 
-  // False where every unit of the scope is always complete and nothing is to be learned or told:
-  // the forward may run without enter() and leave().
+  // False if every unit of the scope is always complete and no scope has to be learned or reported;
+  // then the forward may run without enter() and leave().
   bool needed(int scope) const;
 
   void enter(int scope);
   void leave(int scope, std::span<const at::Tensor> inputs, std::span<const at::Tensor> outputs);
-  // The forward threw: lets go, nothing else. What fails here is kept (failure()): the forward's
-  // error is the cause.
+  // Called if the forward threw: only releases the scope's units. An error here is kept
+  // (failure()), because the forward's error is the cause.
   void abandon(int scope) noexcept;
 
-  // Whether a graph that is still to be run needs the unit: of a forward whose backward has not
-  // been, or may be again (retain_graph).
+  // Whether a graph that is still to run needs the unit: the backward of some forward has not run,
+  // or may run again (retain_graph).
   bool pending(int unit) const;
 
   void read(int unit);
-  // Lets go of what read() gathered of this unit.
+  // Ends the hold that read() has on this unit.
   void end_reads(int unit);
-  // Lets go of what read() gathered under no_grad. Called where a forward begins.
+  // Ends the holds that read() took under no_grad. Called when a forward begins.
   void release_idle_reads();
-  // A backward pass runs, until end_backward().
+  // Begins a backward pass, which lasts until end_backward().
   void begin_backward();
-  // Ends every scope's backward that is still open, and lets go of what read() gathered under
-  // no_grad.
+  // Ends every scope's backward that is still open, and the holds that read() took under no_grad.
   void end_backward();
-  // end_backward(), and lets go of all that read() gathered.
+  // end_backward(), then ends all holds of read().
   void end_micro_step();
 
-  // What failed while something was abandoned, after which nothing can go on.
+  // The first error while a scope was abandoned. The engine cannot continue after one.
   FirstError& failure() { return failure_; }
 
-  // Something else that this thread does with the engine, in which others cannot gather: a step.
+  // Marks another use of the engine by this thread, a step, during which other threads cannot
+  // gather.
   class Claim {
    public:
     explicit Claim(Scopes& scopes);

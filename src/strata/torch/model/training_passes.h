@@ -1,20 +1,20 @@
-// The passes of training: forward, backward and step of one model, in their order, with the hooks
-// in autograd that bring weights and take gradients.
+// The passes of training: forward, backward and step of one model, in their order. Hooks in
+// autograd gather the weights and take the gradients.
 //
-// A backward pass is either told (begin_backward() to end_backward(), around autograd's run), or
-// autograd runs alone and the pass is found (AutogradPass). A found pass has the same effect as one
-// that is told: its gradients are divided by the accumulation steps as they come, unless the graph
-// belongs to a loss that another engine has divided, and brought from the scale of the loss to this
-// engine's own. In fp16 the loss must come from scale(), of any engine. A found pass within the
-// root's forward (a loss that differentiates its own parts) keeps its gradients on the rank for the
-// pass that follows.
+// A backward pass is either driven by the engine (begin_backward() to end_backward(), around
+// autograd's pass), or the script runs autograd alone and AutogradPass finds the pass. A found pass
+// has the same effect. Its gradients are divided by the accumulation steps as they come, unless the
+// graph belongs to a loss that another engine has divided. They are also converted from the scale
+// of the loss to this engine's own. In fp16 the loss must come from scale(), of any engine. A found
+// pass within the root's forward (a loss that differentiates its own parts) keeps its gradients on
+// the rank for the pass that follows.
 //
-// A loss need not come from the root's forward: that of parts of the model, or of its parameters
-// alone, is as good. Told of one that gives no parameter a gradient, without such a forward before,
-// end_backward() throws UsageError: it is another model's.
+// A loss need not come from the root's forward: it may come from parts of the model, or from its
+// parameters alone. If no such forward came before and the driven pass gives no parameter a
+// gradient, end_backward() throws UsageError: the loss belongs to another model.
 //
-// A pass that fails is abandoned; the error that ended it is its caller's. What fails while it is
-// abandoned is kept, and thrown by the next call: the engine is in no state to go on then.
+// A pass that fails is abandoned, and its caller gets the error. Errors while it is abandoned are
+// kept, and thrown by the next call, because the engine cannot continue then.
 //
 // Threads: one thread at a time, autograd's threads while the caller waits for backward.
 // Ownership: borrows the engine and the parameters. Errors: UsageError for calls out of order, and
@@ -47,38 +47,40 @@ class TrainingPasses {
   engine::StepControl& control() { return control_; }
 
   void begin_forward();
-  // Around the root's forward, however it was called: what was not begun begins here, where
-  // autograd records. leave_root() in any case, without outputs where the forward threw.
+  // Called before and after the root's forward, however the script called it. enter_root() begins
+  // the forward if begin_forward() has not and autograd records. leave_root() is called in any
+  // case, without outputs if the forward threw.
   void enter_root();
   void leave_root(std::span<const at::Tensor> outputs);
-  // What begin_backward() or a parking has taken back, if there is anything.
+  // Shows the gradients again that begin_backward(), or offloading states, has taken back.
   void show_gradients();
 
   void begin_backward();
   void end_backward();
-  // After any failure since begin_backward(); ends what it has begun.
+  // Called after any failure since begin_backward(); ends the pass.
   void abandon_backward() noexcept;
-  // The loss from which autograd may run alone: times the loss scale in fp16, else itself.
+  // The loss from which a script may run autograd alone: `loss` times the loss scale in fp16, else
+  // `loss`.
   at::Tensor scale(const at::Tensor& loss);
-  // What to run autograd from between begin_backward() and end_backward(): the loss, scaled, and
-  // divided by the accumulation steps if `by_accumulation`.
+  // The tensor from which to run autograd between begin_backward() and end_backward(): the loss,
+  // scaled, and divided by the accumulation steps if `by_accumulation`.
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
 
   FrozenParameters& frozen() { return frozen_; }
-  // take(), begin_take() and end_take().
+  // For take(), begin_take() and end_take().
   GradientHooks& gradients() { return hooks_; }
-  // What `.grad` is.
+  // The gradients that `.grad` shows.
   ParameterGradients& shown_gradients() { return shown_; }
-  // Drops the gradients of the step so far, on this rank; with `keep` they are zeroes. Between
-  // passes.
+  // Drops the gradients of the step so far on this rank; `keep` sets them to zero instead. Only
+  // between passes.
   void zero_gradients(bool keep);
 
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
 
-  // Between passes: lets go of what was gathered for reads outside scopes, but for what the graph
-  // of a forward may have saved.
+  // Ends the holds of reads outside scopes, except on units that the graph of a forward may have
+  // saved. Only between passes.
   void let_go();
-  // let_go(), and frees the memory of all that nobody holds. Collective where gathers are.
+  // let_go(), then frees the memory of all units without a hold. Collective where gathers are.
   void free_gathered();
 
  private:
@@ -97,7 +99,7 @@ class TrainingPasses {
   bool begun_ = false;  // begin_forward() has been called for the root's next forward
   int in_root_ = 0;     // forwards of the root that have not returned
   bool keeps_ = false;  // the found pass that runs keeps its gradients on this rank
-  // No forward of the root came before the pass that runs: it has to prove that it is this model's.
+  // No forward of the root came before the running pass, so it must give a gradient of this model.
   bool unforeseen_ = false;
 };
 

@@ -1,9 +1,9 @@
-// Access to the values of a model under the engine: parameters are gathered for who asks, and what
-// one rank wrote becomes everybody's.
+// Access to the values of a model under the engine: gathers parameters for callers, and publishes
+// the values that one rank wrote to all ranks.
 //
-// Threads: one at a time, but for two ways in which another thread may read beside it. Values that
-// are awaited are completed for any thread (complete()). A sharded parameter is gathered by read()
-// for another thread only while no pass and no step runs (Scopes::read()).
+// Threads: one at a time, with two exceptions. complete() completes pending values for any thread.
+// read() gathers a sharded parameter for another thread, but only while no pass and no step runs
+// (Scopes::read()).
 // Ownership: borrows all. Errors: UsageError, CommError, OutOfMemoryError.
 #pragma once
 
@@ -26,46 +26,47 @@ namespace strata::torch {
 
 class ValueAccess {
  public:
-  // `precision`: what a parameter computes in whose values are of another dtype.
+  // `precision`: decides the dtype in which a parameter computes if its values have another dtype.
   ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes,
               const engine::PrecisionConfig& precision);
 
   // Gathers the units of these parameters and keeps them until release(). Nests.
   void gather(std::span<const int> params);
-  // `discard`: the last release() of a unit frees its memory, unless a scope uses it. What was
-  // written to the gathered copies is lost, but for what publish() has made everybody's. Views
-  // that were made since gather() keep their values and the memory, also while a graph is pending.
+  // `discard`: the last release() of a unit frees its memory, unless a scope uses it. Writes to the
+  // gathered copies are lost unless publish() was called. Views made since gather() keep their
+  // values and the memory, even while a graph is pending.
   void release(std::span<const int> params, bool discard);
-  // Collective: what `root` holds now for these gathered parameters becomes everybody's value, also
-  // in memory that the script gave them. UsageError on a rank whose parameter has another shape or
-  // a dtype that the precision does not convert.
+  // Collective: gives every rank the values that `root` now holds for these gathered parameters,
+  // including values in memory that the script gave them. UsageError on a rank whose parameter has
+  // another shape, or a dtype that the precision does not convert.
   void publish(std::span<const int> params, int root);
-  // UsageError where a script gave a parameter other memory with other values than its unit has,
-  // past publish(): training would neither see nor change it. It is given back its own then. That
-  // the dtype alone is another one is said once, by rank 0. Cheap: some comparisons a parameter.
+  // UsageError if a script gave a parameter other memory, with values that differ from the unit's,
+  // without publish(): training would neither see nor change it. The parameter then gets its own
+  // memory back. If only the dtype differs, rank 0 logs it once. Cheap: some comparisons per
+  // parameter.
   void require_own_memory();
-  // A parameter wanted outside any scope; false if it is there already.
+  // Gathers a parameter that is read outside any scope; false if it is gathered already.
   bool read(int param);
   bool gathered(int param) const;
-  // Whether somebody else has a view of this released parameter's unit, or autograd saved of it.
+  // Whether a script has a view of this released parameter's unit, or autograd has saved one.
   bool held_elsewhere(int param) const;
-  // Gathers what was released though autograd saved of it, until the backward pass ends. Before
-  // that begins. Collective where ranks gather together.
+  // Gathers the units that were released although autograd had saved views of them, until the
+  // backward pass ends. Called before that begins. Collective if ranks gather together.
   void gather_what_was_saved();
-  // A copy of this rank's part of a parameter, of one dimension; empty where it has none.
+  // A one-dimensional copy of this rank's part of a parameter; empty if it has none.
   at::Tensor local_part(int param) const;
 
-  // A step begins in this thread, on its current stream.
+  // Notes that a step begins in this thread, on its current stream.
   void note_step();
-  // Makes the values of an awaited unit complete for the calling thread and its current stream, and
-  // for the thread of the last step. Any thread. When it is not that thread, the unit's parameters
-  // and all others are awaited no more: torch lets nobody turn a tensor to other memory while
-  // another thread reads it.
+  // Completes the values of a pending unit for the calling thread and its current stream, and for
+  // the thread of the last step. Any thread. If these two threads differ, no parameter of any unit
+  // is pending from then on, because torch does not let a thread point a tensor at other memory
+  // while another thread reads it.
   void complete(int unit);
 
  private:
   void tell_of_conversion();
-  // Elements [begin, end) of a parameter, which this rank owns, into `target`, on its stream.
+  // Copies elements [begin, end) of a parameter, which this rank owns, to `target` on the stream.
   void read_own(int param, Numel begin, Numel end, std::byte* target) const;
   std::vector<int> units_of(std::span<const int> params) const;
   void require_publishable(int param) const;
@@ -83,8 +84,8 @@ class ValueAccess {
 
   std::unordered_map<int, Held> held_;  // by unit
   bool told_of_conversion_ = false;
-  // Units that were released though others held them, or, of ranks that gather together, may have
-  // held them.
+  // Units that were released although a script or autograd held them. If ranks gather together,
+  // also units that another rank may hold.
   std::set<int> saved_;
   struct Step {
     std::thread::id thread;
