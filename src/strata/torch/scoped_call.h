@@ -1,15 +1,16 @@
-// ScopedCall: how a C++ model calls its parts so that their parameters are there. Python's modules
-// are intercepted; C++ has no such place, so the model's forward says `call(*block, x)` where it
-// would say `block->forward(x)`, and `call.read(weight)` where it uses a parameter that no such
-// call covers (a tied embedding). A ScopedCall that belongs to no trainer just calls forward, so
-// the same model runs without the engine.
+// ScopedCall: a C++ model calls its parts through it, so that their parameters are gathered.
+// Python's modules are intercepted; C++ has no such hook. So the model's forward says `call(*block,
+// x)` instead of `block->forward(x)`, and `call.read(weight)` for a parameter that no such call
+// covers (a tied embedding). A ScopedCall without a trainer only calls forward, so the same model
+// runs without the engine.
 //
-// A call gathers what the module and everything below it own, runs forward, and lets go; in
-// backward it is gathered again by itself. Calls nest. Which tensors go in and out is seen in
-// arguments and results that are tensors, or vectors, tuples, pairs, optionals, arrays or maps of
-// them; tensors hidden in other types make the scope last until the backward pass ends.
+// A call gathers the parameters of the module and of all modules below it, runs forward, and
+// releases them. The backward pass gathers them again by itself. Calls nest. A call finds its input
+// and output tensors in arguments and results that are tensors, or vectors, tuples, pairs,
+// optionals, arrays or maps of them. If tensors are hidden in other types, the scope lasts until
+// the backward pass ends.
 //
-// Threads: one thread at a time. Ownership: weak; once the trainer is gone it calls forward alone.
+// Threads: one thread at a time. Ownership: weak; without the trainer it only calls forward.
 // Errors: UsageError for a module that is no part of the trained model; those of gathering.
 #pragma once
 
@@ -121,8 +122,8 @@ class ScopedCall {
     return run_within(scopes->model(), scopes->below(module), module, std::forward<Args>(args)...);
   }
 
-  // The parameter itself, gathered until the backward pass ends; without autograd, until the next
-  // forward or step. Other tensors are given back as they are.
+  // Returns the parameter, gathered until the backward pass ends; without autograd, until the next
+  // forward or step. Returns other tensors unchanged.
   const at::Tensor& read(const at::Tensor& parameter) const;
 
  private:

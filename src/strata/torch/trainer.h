@@ -63,7 +63,7 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  // What the model's forward calls its parts with. Copies are cheap.
+  // The object through which the model's forward calls its parts. Copies are cheap.
   ScopedCall call() const { return ScopedCall(scopes_); }
 
   // Begins a pass and runs the root module's forward. `root` is the module that was given, under
@@ -82,11 +82,11 @@ class Trainer {
   // fp16 of scale(loss).
   void backward(const at::Tensor& loss);
   at::Tensor scale(const at::Tensor& loss) { return model_->scale(loss); }
-  // Ends a micro-step. At an accumulation boundary updates the weights, steps the schedule, and
-  // says how it went; nullopt elsewhere.
+  // Ends a micro-step. At an accumulation boundary it updates the weights, steps the schedule, and
+  // returns the step's result; elsewhere it returns nullopt.
   std::optional<engine::StepResult> step();
 
-  // Live: read at every step; a schedule of the configuration writes the rates here.
+  // The engine reads these at every step; a schedule of the configuration writes the rates here.
   std::vector<engine::GroupScalars>& groups() { return groups_; }
 
   std::optional<double> grad_norm() const { return model_->control().grad_norm(); }
@@ -103,29 +103,29 @@ class Trainer {
   comm::Collectives& collectives() { return *collectives_; }
   const engine::Config& config() const { return model_->config(); }
 
-  // What the engine holds on this rank, by tier and kind; report() says it in a line.
+  // The bytes that the engine holds on this rank, by tier and kind; report() puts them in one line.
   const memory::Ledger& ledger() const { return model_->ledger(); }
 
   // Writes parameters and buffers, by their names in the module, as safetensors in `folder`, one
-  // unit at a time. What was in the folder stays until the new files are complete.
+  // unit at a time. The folder's old files stay until the new ones are complete.
   void save(const std::string& folder);
   // Fills parameters and buffers from such a folder, or from one .safetensors file. Each rank reads
-  // its own ranges. The optimizer's states stay as they are.
+  // its own ranges. The optimizer's states do not change.
   void load(const std::string& path);
 
-  // Saves all that training goes on from into folder/tag: whole, or not at all. Any number of ranks
-  // and any stage load it, and Python's engine does. `tag` empty: "global_step<n>".
+  // Saves the state of training into folder/tag, completely or not at all. Any number of ranks and
+  // any stage can load it, and so can Python's engine. `tag` empty: "global_step<n>".
   void save_checkpoint(const std::string& folder, const std::string& tag = "");
-  // Goes on from such a checkpoint; `tag` empty: from the one that `latest` names. Its path;
-  // nullopt: the folder has no `latest`.
+  // Loads such a checkpoint and returns its path; `tag` empty: the one that the folder's `latest`
+  // names. Nullopt: the folder has no `latest`.
   std::optional<std::string> load_checkpoint(const std::string& folder,
                                              const std::string& tag = "");
 
-  // Takes every hook away and gives the memory back. The module has full parameters of its own
-  // then, where they are whole anyway or with `keep_values`; else they are empty.
+  // Removes every hook and frees the engine's memory. The module's parameters then have memory of
+  // their own: with values if the stage keeps them whole or with `keep_values`, else empty.
   void close(bool keep_values = false);
 
-  // For what this face does not cover: gather() and release() of parameters, units, no_sync.
+  // For calls that the trainer lacks: gather() and release() of parameters, units, no_sync.
   ShardedModel& model() { return *model_; }
 
  private:
@@ -139,7 +139,7 @@ class Trainer {
   std::shared_ptr<ShardedModel> model_;
   std::shared_ptr<const ModuleScopes> scopes_;
   std::vector<engine::GroupScalars> groups_;
-  bool schedule_is_ahead_ = false;  // it was stepped for a step that may turn out to be skipped
+  bool schedule_is_ahead_ = false;  // stepped before a step that may be skipped
   std::optional<engine::Scheduler> scheduler_;
   int exceptions_;  // in flight when this was made
 };

@@ -1,5 +1,5 @@
-// Finds the tensors in what forward takes and returns: tensors, and optionals, pairs, tuples,
-// vectors, arrays and maps of them. Anything else holds none. Pure.
+// Finds the tensors in the arguments and results of forward: tensors, and optionals, pairs, tuples,
+// vectors, arrays and maps of them. Values of other types hold none. Pure.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,7 +13,7 @@
 
 namespace strata::torch {
 
-// `folder` is made if need be.
+// Makes `folder` if it does not exist.
 void save_module(ShardedModel& model, const ::torch::nn::Module& module, const std::string& folder);
 
 // `path`: a folder, or one .safetensors file. Buffers are filled in place.

@@ -1,6 +1,6 @@
-// Checkpoints of training for C++ programs: the engine's shards, the module's buffers, and what the
-// trainer itself keeps. Files and folders are those that Python's engine.save_checkpoint makes, so
-// each face loads what the other one has saved. Threads, errors: those of Trainer.
+// Training checkpoints for C++ programs: the engine's shards, the module's buffers, and the
+// trainer's own state. Files and folders are those of Python's engine.save_checkpoint, so each face
+// loads the other's checkpoints. Threads, errors: those of Trainer.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -24,8 +24,8 @@ struct TrainerState {
 // Collective. `tag` empty: "global_step<n>".
 void save_training_of(ShardedModel& model, const ::torch::nn::Module& module, TrainerState state,
                       const std::string& folder, std::string tag);
-// Collective. `tag` empty: the one that `latest` names. The checkpoint's path; nullopt: there is no
-// `latest`.
+// Collective. `tag` empty: the one that `latest` names. Returns the checkpoint's path; nullopt:
+// there is no `latest`.
 std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::nn::Module& module,
                                             TrainerState state, const std::string& folder,
                                             std::string tag);

@@ -1,18 +1,18 @@
 // Takes gradients where autograd would store them. A pre-hook on each trainable parameter's
 // AccumulateGrad node hands the gradient to the engine and gives autograd nothing, so autograd
-// makes no `.grad`. Hooks of the user's see what they would in torch: tensor hooks run before; for
+// makes no `.grad`. Users' hooks see the same as in torch. Tensor hooks run before. For
 // post-accumulate hooks `.grad` is this pass's gradient on this rank, divided and scaled as it will
-// count, and what they leave there goes to the engine when they have run. The first gradient of a
-// backward pass begins the pass, unless it runs already (AutogradPass).
+// count; when they have run, the engine takes the tensor that they leave there. The first gradient
+// of a backward pass begins the pass, unless it runs already (AutogradPass).
 //
-// A parameter that was frozen when the engine was made is hooked, too: FrozenParameters sees to it
-// that there is room for its gradient when one comes. One that requires gradients and is in no
-// param group is left to autograd, `.grad` and all.
+// A parameter that was frozen when the engine was made has a hook, too: FrozenParameters makes room
+// for its gradient when one comes. For a parameter that requires gradients but is in no param
+// group, autograd stores `.grad` as usual.
 //
 // Threads: the hooks run in autograd's threads, one at a time for one device. Ownership:
 // keeps the AccumulateGrad nodes alive (a tensor holds its node weakly); the hooks hold the
 // receiver weakly through a shared switch, and do nothing once this object is gone.
-// A sparse gradient is made dense, which is said once in a process.
+// A sparse gradient is made dense; a warning says so once in a process.
 // Errors: UsageError, thrown out of backward, for frozen parameters that cannot be trained (tiles).
 #pragma once
 
@@ -38,10 +38,11 @@ class GradientHooks {
   // Whether the graph that runs in this thread stores a gradient of a trainable parameter, as far
   // as autograd knows it beforehand.
   bool stored_by_running_graph() const;
-  // A gradient that autograd does not store: of a tile, by the operation that used it.
+  // Takes a gradient that autograd does not store: a tile's, from the operation that used it.
   void take(int param, const at::Tensor& gradient);
-  // In place of take(), of a tile: the operation writes its gradient into `place`, of the shape of
-  // the parameter, times `factor`, and beside what `holds`; end_take() follows.
+  // Used in place of take() for a tile: the operation writes its gradient, times `factor`, into
+  // `place`, which has the parameter's shape. `holds`: it adds to the gradient there. end_take()
+  // follows.
   struct Destination {
     at::Tensor place;
     bool holds = false;
@@ -49,8 +50,8 @@ class GradientHooks {
   };
   Destination begin_take(int param);
   void end_take(int param);
-  // A pass begins, whose gradients are multiplied by `factor` when they come; has brought some; is
-  // over, or has failed.
+  // begin_pass(): a pass begins, whose gradients are multiplied by `factor`. took(): it has brought
+  // some. end_pass(), abandon_pass(): it has ended, or has failed.
   void begin_pass(double factor);
   bool took() const;
   void end_pass();

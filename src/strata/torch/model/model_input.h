@@ -18,8 +18,8 @@
 
 namespace strata::torch {
 
-// How the values of a parameter are lent: elements from `begin` on, flat, valid until `use`
-// returns, or, where it queues work on the compute stream, until that is reached.
+// How the values of a parameter are lent. `use` gets flat elements from `begin` on, which are valid
+// until it returns; if it queues work on the compute stream, until that work has run.
 struct Borrowing {
   Bytes piece;            // the most that is brought from another rank, or from a drive, at once
   bool own_part = false;  // only what this rank's shard holds, which is all that it wants
@@ -27,7 +27,7 @@ struct Borrowing {
   std::function<void(Numel begin, const at::Tensor& values)> use;
 };
 
-// A model that has sharded a parameter already, as the one that takes its shards over sees it.
+// A model that has sharded a parameter already, as seen by the model that takes its shards over.
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;
@@ -35,10 +35,10 @@ class ParameterOwner {
   virtual std::pair<Numel, Numel> owned_range(int param) const = 0;
   // Collective. Calls borrowing.use() for all of a parameter's values.
   virtual void lend_values(int param, const Borrowing& borrowing) = 0;
-  // Collective. The owner lets its parameters go, empty, and is of no further use.
+  // Collective. The owner leaves its parameters empty and cannot be used any more.
   virtual void retire() = 0;
-  // After all ranks have retired theirs: peers' memory that they have freed is theirs as long as
-  // this rank has it mapped.
+  // Called after all ranks have retired their owners: memory that peers have freed is only returned
+  // when this rank unmaps it.
   virtual void unmap_freed() = 0;
 };
 
@@ -49,8 +49,8 @@ struct ModelParameter {
   std::vector<std::int64_t> shape;  // full
   bool has_values = true;           // false: born flat, values come from files
   int group = 0;                    // of the optimizer; -1: none trains it
-  // Another model that has sharded this parameter already, and its index there: its values are
-  // taken over shard by shard, and it retires when all are.
+  // Another model that has sharded this parameter already, and its index there. Its values are
+  // taken over shard by shard; the owner retires when all its parameters are taken over.
   std::shared_ptr<ParameterOwner> owner;
   int owner_index = 0;
   std::optional<plan::TileOf> tile;  // of a tile; the owner has the parameter that it is a part of

@@ -66,7 +66,8 @@ class ValueAccess {
 
  private:
   void tell_of_conversion();
-  // Copies elements [begin, end) of a parameter, which this rank owns, to `target` on the stream.
+  // Copies elements [begin, end) of a parameter, which this rank owns, to `target`; queued on the
+  // engine's compute stream.
   void read_own(int param, Numel begin, Numel end, std::byte* target) const;
   std::vector<int> units_of(std::span<const int> params) const;
   void require_publishable(int param) const;

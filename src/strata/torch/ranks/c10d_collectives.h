@@ -1,10 +1,9 @@
 // Collectives over a backend of a c10d process group: gloo on hosts, NCCL on GPUs. Gathers are
 // collectives here, not one-sided, and sums are in the order of the backend. For ranks on several
-// hosts, and where processes of one host may not read each other's memory. Operations of different
-// kinds that meet (one rank reduces 'a', another 'b') are found by comparing tags before each bulk
-// operation, so they are an error and not a hang. Once the backend was let go every operation is an
-// error. Threads, ownership, errors: see collectives.h;
-// the timeout is the process group's own.
+// hosts, and for processes of one host that may not read each other's memory. Before each bulk
+// operation ranks compare tags. So different operations at one time (one rank reduces 'a', another
+// 'b') are an error and not a hang. After the backend was let go, every operation is an error.
+// Threads, ownership, errors: see collectives.h; the timeout is the process group's.
 #pragma once
 
 #include <memory>
@@ -17,8 +16,9 @@
 
 namespace strata::torch {
 
-// `name`: of the backend, "gloo" or "nccl". `store` carries the reasons of failures; `id` tells
-// groups that share a store apart, the same on every rank. `names`: of its ranks, in errors.
+// `name`: the backend's, "gloo" or "nccl". `store` carries the reasons of failures. `id`
+// distinguishes groups that share a store, and is the same on every rank. `names`: the ranks' names
+// in errors.
 std::unique_ptr<comm::Collectives> make_c10d_collectives(std::shared_ptr<GroupBackend> group,
                                                          c10::intrusive_ptr<c10d::Store> store,
                                                          std::string id, std::string name,

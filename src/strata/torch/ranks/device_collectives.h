@@ -1,11 +1,12 @@
 // Collectives for a model on a GPU: weights and gradients go through a c10d backend that takes
-// device memory (NCCL), everything else through a control plane of host memory, which also compares
-// what the ranks are about to do before each bulk operation, and knows who died.
+// device memory (NCCL), everything else through a control plane in host memory. Before each bulk
+// operation the control plane also compares the operations of all ranks, and it knows which rank
+// died.
 //
-// Order. A bulk operation runs after what the calling thread's current stream held when it was
-// started, and wait() makes that stream wait for it; the host is not blocked. What reads a result
-// goes to Device::compute_stream(). The contribution to a reduction is overwritten. In a world of
-// one rank there is no backend: slices are copied, contributions scaled.
+// Order. A bulk operation runs after the work that the calling thread's current stream held when it
+// was started, and wait() makes that stream wait for it; the host is not blocked. Work that reads a
+// result must go to Device::compute_stream(). A reduction overwrites its contribution. In a world
+// of one rank there is no backend: slices are copied, contributions scaled.
 // Memory: buffers come from the device, uncharged; freeing one waits for the current stream.
 // Threads, errors: see collectives.h; a failure of either plane ends both on this rank, and so does
 // letting the backend go.

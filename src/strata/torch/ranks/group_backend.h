@@ -1,7 +1,8 @@
-// The backend of a c10d process group, as collectives use it until it is let go. A backend has
-// threads that release tensors, for which they may want Python's lock: they must have ended before
-// an interpreter does, however long collectives, and an engine that has them, live. Whoever knows
-// when that is lets go; the threads end with the last reference, which the group itself may have.
+// The backend of a c10d process group, as collectives use it until let_go(). A backend's threads
+// release tensors, and may need Python's lock for that. So they must end before the interpreter
+// does, even if collectives, and an engine that holds them, live longer. The owner of the
+// collectives knows the moment and calls let_go(). The threads end with the last reference to the
+// backend, which the process group may hold.
 // Threads: one thread a rank; let_go() waits for the backend's, so without Python's lock.
 // Errors: get() throws CommError once the backend has gone.
 #pragma once
@@ -25,18 +26,18 @@ class GroupBackend {
         "these collectives have let their process group go, since their engine was destroyed or "
         "the program ends; call initialize() again to go on");
   }
-  // Waits for operations that this rank has started.
+  // Waits for the operations that this rank has started.
   void let_go() noexcept { backend_.reset(); }
 
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;  // null: let go
 };
 
-// Those of one Collectives, which owns them.
+// The backends of one Collectives, which owns them.
 class UsedBackends {
  public:
   void add(const std::shared_ptr<GroupBackend>& backend) { backends_.push_back(backend); }
-  // Whether collectives are left that use one.
+  // Whether living collectives use one of them.
   bool in_use() const {
     for (const auto& backend : backends_) {
       if (!backend.expired()) return true;

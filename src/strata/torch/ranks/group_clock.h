@@ -1,6 +1,7 @@
-// When operations of a c10d backend ran, by the device's clock. The backend queues them on streams
-// that nobody else reaches, so a stream beside waits for what they wait for, and is marked there:
-// begin is when the contribution was ready and operations before it were over.
+// Measures when operations of a c10d backend ran, by the device's clock. Only the backend can reach
+// the streams on which it queues them. So a separate stream waits for the same events and records
+// the times: an operation begins when its contribution is ready and the operations before it have
+// ended.
 // Threads: those of the Collectives. Ownership: borrows the device. Errors: DeviceError.
 #pragma once
 
@@ -19,7 +20,8 @@ class GroupClock {
   // `device`: of `place`; its compute stream is torch's current one.
   GroupClock(c10::Device place, device::Device& device) : place_(place), device_(device) {}
 
-  // When all that the current stream holds is done, and what was marked before.
+  // Records the time at which all work on the current stream, and everything marked before, is
+  // done.
   std::shared_ptr<device::TimedEvent> mark_after_compute();
   std::shared_ptr<device::TimedEvent> mark_after(c10d::Work& work);
 

@@ -1,6 +1,6 @@
-// The one failure of a process group: kept, so that every later call throws it again, and told to
-// the other ranks by notes, so that each can say which rank failed and why. Threads: one thread a
-// rank. Ownership: shares the store. Errors: CommError.
+// The first failure of a process group. It is kept, so that every later call throws it again, and
+// posted in notes, so that every other rank can name the failed rank and the reason. Threads: one
+// thread a rank. Ownership: shares the store. Errors: CommError.
 #pragma once
 
 #include <string>
@@ -27,14 +27,14 @@ class GroupFailure {
   void rethrow() const;
   // Throws, and keeps, the failure that another rank has posted, if one has.
   void throw_if_a_peer_failed();
-  // Asks the others what happened to them, since a backend only knows that a connection went, then
-  // keeps, posts and throws what comes out. `error`: the backend's.
+  // Reads the other ranks' notes, because a backend only knows that a connection closed. Then
+  // keeps, posts and throws the resulting failure. `error`: the backend's message.
   [[noreturn]] void fail(std::string_view what, std::string_view error);
-  // Keeps, posts and throws `message` as it is.
+  // Keeps, posts and throws `message` unchanged.
   [[noreturn]] void fail_with(std::string message);
   // Keeps the end of this rank as its failure, and posts it.
   void end(comm::Ending ending, std::string_view reason) noexcept;
-  // Tells the others that the rank's collectives go, if all was well.
+  // Posts that this rank's collectives are destroyed, unless there was a failure.
   void destroyed() noexcept;
   // Collectives::all_left(): the rank that has the store may end at any time.
   void all_left() noexcept { told_all_ = true; }

@@ -1,6 +1,6 @@
-// An operation of a c10d backend as a Work of the Collectives seam: what is to be done with its
-// result once it is there runs in wait(). On a GPU wait() has the current stream wait, and queues
-// the rest behind it; the host goes on. Threads: those of the Collectives that made it.
+// An operation of a c10d backend as a Work of the Collectives interface. wait() also runs the
+// function that finishes the result. On a GPU wait() makes the current stream wait, and queues that
+// function's work behind it; the host goes on. Threads: those of the Collectives that made it.
 // Errors: wait() throws what `fail` makes of the backend's error, and the same again when it is
 // called again; the destructor waits and drops errors.
 #pragma once

@@ -13,7 +13,7 @@
 
 namespace strata::torch {
 
-// Of the living buffers of one rank, which may go in any thread.
+// The names of one rank's living buffers, which any thread may destroy.
 struct BufferNames {
   std::mutex mutex;
   std::set<std::string> living;

@@ -1,7 +1,7 @@
-// What ranks tell each other when their process group is broken: short notes in the c10d Store, one
-// a rank, of which the last one counts. So an error can name the rank that gave up and why, where
+// Short notes in the c10d Store by which ranks report a broken process group, one per rank; the
+// last note of a rank counts. So an error can name the rank that gave up, and its reason, although
 // the backend only says that a connection closed. Threads: one thread a rank. Ownership: shares the
-// store. Errors: none leave it; a store that cannot be reached counts as one without notes.
+// store. Errors: none; a store that cannot be reached counts as one without notes.
 #pragma once
 
 #include <chrono>
@@ -24,9 +24,9 @@ class PeerNotes {
   PeerNotes(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int world_size);
 
   void post(PeerNote::Kind kind, std::string_view text) noexcept;
-  // What every rank has posted so far; nothing where it has not. My own note is among them.
+  // The latest note of every rank, this one included; nullopt for a rank without a note.
   std::vector<std::optional<PeerNote>> read() noexcept;
-  // The same, but gives the others this long to post.
+  // Like read(), but waits up to `limit` for a note of every rank.
   std::vector<std::optional<PeerNote>> wait_for_all(std::chrono::milliseconds limit) noexcept;
 
  private:

@@ -1,6 +1,7 @@
-// Who this process is among the ranks, as launchers write it into the environment: RANK,
-// WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torchrun --no-python, or a loop in a shell). Plain values.
-// Errors: ConfigError that names the variable; CommError when ranks do not come within the timeout.
+// This process's rank, and the job's size and address, from the environment as launchers set it:
+// RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torchrun --no-python, or a loop in a shell). Plain
+// values. Errors: ConfigError that names the variable; CommError if other ranks do not come within
+// the timeout.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -31,9 +32,10 @@ struct RankEnvironment {
 std::shared_ptr<comm::Collectives> single_rank(c10::Device place,
                                                std::shared_ptr<device::HostWaits> waits = nullptr);
 
-// Collective. Of ranks of one host: shared memory for models on the CPU, and peers for models on
-// GPUs. Others make a process group of their own and pass make_c10d_collectives() or
-// make_device_collectives() to the trainer; the ConfigError says so. `place`: of the model.
+// Collective. The ranks must be on one host: they use shared memory for a model on the CPU, and
+// peer copies for a model on GPUs. For other ranks it throws ConfigError, which says to make a
+// process group and to pass make_c10d_collectives() or make_device_collectives() to the trainer.
+// `place`: the model's device.
 std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& environment,
                                                     const engine::Config& config,
                                                     c10::Device place);

@@ -1,9 +1,10 @@
-// The collectives of a job whose ranks meet in a c10d Store: they compare what they are and want,
-// and join as comm/carriers.h has it. Python and the C++ face both come here; what differs is who
-// makes process groups, and nobody need.
+// Makes the collectives of a job whose ranks find each other in a c10d Store. The ranks compare
+// their hosts, devices and settings, and join as comm/carriers.h describes. The Python face and the
+// C++ face both call this. They differ in the function that makes process groups, which may be
+// absent.
 // Threads: one thread a rank. Ownership: shares the store, also with what it makes.
-// Errors: CommError where ranks do not reach each other, or one failed before; ConfigError where
-// their settings differ, do not fit them, or name one GPU twice.
+// Errors: CommError if ranks do not reach each other, or one failed before; ConfigError if their
+// settings differ, do not fit the ranks, or name one GPU twice.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -31,27 +32,28 @@ struct JoiningRank {
   c10::Device place{c10::DeviceType::CPU};  // of the model
   bool on_gpu = false;
   c10::intrusive_ptr<c10d::Store> store;
-  // What tells hosts and devices apart; empty: nobody compares them.
+  // Identify this rank's host and device; ranks with equal texts share them. Empty: not compared.
   std::string host;
   std::string device;
   bool nccl_runs = false;                    // this process has communicators for the device
   std::shared_ptr<device::HostWaits> waits;  // of make_device(); null: its own
-  // "gloo" or "nccl" among these ranks of the world, as each of them calls it. Null: this program
-  // makes no process groups.
+  // Makes a "gloo" or "nccl" backend of these ranks of the world; each of them calls it. Null: this
+  // program makes no process groups.
   std::function<std::shared_ptr<GroupBackend>(const std::string& backend,
                                               const std::vector<int>& ranks)>
       new_backend;
-  std::function<void(bool warning, const std::string& text)> say;  // on rank 0; null: to nobody
+  std::function<void(bool warning, const std::string& text)> say;  // logs, on rank 0; may be null
 };
 
-// The same for processes that map each other's memory: boot of one kernel, PID namespace, user.
+// Equal for processes that can map each other's memory: same boot of one kernel, same PID
+// namespace, same user.
 std::string host_identity();
 
 // Collective. More than one rank.
 comm::JoinedCarriers join_ranks(const engine::Config& config, const JoiningRank& rank);
 
-// Instead of join_ranks(), by a rank that failed before: the others learn why there. Waits for them
-// no longer than `patience`.
+// Called instead of join_ranks() by a rank that has failed: the others' join_ranks() throws its
+// reason. Waits for them at most `patience`.
 void tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                   std::string_view reason, std::chrono::milliseconds patience);
 

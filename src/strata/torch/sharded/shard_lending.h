@@ -1,6 +1,6 @@
-// How a model that has sharded a parameter lends its values to the one that takes it over: piece by
-// piece, so that it is whole nowhere. Free functions over an engine. Threads: the engine's. Errors:
-// CommError; those of the stores of offloaded weights.
+// Lends the values of a sharded parameter to another model that takes it over: piece by piece, so
+// that the parameter is whole nowhere. Free functions over an engine. Threads: the engine's.
+// Errors: CommError; those of the stores of offloaded weights.
 #pragma once
 
 #include "strata/engine/engine.h"
@@ -8,7 +8,8 @@
 
 namespace strata::torch {
 
-// Whether pieces can be lent: ranks of shard groups hold more than what is theirs, and gather.
+// Whether pieces can be lent. Ranks of shard groups cannot lend: they hold more than their own
+// part, and gather.
 bool lends_pieces(engine::Engine& engine);
 
 // Collective, unless only own parts are lent.

@@ -1,12 +1,13 @@
 // A torch model under the engine: planning, adoption of its values, interception of its passes, and
-// the training calls. What the Python face and the C++ face both stand on; knows no Python. A
-// facade over the start (start/model_start.h), the passes (model/training_passes.h) and the values
-// (model/value_access.h); it decides what may be called when, and in which order all of it goes.
+// the training calls. The Python face and the C++ face are both built on it; it knows no Python. It
+// is a facade over the start (start/model_start.h), the passes (model/training_passes.h) and the
+// values (model/value_access.h). It decides which calls are allowed when, and in which order its
+// parts are destroyed.
 //
 // Construction (collective) plans units, makes the engine, takes the values of every parameter that
-// has some (rank 0's count: others receive what differs), and from then on owns the parameters'
-// memory. destroy() gives the parameters ordinary memory back, full where the stage keeps them
-// whole or the caller asks for it, and takes every hook away.
+// has some (rank 0's values win: other ranks receive the differences), and from then on owns the
+// parameters' memory. destroy() gives the parameters ordinary memory back, with values if the stage
+// keeps them whole or the caller asks for it, and removes every hook.
 //
 // Threads: one thread at a time, autograd's threads while the caller waits for backward. Another
 // thread may read parameters beside it (ValueAccess says which and when), but not while the model
@@ -66,7 +67,8 @@ class ShardedModel final : public ParameterOwner {
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
   GradientHooks& gradients() { return passes().gradients(); }
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
-  // Collective, between passes: Engine::parking()'s. Parameters of weights that are away are empty.
+  // Collective, between passes: offload and reload states (Engine::parking()). While weights are
+  // offloaded, parameters are empty.
   bool park(const engine::StateSet& states, bool pinned);
   void unpark();
 
@@ -92,22 +94,24 @@ class ShardedModel final : public ParameterOwner {
   c10::Device place() const { return runtime_.place; }
   int threads() const { return runtime_.threads; }  // that work on host memory
   memory::Ledger& ledger() { return *runtime_.device->ledger(); }
-  // What the ledger will say when this model has been trained for some steps.
+  // The ledger's values after this model has been trained for some steps.
   forecast::MemoryForecast memory_forecast();
-  // What a rank may hold, on which all agreed where placement is automatic.
+  // The bytes that a rank may hold; all ranks agree on them if placement is automatic.
   const forecast::Room& room() const { return room_; }
   const std::vector<plan::ParamSpec>& specs() const { return model_.specs; }
-  // Collective, so that no peer still reads what goes. Parameters that are whole get memory of
-  // their own, unless it does not suffice; the others do with `keep_values` and are empty without.
+  // Collective, so that no peer still reads memory that is freed. Whole parameters get memory of
+  // their own, unless there is too little. Sharded ones get it with `keep_values`, and are empty
+  // without.
   void destroy(bool keep_values);
   void retire() override;
   void unmap_freed() override { runtime_.collectives->unmap_freed(); }
-  // Collective: returns when every rank has come so far. For the end of a program: a rank that
-  // leaves while another still gathers would look like one that died.
+  // Collective: returns when every rank has called it. Called at the end of a program, because a
+  // rank that leaves while another still gathers would look like one that died.
   void wait_for_all();
   bool alive() const { return engine_ != nullptr; }
-  // Frees what the parameters had before, by a thread of its own, once the model is set up: the
-  // system does much of a set-up with all of the process's memory locked. Until then it stays.
+  // Frees the parameters' former memory in a thread of its own, once the model is set up. During a
+  // set-up the system often holds a lock on all of the process's memory, and freeing would wait for
+  // it. Until this call the memory stays.
   void free_originals();
 
  private:
@@ -124,7 +128,7 @@ class ShardedModel final : public ParameterOwner {
   std::unique_ptr<engine::Engine> engine_;  // null: destroyed; the two below are null as well
   std::unique_ptr<TrainingPasses> passes_;
   std::unique_ptr<ValueAccess> values_;
-  std::vector<at::Tensor> originals_;  // what the parameters had, unless it is being freed
+  std::vector<at::Tensor> originals_;  // the parameters' former values, until they are freed
   std::jthread freeing_;
 };
 

@@ -1,10 +1,10 @@
-// What training keeps of one parameter beside its weights, as tensors: the fp32 master, the reduced
-// gradient of the step so far, Adam's moments. Each rank has its own part of them, a run of the
-// parameter's elements; whole ones are put together of all ranks' parts.
+// The training states of one parameter as tensors: the fp32 master weights, the reduced gradient of
+// the step so far, Adam's moments. Each rank has its own part of them, a range of the parameter's
+// elements; a whole state is joined from all ranks' parts.
 //
-// Everything here waits for the device, and is for looking and for surgery between steps, not for
-// the step itself. Threads: the one that trains. Ownership: returns copies; borrows the model.
-// Values are fp32, of one dimension, on the model's device. Errors: UsageError.
+// Every call waits for the device: scripts inspect and edit states between steps with it; the step
+// itself does not use it. Threads: the one that trains. Ownership: returns copies; borrows the
+// model. Values are fp32, of one dimension, on the model's device. Errors: UsageError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,15 +32,16 @@ class StateValues {
 
   // Elements [first, second) of the parameter are this rank's part.
   std::pair<std::int64_t, std::int64_t> range() const;
-  // Copies; nullopt where there is no such state, which is so on all ranks alike. whole() is
+  // Copies; nullopt if there is no such state, which holds on all ranks or on none. whole() is
   // collective.
   std::optional<at::Tensor> part(StateKind kind);
   std::optional<at::Tensor> whole(StateKind kind);
-  // Of a state that somebody else keeps: `mine` is this rank's part. Collective; nullopt where a
-  // rank lacks its part.
+  // Joins a state that the caller keeps: `mine` is this rank's part. Collective; nullopt if a rank
+  // lacks its part.
   std::optional<at::Tensor> joined(const std::optional<at::Tensor>& mine);
-  // `values`: fp32, of this rank's part, or of the whole parameter. Collective for masters, whose
-  // weights follow. False, and nothing is done, where there is no such state.
+  // `values`: fp32, for this rank's part or for the whole parameter. Collective for masters,
+  // because the weights are updated from them. Returns false and does nothing if there is no such
+  // state.
   bool set_part(StateKind kind, const at::Tensor& values);
   bool set_whole(StateKind kind, const at::Tensor& values);
 

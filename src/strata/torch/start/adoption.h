@@ -11,18 +11,18 @@
 
 namespace strata::torch {
 
-// By parameter, in what dtype its values come, if it has some: what ranks have in common, or they
+// The dtype of each parameter's values, if it has some. It must be equal on all ranks, or they
 // bring different models. For engine::require_same_text, before adopt_values().
 std::string describe_values(const std::vector<ModelParameter>& parameters);
 
-// Collective. Rank 0's values win: ranks read them where rank 0 has them (rank_0_values.h), or
-// compare fingerprints of blocks, and those that differ anywhere are sent from rank 0. Values may
-// lie on the host or on the engine's device, `place`, contiguous or not. `tier` says in which order
-// memory is taken and given back (plan/init_plan.h): where the engine's memory does not fit beside
-// the values, `originals` are given up as it grows; else all are kept, for the caller to release or
-// to put back. Parameters without values are skipped. What other models have sharded comes in
-// pieces of `piece`, and they retire. Whether units that stay whole have been written whole, on
-// every rank.
+// Collective. Rank 0's values win: the other ranks read them in rank 0's memory (rank_0_values.h),
+// or ranks compare fingerprints of blocks and rank 0 sends the blocks that differ on any rank.
+// Values may lie on the host or on the engine's device, `place`, contiguous or not. `tier` is the
+// order in which memory is taken and given back (plan/init_plan.h): if the engine's memory does not
+// fit beside the values, `originals` are given up as it grows; else all are kept, for the caller to
+// release or to put back. Parameters without values are skipped. Parameters that other models have
+// sharded come in pieces of `piece` bytes, and those models retire. Returns whether units that stay
+// whole have been written whole on every rank.
 bool adopt_values(engine::Engine& engine, c10::Device place,
                   const std::vector<ModelParameter>& parameters, plan::InitTier tier,
                   ThreadPool& threads, OriginalValues& originals, Bytes piece);

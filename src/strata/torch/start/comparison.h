@@ -1,6 +1,7 @@
-// Which blocks of a live model's values are not rank 0's, on any rank that keeps something of them.
-// Fingerprints are written by whoever reads the values anyway; one exchange then tells all ranks
-// the same. Threads: one; fingerprints of different blocks may be written by different threads.
+// Finds the blocks of a live model's values that differ from rank 0's on any rank that keeps a part
+// of them. The code that reads the values also writes their fingerprints; one exchange then gives
+// all ranks the same result. Threads: one; fingerprints of different blocks may be written by
+// different threads.
 // Ownership: borrows all. Errors: CommError.
 #pragma once
 
@@ -21,22 +22,23 @@ class Comparison {
  public:
   Comparison(comm::Collectives& collectives, const std::vector<ModelParameter>& parameters);
 
-  // Whether there is anything to compare: more than one rank.
+  // Whether ranks compare at all: there is more than one.
   bool wanted() const { return collectives_.world_size() > 1; }
-  // Whether the others are compared with this rank: rank 0. It gives fingerprints of all blocks but
-  // those that it alone keeps; others give those of which they keep something.
+  // Whether the others are compared with this rank, which is rank 0. It gives fingerprints of all
+  // blocks except those that it alone keeps. Other ranks give those of the blocks of which they
+  // keep a part.
   bool is_reference() const { return wanted() && collectives_.rank() == 0; }
 
-  // This rank gives fingerprints of `count` blocks of the parameter, from `first` on: where they
-  // go.
+  // The place for this rank's fingerprints of `count` blocks of the parameter, from block `first`
+  // on.
   std::span<char> place_for(int param, std::size_t first, std::size_t count);
-  // Collective, when all have been written.
+  // Collective; called when all fingerprints have been written.
   void exchange();
 
-  // After exchange(), the same on every rank: whether some differ.
+  // Whether any block differs; valid after exchange(), and the same on every rank.
   bool any() const { return any_; }
-  // The parameter's blocks as runs [begin, end) that all differ, or all do not; no longer than
-  // `most` blocks.
+  // The parameter's blocks as runs [begin, end), each of which differs as a whole or not at all,
+  // and has at most `most` blocks.
   struct Run {
     std::size_t begin;
     std::size_t end;

@@ -1,7 +1,8 @@
-// Fingerprints of tensors' bytes (kernels::Fingerprint), so that ranks compare models without
-// sending them: in blocks of one size, of many tensors at a time, and the same bits wherever they
-// lie. Threads: one; those of `threads` share the work on the host. Ownership: borrows the device
-// and the threads, and what is added, with the place for its fingerprints, until flush().
+// Fingerprints of tensors' bytes (kernels::Fingerprint), by which ranks compare models without
+// sending them. Tensors are cut into blocks of one size, many tensors at a time. The bits do not
+// depend on where a tensor lies. Threads: one; those of `threads` share the work on the host.
+// Ownership: borrows the device and the threads, and until flush() the bytes that were added and
+// the targets of their fingerprints.
 #pragma once
 
 #include <span>
@@ -17,7 +18,7 @@ inline constexpr std::size_t kFingerprintBytes = 16;
 
 class Fingerprints {
  public:
-  // Ranks that compare use the same block. `device`: where tensors lie that are not on the host.
+  // All ranks that compare must use the same block. `device`: of tensors that are not on the host.
   Fingerprints(Bytes block, device::Device& device, ThreadPool& threads)
       : block_(block), device_(device), threads_(threads) {}
 

@@ -1,7 +1,8 @@
-// Values of the device on their way to ordinary host memory: through a ring of pinned buffers that
-// the device fills while several threads empty those before, which is also when the memory's pages
-// are first touched. Threads: the engine's, and those of the pool. Ownership: borrows all; sources
-// and targets until flush(). Work is in order with the current stream. Errors: OutOfMemoryError.
+// Copies values from the device to ordinary host memory, through a ring of pinned buffers. The
+// device fills one buffer while several threads empty earlier ones, and thereby touch the pages of
+// the target for the first time. Threads: the engine's, and those of the pool. Ownership: borrows
+// all; sources and targets until flush(). Work is in order with the current stream. Errors:
+// OutOfMemoryError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,18 +16,18 @@
 
 namespace strata::torch {
 
-// A tensor on the host like this one, contiguous, contents undefined; in huge pages where it is
-// large, which are faster to come by.
+// A contiguous tensor like this one on the host, with undefined contents. A large one lies in huge
+// pages, which the system provides faster.
 at::Tensor empty_on_host(const at::Tensor& like);
 
 class HostExport {
  public:
-  // `phase` is told what was moved.
+  // Records the moved bytes in `phase`.
   HostExport(engine::Engine& engine, ThreadPool& threads, engine::InitReport::Phase& phase);
 
   // Both have one length.
   void add(std::span<std::byte> target, std::span<const std::byte> source);
-  // All that was added is there.
+  // Returns when all that was added has been copied.
   void flush();
 
  private:

@@ -1,12 +1,11 @@
-// Values on the host on their way into the engine's weights. Several threads read each byte once:
-// they compute the fingerprints by which ranks compare, and copy what this rank keeps into a ring
-// of pinned buffers, which the device drains meanwhile. The ring is small enough to stay in the
-// processor's cache: what is written to it and read from it costs the memory nothing, and the model
-// is read at the memory's speed. Blocks of which only the fingerprint is wanted are read while all
-// buffers are full, and in the end: the link waits for none of them. Threads: the engine's, those
-// of the pool, and one that leads them. Ownership: borrows all; values until flush(). Work is in
-// order with the current stream. Errors: OutOfMemoryError for the buffers, or as the engine's
-// memory grows.
+// Copies values from the host into the engine's weights. Several threads read each byte once: they
+// compute the fingerprints by which ranks compare, and copy this rank's part into a ring of pinned
+// buffers, which the device drains meanwhile. The ring is small enough to stay in the processor's
+// cache, so its traffic costs no memory bandwidth, and the model is read at the memory's speed.
+// Threads read blocks that only need a fingerprint while all buffers are full, and at the end, so
+// the link never waits for them. Threads: the engine's, those of the pool, and one that leads them.
+// Ownership: borrows all; values until flush(). Work is in order with the current stream. Errors:
+// OutOfMemoryError for the buffers, or as the engine's memory grows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,13 +33,15 @@ class HostIntake {
              engine::InitReport::Phase& phase, bool at_once,
              const checkpoint::RingOptions& ring = {});
 
-  // Elements of `param` from `begin` on have these values; contiguous. With a comparison it is the
-  // whole parameter.
+  // Adds the values of `param` from element `begin` on; contiguous. With a comparison they must be
+  // the whole parameter.
   void add(int param, Numel begin, const at::Tensor& values);
-  // Moves what was added. All of it has been read then; the device may still be busy with it.
-  // `stored`: called when all that this rank keeps has been stored, while the rest is looked at.
+  // Moves all added values. When it returns, all have been read, but the device may still be
+  // copying. `stored`: called when all values that this rank keeps have been stored, before the
+  // rest is fingerprinted.
   void flush(const std::function<void()>& stored = {});
-  // Whether units that stay whole have been given whole: other ranks' parts were not, here.
+  // Whether the units that stay whole have all their values; false if other ranks' parts are
+  // missing.
   bool complete() const { return complete_; }
 
  private:
@@ -48,7 +49,7 @@ class HostIntake {
   struct Block {
     std::span<const std::byte> bytes;  // to fingerprint
     char* fingerprint;                 // null: not wanted
-    std::span<const std::byte> kept;   // of them, what goes to the buffer
+    std::span<const std::byte> kept;   // the part of them that goes to the buffer
     std::size_t turn;                  // of kept bytes: whose buffer
     std::size_t at;                    // and where in it
   };

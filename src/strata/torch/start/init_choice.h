@@ -1,5 +1,5 @@
-// What plan::choose_init is asked for a torch model: where its values lie, and what every rank has
-// room for.
+// Calls plan::choose_init for a torch model, with the places of its values and the free memory of
+// every rank.
 #pragma once
 
 #include "strata/plan/init_plan.h"
@@ -9,8 +9,8 @@
 
 namespace strata::torch {
 
-// Collective, the same answer on every rank; moves nothing, but gives back what torch's allocator
-// holds unused. Errors: plan/init_plan.h; on every rank.
+// Collective; returns the same choice on every rank. Moves nothing, but returns unused memory of
+// torch's allocator to the system. Errors: plan/init_plan.h; on every rank.
 plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
                              const engine::Config& config, engine::UpdateRule rule,
                              const ModelRuntime& runtime);

@@ -1,9 +1,10 @@
-// The start of a model under the engine: ranks compare what they bring, the way that the values
-// take is chosen, the engine is made, and it takes the values of every parameter that has some
-// (rank 0's count: others receive what differs).
+// Starts a model under the engine: ranks compare their models, choose how the values travel, make
+// the engine, and move the values of every parameter that has some into it (rank 0's values win:
+// other ranks receive the differences).
 //
-// A start that fails leaves the parameters their values, unless their memory had to be given up for
-// the engine's: the error says so. Threads: the caller's, and those that read values on the host.
+// If a start fails, the parameters keep their values, unless their memory had to be given up for
+// the engine's; then the error says so. Threads: the caller's, and those that read values on the
+// host.
 // Ownership: the result is the caller's; borrows the rest. Errors: ConfigError, CommError,
 // OutOfMemoryError.
 #pragma once
@@ -25,14 +26,14 @@ namespace strata::torch {
 
 struct StartOptions {
   engine::UpdateRule rule;
-  std::string name;                       // tells the engines of one process apart in shared memory
+  std::string name;                       // distinguishes a process's engines in shared memory
   engine::InitReport::Progress progress;  // may be empty
 };
 
 struct StartedModel {
   std::unique_ptr<engine::Engine> engine;
   std::unique_ptr<TrainingPasses> passes;  // of the engine, and gone before it
-  // What the parameters had on the host and nobody else has (OriginalValues::release()).
+  // Former values of parameters on the host that no other owner shares (OriginalValues::release()).
   std::vector<at::Tensor> replaced;
 };
 

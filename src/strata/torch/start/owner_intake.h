@@ -1,7 +1,7 @@
-// Values of parameters that other models have sharded already (zero.Init), on their way into the
-// engine that takes them over: without leaving a rank where both cut a parameter alike, gathered
-// where it has up to 32 pieces and is no parameter that training uses in tiles, else piece by
-// piece. Threads: the engine's. Errors: those of the owners, as ValueIntake's.
+// Moves parameters that other models have sharded already (zero.Init) into the engine that takes
+// them over. If both cut a parameter alike, its values stay on their ranks. If it has at most 32
+// pieces and training does not use it in tiles, it is gathered. Otherwise it moves piece by piece.
+// Threads: the engine's. Errors: those of the owners and of ValueIntake.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace strata::torch {
 
-// Collective. The owners retire. `piece`: bytes that are lent at once.
+// Collective. The owners retire. `piece`: the bytes that owners lend at once.
 void take_from_owners(engine::Engine& engine, ValueIntake& intake,
                       const std::vector<ModelParameter>& parameters, Bytes piece);
 

@@ -1,6 +1,6 @@
-// What memory the ranks of a job have for a model. Placement that the engine chooses has to be the
-// same on every rank, so the rank with the least counts. Staging memory that a host does not have
-// is refused before anything is taken. Threads: one. Errors: CommError, ConfigError for ranks of
+// The memory that the ranks of a job have for a model. Automatic placement must be the same on
+// every rank, so the rank with the least memory decides. If a host lacks the staging memory, the
+// start is refused before it takes any. Threads: one. Errors: CommError, ConfigError for ranks of
 // different configurations; OutOfMemoryError.
 #pragma once
 
@@ -12,13 +12,13 @@
 
 namespace strata::torch {
 
-// Collective where the configuration's placement is automatic; else no bounds. Values of the model
-// that lie on the device count as free: the engine takes them over.
+// Collective if the configuration's placement is automatic; else the result has no bounds. Memory
+// of the model's values on the device counts as free, because the engine takes them over.
 forecast::Room agreed_room(const ModelInput& input, const engine::Config& config,
                            const ModelRuntime& runtime);
 
-// Throws OutOfMemoryError where the ranks of a host together would stage what lies on drives
-// through more memory than is available there: `available`.
+// Throws OutOfMemoryError if the ranks of a host together need more than `available` bytes of
+// staging memory for drive-resident states or weights.
 void require_staging_room(const engine::EngineOptions& options, int ranks_of_host, Bytes available);
 
 }  // namespace strata::torch

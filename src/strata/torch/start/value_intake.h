@@ -1,8 +1,8 @@
-// Values of tensors that lie where the engine's weights do, and values that rank 0 sends: read
-// where they are; units that stay whole get them whole. Values on the host of an engine on a device
-// go through host_intake.h. Threads: the engine's. Ownership: borrows the engine. Work is in order
-// with the current stream, on which the tensors' memory may be used again. Errors: OutOfMemoryError
-// for the buffer, or as the engine's memory grows.
+// Stores values into the engine's weights: from tensors on the same device, read in place, and from
+// tensors that rank 0 sends. Units that stay whole get complete values. An engine on a device takes
+// values on the host by host_intake.h instead. Threads: the engine's. Ownership: borrows the
+// engine. Work is in order with the current stream, on which the tensors' memory may be used again.
+// Errors: OutOfMemoryError for the buffer, or as the engine's memory grows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,10 +21,10 @@ class ValueIntake {
   // Borrows the engine, which lies on `place`.
   ValueIntake(engine::Engine& engine, c10::Device place) : engine_(engine), place_(place) {}
 
-  // Elements of `param` from `begin` on have these values now; contiguous, on `place`.
+  // Stores the values of `param` from element `begin` on; contiguous, on `place`.
   void store(int param, Numel begin, const at::Tensor& values);
-  // Collective: the same, with the values of rank 0, on any device; those of other ranks give shape
-  // and dtype. At most a piece.
+  // Collective: stores rank 0's values, which may lie on any device. Other ranks' tensors give
+  // shape and dtype only. At most kPiece.
   void store_from_rank_0(int param, Numel begin, const at::Tensor& values);
 
  private:

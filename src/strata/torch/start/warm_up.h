@@ -1,8 +1,8 @@
-// Loads beforehand what torch loads when a model first computes: the libraries and kernels of a
-// transformer's forward and backward pass. On a GPU that takes most of the first step, so it is run
-// beside a start that has the GPU idle. Threads: any, without Python's lock; work goes to the
-// place's default stream. Memory: some megabytes of torch's cache, and what its libraries keep for
-// themselves. Errors: torch's own, of what the first step would fail at, too.
+// Loads the libraries and kernels that torch would load when a model first computes: those of a
+// transformer's forward and backward pass. On a GPU loading takes most of the first step, so it
+// runs beside a start, which leaves the GPU idle. Threads: any, without Python's lock; work goes to
+// the place's default stream. Memory: some megabytes of torch's cache, and memory that its
+// libraries keep for themselves. Errors: torch's own; the first step would fail with them, too.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,7 +10,8 @@
 
 namespace strata::torch {
 
-// One pass of a tiny block in this floating dtype; over when it returns. Draws no random numbers.
+// Runs one pass of a tiny block in this floating dtype, and returns when it is over. Draws no
+// random numbers.
 void warm_up(c10::Device place, c10::ScalarType dtype);
 
 }  // namespace strata::torch
