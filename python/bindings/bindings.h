@@ -1,4 +1,5 @@
-// What the binding files share: the torch casters, and one function a file that adds its part.
+// Shared by the binding files: the torch casters, and for each file the function that adds its part
+// to the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

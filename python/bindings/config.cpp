@@ -36,7 +36,7 @@ py::object torch_scheduler_of(const engine::Config& config) {
   return py::make_tuple(config.torch_scheduler->type, config.torch_scheduler->params);
 }
 
-// The same, of a model whose parameters are all sharded as they are made.
+// The same configuration for a model whose parameters are all sharded when they are made.
 engine::Config for_construction(engine::Config c) {
   c.zero.stage = 3;
   c.zero.param_persistence_threshold = Numel();
@@ -83,7 +83,7 @@ void bind_precision(py::class_<engine::Config>& config) {
                              [](const Config& c) { return c.precision.cast_inputs; });
 }
 
-// What is to be said of a configuration, and what its rank is to show.
+// The configuration's hints and remarks for the user, and the reports that its rank shows.
 void bind_remarks(py::class_<engine::Config>& config) {
   using engine::Config;
   config

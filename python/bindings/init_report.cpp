@@ -1,4 +1,5 @@
-// What Python shows of start-up: the engine's account of its phases, progress, and the link.
+// Start-up as Python shows it: the engine's report of its phases, the progress, and the link's
+// speed.
 #include "strata/engine/record/init_report.h"
 
 #include <fmt/ranges.h>

@@ -143,8 +143,8 @@ void make_collectable(PyHeapTypeObject* type) {
   };
 }
 
-// What modules have in place of `forward` looks like it: to inspect.signature, and to copies and
-// pickles of the module, which get the plain forward of their own.
+// Makes the object that replaces a module's `forward` look like it to inspect.signature, and to
+// copies and pickles of the module, which get the plain forward.
 template <typename Forward>
 void bind_as_forward(py::class_<Forward>& type) {
   type.def("__call__", &Forward::call)
@@ -157,9 +157,9 @@ void bind_as_forward(py::class_<Forward>& type) {
       .def("__reduce__", [](const Forward& self) { return self.forward().attr("__reduce__")(); });
 }
 
-// A dict whose items, when they are released parameters, are gathered as they are read by key: what
-// nn.Module.__getattr__ does. Iterating (parameters(), state_dict()) gathers nothing. A copy of it
-// is an ordinary dict in behaviour, since only attach() gives it a model.
+// A dict that gathers a released parameter when its item is read by key, as nn.Module.__getattr__
+// does. Iterating (parameters(), state_dict()) gathers nothing. A copy behaves as an ordinary dict,
+// since only attach() gives it a model.
 struct ParameterDict {
   PyDictObject dict;
   std::weak_ptr<ShardedModel>* model;

@@ -117,7 +117,8 @@ memory::Tier tier_from(const std::string& name) {
       fmt::format("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name));
 }
 
-// {kind: peak bytes} of a tier, and "total". What kernels keep for themselves nobody plans.
+// {kind: peak bytes} of a tier, and "total". Excludes workspaces of kernels, which no forecast
+// knows.
 py::dict as_dict(const forecast::MemoryForecast& forecast, memory::Tier tier) {
   py::dict result;
   for (int k = 0; k < memory::kKindCount; ++k) {

@@ -88,16 +88,16 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
 }
 
 void bind_joining(py::module_& module) {
-  // Of a group that nobody uses any more, whoever still refers to it: its backends go.
+  // Destroys the backends of a group that is no longer used, even if references to it remain.
   module.def(
       "release_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { group->release_resources(); },
       py::arg("group"), py::call_guard<py::gil_scoped_release>());
-  // The backends of some collectives: whether these are left, and their end.
+  // The backends of some collectives: says whether living collectives use them, and ends them.
   py::class_<torch::UsedBackends>(module, "UsedBackends")
       .def("in_use", &torch::UsedBackends::in_use)
       .def("let_go", &torch::UsedBackends::let_go, py::call_guard<py::gil_scoped_release>());
-  // Throws where the settings ask for what cannot be, whoever the other ranks are.
+  // Throws if the settings are impossible regardless of the other ranks.
   module.def(
       "require_possible",
       [](const engine::Config& config, int world_size, c10::Device device, bool on_gpu,
@@ -126,12 +126,13 @@ void bind_joining(py::module_& module) {
 }
 
 void bind_files(py::module_& module) {
-  // Whole or not at all, by a temporary file that follows no link; IoError.
+  // Writes the file completely or not at all, through a temporary file that follows no link.
+  // IoError.
   module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
              py::call_guard<py::gil_scoped_release>());
-  // What such a file is made of where a text is not enough: written through fileno(), and there
-  // under its name from publish() on. The end of its `with` removes what was
-  // not published.
+  // Such a file for contents that are more than one text: Python writes through fileno(), and
+  // publish() puts the file under its name. The end of its `with` block removes an unpublished
+  // file.
   py::class_<HeldFile>(module, "AtomicFile")
       .def(py::init<std::string>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
       .def("__enter__", [](HeldFile& file) -> HeldFile& { return file; })
@@ -170,7 +171,8 @@ void bind_runtime(py::module_& module) {
 
   py::class_<device::HostWaits, std::shared_ptr<device::HostWaits>>(module, "HostWaits")
       .def_property_readonly("count", &device::HostWaits::count);
-  // What a rank's models run on; several may share one, and with it a device's streams and kernels.
+  // The resources of a rank's models; several may share one, and with it a device's streams and
+  // kernels.
   py::class_<torch::ModelRuntime>(module, "Runtime")
       .def(py::init([](c10::Device device, std::optional<int> threads, int world_size) {
              const py::gil_scoped_release release;

@@ -1,4 +1,4 @@
-// What training keeps of a parameter, as Python reads and sets it.
+// The training states of a parameter, as Python reads and sets them.
 #include "bindings.h"
 #include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/torch/sharded/state_values.h"
@@ -79,18 +79,18 @@ void bind_state(py::module_& module) {
              py::arg("whole"), unlocked);
   module.def("write_state", &write_state, py::arg("model"), py::arg("parameter"), py::arg("name"),
              py::arg("whole"), py::arg("values"), unlocked);
-  // Of a state that Python keeps: whole of all ranks' parts, or None where a rank lacks its part.
+  // Joins a state that Python keeps from all ranks' parts; None if a rank lacks its part.
   module.def(
       "join_state",
       [](ShardedModel& model, int param, const std::optional<at::Tensor>& mine) {
         return StateValues(model, param).joined(mine);
       },
       py::arg("model"), py::arg("parameter"), py::arg("mine"), unlocked);
-  // Of the step so far, on this rank; `keep`: they are zeroes then.
+  // Drops this rank's gradients of the step so far; `keep` sets them to zero instead.
   module.def(
       "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
       py::arg("model"), py::arg("keep"), unlocked);
-  // `whole`: a parameter that `tiles` are the rows of, of this shape.
+  // `whole`: a parameter of this shape whose rows are `tiles`.
   module.def(
       "show_tiled",
       [](ShardedModel& model, const at::Tensor& whole, const std::vector<std::int64_t>& shape,

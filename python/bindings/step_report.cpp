@@ -1,4 +1,4 @@
-// What Python shows of training steps: the engine's report of one, and its timeline.
+// Training steps as Python shows them: the engine's report of a step, and its timeline.
 #include "strata/engine/record/step_report.h"
 
 #include <array>
@@ -128,8 +128,8 @@ py::object step_report(ShardedModel& model, bool wait) {
   return as_dict(*report, model.ledger());
 }
 
-// What step_report() says but for memory and links, of the steps that the device has finished since
-// the last call. `wait`: of all.
+// The reports of the steps that the device has finished since the last call, without memory and
+// links. `wait`: waits for all steps that were begun.
 py::list take_step_reports(ShardedModel& model, bool wait) {
   engine::StepRecorder& recorder = model.engine().recorder();
   {

@@ -56,7 +56,7 @@ bool lie_together(ShardedModel& model, int first, int last) {
   return true;
 }
 
-// Of tiles that lie together: the values of all, until each one's end_tile().
+// The values of adjacent tiles as one tensor, valid until each one's end_tile().
 at::Tensor begin_tiles(ShardedModel& model, int first, int last) {
   std::int64_t rows = 0;
   int begun = first;
@@ -123,7 +123,8 @@ void bind_tiles(py::module_& module,
       .def_property_readonly(
           "gathers_alone",
           [](ShardedModel& m) { return m.engine().collectives().traits().one_sided; })
-      // What users and checkpoints call the parameter that this one is a tile of; else its name.
+      // The name that users and checkpoints use: of the parameter that this one is a tile of, else
+      // its own.
       .def("known_name", [](ShardedModel& m, int param) {
         return m.engine().weights().param(param).known_name();
       });

@@ -107,7 +107,7 @@ std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
   options.compute_stream = [place] { return current_stream(place).native_handle(); };
   options.release_unused = [place] { release_cached_memory(place); };
   std::shared_ptr<device::Device> device = device::make_cuda_device(options);
-  // What torch's Python would do later, with the interpreter's lock.
+  // torch's Python layer would do this later, with the interpreter's lock held.
   at::globalContext().lazyInitDevice(place.type());
   return device;
 }

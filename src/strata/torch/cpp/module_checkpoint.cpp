@@ -18,7 +18,7 @@
 namespace strata::torch {
 namespace {
 
-// What a load needs, made before anything is changed.
+// Everything that a load needs, made before the load changes a value.
 struct LoadPlan {
   explicit LoadPlan(const std::string& path) : index(path) {}
 

@@ -43,7 +43,7 @@ Json json_of(const TrainerState& state) {
   return json;
 }
 
-// Of a tuple that Python wrote, or of a list.
+// The items of a tuple that Python wrote, or of a list.
 const Json& items_of(const Json& list) {
   return list.is_object() ? list.at("items") : list;
 }

@@ -17,8 +17,8 @@ constexpr const char* kNoAddress =
     "values are still on their way; read it with an operator of torch first (p.detach() or "
     "p.clone(), say), which waits for them, or set strata.refresh_at to \"step\"";
 
-// Of the same shape and place in another storage. Made without set_(), whose checks of bounds would
-// need memory.
+// A tensor of the same shape and offset in another storage. Made without set_(), whose bounds check
+// would need memory.
 at::Tensor make_like(const c10::TensorImpl& like,
                      const c10::intrusive_ptr<c10::StorageImpl>& storage,
                      c10::DispatchKeySet keys) {
@@ -61,12 +61,12 @@ void settle(const c10::IValue& value) {
     settle(value.toTensor());
   } else if (value.isTensorList()) {
     for (const at::Tensor& tensor : value.toTensorVector()) settle(tensor);
-  } else if (value.isList()) {  // of optional tensors, or of what is none
+  } else if (value.isList()) {  // of optional tensors, or without tensors
     for (const c10::IValue& element : value.toListRef()) settle(element);
   }
 }
 
-// zero_() returns its argument, which the stack holds as it is.
+// zero_() returns its argument, which is on the stack already.
 bool zeroed(const c10::OperatorHandle& op, const ::torch::jit::Stack& stack) {
   if (op.operator_name().name != "aten::zero_" || !stack.back().isTensor()) return false;
   const AwaitedStorage* const found = awaited(stack.back().toTensor());
@@ -91,7 +91,7 @@ bool AwaitedStorage::available() {
       library.fallback(::torch::CppFunction::makeFromBoxedFunction<&settle_and_run>());
       return true;
     } catch (const c10::Error&) {
-      return false;  // somebody else has one
+      return false;  // another library has registered one
     }
   }();
   return registered;

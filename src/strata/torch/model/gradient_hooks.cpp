@@ -18,7 +18,7 @@ namespace {
 
 namespace autograd = ::torch::autograd;
 
-// What the hooks of one engine share; cleared when the engine goes.
+// State that the hooks of one engine share; cleared when the engine is destroyed.
 struct Receiver {
   engine::Engine* engine = nullptr;
   const ParameterSet* parameters = nullptr;
@@ -37,7 +37,7 @@ struct Receiver {
     grad_of(param) = given.detach().mul(factor);
     lent.push_back(param);
   }
-  // What became of it.
+  // Takes the tensor that hooks have left in `.grad`.
   void take_lent(int param) {
     if (std::erase(lent, param) == 0) return;
     took = true;
@@ -217,7 +217,7 @@ bool GradientHooks::took() const {
   return nodes_->receiver->took;
 }
 
-// What hooks had when a run of the graph has left their node out.
+// Takes tensors that were lent to hooks whose node the autograd pass then left out.
 void GradientHooks::end_pass() {
   Receiver& receiver = *nodes_->receiver;
   while (!receiver.lent.empty()) receiver.take_lent(receiver.lent.back());

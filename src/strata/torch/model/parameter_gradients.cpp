@@ -164,7 +164,7 @@ void ParameterGradients::read(Shown& shown) {
     control_.read_gradients(unit.id,
                             [this](const engine::Unit& of, const float* flat) { fill(of, flat); });
   }
-  if (shown.look != Look::kRead) give(shown, nullptr);  // zeroes, or none was reduced
+  if (shown.look != Look::kRead) give(shown, nullptr);  // zeroes, or no gradient was reduced
 }
 
 void ParameterGradients::fill(const engine::Unit& unit, const float* flat) {
@@ -176,7 +176,8 @@ void ParameterGradients::fill(const engine::Unit& unit, const float* flat) {
   }
 }
 
-// What was None'd meanwhile is given values as well: somebody may have kept it.
+// A gradient that the script has set to None gets values as well: the script may have kept the
+// tensor.
 void ParameterGradients::give(Shown& shown, const float* values) {
   const plan::ParamSpec& spec = engine_.weights().param(shown.params.front());
   const auto options =

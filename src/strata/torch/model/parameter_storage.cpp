@@ -144,7 +144,7 @@ void ParameterStorage::forget_awaited() {
   if (awaited_ != nullptr) awaited_->forget();
 }
 
-// The old storage stays with whoever holds it.
+// The old storage lives as long as tensors hold it.
 void ParameterStorage::renew() {
   forget_awaited();
   awaited_view_.reset();

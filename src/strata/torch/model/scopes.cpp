@@ -214,12 +214,12 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
     });
   }
   for (autograd::Node* node : before) {
-    // The first of them to run ends the life, not the last: the blocks of a decoder have the
-    // encoder's output in common, whose node runs when all of them are over. Of what is ready,
-    // autograd runs what was made last, so when a node from before the scope runs, none of the
-    // scope is left.
-    // In front of the hooks that are there: the node belongs to the scope before this one, whose
-    // units are gathered by such a hook, and ours should be gone by then.
+    // The first of them to run ends the life, not the last: the blocks of a decoder share the
+    // encoder's output, whose node runs when all blocks are over. Among nodes that are ready,
+    // autograd runs the one that was made last. So when a node from before the scope runs, no node
+    // of the scope is left. This hook goes in front of the others on the node: the node belongs to
+    // the preceding scope, whose units another hook there gathers, and this scope's units should be
+    // released by then.
     run_before(*node, /*first=*/true, [tracker, life] {
       if (const auto t = tracker.lock()) t->end(life);
     });

@@ -148,7 +148,8 @@ void ValueAccess::gather_what_was_saved() {
   for (const int unit : units)
     wanted.push_back(!engine_.gatherer().gathered(unit) && parameters_.held_elsewhere(unit) ? 1.0
                                                                                             : 0.0);
-  // What one rank's script holds has them all gather it: the others would wait for another unit.
+  // If a script holds a unit on one rank, all ranks gather it; otherwise ranks would wait in
+  // gathers of different units.
   if (gathers_together()) engine_.collectives().all_reduce(wanted, comm::ReduceOp::kMax);
   auto wants = wanted.begin();
   for (const int unit : units) {

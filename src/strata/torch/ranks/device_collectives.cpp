@@ -138,10 +138,10 @@ class DeviceCollectives final : public comm::Collectives {
     planes_->require_peers();
     std::shared_ptr<device::GrowableMemory> memory;
     try {
-      // Charged to a ledger that nobody reads: this device is the collectives' own.
+      // Charged to a ledger that is not reported: this device belongs to the collectives.
       memory = device_->reserve(bytes, memory::Kind::kWeights);
     } catch (const DeviceError&) {
-      return allocate(std::move(name), bytes);  // a driver that maps no pages
+      return allocate(std::move(name), bytes);  // the driver cannot map pages
     }
     const std::span<std::byte> span{memory->base(), bytes.size()};
     BufferActions actions;

@@ -135,7 +135,7 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
   rank.on_gpu = place.is_cuda();
   rank.store = open_store(environment, timeout);
   std::shared_ptr<comm::Collectives> collectives = join_ranks(config, rank).collectives;
-  collectives->barrier();  // rank 0's store goes at the end of this function: nobody reads it now
+  collectives->barrier();  // rank 0's store ends with this function; every rank has read it now
   return collectives;
 }
 

@@ -36,7 +36,7 @@ std::chrono::milliseconds timeout_of(const engine::Config& config) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
 }
 
-// What each rank says of itself, a line each.
+// The facts that each rank publishes about itself, one per line.
 enum Line : std::size_t { kHost, kDevice, kGroups, kKinds, kNcclRuns, kLines };
 using Lines = std::array<std::string, kLines>;
 
@@ -152,12 +152,12 @@ class Part {
                                  options_.names);
   }
 
-  // Of all ranks, never used again.
+  // An id that is the same on all ranks and never used again.
   std::string new_id() {
     return fmt::format("group-{}", store_->add(fmt::format("strata/groups/{}", rank_), 1));
   }
 
-  // It has carried something when this returns.
+  // The result has moved some bytes when this returns.
   std::shared_ptr<comm::Collectives> make_nccl(std::shared_ptr<comm::Collectives> control) {
     DeviceGroup group;
     group.place = me_.place;
@@ -244,7 +244,7 @@ void tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank, int wo
     StoreBootstrap(store, rank, world_size, patience)
         .exchange(fmt::format("{}{}", kFailed, reason));
   } catch (const CommError&) {
-    return;  // nobody came to hear it
+    return;  // no other rank came within `patience`
   }
 }
 

@@ -49,7 +49,7 @@ class ShardLending {
   }
 
  private:
-  // Of the parameter, what lies in a rank's shard.
+  // The elements of the parameter that lie in a rank's shard.
   std::pair<Numel, Numel> range_of(int rank) const {
     const Numel shard = unit_.layout.shard();
     const Numel low = std::max(shard * rank, slot_.offset);

@@ -227,7 +227,7 @@ void ShardedModel::destroy(bool keep_values) {
   try {
     full = own_copies(keep_values);
   } catch (const c10::OutOfMemoryError&) {
-    if (keep_values) throw;  // else nobody asked for copies
+    if (keep_values) throw;  // otherwise the caller did not ask for copies
   }
   wait_for_all();
   let_go(full);

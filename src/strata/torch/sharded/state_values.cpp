@@ -77,7 +77,7 @@ void StateValues::finish_queued() {
   engine_.device().compute_stream().synchronize();
 }
 
-// Of this rank's part; filled gradients only.
+// A view of this rank's part of the gradient, which must be filled.
 at::Tensor StateValues::gradient_view() {
   float* const values = engine_.shards().gradients().values(unit_.id).data();
   return tensor_over(values + piece_.shard_offset.size(), count_of(piece_), at::kFloat,
@@ -140,7 +140,7 @@ at::Tensor StateValues::join(const at::Tensor& mine) {
 void StateValues::set_masters(const at::Tensor& values) {
   engine_.require_intact_weights();
   engine_.gatherer().invalidate(engine::Changed::kAll);
-  engine_.collectives().barrier();  // nobody reads this rank's shard any more
+  engine_.collectives().barrier();  // now no rank reads this rank's shard
   engine_.weights().store(param_, piece_.param_begin, Numel(count_of(piece_)),
                           values_of(values).data(), DType::kFloat32);
   engine_.weights_changed();

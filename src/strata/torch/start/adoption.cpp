@@ -152,9 +152,9 @@ void Adoption::fingerprint_in_place() {
   fingerprints.flush();
 }
 
-// Collective. What begins to gather the units that stay whole, once every rank has stored its
-// values; null where there is nothing to gather, or some rank has values elsewhere than on the
-// host.
+// Collective. Returns a function that begins to gather the units that stay whole, to be called when
+// every rank has stored its values. Null if there are none to gather, or if some rank has values
+// elsewhere than on the host.
 std::function<void()> Adoption::gathering_early() {
   const bool all = order_.size() == parameters_.size() && those(false).empty();
   double least[] = {all ? 1.0 : 0.0};
@@ -170,8 +170,8 @@ std::function<void()> Adoption::gathering_early() {
 }
 
 // Stores this rank's own values from the host. With a comparison it computes fingerprints on the
-// way; what turns out to differ from rank 0's is stored again later. Rank 0 fingerprints all of its
-// model, long after it has stored what it keeps: units are gathered meanwhile.
+// way; values that differ from rank 0's are stored again later. Rank 0 fingerprints its whole
+// model, which takes long after it has stored its own part; units are gathered meanwhile.
 void Adoption::store_from_host(Comparison* comparison, bool at_once) {
   const bool compares = comparison != nullptr && comparison->wanted();
   const std::function<void()> stored = compares ? gathering_early() : nullptr;

@@ -53,7 +53,7 @@ bool uses_drives(const engine::EngineOptions& options) {
   return options.states.uses(memory::Tier::kNvme) || options.weights.uses(memory::Tier::kNvme);
 }
 
-// What users are told of a budget that would have one part wait for another.
+// The warning about a budget that is raised because one part would have to wait for another.
 std::string raised_budget(const offload::StatePlace& place, const char* what) {
   if (place.budget <= place.asked) return "";
   return fmt::format(
@@ -92,7 +92,7 @@ class ModelStart {
   StartedModel started_;
 };
 
-// What only a path can spoil is told to all ranks.
+// Makes the stores. A path may be unusable on one rank only, so all ranks learn of an error.
 engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
   if (runtime_.states != nullptr) return {runtime_.states, runtime_.states};
   comm::Collectives& collectives = *runtime_.collectives;

@@ -16,7 +16,7 @@ at::Tensor nothing_like(const at::Tensor& variable) {
   return at::empty({0}, variable.options().requires_grad(false));
 }
 
-// Memory that came with a deleter of its own may be of somebody who still reads it.
+// Memory with another deleter may belong to an owner who still reads it.
 bool is_of_torchs_allocator(const c10::Storage& storage) {
   const c10::Allocator* const allocator = storage.allocator();
   return allocator != nullptr && allocator->raw_deleter() != nullptr &&

@@ -9,10 +9,12 @@
 namespace strata::torch {
 namespace {
 
-// What is smaller is gathered at once: a piece costs ranks a few milliseconds, however small it is.
+// A parameter of at most this many pieces is gathered at once, because each piece costs the ranks a
+// few milliseconds, however small it is.
 constexpr std::int64_t kWholePieces = 32;
 
-// By parameter that has an owner, whether every rank keeps of it what its shard has already.
+// For each parameter that has an owner: whether every rank keeps exactly the part that its shard
+// holds already.
 std::vector<bool> cut_alike(engine::Engine& engine, const std::vector<ModelParameter>& parameters) {
   std::string mine;
   for (std::size_t i = 0; i < parameters.size(); ++i) {

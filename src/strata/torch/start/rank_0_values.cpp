@@ -24,10 +24,10 @@ namespace strata::torch {
 namespace {
 
 constexpr std::string_view kNotPermitted = "not permitted: ";
-// Of another process's memory a call costs about 0.1 ms before its first byte.
+// A read of another process's memory takes about 0.1 ms before its first byte.
 constexpr Bytes kPiece = 2_MiB;
 
-// As they are where they are contiguous, else copies.
+// The values themselves if they are contiguous, else copies.
 std::vector<at::Tensor> dense_values(const OriginalValues& values, std::span<const int> params,
                                      Bytes copied_most) {
   std::vector<at::Tensor> dense;
@@ -61,7 +61,8 @@ struct Attempt {
   std::string why_not;
 };
 
-// What a rank does between two meetings: whatever happens, it comes to the next one.
+// Runs a rank's work between two sync points. It keeps errors, so that the rank always reaches the
+// next sync point.
 template <typename Step>
 void attempt_to(Attempt& attempt, Step&& step) {
   try {

@@ -25,7 +25,7 @@ constexpr std::int64_t kWidth = 256;
 constexpr std::int64_t kHeads = 2;
 constexpr std::int64_t kHeadWidth = kWidth / kHeads;
 
-// Of the root mean square, in fp32 inside, as transformers has it.
+// Normalizes by the root mean square, computed in fp32 as in transformers.
 at::Tensor normed(const at::Tensor& x, const at::Tensor& weight) {
   const at::Tensor wide = x.to(at::kFloat);
   const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
