@@ -1,4 +1,4 @@
-"""What a parameter costs from its construction to its first step: one JSON line a case, of its largest rank.
+"""The cost of a parameter from its construction to its first step: one JSON line per case, of its largest rank.
 
     python bench/bench_birth.py [--size 22528] [--ranks 2] [--libraries strata deepspeed] \
         [--sources init host file load] [--places device host nvme] [--tile-mib 64] [--drive DIR] [--json FILE]

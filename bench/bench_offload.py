@@ -103,7 +103,7 @@ os._exit(0)
 
 
 def run(engine, arguments, drive, port):
-    """What the process of an engine told."""
+    """The report that the process of an engine printed."""
     name, place, *params = engine.split()
     script = COMMON + (STRATA if name == "strata" else DEEPSPEED) + STEPS
     environment = {
@@ -120,7 +120,7 @@ def run(engine, arguments, drive, port):
 
 
 def link_rows(engine, report):
-    """What the last step moved over each link, by its report."""
+    """The bytes that the last step moved over each link, from its report."""
     offload = (report or {}).get("offload")
     if not offload:
         return []

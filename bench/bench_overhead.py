@@ -1,5 +1,4 @@
-"""What the engine costs on one rank, over plain torch: a model of 500 small parameters, where everything that is
-done once a parameter shows.
+"""The engine's overhead on one rank against plain torch: with 500 small parameters, work per parameter shows.
 
     python bench/bench_overhead.py [--widths 64 256 512] [--steps 60] [--threads 1] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What tiles cost: step time against tile size for one large linear layer and for the experts of a Qwen3-MoE layer,
+"""The cost of tiles: step time against tile size for one large linear layer and for the experts of a Qwen3-MoE layer,
 and peak memory and time of a head with its loss.
 
     torchrun --nproc-per-node 2 bench/bench_tiles.py [--cases linear experts loss] [--rounds 7] [--ways] [--tiny]

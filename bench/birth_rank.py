@@ -75,7 +75,7 @@ def model_classes():
 
 
 class Watch:
-    """What one rank holds, above what it held at the start."""
+    """The memory that one rank holds beyond its memory at the start."""
 
     def __init__(self, device, ranks_of_gpu):
         import memory_use

@@ -4,11 +4,11 @@
         [--as-installed] [--json FILE]
 
 Without --model a small model that the script builds; with it a causal language model of transformers from a folder.
-Engines take turns. Each rank is a new process that tells when it has imported torch, imported the engine (and
-transformers), is ready, and has made its first step; times are seconds since the parent called exec, of the rank that
-came last, medians over rounds. A turn of each engine that is not counted comes before: it leaves files in the page
-cache, and modules compiled, as pip installs them. With --as-installed modules stay as they are. Plain torch trains on
-one rank and exchanges nothing.
+Engines take turns. Each rank is a new process that reports when it has imported torch, imported the engine (and
+transformers), is ready, and has made its first step. Times are seconds since the parent called exec, of the rank that
+came last, medians over rounds. Each engine has one turn before that is not counted: it leaves files in the page cache,
+and compiled modules, as pip installs them. With --as-installed modules stay as the packages were installed. Plain torch
+trains on one rank and exchanges nothing.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a cold start of ``strata.load_pretrained`` is made of, on one GPU: its parts one by one, and a timeline.
+"""The parts of a cold start of ``strata.load_pretrained`` on one GPU, measured one by one, and a timeline.
 
     python bench/cold_parts.py MODEL_DIR [--rounds 2] [--as-installed]
 
@@ -156,10 +156,10 @@ marks["init_report"] = engine.init_report
 
 
 def run(script, model, base, warmed=""):
-    """What the script's ``marks`` hold.
+    """Runs the script and returns its ``marks``.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: the script failed; with the end of its output.
     """
     own = {**base, "MODEL": model, "WARMED": warmed, "OMP_NUM_THREADS": "1",
            "STARTED": repr(time.time())}

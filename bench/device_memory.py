@@ -5,10 +5,10 @@ import time
 
 
 class DeviceSampler:
-    """The most bytes of the rank's GPU in use as the driver tells it, whoever uses them; zeros on the CPU.
+    """The peak of the bytes in use on the rank's GPU, by all processes, as the driver counts them; zeros on the CPU.
 
-    A thread asks every ``interval_s``, which may be changed at any time. ``longest_gap_s`` says how well it could:
-    it starves while a library holds Python's lock.
+    A thread asks every ``interval_s``, which may be changed at any time. ``longest_gap_s`` is the longest time between
+    two samples: the thread starves while a library holds Python's lock.
     """
 
     def __init__(self, device, interval_s=0.004):

@@ -101,7 +101,7 @@ class EngineProcesses:
             process.join()
 
     def _late(self, indices, expected):
-        """What to say of ranks that hang: where the first of them stands."""
+        """The error text about ranks that hang: the stacks of the first of them."""
         process, _, log = self._ranks[indices[0]]
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGUSR1)
@@ -132,7 +132,7 @@ def run_rank(connection, options, place, work):
         _set_environment(options, place)
         work()
     except EOFError:
-        pass  # whoever gave the orders is gone
+        pass  # the parent, which gave the orders, has ended
     except BaseException:
         with contextlib.suppress(OSError):
             connection.send(("error", traceback.format_exc()))
@@ -162,7 +162,7 @@ def _set_environment(options, place):
 
 
 def _free_port():
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections: it is used later."""
+    """A free port, below those that the kernel gives to outgoing connections, because it is used later."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -41,7 +41,7 @@ class JobMemory:
         return self
 
     def watch(self, pid):
-        """Of the job's first process; once."""
+        """Starts to watch the job whose first process is ``pid``. Call it once."""
         self._pid = pid
         self._thread.start()
 

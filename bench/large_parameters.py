@@ -5,16 +5,16 @@
         [--weights host]
 
 square: one fp32 parameter of 22528 x 22528 (2.03 GB) in a linear layer, with states and gradient in fp32, in tiles of
-64 MiB. Peaks are told of the start and of steps, as torch's allocator and the engine's ledger count them, of the rank
-with the most, beside the bound: shards, states and gradients of a rank as they are on a device, three tiles, and the
-activations. Of the start they are the engine's alone; bench_birth.py measures constructors, too.
+64 MiB. It reports the peaks of the start and of steps, as torch's allocator and the engine's ledger count them, of the
+rank with the most, beside the bound: a rank's shards, states and gradients, three tiles, and the activations. The peaks
+of the start are the engine's alone; bench_birth.py measures constructors, too.
 
 embedding: an Embedding of --gib in its dtype, tied to its head, with states on the host; the device's allocator is
-capped, and what the engine takes past it is counted. The loss falls. What the device and the host will hold is told
-first, by the forecast. --precision, one or several: bf16 has fp32 masters (14 bytes of the host for each element, and a
-gradient), bf16-states neither masters nor fp32 moments (6 bytes and a gradient), fp32 12 bytes and a gradient.
---weights: where they rest. A small one, on the same ranks without a cap, is trained beside plain torch first. On
-several ranks the model is built under zero.Init; on one it is built on the host. With --tiny sizes a CPU will do.
+capped, and the engine's allocations past it are counted. The loss falls. The forecast of the bytes on the device and
+the host is printed first. --precision, one or several: bf16 has fp32 masters (14 bytes of the host for each element,
+and a gradient), bf16-states neither masters nor fp32 moments (6 bytes and a gradient), fp32 12 bytes and a gradient.
+--weights: the tier of the weights. A small one is trained beside plain torch first, on the same ranks without a cap. On
+several ranks the model is built under zero.Init; on one it is built on the host. With --tiny sizes a CPU is enough.
 
 More ranks than GPUs share them, by peer copies; weights stay on the GPU then, since those of several ranks are
 gathered from the host by NCCL, which wants a GPU for each. A cap is each rank's.
@@ -141,7 +141,7 @@ def square(arguments, device):
 
 
 def steps_of(engine, loss_of, steps):
-    """The losses of so many steps."""
+    """The losses of ``steps`` steps."""
     losses = []
     for _ in range(steps):
         loss = loss_of()

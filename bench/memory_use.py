@@ -19,8 +19,8 @@ def forget_peak():
 
 
 def resident_data(pid="self"):
-    """Bytes of data: anonymous and shared memory, the latter in full. What the kernel keeps count of: unlike
-    ``proportional_data``, which walks all pages and has the process wait meanwhile whenever it maps memory."""
+    """Bytes of data: anonymous and shared memory, the latter in full. The kernel keeps these counts.
+    ``proportional_data`` instead walks all pages, and the process waits whenever it maps memory meanwhile."""
     return _sum_of(f"/proc/{pid}/status", "RssAnon:", "RssShmem:")
 
 

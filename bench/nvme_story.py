@@ -56,7 +56,8 @@ def config_of(drive, buffers, elements):
 
 
 def write_tokenizer(folder, vocabulary):
-    """Of ``vocabulary`` tokens, the first 256 of them bytes; a line's end ends a text, and 0 pads."""
+    """Writes a tokenizer of ``vocabulary`` tokens, the first 256 of which are bytes; a newline ends a text, and 0
+    pads."""
     sys.path.insert(0, str(SCRIPT.parent.parent / "examples"))
     from library_text import byte_tokenizer
 

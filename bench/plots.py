@@ -26,7 +26,7 @@ GIB = 1 << 30
 FLOOR = "floor"
 ABOUT = ("model", "machine", "software", "date", "command")
 
-# What pictures need of a row, by the bench that wrote it.
+# The keys of a row that pictures need, by the bench that wrote it.
 ROW_KEYS = {
     "startup": ("load_s", "initialize_s", "total_s"),
     "step": ("median_s", "tokens_per_s", "device_peak"),
@@ -62,7 +62,7 @@ LABELS = {
         "ds-z3-large": "DeepSpeed ZeRO-3, large",
     },
 }
-# What ends a label, and what it means.
+# Suffixes of labels, and their meanings.
 WORDS = {
     ", kept": "Kept: gathered weights stay for backward.",
     ", large": "Large: DeepSpeed's buckets of 1e9 elements.",
@@ -114,7 +114,8 @@ def read_json(path):
 
 
 def stored_figures(bench, raw, about, place):
-    """What is kept of what ``run.py --json`` wrote: ``about``, and of every row what pictures need."""
+    """The figures to store from the output of ``run.py --json``: ``about``, and the keys of every row that pictures
+    need."""
     settings = _part(raw, "settings", dict, place)
     engines = _part(raw, "engines", dict, place)
     kept = {key: _part(settings, key, int, f"{place}: settings") for key in SETTINGS_KEYS[bench]}

@@ -1,4 +1,4 @@
-"""What every engine finds in its rank: a device, a process group over all ranks, and connections that are made."""
+"""The context of every engine's rank: a device, a process group over all ranks, and established connections."""
 
 from types import SimpleNamespace
 

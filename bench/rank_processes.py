@@ -124,7 +124,7 @@ def _rank_main(connection, contestant, workload, rank, world_size, port, log):
             answer = {"losses": losses, "peak_resident": memory_use.peak_resident(), "held": trainer.held()}
             connection.send(("done", answer | {"data_at_start": start["data_at_start"]}))
     except EOFError:
-        pass  # whoever gave the orders is gone
+        pass  # the parent, which gave the orders, has ended
     except Exception:
         connection.send(("error", traceback.format_exc()))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a step costs on 8 to 4,096 ranks, by arithmetic from link figures: full and grouped sharding.
+"""The time of a step on 8 to 4,096 ranks, by arithmetic from link figures: full and grouped sharding.
 
     python bench/scaling.py                                    # the tables of docs/SCALING.md
     python bench/scaling.py --model qwen3-8b --nic 25 --reduce bf16 --accumulation 4
@@ -21,12 +21,12 @@ WEIGHT = 2  # bytes of a gathered element
 STATES = 10.125  # bytes an element owned: two moments, and the remainder of the fp32 master beside its bf16 weight
 GRADIENT = {"fp32": 4, "bf16": 2}  # bytes in which gradients travel
 COUNTS = 0.01  # a difference between steps that is one
-FORWARD = 0.25  # of a micro-step's compute; recomputation as much again, backward twice
+FORWARD = 0.25  # share of a micro-step's compute; recomputation takes the same, backward twice as much
 
 
 @dataclass(frozen=True)
 class Links:
-    """What moves bytes. ``gather`` and ``reduce`` are (buffer's bytes, bytes/s on the bus) inside a host."""
+    """The links between ranks. ``gather`` and ``reduce`` are (buffer's bytes, bytes/s on the bus) inside a host."""
 
     gather: tuple = ((16 * MIB, 211 * GB), (256 * MIB, 318 * GB), (4 * GIB, 357 * GB))
     reduce: tuple = ((16 * MIB, 192 * GB), (256 * MIB, 326 * GB), (4 * GIB, 360 * GB))
@@ -70,11 +70,11 @@ class Links:
         return size * (hosts - 1) / hosts / self.nic + self.hops(hosts) * self.hop_between
 
     def all_reduce_between(self, size, hosts):
-        """Of an all-reduce."""
+        """Seconds of an all-reduce."""
         return 2 * self.one_between(size, hosts)
 
     def latency(self, hosts):
-        """Seconds until the last rank of all hosts has heard of the first; a ring passes every GPU of a host."""
+        """Seconds until the last rank has received from the first; a ring passes through every GPU of a host."""
         inside = (self.host - 1) * self.hop_inside
         return hosts * (self.hop_between + inside) if self.rings else self.hops(hosts) * self.hop_between + inside
 
@@ -92,7 +92,7 @@ class Work:
     rest: int
     tokens: int  # a micro-step
     floor: float  # tokens/s/GPU of forward, recomputation, backward and AdamW, nothing exchanged
-    owners: int = 8  # the floor's AdamW is on one shard of so many
+    owners: int = 8  # the number of shards of which the floor's AdamW updates one
     reduce: str = "fp32"
     accumulation: int = 1
 
@@ -132,7 +132,7 @@ class Cost:
     kept: float
 
     def share(self, work, links):
-        """Of the floor."""
+        """The share of the floor's speed that is reached."""
         return work.floor_seconds(links) / self.step
 
 
@@ -188,7 +188,8 @@ def _on_bus(collectives):
 
 
 def _exposed(communication, edge, compute):
-    """What ``compute`` does not hide: ``edge``, beside which there is nothing to compute, and what is too long."""
+    """The communication that ``compute`` does not hide: ``edge``, beside which nothing is computed, and the part of the
+    rest that takes longer than ``compute``."""
     return edge + max(0.0, communication - edge - compute)
 
 

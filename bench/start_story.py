@@ -67,7 +67,7 @@ def print_now(line):
 
 
 def write(a, turns):
-    """What there is until now: a bench that is ended has told of it."""
+    """Writes the figures so far, so that a bench which is ended has written them."""
     if a.json:
         a.json.write_text(json.dumps({"world": a.world, "device": a.device} | turns.account(), indent=1))
 

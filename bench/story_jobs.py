@@ -30,7 +30,7 @@ num_machines: 1
 num_processes: {world}
 """
 
-# What a job has written as lines of JSON, the seconds of the whole command, and its ``JobMemory``.
+# The lines of JSON that a job has written, the seconds of the whole command, and its ``JobMemory``.
 Outcome = namedtuple("Outcome", "told seconds memory")
 
 
@@ -150,7 +150,7 @@ def run_job(command, environment, gpus, timeout_s, tell=None):
 
 
 class _Written:
-    """What a job writes, read as it comes: a job that is ended late has told of what it did before."""
+    """A job's output, read as it comes, so that the output of a job which is ended late is there."""
 
     def __init__(self, stream, tell):
         self.told, self._lines, self._stream, self._tell = [], [], stream, tell

@@ -1,4 +1,4 @@
-"""What the scripts of the stories say of themselves: since when their process runs, and lines of JSON."""
+"""Reports of the stories' scripts about themselves: the start time of their process, and lines of JSON."""
 
 import json
 import os

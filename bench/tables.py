@@ -2,7 +2,7 @@
 
 import importlib.util
 
-WIDTH = 200  # where nobody looks at a terminal
+WIDTH = 200  # if the output is no terminal
 
 
 def columns(lines):

@@ -33,7 +33,8 @@ from tables import show
 SCRIPT = Path(__file__).with_name("trainer_story_script.py")
 KINDS = ["trainer", "grpo"]
 PARTS = ["import", "arguments", "from_pretrained", "trainer", "ready", "first_step"]
-# Of a loss in bf16, whose gradients the engines add up in their own orders. GRPO's is a remainder that is all rounding.
+# Tolerance of a loss in bf16: each engine adds gradients in its own order. GRPO's loss is a remainder of rounding
+# alone.
 RELATIVE = 2e-2
 CONFIG = {
     "bf16": {"enabled": "auto"},

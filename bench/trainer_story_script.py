@@ -74,12 +74,12 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def reward(completion_ids, **_):
-    """[float]: hardly ever the same for two completions."""
+    """[float]: two completions rarely get the same reward."""
     return [sum(number * token for number, token in enumerate(tokens, 1)) % 97 / 97 for tokens in completion_ids]
 
 
 def common_arguments(a):
-    """Of TrainingArguments and of GRPOConfig."""
+    """The arguments that TrainingArguments and GRPOConfig share."""
     return dict(
         output_dir=a.out, deepspeed=a.deepspeed, max_steps=a.steps, per_device_train_batch_size=a.batch,
         gradient_accumulation_steps=1, learning_rate=1e-5, max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,

@@ -1,4 +1,4 @@
-"""What every engine trains in bench_cpu.py: a Qwen3 from its configuration, and batches by step and rank."""
+"""The work of every engine in bench_cpu.py: a Qwen3 from its configuration, and batches by step and rank."""
 
 from dataclasses import dataclass, field
 

@@ -61,7 +61,7 @@ def model_config():
 
 
 def sample(model, new_bytes=24):
-    """What the model writes after ``PROMPT``. Every rank calls it at stage 3."""
+    """The text that the model generates after ``PROMPT``. At stage 3 every rank must call it."""
     prompt = torch.tensor([list(PROMPT)], device=model.device)
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_bytes, do_sample=False)
     return bytes(tokens[0].tolist()).decode(errors="replace")

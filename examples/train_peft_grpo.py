@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 @dataclass
 class ModelArguments:
-    """What is trained."""
+    """The model to train."""
 
     model: str = field(default="", metadata={"help": "folder of a model; a new one where empty"})
     lora_rank: int = field(default=8, metadata={"help": "rank of the adapter"})

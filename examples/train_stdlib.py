@@ -102,17 +102,17 @@ def held(engine):
 
 
 def place(engine):
-    """Where rank 0 trains, as people call it."""
+    """The name of rank 0's device."""
     return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "the CPU"
 
 
 def dtype_of(engine):
-    """What the weights are kept in, as torch calls it."""
+    """torch's name of the weights' dtype."""
     return str(next(engine.module.parameters()).dtype).removeprefix("torch.")
 
 
 def show_memory(console, engine, parameters):
-    """What rank 0 holds, by tier and kind, now and at most."""
+    """Prints the bytes that rank 0 holds, by tier and kind, now and at the peak."""
     table = Table("tier", "kind", box=box.SIMPLE_HEAD)
     for column in ("now", "peak"):
         table.add_column(column, justify="right")
@@ -159,7 +159,7 @@ def train(engine, text, steps, length, console):
 
 
 def generate(engine, prompt, tokens=160):
-    """What the model writes after ``prompt``; every rank takes part and gets the same text."""
+    """The text that the model generates after ``prompt``; every rank takes part and gets the same text."""
     engine.eval()
     torch.manual_seed(0)
     ids = torch.tensor([list(prompt)])

@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 @dataclass
 class EngineArguments:
-    """What is Strata's."""
+    """The arguments for Strata."""
 
     config: str | None = field(default=None, metadata={"help": "path of a configuration; stage 3 without one"})
 

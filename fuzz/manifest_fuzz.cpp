@@ -38,7 +38,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   try {
     check(format::parse_manifest(text, "fuzz"));
   } catch (const FormatError& error) {
-    // What is not JSON, or nests too deeply, ends here.
+    // A text that is not JSON, or that nests too deeply, ends here.
     if (std::string_view(error.what()).find("checksum") == std::string_view::npos) return 0;
   }
   auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);

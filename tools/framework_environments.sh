@@ -14,7 +14,7 @@ here=$(dirname "$0")
 own_packages='import sysconfig; print(sysconfig.get_paths()["purelib"])'
 all_packages='import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")'
 
-# The framework and its pins, taken as they are.
+# The framework and its pins, installed without pip's dependencies.
 pinned() {
   case $1 in
     lightning) echo lightning==2.6.6 pytorch-lightning==2.6.6 torchmetrics==1.9.0 lightning-utilities ;;
@@ -27,7 +27,7 @@ pinned() {
   esac
 }
 
-# What they import besides, as pip chooses it.
+# Their other imports, in the versions that pip chooses.
 others() {
   case $1 in
     llamafactory) echo requests ;;

@@ -2,8 +2,8 @@
 # Makes sure that the system has what the build needs: asks for the missing Debian/Ubuntu packages by
 # name, and installs them itself when it runs as root.
 #   tools/system_packages.sh PYTHON [bench] [lint]
-# Each line of the table is a package and how to see that it is there. What counts is that the thing
-# works, so a compiler or a Python that came from elsewhere is fine.
+# Each line of the table is a package and a command that shows whether it is there. A compiler or a Python from
+# elsewhere is fine, as long as it works.
 set -u
 python=${1:-python3}
 shift

@@ -23,11 +23,11 @@ class Ranks(EngineProcesses):
         self.collect("imported", time.monotonic() + deadline_s)
 
     def run(self, deadline_s, changes):
-        """Starts the engine on all ranks, with options as they were but for ``changes``.
+        """Starts the engine on all ranks, with the options of before except ``changes``.
 
         Returns:
-            [what a rank told]: the dicts of "ready" and "done" in one, with "data_peak": the most bytes of
-            data seen until it was ready. Of the limit, what it measured.
+            [the report of each rank]: the dicts of "ready" and "done" in one, with "data_peak": the most bytes of data
+            seen until it was ready. For the limit, its measurements.
         """
         deadline = time.monotonic() + deadline_s
         self.order(changes)

@@ -1,9 +1,10 @@
-"""What the hardware allows: the checkpoint's bytes read once by all ranks together, put on the GPUs, and gathered.
+"""The limit of the hardware: all ranks together read the checkpoint's bytes once, put them on the GPUs, and gather
+them.
 
-Rank r of N reads the r-th part of the files from the page cache, in threads, into pinned pieces, and copies them to
-its place in a flat buffer on its GPU; an all-gather in place makes the buffer whole on every GPU. Memory is made
-before the clock starts. On the CPU the files are read straight into the buffer. What is timed is C++ (load_loop.cpp):
-Python's lock would be the limit.
+Rank r of N reads the r-th part of the files from the page cache, in threads, into pinned pieces, and copies them to its
+place in a flat buffer on its GPU; an all-gather in place makes the buffer whole on every GPU. Memory is allocated
+before the clock starts. On the CPU the files are read straight into the buffer. The timed loop is C++ (load_loop.cpp),
+because Python's lock would be the limit otherwise.
 """
 
 import ctypes

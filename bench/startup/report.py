@@ -44,8 +44,8 @@ def summarise(told):
 
 
 def summarise_limit(told):
-    """Of every repetition the slowest rank, of those the fastest; "repetitions" has them all, since a host that others
-    use, too, shows in how far they are apart."""
+    """Takes the slowest rank of every repetition, and the fastest repetition. "repetitions" has them all: their spread
+    shows whether other jobs use the host."""
     repetitions = {key: [max(times) for times in zip(*(answer[key] for answer in told))] for key in MEASURED}
     return _limit_of({"bytes": told[0]["bytes"], "threads": told[0]["threads"]}, repetitions)
 
@@ -80,7 +80,7 @@ def engine_table(rows):
 
 
 def limit_table(turn, limit, world_size):
-    """What the hardware gave in this turn."""
+    """The hardware's figures in this turn."""
     size = limit["bytes"]
     lines = [[turn, "s", "GB/s", "median s", "slowest s"]]
     names = {
@@ -102,11 +102,11 @@ def limit_table(turn, limit, world_size):
 
 
 def ratio_table(rows, engines, limit):
-    """Ours over the limit and peers over ours; each turn of an engine has a line.
+    """Strata's time over the limit, and the peers' over Strata's; each turn of an engine has a line.
 
-    From the files all of it counts, beside the fastest peer. Of a model that is there before, ``initialize`` alone,
-    beside DeepSpeed's of a model that lies at the same place: from the host the limit is that of files in the page
-    cache, since rank 0's bytes have to be read there and put on GPUs once as well.
+    For a start from files the total counts, beside the fastest peer's. For a model that is in memory before,
+    ``initialize`` alone counts, beside DeepSpeed's for a model in the same place. From the host the limit is that of
+    files in the page cache, since rank 0's bytes have to be read there and put on GPUs once as well.
     """
     peers = {n: r for n, r in rows.items() if engines[base_name(n)].package != "strata"}
     lines = [["engine", "of the limit", "faster than the fastest peer", "its initialize against DeepSpeed's"]]

@@ -61,7 +61,7 @@ def parse_arguments():
 
 
 def options_of(a):
-    """What every rank is told."""
+    """The options that every rank gets."""
     import torch
 
     device = a.device or ("cuda" if torch.cuda.device_count() >= a.world else "cpu")
@@ -164,7 +164,7 @@ def compare(a, turns, options, logs):
         if failure := compile_for_deepspeed([t for t in turns if not is_limit(t)], options, a.timeout):
             changes["torch_adam"] = True
             print(f"DeepSpeed runs with torch's AdamW, since its FusedAdam does not compile: {end_of(failure)}")
-        for turn, ranks in list(waiting.items()):  # nobody imports while another is timed
+        for turn, ranks in list(waiting.items()):  # no engine imports while another is timed
             prepared(turn, ranks, waiting, result, a.timeout)
         for turn in list(waiting):
             take_turn(turn, waiting.pop(turn), result, a, changes)

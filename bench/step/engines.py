@@ -155,9 +155,9 @@ def fsdp2(context, reduce="fp32", reshard=True):
 
 
 def floor(context):
-    """What no engine can go below: forward, recomputation and backward of the whole model on every rank at once,
-    without an exchange, and AdamW on as many fp32 elements as a rank would own. The model's weights stay as they
-    are, so of its losses only the first is that of the others."""
+    """The lower bound for every engine: forward, recomputation and backward of the whole model on every rank at once,
+    without an exchange, and AdamW on the number of fp32 elements that a rank would own. The model's weights do not
+    change, so only the first of its losses equals that of the others."""
     import torch
 
     model = build_model(context)
@@ -198,7 +198,7 @@ def _engine_step(engine):
     return step
 
 
-# What a variant may name as its engine.
+# The engines that a variant may name.
 STARTS = {"strata": strata, "deepspeed": deepspeed, "fsdp2": fsdp2}
 PACKAGES = {"strata": "strata", "deepspeed": "deepspeed", "fsdp2": "torch"}
 

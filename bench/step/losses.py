@@ -46,7 +46,7 @@ def apart(ours, theirs):
 
 
 def steps_alike(ours, theirs):
-    """Of how many first steps the losses of all ranks have the same bits."""
+    """The number of first steps in which the losses of all ranks have the same bits."""
     count = 0
     for a, b in zip(zip(*ours), zip(*theirs)):
         if a != b:

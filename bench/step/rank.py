@@ -54,7 +54,7 @@ def _serve(connection, engine, options, place):
 
 
 def _make_deterministic():
-    """Before anything of CUDA starts. What torch has only one way for stays as it is."""
+    """Makes torch deterministic, before CUDA starts. Operators without a deterministic version stay unchanged."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -62,7 +62,7 @@ def _make_deterministic():
 
 
 def _tidy_up(context):
-    """What building left behind is not in the figures of steps."""
+    """Frees the remains of building, so that they are not in the figures of steps."""
     gc.collect()
     context.meet()
     if context.on_gpu:
@@ -134,7 +134,7 @@ def measure(training, context, sampler):
 
 
 def _account(training, context):
-    """What the engine says of itself, after one step more that it looks at."""
+    """The engine's own report of one more step."""
     if training.look is not None:
         training.look(True)
         training.step(make_batches(context, 1, context.warmup + context.steps)[0])

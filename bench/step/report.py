@@ -60,7 +60,7 @@ def losses_apart(rows, floor):
         known = {n: l[step] for n, l in trained.items() if len(l) > step and (base_name(n) != floor or step == 0)}
         middle = statistics.median([loss for loss in known.values() if math.isfinite(loss)] or [math.inf])
         for name, loss in known.items():
-            apart = abs(loss - middle) / abs(middle) if math.isfinite(loss) else math.inf  # agrees with nobody
+            apart = abs(loss - middle) / abs(middle) if math.isfinite(loss) else math.inf  # agrees with no other
             worst = max(worst, (apart, name, step), key=lambda found: found[0])
     return worst
 
@@ -91,17 +91,17 @@ def loss_lines(rows):
 
 
 def account_line(name, row):
-    """What an engine says of its own steps, on rank 0; "" where it says nothing."""
+    """An engine's report of its own steps, on rank 0; "" if it gives none."""
     account = row["accounts"][0]
     said = {key: account[key] for key in ("collectives", "step_report") if account.get(key)}
-    if "step_report" in said:  # but for what is among the ledger's peaks
+    if "step_report" in said:  # without the figures that are among the ledger's peaks
         said["step_report"] = {key: value for key, value in said["step_report"].items() if key != "device_memory"}
     return f"{name} says: {flat_text(said)}" if said else ""
 
 
 def growth(samples):
-    """What grew after the first of a rank's samples, a dict: "used" and "held" bytes by the most, "mallocs" in all,
-    "made" in the sampled steps together; those that there are."""
+    """The growth after the first of a rank's samples, a dict: the largest increase of "used" and "held" bytes, all
+    "mallocs", and the sum of "made" over the sampled steps; each if it was sampled."""
     first, later = samples[0], samples[1:]
     counted = [key for key in ("used", "held", "mallocs") if key in first]
     grown = {key: max(sample[key] for sample in later) - first[key] for key in counted}
@@ -109,7 +109,7 @@ def growth(samples):
 
 
 def growth_line(name, row):
-    """How memory grew, of the rank where it grew most; "" where nobody looked twice."""
+    """The growth of memory on the rank where it grew most; "" if no rank has two samples."""
     ranks = [samples for samples in row["samples"] if len(samples) > 1]
     if not ranks:
         return ""

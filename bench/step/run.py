@@ -50,7 +50,8 @@ def parse_arguments():
 
 
 def add_common_arguments(parser, steps=8, loss_tolerance=2e-2):
-    """What every comparison of steps is called with: the model, its data, how long, and where the figures go."""
+    """Adds the arguments of every comparison of steps: the model, its data, the number of steps, and the file of the
+    figures."""
     parser.add_argument("--model", default="qwen3-30b-a3b", help="a shape that make_model.py knows")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--world", type=int, required=True, help="ranks; on GPUs, one each")
@@ -106,7 +107,7 @@ def parse_object(text, option):
 
 
 def options_of(a):
-    """What every rank is told."""
+    """The options that every rank gets."""
     keys = ("model", "layers", "batch", "seq", "steps", "warmup", "clip", "read_loss", "sample_every", "seed", "device")
     return {key: getattr(a, key) for key in (*keys, "deterministic")} | {
         "cores": len(os.sched_getaffinity(0)),
@@ -164,7 +165,7 @@ def compare(a, engines, options, logs):
             if failure := compile_fused_adam(a.timeout):
                 changes["torch_adam"] = True
                 print(f"DeepSpeed runs with torch's AdamW, since its FusedAdam does not compile: {end_of(failure)}")
-        for name, ranks in list(waiting.items()):  # nobody imports while another is timed
+        for name, ranks in list(waiting.items()):  # no engine imports while another is timed
             if not attempt(name, result, lambda: ranks.collect("imported", time.monotonic() + a.timeout)):
                 waiting.pop(name).close()
         for name in list(waiting):

@@ -43,8 +43,8 @@ def sizes_of(model, layers):
 
 
 def bounds_of(whole, block):
-    """What of "zero_optimization" every row has: nothing, or the defaults, as large beside the model's blocks as they
-    are beside those of a large one."""
+    """The settings of "zero_optimization" that every row has. For a large model none; for a smaller one the defaults,
+    reduced by the ratio of its blocks to those of a large one."""
     if whole > DEFAULT_LIVE:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What a GPU did during one step, from the profiler's trace: busy, idle, and what of the exchange was not hidden.
+"""The work of a GPU during one step, from the profiler's trace: busy, idle, and the exposed communication.
 
 ``profile_step`` records; ``summarise`` is arithmetic on the trace's events, whose times are in microseconds.
 """
@@ -47,8 +47,8 @@ def read_trace(path):
 
 
 def kind_of(event):
-    """Of a device's event: "compute", "optimizer", "exchange" (a kernel that talks to peers, or adds up what they
-    sent), "fill", or the copy's kind, such as "copy DtoD" or "copy PtoP"."""
+    """The kind of a device's event: "compute", "optimizer", "exchange" (a kernel that communicates with peers, or adds
+    up their contributions), "fill", or the copy's kind, such as "copy DtoD" or "copy PtoP"."""
     name = event["name"]
     if event["cat"] == "gpu_memset":
         return "fill"

@@ -7,26 +7,26 @@
 // changes.
 //
 // Views that a script holds (a state dict, p.detach(), p.numpy()) keep their values when the unit
-// is released: held(), leave(). While a graph that needs the unit is pending, this class cannot
-// distinguish them from tensors that autograd saved; reading one is then torch's RuntimeError until
-// the next gather. Views that were there at keep_views() keep their values even then.
+// is released: held(), leave(). While a graph that needs the unit is pending, they cannot be told
+// from tensors that autograd saved; reading one is then torch's RuntimeError until the next gather,
+// unless keep_views() was called.
 //
 // A unit that stays whole may have a lazy all-gather beside the next forward. Its parameters are
-// then pending (AwaitedStorage) until its attach(), unless a script holds a view of the unit's
-// memory, because a reader of that view could not be made to wait.
+// pending (AwaitedStorage) until its attach(), unless a script holds a view of its memory, whose
+// reader could not be made to wait.
 //
 // A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). torch does not
-// report that, so callers that depend on it ask: replaced(). If the next attach() or detach() comes
-// before they ask, lost() names the parameter. A replacement that brings no values is not counted
-// as lost: an empty tensor in place of a released parameter, or the same values in another dtype,
-// as module.to(dtype) leaves them (take_converted()). If the tensor's kind has changed, torch gives
-// it a new AccumulateGrad node; put_back() restores the node that settle() saw, with its hooks.
+// report that, so callers ask: replaced(). If the next attach() or detach() comes first, lost()
+// names the parameter, unless the replacement brings no values: an empty tensor in place of a
+// released parameter, or the same values in another dtype, as module.to(dtype) leaves them
+// (take_converted()). If the tensor's kind has changed, torch gives it a new AccumulateGrad node;
+// put_back() restores the node that settle() saw, with its hooks.
 //
 // Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
 // except for readers of pending parameters and for await_no_more().
-// Ownership: shares the user's tensors until unbind(). The memory behind them belongs to the
-// engine, or after leave() to the views. So after the engine is gone, released parameters stay
-// empty until a script sets new data.
+// Ownership: shares the user's tensors until unbind(). The engine owns the memory behind them, and
+// after leave() the views do. After the engine is gone, released parameters stay empty until new
+// data is set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,9 +54,8 @@ class ParameterSet final : public engine::ParameterViews {
                std::shared_ptr<void> device = nullptr);
 
   // Makes storages and views for the engine's layout and gives every parameter its full shape,
-  // without memory as yet. Autograd nodes record a shape, so this is the moment to make them.
-  // Before bind(), attach() only notes the memory, so that the parameters' own values can be read
-  // first.
+  // still without memory: the moment to make autograd nodes, which record a shape. Before it,
+  // attach() only notes the memory, so that the parameters' own values can be read first.
   void bind(const engine::Weights& weights);
   // Called after bind(), when autograd's nodes are made. Attaches the units that have memory and
   // releases the others.
@@ -75,7 +74,7 @@ class ParameterSet final : public engine::ParameterViews {
   // From now on no unit is pending: values are complete before parameters point at them. Any
   // thread.
   void await_no_more() { may_await_ = false; }
-  // Called before the object that completes pending values is destroyed; it is not called any more.
+  // Called before the object that completes pending values is destroyed.
   void forget_awaited();
 
   void attach(int unit, std::span<std::byte> flat) override;
@@ -95,8 +94,7 @@ class ParameterSet final : public engine::ParameterViews {
   }
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return storage_of(param).view(); }
-  // The number of tensors, beside the user's parameters and the engine's own, that share this
-  // unit's memory.
+  // The number of tensors, beside the user's and the engine's, that share this unit's memory.
   std::size_t others(int unit) const;
   // Whether a tensor that is neither the user's parameter nor the engine's own may use this sharded
   // unit's memory: a view of it, or a tensor that autograd saved. May be true without such a
@@ -104,8 +102,7 @@ class ParameterSet final : public engine::ParameterViews {
   bool held_elsewhere(int unit) const;
   bool replaced(int param) const;  // whether the user's tensor has other memory than its own
   // The first replaced parameter whose values differ from the unit's in any bit; -1: none. Puts the
-  // other replaced ones back. It compares values of replaced tensors only, and waits for the
-  // device.
+  // others back. Compares values of replaced tensors only, and waits for the device.
   int find_changed();
   // A parameter whose replaced memory is lost because its unit was gathered or released meanwhile;
   // -1: none.

@@ -67,8 +67,7 @@ class ShardedModel final : public ParameterOwner {
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
   GradientHooks& gradients() { return passes().gradients(); }
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
-  // Collective, between passes: offload and reload states (Engine::parking()). While weights are
-  // offloaded, parameters are empty.
+  // Collective, between passes: Engine::parking()'s. Parameters of offloaded weights are empty.
   bool park(const engine::StateSet& states, bool pinned);
   void unpark();
 
@@ -105,13 +104,12 @@ class ShardedModel final : public ParameterOwner {
   void destroy(bool keep_values);
   void retire() override;
   void unmap_freed() override { runtime_.collectives->unmap_freed(); }
-  // Collective: returns when every rank has called it. Called at the end of a program, because a
-  // rank that leaves while another still gathers would look like one that died.
+  // Collective: returns when every rank has called it. For the end of a program, since a rank that
+  // leaves while another still gathers would look like one that died.
   void wait_for_all();
   bool alive() const { return engine_ != nullptr; }
-  // Frees the parameters' former memory in a thread of its own, once the model is set up. During a
-  // set-up the system often holds a lock on all of the process's memory, and freeing would wait for
-  // it. Until this call the memory stays.
+  // Frees the parameters' former memory in a thread of its own, once the model is set up; during
+  // the set-up the system often locks all of the process's memory.
   void free_originals();
 
  private:
