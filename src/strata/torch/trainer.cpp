@@ -108,7 +108,7 @@ Trainer::~Trainer() {
   try {
     close();
   } catch (const std::exception&) {
-    // Another rank failed, and says so itself.
+    // Another rank failed; it reports the error itself.
   }
 }
 

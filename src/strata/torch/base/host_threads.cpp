@@ -20,7 +20,7 @@ int cores_of_quota(double quota, double period) {
   return std::max(1, static_cast<int>(std::ceil(quota / period)));
 }
 
-// A container may have all cores and a share of their time; it sees its own group as the root.
+// A container may have all cores but only a share of their time; it sees its own group as the root.
 int cores_of_group() {
   double quota = 0.0;
   double period = 0.0;

@@ -118,7 +118,7 @@ c10::Stream current_stream(c10::Device place) {
 
 at::Tensor tensor_over(const void* memory, std::int64_t numel, c10::ScalarType type,
                        c10::Device place) {
-  // Much of torch takes mutable tensors also for what it only reads.
+  // Many functions of torch take mutable tensors although they only read them.
   const std::int64_t sizes[] = {numel};
   return at::for_blob(const_cast<void*>(memory), sizes)
       .options(at::TensorOptions().dtype(type).device(place))

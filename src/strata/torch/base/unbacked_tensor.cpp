@@ -28,7 +28,7 @@ at::Tensor on_host(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
       at::TensorOptions().dtype(dtype));
 }
 
-// As parameters under the engine have none between their uses (model/parameter_set.h).
+// Without memory, like the engine's parameters between their uses (model/parameter_set.h).
 at::Tensor on_gpu(const std::vector<std::int64_t>& shape, at::ScalarType dtype, c10::Device place,
                   std::size_t bytes) {
   const auto storage = c10::make_intrusive<c10::StorageImpl>(
@@ -60,7 +60,7 @@ void back(const at::Tensor& tensor, const std::string& what) {
       throw OutOfMemoryError(fmt::format("{} needs {} of host memory, and {} are left", what,
                                          to_string(wanted), to_string(left)));
     }
-    return;  // its pages come by themselves
+    return;  // the system adds pages at the first write
   }
   const at::Tensor memory = at::zeros({static_cast<std::int64_t>(storage.nbytes())},
                                       at::TensorOptions().dtype(at::kByte).device(tensor.device()));

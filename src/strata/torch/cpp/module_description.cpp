@@ -34,7 +34,7 @@ class Walk {
   explicit Walk(const std::unordered_map<const c10::TensorImpl*, int>& groups) : groups_(groups) {}
 
   void visit(const nn::Module& module, const std::string& path, int parent) {
-    // One module in two places is planned where it is met first.
+    // A module that occurs twice is planned at its first place.
     if (!seen_.insert(&module).second) return;
     const int index = static_cast<int>(result_.modules.size());
     result_.modules.push_back(&module);

@@ -66,7 +66,8 @@ void run_before(autograd::Node& node, bool first, std::function<void()> action) 
 }
 
 struct AutogradPass::State : std::enable_shared_from_this<AutogradPass::State> {
-  // One run of a graph: its callback owns it, and goes with the run however that ends.
+  // One autograd pass. Its callback owns this object, and autograd destroys the callback however
+  // the pass ends.
   struct Run {};
 
   Calls calls;  // empty once the owner is gone
@@ -125,7 +126,7 @@ at::Tensor AutogradPass::scaled(const at::Tensor& loss, double factor, double lo
   at::Tensor result = loss.to(at::kFloat) * factor;
   run_before(*result.grad_fn(), /*first=*/true, [state = std::weak_ptr(state_), loss_scale] {
     autograd::Engine::get_default_engine().queue_callback(
-        [run = std::make_shared<ScaledRun>(loss_scale)] {});  // which goes with the run
+        [run = std::make_shared<ScaledRun>(loss_scale)] {});  // destroyed with the run
     if (const auto s = state.lock()) s->begin();
   });
   return result;

@@ -29,7 +29,7 @@ at::Tensor make_like(const c10::TensorImpl& like,
   return made;
 }
 
-// The tensor's own storage if its values are awaited, else null.
+// The tensor's storage if its values are pending, else null.
 AwaitedStorage* awaited(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kAwaited)) return nullptr;
   const auto find = [&] {

@@ -25,12 +25,12 @@ struct Receiver {
   AutogradPass* pass = nullptr;
   double factor = 1.0;
   c10::Device place = c10::kCPU;
-  bool took = false;      // a gradient, in this pass
-  std::vector<int> lent;  // parameters whose `.grad` hooks of the user's have now
+  bool took = false;      // this pass has brought a gradient
+  std::vector<int> lent;  // parameters whose `.grad` is lent to the user's hooks
 
   at::Tensor& grad_of(int param) const { return parameters->variable(param).mutable_grad(); }
 
-  // The gradient becomes `.grad`, a tensor of its own, until it is taken from there.
+  // Puts a copy of the gradient into `.grad` until take_lent().
   void lend(int param, const at::Tensor& given) {
     pass->begin();
     const at::NoGradGuard no_grad;
@@ -57,8 +57,8 @@ struct Receiver {
       const at::NoGradGuard no_grad;
       gradient = gradient.mul(times);
     }
-    // Kept until it is copied; after that the engine has the stream of this thread, on which torch
-    // may use the memory again, wait for the copy.
+    // The gradient is kept until it is copied. Then the engine makes this thread's stream, on which
+    // torch may reuse the memory, wait for the copy.
     const DType type = from_scalar_type(gradient.scalar_type());
     const DType dtype = type == DType::kFloat64 ? DType::kFloat32 : type;
     auto dense =
@@ -67,7 +67,7 @@ struct Receiver {
     engine->add_gradient(param, values, dtype, std::move(dense));
   }
 
-  // An embedding's rows that come more than once are summed in fp32, as the reduction sums.
+  // Rows of an embedding that occur more than once are summed in fp32, as the reduction does.
   at::Tensor made_dense(int param, const at::Tensor& sparse) const {
     if (engine->collectives().rank() == 0) {
       TORCH_WARN_ONCE("the gradient of '", engine->weights().param(param).name,
@@ -80,7 +80,7 @@ struct Receiver {
   }
 };
 
-// Behind the user's post-accumulate hooks.
+// Runs after the user's post-accumulate hooks.
 class TakeLent final : public autograd::FunctionPostHook {
  public:
   TakeLent(std::shared_ptr<Receiver> receiver, int param)
@@ -105,7 +105,7 @@ class TakeGradient final : public autograd::FunctionPreHook {
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
     if (receiver_->engine == nullptr || gradients.empty() || !gradients[0].defined())
       return gradients;
-    // One in no param group is left to autograd.
+    // Autograd stores the gradient of a parameter in no param group.
     if (receiver_->engine->weights().param(param_).group < 0) return gradients;
     if (node_->tensor_post_acc_grad_hooks() == nullptr) {
       receiver_->take(param_, gradients[0]);
@@ -124,7 +124,7 @@ class TakeGradient final : public autograd::FunctionPreHook {
   bool takes_lent_ = false;  // hooks are rare, and cost every pass
 };
 
-// Also of a parameter that requires no gradient now: when it does, autograd uses this node.
+// Makes the node even if the parameter requires no gradient now: autograd uses it once it does.
 std::shared_ptr<autograd::Node> accumulator_of(at::Tensor variable) {
   const bool frozen = !variable.requires_grad();
   if (frozen) variable.set_requires_grad(true);

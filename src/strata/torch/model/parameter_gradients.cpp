@@ -37,7 +37,7 @@ at::Tensor make_unread(const c10::intrusive_ptr<c10::StorageImpl>& storage,
   return tensor;
 }
 
-// The memory of `tensor` becomes that of a storage that tensors have already.
+// Gives the memory of `tensor` to a storage that tensors already use.
 void give_values(c10::StorageImpl& storage, const at::Tensor& tensor) {
   storage.set_data_ptr_noswap(c10::DataPtr(
       tensor.mutable_data_ptr(), new at::Tensor(tensor),
@@ -86,7 +86,7 @@ ParameterGradients::~ParameterGradients() {
   hide();
 }
 
-// On several ranks no rank knows whether others have a gradient, and what is shown must be alike.
+// All ranks must show the same gradients, and no rank knows whether others have one.
 bool ParameterGradients::shows(const Shown& shown) const {
   if (!variable_of(shown).requires_grad()) return false;
   const engine::GradientRecord& record = engine_.reducer().record();
@@ -136,7 +136,7 @@ void ParameterGradients::hide() {
     if (grad.defined()) grad.reset();
     const Look look = std::exchange(shown.look, Look::kHidden);
     if (!shown.tensor.defined()) continue;
-    // Ours are the tensor, and its storage beside it.
+    // The engine's own references: the tensor, and its storage.
     const bool untouched = look != Look::kRead && shown.storage.use_count() == 2 &&
                            ::torch::autograd::impl::is_tensor_stealable(shown.tensor);
     if (untouched) continue;
@@ -219,7 +219,7 @@ void ParameterGradients::apply(Shown& shown) {
   if (shown.look != Look::kHidden && grad.is_same(shown.tensor)) {
     if (shown.look == Look::kZeroed) {
       drop(shown, /*came=*/true);
-      shown.look = Look::kUnread;  // of the zeroes that the engine has now
+      shown.look = Look::kUnread;  // the engine has zeroes now
     }
     if (shown.look != Look::kRead) return;
   }
@@ -232,7 +232,7 @@ void ParameterGradients::drop(const Shown& shown, bool came) {
     engine_.reducer().edits().drop(weights.unit_of(param).id, weights.slot_index_of(param), came);
 }
 
-// A gradient that was read, or is the script's own.
+// Takes a gradient that was read, or that the script has assigned.
 void ParameterGradients::take_values(const Shown& shown, const at::Tensor& gradient) {
   const engine::Weights& weights = engine_.weights();
   const int param = shown.params.front();

@@ -161,7 +161,7 @@ void ParameterSet::point_all(int unit, Pointed at) {
   for (const int param : there.params) {
     const bool was_replaced = replaced(param);
     if (was_replaced && lost_ < 0) {
-      const bool may_tell =  // what is attached now has not the values that the tensor was made of
+      const bool may_tell =  // the memory attached now lacks the values of the tensor
           there.pointed == Pointed::kAtNothing || at == Pointed::kAtNothing;
       if (!may_tell || !has_nothing_new(param)) lost_ = param;
     }

@@ -65,14 +65,11 @@ class ParameterSet final : public engine::ParameterViews {
   // is empty. Does nothing before bind().
   void unbind(std::span<const at::Tensor> full = {});
 
-  // Sets the function that says whether a graph that is still to run needs the unit; null: none
-  // does.
+  // Sets the function that says whether a pending graph needs the unit; null: none does.
   void on_graphs(std::function<bool(int unit)> pending) { pending_ = std::move(pending); }
-  // Sets the function that completes the values of a pending unit. Until it is set, no unit is
-  // pending.
+  // Sets the function that completes a pending unit. Until it is set, no unit is pending.
   void on_wanted(std::function<void(int unit)> complete) { complete_ = std::move(complete); }
-  // From now on no unit is pending: values are complete before parameters point at them. Any
-  // thread.
+  // From now on values are complete before parameters point at them. Any thread.
   void await_no_more() { may_await_ = false; }
   // Called before the object that completes pending values is destroyed.
   void forget_awaited();
@@ -96,22 +93,19 @@ class ParameterSet final : public engine::ParameterViews {
   const at::Tensor& full_view(int param) const { return storage_of(param).view(); }
   // The number of tensors, beside the user's and the engine's, that share this unit's memory.
   std::size_t others(int unit) const;
-  // Whether a tensor that is neither the user's parameter nor the engine's own may use this sharded
-  // unit's memory: a view of it, or a tensor that autograd saved. May be true without such a
-  // tensor.
+  // Whether a tensor beside the user's and the engine's may use this sharded unit's memory: a view
+  // of it, or one that autograd saved. May be true without such a tensor.
   bool held_elsewhere(int unit) const;
   bool replaced(int param) const;  // whether the user's tensor has other memory than its own
   // The first replaced parameter whose values differ from the unit's in any bit; -1: none. Puts the
   // others back. Compares values of replaced tensors only, and waits for the device.
   int find_changed();
-  // A parameter whose replaced memory is lost because its unit was gathered or released meanwhile;
-  // -1: none.
+  // A parameter whose replaced memory went when its unit was gathered or released; -1: none.
   int lost() const { return lost_; }
   // A parameter to which a script gave another dtype with no values or with the same values, and
   // which has its own dtype again; -1: none since the last call.
   int take_converted() { return std::exchange(converted_, -1); }
-  // Copies the values of a replaced tensor into its gathered unit. Its shape must be the
-  // parameter's; its dtype may differ.
+  // Copies a replaced tensor's values into its gathered unit: same shape, any dtype.
   void take_in(int param);
   // Points the user's tensor at the unit's memory again and restores its gradient node. Clears
   // lost() for it.

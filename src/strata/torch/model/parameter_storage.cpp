@@ -11,8 +11,9 @@
 namespace c10 {
 namespace {
 
-// Torch lets a storage be made unreadable and never readable again, while ours is both in turn. An
-// explicit instantiation may name a private member; a torch without it does not compile.
+// torch can make a storage unreadable but not readable again; this class needs both in turn. An
+// explicit instantiation may name a private member; with a torch that lacks the member it does not
+// compile.
 template <bool StorageImpl::*Flag>
 struct UnreadableFlag {
   friend bool& unreadable(StorageImpl& storage) { return storage.*Flag; }
@@ -97,7 +98,7 @@ bool ParameterStorage::leave_copy() {
   try {
     copy = at::empty_like(view_);
     copy.copy_(view_);
-  } catch (const c10::Error&) {  // on the host torch tells of it so
+  } catch (const c10::Error&) {  // how torch reports missing memory on the host
     return false;
   }
   c10::StorageImpl& made = storage_of_view(copy);
@@ -136,7 +137,7 @@ const at::Tensor& ParameterStorage::awaited_view(const std::function<void()>& co
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage_of_view(view_)), complete);
     awaited_view_ = AwaitedStorage::view(awaited_, view_);
   }
-  awaited_->set_nbytes(bytes());  // who copies it must not find it empty
+  awaited_->set_nbytes(bytes());  // a copy must not find it empty
   return awaited_view_;
 }
 

@@ -22,7 +22,7 @@ struct KnownRuns {
   std::vector<KnownRun> runs;  // the latest last
 };
 
-// Never freed: autograd's threads may outlive what is static.
+// Never freed: autograd's threads may outlive static objects.
 KnownRuns& known_runs() {
   static auto* const known = new KnownRuns;
   return *known;

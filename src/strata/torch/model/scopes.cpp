@@ -28,7 +28,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   // One backward life of a scope.
   struct Life {
     int scope = 0;
-    bool holds = true;  // its units; else it is there for who looks on
+    bool holds = true;  // its units; else it only reports times
     ScopeRange range;
     enum { kWaiting, kRunning, kOver } state = kWaiting;
     bool may_run_again = false;  // the graph that ran was to be kept
@@ -69,7 +69,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
     for (const int unit : units) first.attempt([&] { engine->gatherer().release(unit); });
     first.rethrow();
   }
-  // This thread drives from here on; waits for a read() that is under way. The driver before it.
+  // Makes this thread the driver, after a read() that is under way. Returns the driver before it.
   std::thread::id claim() {
     const std::lock_guard lock(reads_mutex);
     return driver.exchange(std::this_thread::get_id());
@@ -93,14 +93,14 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   }
   void begin(const std::shared_ptr<Life>& life) {
     if (engine == nullptr || life->state == Life::kRunning) return;
-    // Again after kOver: a graph that is run twice (retain_graph).
+    // Again after kOver if a graph is run twice (retain_graph).
     if (life->holds) acquire(life->scope);
     life->range = range(engine::Activity::kBackward, life->scope);
     life->state = Life::kRunning;
     life->may_run_again = autograd::get_current_graph_task_keep_graph();
     running.push_back(life);
-    // Inputs without a producer never end the life. The end of this run of the graph does: of the
-    // whole backward pass, or of the one inside a reentrant checkpoint, whose inputs are all
+    // Inputs without a producer never end the life. The end of this autograd pass does: of the
+    // whole backward pass, or of the pass inside a reentrant checkpoint, whose inputs are all
     // detached.
     autograd::Engine::get_default_engine().queue_callback([tracker = weak_from_this(), life] {
       if (const auto t = tracker.lock()) t->end(life);
@@ -123,7 +123,7 @@ Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes,
                std::function<void(std::span<const at::Tensor>)> on_outputs)
     : on_outputs_(std::move(on_outputs)), tracker_(std::make_shared<Tracker>()) {
   tracker_->engine = &engine;
-  // On one rank, too, where weights are offloaded.
+  // On one rank, too, if weights are offloaded.
   gathers_ = std::ranges::any_of(engine.weights().units(),
                                  [](const engine::Unit& unit) { return !unit.whole; });
   for (const Scope& scope : scopes) {
@@ -197,7 +197,7 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
     of_unit.push_back(life);
   }
   const std::weak_ptr<Tracker> tracker = weak_from_this();
-  // An input that was changed in place has a node of the scope itself by now.
+  // An input that was changed in place now has a node of this scope.
   const auto ours = [sequence](const autograd::Node* n) { return n->sequence_nr() >= sequence; };
   std::vector<autograd::Node*> before = producers(inputs);
   std::erase_if(before, ours);
@@ -207,7 +207,7 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
   std::vector<autograd::Node*> made = producers(outputs);
   for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
   for (autograd::Node* node : made) {
-    // An input that is handed through was not made here.
+    // An output that is one of the inputs was not made here.
     if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
     run_before(*node, /*first=*/false, [tracker, life] {
       if (const auto t = tracker.lock()) t->begin(life);

@@ -107,7 +107,7 @@ void TrainingPasses::begin_found() {
   }
   keeps_ = in_root_ > 0;
   shown_.take_back();
-  unforeseen_ = false;  // it is a gradient of ours that it was found by, or one that will come
+  unforeseen_ = false;  // a gradient of this model began the pass, or will come
   if (!engine_.forward_seen()) engine_.begin_forward();
   if (keeps_) {
     engine_.begin_backward(/*boundary=*/false, /*synchronise=*/false);

@@ -30,13 +30,13 @@ void ValueAccess::gather(std::span<const int> params) {
     Held& held = held_[unit];
     if (held.times++ == 0) held.others = parameters_.others(unit);
   }
-  engine_.gatherer().wait_for_readers();  // who asked may write
+  engine_.gatherer().wait_for_readers();  // the caller may write
 }
 
 void ValueAccess::release(std::span<const int> params, bool discard) {
   for (const int unit : units_of(params)) {
     Held& held = held_[unit];
-    if (--held.times > 0) {  // what an outer holder writes is its own to keep
+    if (--held.times > 0) {  // the writes of an outer holder are its own to keep
       engine_.gatherer().release(unit);
       continue;
     }
@@ -47,7 +47,8 @@ void ValueAccess::release(std::span<const int> params, bool discard) {
     } else {
       engine_.gatherer().release(unit);
     }
-    // Where ranks gather together, what this one holds is not asked yet: another one may.
+    // If ranks gather together, this does not yet ask whether this rank holds the unit: another one
+    // may hold it.
     if (!engine_.gatherer().gathered(unit) &&
         (gathers_together() || parameters_.held_elsewhere(unit)))
       saved_.insert(unit);
@@ -81,7 +82,7 @@ void ValueAccess::publish(std::span<const int> params, int root) {
         root);
   }
   engine_.adopt_flat(params);
-  // Peers may gather from now on. A rank that waits here has read everything that it still wanted.
+  // Peers may gather from now on: a rank that waits here has finished its reads.
   collectives.barrier();
 }
 
@@ -202,8 +203,8 @@ void ValueAccess::complete(int unit) {
     engine_.gatherer().complete(unit);
     return;
   }
-  // The stream of the step waits, since the model computes there; and the host, since the reader's
-  // stream has no part in it.
+  // The step's stream waits, since the model computes there. The host waits as well, since the
+  // reader's stream does not.
   const c10::StreamGuard on_the_steps_stream(step->stream);
   engine_.gatherer().complete(unit);
   engine_.device().compute_stream().synchronize();

@@ -19,7 +19,7 @@ namespace strata::torch {
 namespace {
 
 at::Tensor as_tensor(const void* data, std::int64_t numel, c10::ScalarType type) {
-  // c10d takes mutable tensors also for what it only reads.
+  // c10d takes mutable tensors although it only reads them.
   return at::from_blob(const_cast<void*>(data), {numel}, at::TensorOptions().dtype(type));
 }
 
@@ -171,7 +171,7 @@ class C10dCollectives final : public comm::Collectives {
     return texts;
   }
 
-  // A handful of bytes from everybody, before sizes and kinds must agree.
+  // Exchanges a few bytes with every rank, before sizes and kinds must agree.
   void require_same_operation(const std::string& what) {
     require_own_group();
     std::uint64_t hash = std::hash<std::string>{}(what);

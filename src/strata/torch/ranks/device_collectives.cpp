@@ -41,21 +41,21 @@ class Planes {
   }
 
   comm::Collectives& control() { return *control_; }
-  bool has_bulk() const { return bulk_ != nullptr; }  // not: one rank
+  bool has_bulk() const { return bulk_ != nullptr; }  // false: one rank
   c10d::Backend& bulk() const { return bulk_->get(); }
 
   void require_usable() const {
     failure_.rethrow();
     if (has_bulk()) static_cast<void>(bulk());
   }
-  // The same, and that no peer has said that it failed.
+  // The same, and also requires that no peer has posted a failure.
   void require_peers() {
     require_usable();
     if (has_bulk()) failure_.throw_if_a_peer_failed();
     controlled("asking for the peers", [&] { control_->require_usable(); });
   }
 
-  // A call of the control plane; what it throws is the end of this group, too.
+  // Calls the control plane; an error there ends this group, too.
   template <typename Call>
   auto controlled(std::string_view what, Call&& call) -> decltype(call()) {
     require_usable();
@@ -90,7 +90,7 @@ class Planes {
   }
 
  private:
-  // Peers hear of it in the control plane; kernels of the backend that wait for a peer end.
+  // Tells peers through the control plane, and ends kernels of the backend that wait for a peer.
   void stop(std::string_view reason) noexcept {
     if (std::exchange(stopped_, true)) return;
     control_->abort(reason);
@@ -98,7 +98,7 @@ class Planes {
     try {
       bulk_->get().abort();
     } catch (const std::exception&) {
-      return;  // it is broken, which is why it is aborted, or was let go
+      return;  // it is broken or was let go
     }
   }
 
@@ -169,7 +169,8 @@ class DeviceCollectives final : public comm::Collectives {
     }
     at::Tensor target = bytes_at(flat);
     at::Tensor source = bytes_at(mine);
-    // The backend begins after the current stream: one that holds nothing but the writer's work.
+    // The backend begins after the current stream, so make that one which holds only the writer's
+    // work.
     std::optional<c10::StreamGuard> after_writer;
     if (slices.writer != nullptr) {
       after_writer.emplace(bridge());
@@ -253,7 +254,7 @@ class DeviceCollectives final : public comm::Collectives {
     try {
       device.compute_stream().synchronize();
     } catch (const std::exception&) {
-      return;  // a device that is lost runs nothing
+      return;  // a lost device runs nothing
     }
   }
 
@@ -267,13 +268,13 @@ class DeviceCollectives final : public comm::Collectives {
     return *bridge_;
   }
 
-  // Before sizes and kinds must agree, and before anything is queued that only a peer can end.
+  // Called before sizes and kinds must agree, and before work is queued that only a peer can end.
   void require_same_operation(const std::string& what) {
     planes_->controlled(what, [&] { comm::meet(planes_->control(), what, names_of_ranks_); });
   }
 
-  // The backend's streams are its own: one beside them waits for what they wait for, and marks
-  // when that was.
+  // The backend hides its streams. So another stream waits for the same events and records the
+  // times.
   template <typename Start>
   std::unique_ptr<GroupWork> started(Start&& start, std::function<void()> finish,
                                      const std::string& what) {

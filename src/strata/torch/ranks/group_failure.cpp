@@ -53,13 +53,14 @@ void GroupFailure::end(comm::Ending ending, std::string_view reason) noexcept {
   try {
     error_ = fmt::format("rank {} {}: {}", names_.of(rank_),
                          ending == comm::Ending::kLeft ? "left" : "gave up", reason);
-  } catch (const std::exception&) {  // no memory for the words
+  } catch (const std::exception&) {  // no memory for the message
     error_ = "a rank gave up";
   }
   notes_.post(PeerNote::Kind::kGaveUp, error_);
 }
 
-// A reason that a rank gave, else one that is not there, else what another made of it.
+// Prefers a reason that a rank gave, then a rank that is absent, then another rank's report of
+// either.
 std::string GroupFailure::most_telling(const std::vector<std::optional<PeerNote>>& notes) const {
   std::string absent;
   std::string failed;

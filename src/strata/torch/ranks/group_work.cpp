@@ -13,7 +13,7 @@ GroupWork::~GroupWork() {
   try {
     GroupWork::wait();
   } catch (const std::exception&) {
-    return;  // who wants the error calls wait()
+    return;  // a caller that wants the error calls wait()
   }
 }
 

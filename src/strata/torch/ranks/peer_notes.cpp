@@ -20,7 +20,7 @@ void PeerNotes::post(PeerNote::Kind kind, std::string_view text) noexcept {
     const std::string note = static_cast<char>(kind) + std::string(text);
     store_->set(key(rank_), std::vector<std::uint8_t>(note.begin(), note.end()));
   } catch (const std::exception&) {
-    return;  // the store went first; the backend's own error has to do
+    return;  // the store is gone; the backend's own error must suffice
   }
 }
 

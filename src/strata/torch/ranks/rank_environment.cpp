@@ -50,7 +50,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
   c10d::TCPStoreOptions options;
   options.port = environment.master_port;
   options.isServer = environment.rank == 0 && !environment.launcher_listens;
-  options.waitWorkers = false;  // the bootstrap waits, and names who did not come
+  options.waitWorkers = false;  // the bootstrap waits, and names absent ranks
   options.timeout = timeout;
   try {
     return c10::make_intrusive<c10d::PrefixStore>(
@@ -64,7 +64,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
   }
 }
 
-// This face starts no NCCL.
+// The C++ face starts no NCCL.
 void require_one_carrier(const engine::Config& config, c10::Device place) {
   using comm::CarrierKind;
   for (const CarrierKind kind : {config.strata.carriers.gather, config.strata.carriers.reduce}) {

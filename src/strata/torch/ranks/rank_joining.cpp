@@ -57,7 +57,7 @@ std::vector<Lines> meet(const JoiningRank& rank, std::chrono::milliseconds timeo
   return all;
 }
 
-// `keys`: of the configuration; `what` they make.
+// `keys`: the configuration's keys that decide; `what`: the thing that they select.
 void require_same(const std::vector<Lines>& ranks, Line line, std::string_view keys,
                   std::string_view what) {
   for (std::size_t r = 1; r < ranks.size(); ++r) {
@@ -89,7 +89,7 @@ void require_own_devices(const std::vector<Lines>& ranks) {
   }
 }
 
-// "peer" alone joins ranks that share a GPU.
+// Only "peer" can join ranks that share a GPU.
 bool may_share_devices(const comm::CarrierSettings& settings) {
   const std::array named{name_of(settings.collectives), name_of(settings.gather),
                          name_of(settings.reduce)};

@@ -63,7 +63,7 @@ class ShardLending {
     return memory_->bytes();
   }
 
-  // Elements of this rank's shard to the piece.
+  // Copies elements of this rank's shard to the piece.
   void read(Numel at, Numel count) {
     const Numel before = unit_.layout.shard() * engine_.collectives().shard_place().index;
     const Numel first = slot_.offset + at - before;
@@ -105,7 +105,7 @@ void lend_pieces(engine::Engine& engine, c10::Device place, int param, const Bor
   } else {
     lending.lend_all();
   }
-  engine.device().compute_stream().synchronize();  // the piece's memory goes
+  engine.device().compute_stream().synchronize();  // the piece's memory is freed now
 }
 
 }  // namespace strata::torch

@@ -45,7 +45,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
 
 ShardedModel::~ShardedModel() {
   if (!alive()) return;
-  FirstError untold;  // whatever is wrong with the device or the ranks, training was told
+  FirstError untold;  // dropped: training has thrown errors of the device or the ranks
   untold.attempt([this] { let_go({}); });
 }
 
@@ -55,7 +55,7 @@ void ShardedModel::free_originals() {
     freeing_ = std::jthread(
         [values = std::exchange(originals_, {})]() mutable { free(std::move(values)); });
   } catch (const std::system_error&) {
-    // There are no more threads to be had; the values went with the one that was not made.
+    // No thread could be started; the failed start has freed the values.
   }
 }
 
@@ -94,7 +94,7 @@ void ShardedModel::begin_forward() {
 
 void ShardedModel::enter_root() {
   require_own_memory();
-  engine_->parking().require_weights("a forward");  // also one without gradients
+  engine_->parking().require_weights("a forward");  // even without gradients
   passes_->enter_root();
 }
 

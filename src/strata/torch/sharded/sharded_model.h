@@ -1,8 +1,7 @@
 // A torch model under the engine: planning, adoption of its values, interception of its passes, and
 // the training calls. The Python face and the C++ face are both built on it; it knows no Python. It
 // is a facade over the start (start/model_start.h), the passes (model/training_passes.h) and the
-// values (model/value_access.h). It decides which calls are allowed when, and in which order its
-// parts are destroyed.
+// values (model/value_access.h), and decides the order of calls and of destruction.
 //
 // Construction (collective) plans units, makes the engine, takes the values of every parameter that
 // has some (rank 0's values win: other ranks receive the differences), and from then on owns the

@@ -126,7 +126,7 @@ at::Tensor StateValues::join(const at::Tensor& mine) {
                              at::TensorOptions(at::kFloat).device(model_.place()));
   all.narrow(0, piece_.param_begin.value, count_of(piece_)).copy_(mine);
   current_stream(model_.place()).synchronize();
-  // Where every shard group holds all of them, those of the first count.
+  // If every shard group holds all shards, those of the first group count.
   for (int index = 0; index < unit_.layout.world_size(); ++index) {
     const plan::ShardPiece piece = piece_of(weights, param_, index);
     if (count_of(piece) == 0) continue;

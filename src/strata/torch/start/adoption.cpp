@@ -110,8 +110,8 @@ Bytes Adoption::owned_bytes(const std::vector<int>& params) const {
   return bytes;
 }
 
-// Which blocks of a parameter in place this rank keeps something of, so that it matters whether
-// they are rank 0's: units that stay whole are filled from all.
+// The blocks, of a parameter whose values are read in place, of which this rank keeps a part. Only
+// these must equal rank 0's. A unit that stays whole keeps all blocks.
 std::vector<bool> Adoption::blocks_kept(int param) const {
   const at::Tensor& values = originals_.of(param);
   std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
@@ -189,8 +189,7 @@ void Adoption::store_from_host(Comparison* comparison, bool at_once) {
   complete_ = complete_ && intake.complete();
 }
 
-// Stores what the engine does not have yet of one parameter: all of it, or the blocks of rank 0
-// that differ.
+// Stores the values of one parameter that the engine lacks: all, or rank 0's blocks that differ.
 void Adoption::store_missing_of(int param) {
   const std::vector<Comparison::Run> runs = comparison_.runs(param, kBlocksSent);
   const bool equal =
@@ -233,7 +232,7 @@ void Adoption::store_missing(bool freeing) {
   engine_.device().compute_stream().synchronize();
 }
 
-// Moves all values from the device to the host, where parameters find them.
+// Moves all values from the device to the host and points the parameters at them.
 void Adoption::move_to_host() {
   const std::vector<int> params = those(false);
   if (params.empty()) return;
@@ -292,7 +291,7 @@ bool Adoption::run(plan::InitTier tier) {
     engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
     fingerprint_in_place();
     comparison_.exchange();
-    if (comparison_.any()) engine_.gatherer().abandon_refresh();  // of values that do not stay
+    if (comparison_.any()) engine_.gatherer().abandon_refresh();  // its values will change
   }
   const bool distributed = tier == plan::InitTier::kDistributed && all_in_place();
   if (distributed && !comparison_.any()) {

@@ -28,7 +28,7 @@ class HostIntake::Filling final : public checkpoint::Source {
         left_(std::make_unique<std::atomic<std::int64_t>[]>(intake.turns_.size())) {
     for (std::size_t i = 0; i < intake.turns_.size(); ++i) left_[i] = intake.turns_[i].blocks;
     leader_ = std::jthread([this, &threads] {
-      // After the blocks a turn for each thread to help with what is left to look at.
+      // After the blocks, one turn for each thread to help with the remaining fingerprints.
       const auto kept = static_cast<std::int64_t>(blocks_.size());
       threads.parallel_for(kept + threads.threads(), 1, [this](std::int64_t i, std::int64_t) {
         if (static_cast<std::size_t>(i) < blocks_.size()) {

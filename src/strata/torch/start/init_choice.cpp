@@ -27,7 +27,7 @@ plan::InitFacts facts_of(const ModelInput& input, const ModelRuntime& runtime) {
   plan::InitFacts facts;
   facts.device_free = runtime.device->free_bytes();
   facts.host_free = memory::available_memory() / ranks_of_host(runtime.collectives->world_size());
-  // Ranks on the host share what is free there; each GPU is one rank's own.
+  // Ranks on the host share its free memory; each GPU belongs to one rank.
   if (runtime.place.is_cpu()) facts.device_free = std::min(facts.device_free, facts.host_free);
   facts.can_grow = can_grow(*runtime.device);
   for (const ModelParameter& parameter : input.parameters) {
@@ -61,7 +61,7 @@ plan::OptimizerNeeds needs_of(engine::UpdateRule rule, const engine::EngineOptio
   needs.weights_tier = options.weights.tier;
   switch (rule) {
     case engine::UpdateRule::kNone:
-    case engine::UpdateRule::kExternal:  // what it keeps is its own
+    case engine::UpdateRule::kExternal:  // it keeps its states itself
       needs.states_per_master = 0;
       break;
     case engine::UpdateRule::kAdam:

@@ -39,7 +39,7 @@ bool comes_from_files(const ModelInput& input) {
   return std::ranges::none_of(input.parameters, &ModelParameter::has_values);
 }
 
-// Before anything is asked that ranks answer together.
+// Compares the ranks' models and settings, before the first collective question.
 void compare_ranks(const ModelInput& input, const PlannedModel& model, const engine::Config& config,
                    comm::Collectives& collectives) {
   if (collectives.world_size() == 1) return;
@@ -147,7 +147,7 @@ void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choic
 void ModelStart::bring_values(const plan::InitChoice& choice) {
   engine::Engine& engine = *started_.engine;
   ThreadPool threads(intake_threads(input_, config_, runtime_));
-  if (comes_from_files(input_)) engine.prepare();  // nothing has to go first
+  if (comes_from_files(input_)) engine.prepare();  // no old values must be freed first
   const bool complete = adopt_values(engine, runtime_.place, input_.parameters, choice.tier,
                                      threads, originals_, config_.zero.partition_stream_chunk);
   parameters_.bind(engine.weights());
@@ -157,7 +157,7 @@ void ModelStart::bring_values(const plan::InitChoice& choice) {
   engine.prepare();
 }
 
-// The error that ended the start is told; what fails here as well adds nothing to it.
+// Drops its own errors: the caller gets the error that ended the start.
 void ModelStart::undo() noexcept {
   FirstError untold;
   started_.passes.reset();
@@ -185,7 +185,7 @@ StartedModel ModelStart::run(StartOptions options) {
     throw;
   }
   started_.replaced = originals_.release();
-  release_cached_memory(runtime_.place);  // maps nothing while much is unmapped
+  release_cached_memory(runtime_.place);  // so that nothing is mapped while much is unmapped
   return std::move(started_);
 }
 

@@ -44,8 +44,8 @@ bool same_source(const ModelParameter& a, const ModelParameter& b) {
   return a.owner == b.owner && a.owner_index == b.owner_index;
 }
 
-// Stores what was lent of a parameter, elements from `begin` on, in the parameters that come of it:
-// itself, or its tiles, which follow each other from `first` on.
+// Stores lent elements of a parameter, from `begin` on, in the engine's parameters: the same one,
+// or its tiles, which follow each other from `first` on.
 void store_lent(ValueIntake& intake, const std::vector<ModelParameter>& parameters,
                 std::size_t first, Numel begin, const at::Tensor& values) {
   const ModelParameter& lent = parameters[first];
@@ -70,7 +70,7 @@ void store_lent(ValueIntake& intake, const std::vector<ModelParameter>& paramete
 void take_from_owners(engine::Engine& engine, ValueIntake& intake,
                       const std::vector<ModelParameter>& parameters, Bytes piece) {
   const std::vector<bool> alike = cut_alike(engine, parameters);
-  // In an order that all ranks share, since the end of each is collective.
+  // In an order that all ranks share, since retiring an owner is collective.
   std::vector<std::shared_ptr<ParameterOwner>> owners;
   std::size_t position = 0;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -87,7 +87,7 @@ void take_from_owners(engine::Engine& engine, ValueIntake& intake,
       owners.push_back(parameter.owner);
   }
   if (owners.empty()) return;
-  engine.collectives().barrier();  // peers have read what is about to go
+  engine.collectives().barrier();  // peers have read the memory that is freed next
   for (const auto& owner : owners) owner->retire();
   engine.collectives().barrier();  // all have freed their shards
   for (const auto& owner : owners) owner->unmap_freed();

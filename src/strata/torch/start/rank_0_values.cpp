@@ -51,7 +51,7 @@ std::vector<std::span<const std::byte>> parts_of(std::span<const at::Tensor> den
   return parts;
 }
 
-// One rank's part in reading rank 0's memory.
+// One rank's state while the ranks read rank 0's memory.
 struct Attempt {
   std::vector<at::Tensor> values;              // rank 0's, in the order of its parameters
   std::unique_ptr<io::OfferedMemory> offered;  // rank 0's
