@@ -1,7 +1,7 @@
-// libFuzzer target: the input is a checkpoint's manifest. It is refused with FormatError, or every
-// extent lies within its file and its tensor, and what is written of it again says the same. A
-// mutated manifest does not have the checksum that it says, so that it is given one: what lies
-// behind that check is what has to stand on its own.
+// libFuzzer target: the input is a checkpoint's manifest. Either it is refused with FormatError, or
+// every extent lies within its file and its tensor, and a written copy has the same contents. A
+// mutated manifest has a wrong checksum, so the target also tries it with the right one: the code
+// behind that check must not depend on it.
 #include <cstddef>
 #include <cstdint>
 #include <nlohmann/json.hpp>

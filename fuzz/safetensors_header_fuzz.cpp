@@ -1,5 +1,5 @@
-// libFuzzer target: the input is a safetensors file. It is refused with FormatError, or every
-// tensor lies within it and all of them cover its data; anything else is a crash.
+// libFuzzer target: the input is a safetensors file. Either it is refused with FormatError, or
+// every tensor lies within it and the tensors cover its data; anything else is a crash.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

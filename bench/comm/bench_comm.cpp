@@ -1,10 +1,10 @@
 // Bandwidth of all_gather and reduce_scatter between ranks of this host, by size.
 //   strata_bench_comm [--ranks 2] [--backend shm|local] [--min-mib 1] [--max-mib 256]
 //                     [--repetitions N] [--json FILE]
-// Size is the flat buffer's: what a rank has after an all_gather, and puts into a reduce_scatter
-// (fp32). GB/s is size / seconds, the time of the slowest rank, the median over the repetitions.
-// Each all_gather is followed by a barrier, so that both are timed as collectives. `copy` is the
-// machine's limit: every rank at once copies as many bytes within its own memory.
+// Size is the flat buffer's: a rank has it after an all_gather, and passes it to a reduce_scatter
+// (fp32). GB/s is size / seconds, the time of the slowest rank, the median over the repetitions. A
+// barrier follows each all_gather, so that both are timed as collectives. `copy` is the machine's
+// limit: every rank copies the same number of bytes within its own memory at once.
 #include <fmt/format.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,9 +1,10 @@
-// How fast a file is read as loading reads: through a ring of eight buffers of 4 MiB, by threads.
+// The speed of reading a file in the way that loading reads: through a ring of eight buffers of 4
+// MiB, by threads.
 //   strata_bench_io [--folder .] [--mib 2048] [--threads 4] [--repetitions 3]
 // Makes a file in the folder, and removes it. Rows: the file outside of the page cache (written
-// back, then dropped) and inside; columns: buffered and direct reads in turns, GB/s, median; and
-// what `auto` would take, from its own look and probe. Virtual machines and drives have caches of
-// their own, so that "cold" is only as cold as this system can make it.
+// back, then dropped) and inside. Columns: buffered and direct reads in turns, GB/s, median; and
+// the choice of `auto` after its own checks and probe. Virtual machines and drives have caches of
+// their own, so "cold" is only as cold as this system can make it.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -51,7 +52,7 @@ Request parse(const std::vector<std::string>& arguments) {
   return request;
 }
 
-// A file of bytes that no drive compresses well, gone when this is.
+// A file of bytes that drives cannot compress well; the destructor removes it.
 class Sample {
  public:
   explicit Sample(const Request& request)

@@ -1,7 +1,6 @@
 // Speed of the kernels over arrays far larger than the caches. Every case ends with a STREAM triad
-// on the same threads, so that its bandwidth can be judged against what the machine gave at that
-// moment: `of_triad` is the fraction. Bytes are those that an element needs: what is read plus what
-// is written.
+// on the same threads, so that its bandwidth can be compared with the machine's at that moment:
+// `of_triad` is the fraction. Bytes are those that an element needs: bytes read plus bytes written.
 //   bench_kernels --benchmark_format=json   the same numbers for scripts
 //   STRATA_BENCH_NUMEL=8388608              elements of each array (the default)
 //   STRATA_BENCH_THREADS=16                 besides 1 and 2 threads
@@ -38,8 +37,7 @@ std::byte* bytes_at(PageVector& array) {
   return std::as_writable_bytes(std::span(array)).data();
 }
 
-// As STREAM does, both rates are those of the fastest round: what else runs here slows single
-// rounds.
+// As in STREAM, both rates are those of the fastest round: other processes slow single rounds.
 template <typename Call>
 void measure(benchmark::State& state, double bytes_an_element, Call&& call) {
   ThreadPool pool(static_cast<int>(state.range(0)));
@@ -124,7 +122,7 @@ void grad_stats(benchmark::State& state) {
   });
 }
 
-// In blocks, as a start takes them; a page touched twice would be in the cache.
+// In blocks, as a start does; a page touched twice would be in the cache.
 template <typename Call>
 void each_block(ThreadPool& pool, std::size_t bytes, Call&& call) {
   constexpr std::size_t kBlock = std::size_t{1} << 20;

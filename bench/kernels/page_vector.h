@@ -1,6 +1,6 @@
-// A vector in memory as the engine's buffers are: beginning at a huge page, and of huge pages where
-// the system grants them on advice. One of the standard allocator begins 16 bytes past a page, and
-// each of its 64-byte loads touches two cache lines.
+// A vector whose memory is like the engine's buffers: it begins at a huge page, and consists of
+// huge pages if the system grants them on advice. A vector of the standard allocator begins 16
+// bytes past a page, and each of its 64-byte loads touches two cache lines.
 #pragma once
 
 #include <sys/mman.h>

@@ -17,7 +17,7 @@ void ordinary_stores(float* a, const float* b, const float* c, std::size_t numel
   for (std::size_t i = 0; i < numel; ++i) a[i] = b[i] + kScale * c[i];
 }
 
-// Past the caches, so that the lines of `a` are not read before they are overwritten.
+// Stores bypass the caches, so that the lines of `a` are not read before they are overwritten.
 void streaming_stores(float* a, const float* b, const float* c, std::size_t numel) {
 #if defined(__SSE2__)
   const __m128 scale = _mm_set1_ps(kScale);

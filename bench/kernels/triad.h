@@ -1,5 +1,5 @@
 // The memory bandwidth that a simple loop reaches here: the triad a = b + s * c of the STREAM
-// benchmark (McCalpin 1995), counted as there: three elements of fp32 moved for each result.
+// benchmark (McCalpin 1995), counted in the same way: three elements of fp32 moved for each result.
 // Threads: measure() uses the pool it is given. Owns its three arrays.
 #pragma once
 

@@ -1,8 +1,8 @@
 // The loop that limit.py times: a rank's part of some files through a ring of pinned memory onto
-// its GPU, in threads, each with pieces and a stream of its own. Without Python, whose lock takes
-// more of a piece of two MiB than reading and copying it does; without anything of the engine's but
-// the calls of its CUDA device. C calls, for ctypes: an error is a text, null where there was none.
-// Threads: one caller. Ownership: a LoadLoop is closed by who opened it, and borrows the target.
+// its GPU, in threads, each with pieces and a stream of its own. It has no Python, whose lock takes
+// more time per piece of two MiB than reading and copying it. It uses nothing of the engine except
+// the calls of its CUDA device. C calls, for ctypes: an error is a text, null if there was none.
+// Threads: one caller. Ownership: the caller closes its LoadLoop, which borrows the target.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -99,7 +99,7 @@ struct LoadLoop {
     own.copied[turn] = own.stream->record();
   }
 
-  // The bytes [first, end) of the files to `target`.
+  // Moves the bytes [first, end) of the files to `target`.
   void pass(std::int64_t first, std::int64_t end, std::byte* target, bool reads, bool copies) {
     std::atomic<std::int64_t> next = first;
     std::vector<std::exception_ptr> failures(lanes.size());
@@ -126,7 +126,7 @@ struct LoadLoop {
 
 extern "C" {
 
-// Never null; look for its error. `gpu`: among those that the process sees; below 0: none.
+// Never null; check its error. `gpu`: an index among those that the process sees; below 0: none.
 LoadLoop* strata_load_loop_open(const char* const* paths, int files, int gpu, int threads,
                                 std::int64_t piece) {
   auto loop = std::make_unique<LoadLoop>();
@@ -144,8 +144,8 @@ const char* strata_load_loop_error(const LoadLoop* loop) {
   return loop->error.empty() ? nullptr : loop->error.c_str();
 }
 
-// Seconds. `target`: where byte `first` goes, on the GPU if there is one. Without a GPU, everything
-// is read.
+// Returns seconds. `target`: the place of byte `first`, on the GPU if there is one. Without a GPU,
+// all bytes are read.
 double strata_load_loop_pass(LoadLoop* loop, std::int64_t first, std::int64_t end, void* target,
                              int reads, int copies) {
   const auto began = std::chrono::steady_clock::now();

@@ -2,9 +2,9 @@
 //
 //   RANK=r WORLD_SIZE=n MASTER_ADDR=127.0.0.1 MASTER_PORT=p train_reversal CONFIG [STEPS [FOLDER]]
 //
-// Rank 0 prints the loss of every step. With FOLDER the weights are saved there, loaded by a model
-// that no engine knows, and the losses of both compared. Exits with 1 when the loss did not fall to
-// half, or the saved weights are not those that were trained.
+// Rank 0 prints the loss of every step. With FOLDER the weights are saved there, a model without an
+// engine loads them, and the losses of both are compared. Exits with 1 if the loss did not fall to
+// half, or if the saved weights differ from the trained ones.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

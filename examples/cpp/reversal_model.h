@@ -1,5 +1,5 @@
-// A small decoder-only transformer. Its forward calls its parts through `call`, the only thing that
-// tells it from a model without the engine: before a trainer sets `call`, it is a plain libtorch
+// A small decoder-only transformer. Its forward calls its parts through `call`. That is its only
+// difference from a model without the engine: before a trainer sets `call`, it is a plain libtorch
 // model.
 #pragma once
 
@@ -15,8 +15,8 @@ struct ModelSizes {
   int64_t layers = 3;
 };
 
-// Attention and a feed-forward part. Classes that stand more than once in a ModuleList are what the
-// engine takes as units: gathered whole when they run, let go afterwards.
+// Attention and a feed-forward part. The engine makes units of classes that occur more than once in
+// a ModuleList: it gathers each when it runs, and releases it afterwards.
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(const ModelSizes& sizes)
       : heads(sizes.heads),
@@ -62,7 +62,7 @@ struct ModelImpl : torch::nn::Module {
   }
 
   torch::Tensor forward(const torch::Tensor& tokens) {
-    // The root's own parameters, such as `positions`, are there while its forward runs.
+    // The root's own parameters, such as `positions`, are gathered while its forward runs.
     auto h = call(*embedding, tokens) + positions.slice(0, 0, tokens.size(1));
     for (const auto& block : *blocks) h = call(*block->as<Block>(), h);
     // Tied: the embedding's weight is read outside of the embedding's own forward.

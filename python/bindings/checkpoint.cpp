@@ -1,4 +1,4 @@
-// Checkpoints of safetensors: what they hold, the map from their ranges to parameters, loading into
+// Checkpoints of safetensors: their tensors, the map from their ranges to parameters, loading into
 // an engine and saving from it.
 #include <ATen/ops/empty.h>
 
@@ -97,8 +97,8 @@ void store(ShardedModel& model, int param, const at::Tensor& values) {
   }
 }
 
-// Reads for one model, or for several of one device, one after the other: pins its buffers once,
-// and chooses how to read once.
+// Loads one model, or several of one device one after the other. Pins its buffers once, and chooses
+// the way to read once.
 class Reader {
  public:
   explicit Reader(ShardedModel& model)

@@ -41,16 +41,16 @@ engine::Config for_construction(engine::Config c) {
   c.zero.stage = 3;
   c.zero.param_persistence_threshold = Numel();
   c.zero.model_persistence_threshold = Numel();
-  c.offload.automatic = false;                  // the whole model is not known yet
-  c.offload.optimizer = memory::Tier::kDevice;  // there is none
+  c.offload.automatic = false;                  // the whole model is unknown as yet
+  c.offload.optimizer = memory::Tier::kDevice;  // there is no optimizer
   for (engine::PlacementRule& rule : c.offload.rules) rule.optimizer.reset();
-  // Each piece goes to a drive once, and comes back once.
+  // Each piece is written to a drive once and read once.
   const Numel staged(c.zero.partition_stream_chunk * 3 / size_of(DType::kFloat32));
   c.offload.param_staging = std::min(c.offload.param_staging, staged);
   return c;
 }
 
-// Tiers in which states of some parameter may rest between steps.
+// The tiers in which states of some parameter may lie between steps.
 std::set<std::string> states_tiers(const engine::Config& c) {
   std::set<std::string> names{std::string(memory::name_of(c.offload.optimizer))};
   for (const memory::Tier tier : c.offload.optimizer_tiers()) names.emplace(memory::name_of(tier));

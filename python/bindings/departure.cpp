@@ -1,4 +1,4 @@
-// How a model's rank leaves its peers: with a word about what ends it, or together with them.
+// How a model's rank leaves its peers: it announces the reason, or leaves together with them.
 #include "bindings.h"
 
 namespace strata::python {
@@ -10,7 +10,7 @@ void leave(ShardedModel& model, const std::string& reason) {
   model.engine().collectives().leave(reason);
 }
 
-// `words`: what ranks that do not come to depart() are told of this one.
+// `words`: the reason, for the errors of peers that wait for this rank.
 void announce_departure(ShardedModel& model, const std::string& words) {
   model.engine().collectives().announce_departure(words);
 }

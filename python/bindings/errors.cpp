@@ -1,6 +1,6 @@
 // One Python class for each class of error. All derive from strata.Error, a RuntimeError: callers
-// take a ValueError out of saving for something else. As in DeepSpeed, what a configuration says
-// wrongly is a ValueError, too, and a call that is out of order an AssertionError.
+// of a save function take a ValueError for another error. As in DeepSpeed, an error in a
+// configuration is a ValueError, too, and a call out of order an AssertionError.
 #include "bindings.h"
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/missing_backward.h"

@@ -34,7 +34,7 @@ engine::InitReport::Progress progress_from(const py::object& function) {
   };
 }
 
-// {way, reason, cached, buffered_gb_per_s, direct_gb_per_s}, None for what is not known; None where
+// {way, reason, cached, buffered_gb_per_s, direct_gb_per_s}, with None for unknown values; None if
 // no files were read.
 py::object reading_of(const engine::InitReport& report) {
   if (!report.reading()) return py::none();
@@ -59,7 +59,7 @@ py::dict init_report(ShardedModel& model) {
     entry["bytes"] = phase.bytes.value;
     phases.append(entry);
   }
-  // Host memory is pinned for the sake of a link, so there is none where there is no link.
+  // Host memory is pinned for a link only; without a link none is pinned.
   const Bytes staging = model.ledger().peak(memory::Tier::kHost, memory::Kind::kStaging);
   py::dict result;
   result["tier"] = report.tier();
@@ -82,7 +82,7 @@ py::dict by_tier(Bytes device, Bytes host, Bytes nvme) {
   return entry;
 }
 
-// Kinds as they lie in stores: the two moments, which take the same, have a line each.
+// Kinds as they lie in stores: the two moments, which have the same size, have a line each.
 py::dict kinds_of(const forecast::MemoryForecast& foreseen) {
   using memory::Kind;
   using memory::Tier;
@@ -111,7 +111,7 @@ py::object bytes_or_none(std::optional<Bytes> bytes) {
 
 }  // namespace
 
-// None where nothing is offloaded nor could be, else {kinds: {kind: {tier: peak bytes}}, folders:
+// None if nothing is offloaded or could be; else {kinds: {kind: {tier: peak bytes}}, folders:
 // {"weights": path, "states": path}, rules: [{rule, parameters, bytes}], budgets: None or
 // {"device": bytes, "host": bytes}, on which the ranks agreed}
 py::object placement(ShardedModel& model) {

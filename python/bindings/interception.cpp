@@ -1,6 +1,5 @@
-// How the engine gets between a Python module and its parameters: ScopedForward stands where an
-// instance's `forward` stood, RootForward in front of the model's own, and ParameterDict where its
-// `_parameters` stood.
+// How the engine intercepts a Python module: ScopedForward replaces an instance's `forward`,
+// RootForward runs before the model's own `forward`, and ParameterDict replaces `_parameters`.
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -36,7 +35,7 @@ void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int dep
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
     while (PyDict_Next(object, &position, &key, &value) != 0) {
-      const auto kept = py::reinterpret_borrow<py::object>(value);  // a look at it may run Python
+      const auto kept = py::reinterpret_borrow<py::object>(value);  // checking it may run Python
       collect_tensors(value, tensors, depth - 1);
     }
   } else if (py::hasattr(object, "__dataclass_fields__") && py::hasattr(object, "__dict__")) {
@@ -86,8 +85,8 @@ class ScopedForward {
   py::object forward_;
 };
 
-// The forward of the model itself, however it is called: a pass begins with it, and a backward pass
-// that autograd runs alone begins at what it returns.
+// The model's own forward, however it is called. A pass begins with it. A backward pass that
+// autograd runs alone begins at its outputs.
 class RootForward {
  public:
   RootForward(std::shared_ptr<ShardedModel> model, py::object forward)
@@ -169,7 +168,7 @@ ParameterDict* as_parameter_dict(PyObject* self) {
   return reinterpret_cast<ParameterDict*>(self);
 }
 
-// As an error that a bound function throws: of its own Python class.
+// Sets the error as a bound function's would be set: with its own Python class.
 void set_python_error(const std::exception_ptr& error) {
   const py::cpp_function rethrow([&error] { std::rethrow_exception(error); });
   Py_XDECREF(PyObject_CallObject(rethrow.ptr(), nullptr));

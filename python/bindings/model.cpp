@@ -8,7 +8,7 @@ namespace {
 
 using torch::ShardedModel;
 
-// (name, shape, first element in it, modules that use it), of the parameter that a tile is part of
+// (name, shape, the tile's first element in it, modules that use it) of a tile's whole parameter
 using TileTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, int>;
 // (name, tensor, full shape, has values, group, owner, index there, tile)
 using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
@@ -46,8 +46,8 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
   return input;
 }
 
-// The last reference may go with Python's lock held. A model that ends waits for its threads, which
-// may need that lock to free what Python owns.
+// The last reference may be dropped with Python's lock held. The destructor waits for the model's
+// threads, which may need that lock to free objects of Python.
 void destroy_unlocked(ShardedModel* model) {
   if (PyGILState_Check() == 0) {
     delete model;
@@ -70,8 +70,8 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
           &destroy_unlocked};
 }
 
-// None at a micro-step that is no boundary, else (whether the weights were updated, or None where
-// the device has yet to tell; what the user is to be told, or "").
+// None at a micro-step that is no boundary, else (whether the weights were updated, or None if the
+// device has not reported it yet; a message for the user, or "").
 py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
   for (const auto& [lr, beta1, beta2, eps, decay, correction] : groups)
@@ -87,7 +87,7 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
                         result->warning);
 }
 
-// `states`: DeepSpeed's names of them. False: weights were among them and stay where they are.
+// `states`: DeepSpeed's names of states. False: the weights were among them, and do not move.
 bool park(ShardedModel& model, const std::vector<std::string>& states, bool pinned) {
   engine::StateSet set;
   for (const std::string& name : states) {
@@ -144,7 +144,7 @@ std::optional<Bytes> as_bytes(std::optional<std::int64_t> value) {
   return value ? std::optional(Bytes(*value)) : std::nullopt;
 }
 
-// `device_memory`, `host_memory`: of a device and of a host, or None.
+// `device_memory`, `host_memory`: free bytes of a device and of a host, or None.
 py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
                       const std::string& rule, int world_size, bool on_gpus, int ranks_per_host,
@@ -201,7 +201,8 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("step", &step, py::arg("groups"))
       .def("park", &park, py::arg("states"), py::arg("pinned"))
       .def("unpark", &ShardedModel::unpark, unlocked)
-      // UsageError where states, or the weights, are away; `call`: what is to be done.
+      // UsageError if states, or the weights, are offloaded; `call` names the operation in the
+      // message.
       .def("require_no_state_away",
            [](ShardedModel& m, const std::string& call) { m.engine().parking().require_all(call); })
       .def("require_weights",
@@ -298,7 +299,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
 }  // namespace
 
 void bind_model(py::module_& module) {
-  // Python notes on it who keeps what the engine does not.
+  // Python stores attributes on it: the keepers of states that the engine does not hold.
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel",
                                                                 py::dynamic_attr());
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),

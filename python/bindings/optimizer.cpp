@@ -1,4 +1,4 @@
-// Updates of parameters that no engine has taken over.
+// Updates of parameters that belong to no engine.
 #include "bindings.h"
 #include "strata/torch/base/host_adam.h"
 

@@ -1,4 +1,4 @@
-// Which parameters are trained, and what an optimizer of the user's has of them.
+// The trained parameters, and the views of them that a user's optimizer gets.
 #include "bindings.h"
 #include "strata/torch/base/placement.h"
 
@@ -22,8 +22,8 @@ at::Device place_of(const engine::ExternalSegment& segment, at::Device of_model)
   return segment.on_host ? at::Device(at::kCPU) : of_model;
 }
 
-// [(group, parameter, fp32 weight [numel])]: views of the engine's memory, on the host where the
-// states rest there.
+// [(group, parameter, fp32 weight [numel])]: views of the engine's memory, on the host if the
+// states lie there.
 std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   std::vector<std::tuple<int, int, at::Tensor>> result;
   for (const engine::ExternalSegment& s : external(model).segments())
@@ -47,7 +47,7 @@ void set_update(ShardedModel& model, py::function update) {
   });
 }
 
-// Runs what Python says of states that are moved; memory that it does not get is our error.
+// Runs a Python function that moves states; its error about missing memory becomes Strata's.
 template <typename Call>
 void moving_states(Call&& call) {
   const py::gil_scoped_acquire acquire;
@@ -59,8 +59,8 @@ void moving_states(Call&& call) {
   }
 }
 
-// `park` gets whether moments leave, whether masters or weights do, and whether host memory is to
-// be pinned; `unpark` nothing. StateParking::Outside says when.
+// `park` gets three flags: moments leave, masters or weights leave, pin host memory. `unpark` gets
+// none. StateParking::Outside documents the times of the calls.
 void set_outside_states(ShardedModel& model, py::function park, py::function unpark) {
   engine::StateParking::Outside outside;
   outside.park = [shared = held(std::move(park))](const engine::StateSet& moving, bool pinned) {
@@ -70,7 +70,7 @@ void set_outside_states(ShardedModel& model, py::function park, py::function unp
   model.engine().parking().set_outside(std::move(outside));
 }
 
-// `told` gets the parameters, which were frozen, that are trained from now on.
+// `told` gets the formerly frozen parameters that become trained.
 void on_trained(ShardedModel& model, py::function told) {
   model.passes().frozen().on_trained([shared = held(std::move(told))](std::span<const int> params) {
     const py::gil_scoped_acquire acquire;

@@ -1,4 +1,4 @@
-// Recipes as Python writes them down, and the tensors without memory that they stand for.
+// Recipes as Python records them, and the deferred tensors that they describe.
 #include "strata/kernels/recipe.h"
 
 #include <ATen/core/Tensor.h>
@@ -38,7 +38,7 @@ RecipeOp op_from(const std::string& name) {
   throw UsageError(fmt::format("'{}' is no step of a recipe", name));
 }
 
-// A step that writes all elements makes those before it pointless.
+// A step that writes all elements makes the steps before it superfluous.
 void add(Recipe& object, std::int64_t numel, const std::string& op, double a, double b,
          std::uint64_t key, const RegionTuple& region) {
   kernels::Recipe& recipe = object.steps;

@@ -21,7 +21,8 @@ std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
 
-// A file that Python writes. It is there until the end of its `with`, whatever still names it.
+// A file that Python writes. It lives until the end of its `with` block, even if other references
+// remain.
 class HeldFile {
  public:
   explicit HeldFile(std::string path) : file_(std::in_place, std::move(path)) {}
@@ -109,8 +110,8 @@ void bind_joining(py::module_& module) {
       py::arg("config"), py::arg("world_size"), py::arg("device"), py::arg("on_gpu"),
       py::arg("has_nccl"));
   // (Collectives, probe or None, UsedBackends). new_backend(name, ranks) makes "gloo" or "nccl"
-  // among these ranks of the world; say(warning, text) tells of a choice, on rank 0. `identity`:
-  // what tells the device from others.
+  // among these ranks of the world; say(warning, text) logs a choice, on rank 0. `identity`: the
+  // text that identifies the device.
   module.def("join_ranks", &join_ranks, py::arg("config"), py::arg("rank"), py::arg("world_size"),
              py::arg("device"), py::arg("store"), py::arg("new_backend"), py::arg("say"),
              py::arg("on_gpu"), py::arg("nccl_runs"), py::arg("identity"), py::arg("waits"));
@@ -180,10 +181,11 @@ void bind_runtime(py::module_& module) {
            }),
            py::arg("device"), py::arg("threads"), py::arg("world_size"))
       .def_property_readonly("device", [](const torch::ModelRuntime& r) { return r.place; })
-      // Calls that wait for the device; for what else this rank makes on it.
+      // The counter of host waits, for other objects that this rank makes on the device.
       .def_property_readonly("host_waits",
                              [](const torch::ModelRuntime& r) { return r.device->host_waits(); })
-      // Values will come from files, or from the host: what they pass through is made meanwhile.
+      // Announces values from files or from the host, so that the memory through which they pass is
+      // made meanwhile.
       .def("expect_values",
            [](torch::ModelRuntime& r) { checkpoint::TransferRing::expect({}, *r.device); })
       // The same with the collectives of ranks that are connected by now.
@@ -192,8 +194,8 @@ void bind_runtime(py::module_& module) {
              r.collectives = std::move(collectives);
              return r;
            })
-      // The same with one store on drives for the weights of all models that it will have, if they
-      // rest there.
+      // The same runtime with one store on drives for the weights of all its models, if they lie
+      // there.
       .def("storing", &storing, py::call_guard<py::gil_scoped_release>());
 
   module.def("single_rank", &torch::single_rank, py::arg("device"), py::arg("waits"),
@@ -203,7 +205,8 @@ void bind_runtime(py::module_& module) {
   // Loads what the first step of a model in this dtype would load.
   module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"),
              py::call_guard<py::gil_scoped_release>());
-  // Where a model whose parameters are [(name, tensor)] shall train; none: nowhere yet.
+  // Chooses the device for a model whose parameters are [(name, tensor)]; an empty list: it lies
+  // nowhere yet.
   module.def(
       "choose_device",
       [](const engine::Config& config,

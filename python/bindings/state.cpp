@@ -32,8 +32,8 @@ bool write_state(ShardedModel& model, int param, const std::string& name, bool w
   return whole ? values.set_whole(kind_of(name), tensor) : values.set_part(kind_of(name), tensor);
 }
 
-// Masters of this rank's part, and the weights that they round to. Not a collective: for values
-// whose roundings are the weights that there are.
+// Stores masters of this rank's part, and the weights that they round to. No collective: only for
+// values that round to the present weights.
 void store_masters(ShardedModel& model, int param, const at::Tensor& values) {
   const auto [first, last] = StateValues(model, param).range();
   STRATA_ASSERT(values.scalar_type() == at::kFloat && values.numel() == last - first);
@@ -47,7 +47,7 @@ engine::AdamOptimizer* adam_of(ShardedModel& model) {
   return dynamic_cast<engine::AdamOptimizer*>(model.engine().optimizer());
 }
 
-// (steps of the engine's own Adam, those that each parameter took part in); None: another one
+// (steps of the engine's Adam, steps in which each parameter took part); None if another optimizer
 // updates.
 std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(ShardedModel& model) {
   model.engine().settle_step();
@@ -59,7 +59,7 @@ std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(Sha
   return std::pair(adam->steps(), by_param);
 }
 
-// And has Adam take the memory of its states, so that they can be written.
+// Sets Adam's steps and allocates its states, so that they can be written.
 void set_adam_steps(ShardedModel& model, std::int64_t all,
                     const std::vector<std::int64_t>& by_param) {
   engine::Engine& engine = model.engine();

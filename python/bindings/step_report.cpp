@@ -143,7 +143,7 @@ py::list take_step_reports(ShardedModel& model, bool wait) {
   return reports;
 }
 
-// (it is written or given up, why it could not be written or "")
+// (whether the trace is written or given up, the reason if it could not be written, or "")
 std::pair<bool, std::string> trace_state(ShardedModel& model) {
   const engine::StepTrace& trace = model.engine().trace();
   return {trace.over(), trace.problem()};

@@ -1,4 +1,4 @@
-// Tiles of parameters: how they are cut, and how who walks over them uses one after the other.
+// Tiles of parameters: how they are cut, and how Python uses one after the other.
 #include <ATen/ops/from_blob.h>
 
 #include "bindings.h"
@@ -9,7 +9,7 @@ namespace {
 
 using torch::ShardedModel;
 
-// (first row, behind the last)
+// (first row, one past the last)
 using RowTuple = std::pair<std::int64_t, std::int64_t>;
 
 std::vector<RowTuple> cut_rows(const std::string& name, std::int64_t rows, std::int64_t row_bytes,
@@ -41,8 +41,8 @@ void end_tile(ShardedModel& model, int param) {
   if (model.alive()) model.engine().gatherer().release(unit_of(model, param));
 }
 
-// Whether the values of these tiles of one parameter, which follow each other, lie side by side in
-// this rank's memory for good.
+// Whether the values of these consecutive tiles of one parameter lie side by side in this rank's
+// memory and stay there.
 bool lie_together(ShardedModel& model, int first, int last) {
   const engine::Weights& weights = model.engine().weights();
   const std::byte* next = nullptr;
@@ -75,7 +75,8 @@ at::Tensor begin_tiles(ShardedModel& model, int first, int last) {
       .make_tensor();
 }
 
-// In place of both, where this rank does without it and gathers are one-sided.
+// Called in place of begin_tile() and end_tile() by a rank that does not need the tile, if gathers
+// are one-sided.
 void leave_out_tile(ShardedModel& model, int param) {
   model.engine().gatherer().leave_out(unit_of(model, param));
 }
@@ -84,8 +85,8 @@ void take_gradient(ShardedModel& model, int param, const at::Tensor& gradient) {
   model.passes().gradients().take(param, gradient);
 }
 
-// (where to write the tile's gradient, whether it is added to what lies there, times what), until
-// end_gradient().
+// (where to write the tile's gradient, whether to add it to the values there, its factor), valid
+// until end_gradient().
 std::tuple<at::Tensor, bool, double> begin_gradient(ShardedModel& model, int param) {
   const auto destination = model.passes().gradients().begin_take(param);
   return {destination.place, destination.holds, destination.factor};
@@ -119,7 +120,7 @@ void bind_tiles(py::module_& module,
       .def("take_gradient", &take_gradient, py::arg("parameter"), py::arg("gradient"), unlocked)
       .def("begin_gradient", &begin_gradient, py::arg("parameter"), unlocked)
       .def("end_gradient", &end_gradient, py::arg("parameter"), unlocked)
-      // Whether a rank gathers without the others.
+      // Whether a rank can gather without calls on the others.
       .def_property_readonly(
           "gathers_alone",
           [](ShardedModel& m) { return m.engine().collectives().traits().one_sided; })

@@ -1,4 +1,4 @@
-// Checkpoints that training goes on from, as Python saves and loads them.
+// Training checkpoints, as Python saves and loads them.
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
@@ -16,10 +16,11 @@ namespace {
 using format::TensorRole;
 using torch::ShardedModel;
 
-// (role, name, rank that writes it, shape, dtype, tensor on the host, contiguous; None elsewhere)
+// (role, name, rank that writes it, shape, dtype, contiguous tensor on the host or, on other ranks,
+// None)
 using ExtraTuple = std::tuple<std::string, std::string, int, std::vector<std::int64_t>,
                               at::ScalarType, std::optional<at::Tensor>>;
-// (parameter, kind, what is kept of this rank's part of it, contiguous)
+// (parameter, kind, contiguous values of this rank's part)
 using StateTuple = std::tuple<int, std::string, at::Tensor>;
 
 // (name, shape)
@@ -68,7 +69,7 @@ engine::SaveRequest request_from(ShardedModel& model, const std::string& folder,
           {latest, model.config().keep_checkpoints}};
 }
 
-// Saves a model's checkpoints, at once or beside training, as its configuration says.
+// Saves a model's checkpoints, synchronously or beside training, as its configuration says.
 class TrainingSaver {
  public:
   // `beside`: bytes of buffers that this rank will save.
@@ -80,7 +81,7 @@ class TrainingSaver {
     async_ = std::make_unique<engine::AsyncSaver>(model_->engine(), io_, calls_);
     async_->expect(Bytes(beside));
   }
-  // Python holds its lock here, and other ranks' files may take long.
+  // Python's lock is held here, and other ranks' files may take long.
   ~TrainingSaver() {
     const py::gil_scoped_release release;
     async_.reset();
@@ -142,7 +143,7 @@ class Opened {
     return tensor && checkpoint_.has(*tensor, kind);
   }
 
-  // The dtype of what is stored of a parameter; None: it is not there.
+  // The stored dtype of a parameter's values of this kind; None: there are none.
   std::optional<at::ScalarType> dtype_of(const std::string& name, const std::string& kind) const {
     const auto tensor = checkpoint_.find(TensorRole::kParameter, name);
     if (!tensor || !checkpoint_.has(*tensor, kind)) return std::nullopt;

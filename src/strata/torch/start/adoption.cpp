@@ -110,8 +110,8 @@ Bytes Adoption::owned_bytes(const std::vector<int>& params) const {
   return bytes;
 }
 
-// The blocks, of a parameter whose values are read in place, of which this rank keeps a part. Only
-// these must equal rank 0's. A unit that stays whole keeps all blocks.
+// The blocks of a parameter of which this rank keeps a part; only these must equal rank 0's. All
+// blocks on rank 0, in a unit that stays whole, and for values on the device.
 std::vector<bool> Adoption::blocks_kept(int param) const {
   const at::Tensor& values = originals_.of(param);
   std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
