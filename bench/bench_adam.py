@@ -3,13 +3,13 @@
     python bench/bench_adam.py [--ranks 1 2] [--threads 1 2] [--numel 8388608] [--rounds 5] [--json FILE] \
         [--program BENCH_KERNELS]
 
-One fp32 array a rank, far larger than the caches, updated again and again. The contestants take turns, each figure is
-that of the fastest update of all turns, added up over the ranks, and the triad is the best STREAM triad that ran
-between them (a = b + s * c, on as many threads). Every update needs 28 bytes an element: gradient, weight and two
-moments read, the last three written. Ranks are processes that work at the same time, each on cores of its own, as many
-as it has threads. Strata's kernel and the triad are measured by the program bench_kernels; the others in processes of
-their own: "Strata's optimizer" is a step of strata.ops.adam.DeepSpeedCPUAdam. DeepSpeed's operator is compiled when it
-is first loaded; where that fails it is left out, by name.
+Every rank updates one fp32 array, far larger than the caches, again and again. The contestants take turns. Each figure
+is that of the fastest update of all turns, added up over the ranks; the triad is the best STREAM triad that ran between
+them (a = b + s * c, on the same number of threads). Every update needs 28 bytes an element: gradient, weight and two
+moments read, the last three written. Ranks are processes that work at the same time, each on cores of its own, one for
+each thread. The program bench_kernels measures Strata's kernel and the triad; the others run in processes of their own.
+"Strata's optimizer" is a step of strata.ops.adam.DeepSpeedCPUAdam. DeepSpeed's operator is compiled when it is first
+loaded; if that fails, it is left out, and named.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def start_updaters(cores, numel, skipped):
 
 
 def measure(cores, numel, rounds, updates, program, skipped):
-    """Elements a second by name, and the triad's bytes a second, of all ranks together."""
+    """Elements per second by name, and the triad's bytes per second, summed over all ranks."""
     threads = len(cores[0])
     updaters = start_updaters(cores, numel, skipped)
     rates = dict.fromkeys(["Strata", *updaters], 0.0)

@@ -57,8 +57,8 @@ def _write_file(drive, size):
 
 
 def _compile_operators(places):
-    """DeepSpeed's, in a process of its own, before a case: one that is killed while it compiles keeps the next ones
-    waiting for ever."""
+    """Compiles DeepSpeed's operators in a process of its own before a case: if a process is killed while it compiles,
+    the next ones wait for ever."""
     builders = ["CPUAdamBuilder"] * (places != ["device"]) + ["AsyncIOBuilder"] * ("nvme" in places)
     for builder in builders:
         code = f"from deepspeed.ops.op_builder import {builder} as b; b().load()"
@@ -77,7 +77,7 @@ def _bounds(size, ranks, tile):
 
 
 def run_case(library, source, place, arguments, drive):
-    """The figures of one case, or why there are none."""
+    """The figures of one case, or the reason why there are none."""
     port = str(random.randrange(20000, 30000))
     tile = int(arguments.tile_mib * (1 << 20))
     case = {"library": library, "source": source, "place": place, "size": arguments.size, "ranks": arguments.ranks,
@@ -111,7 +111,7 @@ def _text(file):
 
 
 def _wait_for(processes, deadline):
-    """Until all have ended; those that still run some seconds after one failed, or at the deadline, are killed."""
+    """Waits until all have ended. Kills those that still run some seconds after one failed, or at the deadline."""
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
             deadline = min(deadline, time.monotonic() + PATIENCE_S)

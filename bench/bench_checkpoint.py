@@ -3,10 +3,10 @@
     python bench/bench_checkpoint.py [--gb 2] [--world 2] [--device cpu] [--folder DIR] [--rounds 3] [--json FILE]
 
 Every engine trains one step of the same model, saves, and loads what it has saved, in fresh processes, in turns.
-"raw" is what the disk does: each rank writes its part of as many bytes in one file, from memory, in order, and brings
-it to disk; and reads it again. GB/s are of the bytes that lie in the folder then, by the slowest rank; medians over
-rounds. Files are dropped from the page cache before they are read, where the system lets us. "stall": how long a save
-beside training keeps the loop.
+"raw" is the disk's own speed: each rank writes its part of the same number of bytes into one file, from memory, in
+order, and syncs it to disk; then it reads the part again. GB/s count the bytes in the folder after the save, by the
+slowest rank; medians over rounds. Files are dropped from the page cache before they are read, if the system allows it.
+"stall": the time for which a save beside training blocks the loop.
 """
 
 import argparse

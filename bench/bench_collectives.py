@@ -2,12 +2,12 @@
 
     python bench/bench_collectives.py [--ranks 2 3] [--sizes 1 4 16 64 256] [--rounds 5] [--json FILE]
 
-Size is that of the flat buffer in MiB: what a rank has after an all-gather and puts into a reduce-scatter (fp32).
-GB/s is size over the seconds of the slowest rank. Both sides use the same buffers again and again and are warmed
-up; they take turns (shm, gloo, shm, gloo ...), and each figure is the median of its turns. Shared memory is measured
-by strata_bench_comm, which also gives the limit: what all ranks reach together when each copies as much within its
-own memory. gloo is torch.distributed's all_gather_into_tensor and reduce_scatter_tensor, on one thread a rank as
-the others.
+Size is that of the flat buffer in MiB: the output of an all-gather and the input of a reduce-scatter (fp32). GB/s is
+size over the seconds of the slowest rank. Both sides use the same buffers again and again and are warmed up; they take
+turns (shm, gloo, shm, gloo ...), and each figure is the median of its turns. Shared memory is measured by
+strata_bench_comm, which also gives the limit: what all ranks reach together when each copies as much within its own
+memory. gloo is torch.distributed's all_gather_into_tensor and reduce_scatter_tensor, on one thread a rank as the
+others.
 """
 
 import argparse

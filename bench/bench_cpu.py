@@ -3,8 +3,8 @@
     python bench/bench_cpu.py [--stages 2 3] [--rounds 8] [--dtype fp32|bf16] [--json FILE]
 
 All engines of a stage train the same model on the same data, each in its own processes, in turns of a few steps
-(A B C A B C ...), so that whatever else the machine does hits all of them. Compared are medians; the losses of
-all must agree. Ends with 1 when they do not, or when an engine failed.
+(A B C A B C ...), so that other load on the machine affects all of them. The medians are compared; the losses of all
+must agree. Exits with 1 if they do not, or if an engine failed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parse_arguments():
 
 
 def start(stage, arguments, workload, logs):
-    """The processes of every engine that is installed, by name; and the names of those that are not."""
+    """The processes of every installed engine, by name; and the names of engines that are not installed."""
     running, skipped, failed = {}, [], {}
     for name, contestant in contestants(stage).items():
         if name not in arguments.engines:
@@ -60,7 +60,7 @@ def start(stage, arguments, workload, logs):
 
 
 def compare(stage, arguments, workload, logs):
-    """Runs all engines of a stage in turns; what report() takes."""
+    """Runs all engines of a stage in turns; returns the input of report()."""
     running, skipped, failed = start(stage, arguments, workload, logs)
 
     def for_each(action):
@@ -99,9 +99,10 @@ def row_of(ranks):
 
 
 def check_losses(rows, running, dtype):
-    """Writes into each row how far its losses are from those of the others, and whether that is too far.
+    """Writes into each row the distance of its losses from the others', and whether it is too large.
 
-    Compared with the median over the engines of every step and rank, so one that is wrong is the one named.
+    Losses are compared with the median over the engines of every step and rank, so the check names an engine that is
+    wrong.
     """
     together = [ranks for ranks in running.values() if ranks.contestant.exchanges]
     for name, ranks in running.items():

@@ -3,9 +3,9 @@
     python bench/bench_io.py [FOLDER] [--block 1MiB] [--depth 32] [--size 2GiB] [--rounds 5]
 
 fio, io_uring and threads in turns, each in a process of its own on a file of its own, whose blocks have been written
-before. Strata's buffers are huge pages and registered; fio runs as people run it, and once more with both, which is
-what it is compared with. Figures are medians. The goal is 0.90 of fio for io_uring; ends with 1 where it is missed.
-Needs fio.
+before. Strata's buffers are huge pages and registered. fio runs with its usual options, and once more with huge pages
+and registered buffers; Strata is compared with the latter. Figures are medians. The goal for io_uring is 0.90 of fio;
+exits with 1 if it is missed. Needs fio.
 """
 
 import argparse

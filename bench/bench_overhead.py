@@ -3,10 +3,10 @@
     python bench/bench_overhead.py [--widths 64 256 512] [--steps 60] [--threads 1] [--json FILE]
 
 Plain torch with AdamW as torch makes it (foreach), plain torch with fused=True, and Strata train copies of one
-model in one process, on one thread, a step each in turns. Compared are CPU seconds of whole steps, forward,
-backward, clipping and update: medians, and the fastest steps, which other programs' noise does not reach.
+model in one process, on one thread, a step each in turns. It compares CPU seconds of whole steps (forward, backward,
+clipping and update): the medians, and the fastest steps, which have the least noise from other programs.
 
-By itself Strata works on host memory with all cores of the rank, whatever torch uses: --threads 0 has it do so.
+By default Strata uses all cores of the rank for host memory, regardless of torch's threads: --threads 0 selects that.
 """
 
 import argparse

@@ -4,13 +4,12 @@ and peak memory and time of a head with its loss.
     torchrun --nproc-per-node 2 bench/bench_tiles.py [--cases linear experts loss] [--rounds 7] [--ways] [--tiny]
 
 Engines of every tile size train the same module in one process, a step each in turns; a step is forward, backward and
-update in bf16. On one rank nothing travels, so what remains is that products are smaller. With --ways tiles are timed
-in several ways: *own*, as Strata does on this device; *apart*, on one rank, tile by tile, as ranks do that gather them;
-*fallback*, tile by tile with the products of devices that neither add 16-bit products to fp32 sums nor have a grouped
-product. The loss is measured on
-rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy``, and Liger's fused kernel where it can be
-imported. Rank 0 prints a line of JSON for each result: medians, and the fastest. More ranks than GPUs share them, by
-peer copies: they compute in turns there.
+update in bf16. On one rank no data travels, so the remaining cost is that of smaller products. With --ways tiles are
+timed in several ways: *own*, as Strata does on this device; *apart*, on one rank, tile by tile, as ranks do that gather
+them; *fallback*, tile by tile with the products of devices that neither add 16-bit products to fp32 sums nor have a
+grouped product. The loss is measured on rank 0: plain torch with whole logits, ``strata.nn.linear_cross_entropy``, and
+Liger's fused kernel if it can be imported. Rank 0 prints a line of JSON for each result: medians, and the fastest. If
+there are more ranks than GPUs, they share GPUs by peer copies, and compute in turns there.
 """
 
 import argparse
@@ -34,7 +33,7 @@ WAYS = ("own", "apart", "fallback")
 
 
 class Loss(nn.Module):
-    """A module and a loss of what it gives."""
+    """A module, and a loss of its output."""
 
     def __init__(self, module):
         super().__init__()

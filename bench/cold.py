@@ -1,4 +1,4 @@
-"""From exec to the end of the first step, in fresh processes: what a person waits who starts a script.
+"""Seconds from exec to the end of the first step, in fresh processes: the wait of a user who starts a script.
 
     python bench/cold.py [--world 2] [--device cuda] [--model DIR] [--engines strata fsdp2 ...] [--rounds 3] \
         [--as-installed] [--json FILE]

@@ -2,11 +2,11 @@
 
     python bench/cold_parts.py MODEL_DIR [--rounds 2] [--as-installed]
 
-Each line is of fresh processes, medians over rounds. *Parts*: what a start has to do once a process, each part after
-those above it and waited for. *Timeline*: seconds since exec at which phases of one start began, of its first steps,
-of what runs beside it, and of the imports that take longest. *Warmed before*: the same where kernels of torch ran
-before, *not warmed*: where a start loads nothing for the first step. The two tell what of the first step is loading.
-*Imports*: what the import of the model's class after torch's takes, by the package whose modules are run.
+Each line is of fresh processes, medians over rounds. *Parts*: the work that a start does once per process; each part
+begins after those above it and is waited for. *Timeline*: seconds since exec at which the phases of one start began,
+its first steps, the work beside it, and the longest imports. *Warmed before*: the same after kernels of torch have run.
+*Not warmed*: a start that loads nothing for the first step. The difference of the two is the share of loading in the
+first step. *Imports*: seconds of importing the model's class after torch, by the package whose modules run.
 """
 
 import argparse

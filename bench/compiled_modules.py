@@ -1,5 +1,5 @@
-"""Bytecode of modules for the fresh processes of a bench. pip leaves it beside what it installs; where there is none
-and none may be written, each process compiles thousands of files first, which takes longer than all else."""
+"""Bytecode of modules for the fresh processes of a bench. pip leaves it beside the packages. If there is none and none
+may be written, each process compiles thousands of files first, which takes longer than everything else."""
 
 import importlib.util
 import os
@@ -13,7 +13,7 @@ def environment(as_installed=False):
     in the folder of PYTHONPYCACHEPREFIX where that is given: benches that follow each other find them there.
 
     Args:
-        as_installed: nothing is changed: modules are compiled, or not, as the packages were installed.
+        as_installed: changes nothing: modules are compiled, or not, as the packages were installed.
     """
     if as_installed:
         yield dict(os.environ)

@@ -1,8 +1,8 @@
 """The engines that bench_cpu.py compares: each makes a training step of the same model.
 
 A contestant is a function (workload, rank, world_size, **settings) -> Trainer, run in a process of its own after
-torch.distributed is set up (where it exchanges anything). Stage 3 means for all: weights are given back after a
-block has used them, in forward and in backward, and at most about three blocks are whole at once.
+torch.distributed is set up (if it exchanges anything). Stage 3 means for all: weights are released after a block has
+used them, in forward and in backward, and at most about three blocks are whole at once.
 """
 
 import os
@@ -54,7 +54,7 @@ def _torch_step(model, optimizer, workload, autocast=False):
 
 
 def plain_torch(workload, rank, world_size):
-    """Nothing is exchanged: what the step costs without an engine."""
+    """A step without an exchange and without an engine."""
     model = workload.build()
     optimizer = _torch_adam(model.parameters(), workload)
     return Trainer(_torch_step(model, optimizer, workload, workload.dtype == "bf16"))
@@ -149,7 +149,7 @@ def _engine_step(engine):
 
 
 def contestants(stage):
-    """Those that are compared at one stage, ours first; by name."""
+    """The contestants of one stage by name, Strata's first."""
     return {
         "strata-shm": Contestant(
             f"Strata {stage}, shm", strata, {"stage": stage, "collectives": "shm"}, package="strata"

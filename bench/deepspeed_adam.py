@@ -1,4 +1,4 @@
-"""DeepSpeed compiles its FusedAdam when it is first used: once, before any rank needs it."""
+"""Compiles DeepSpeed's FusedAdam once, before any rank needs it; DeepSpeed itself compiles it at first use."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ _CODE = "from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder
 
 
 def compile_fused_adam(deadline_s):
-    """Why FusedAdam cannot be had, or None; also None where there is no DeepSpeed."""
+    """The reason why FusedAdam cannot be used, or None; also None if DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     environment = {"DS_ACCELERATOR": "cuda", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)

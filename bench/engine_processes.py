@@ -1,7 +1,7 @@
-"""The processes of one engine: started, given their turn, heard, and ended, whatever they do.
+"""The processes of one engine: starts them, gives them their turn, collects their answers, and always ends them.
 
-A rank's main function is main(connection, *arguments, place). It answers with pairs (kind, value): those that it has
-agreed on with its caller, "skipped" with a reason, or "error" with a traceback; ``run_rank`` sees to the latter.
+A rank's main function is main(connection, *arguments, place). It answers with pairs (kind, value): kinds agreed on with
+its caller, "skipped" with a reason, or "error" with a traceback, which ``run_rank`` sends.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Skipped(Exception):
 
 
 class Failed(Exception):
-    """A rank failed, died or hung; says what it said."""
+    """A rank failed, died or hung; the message has its output."""
 
 
 class EngineProcesses:
@@ -118,7 +118,7 @@ class EngineProcesses:
 
 
 def run_rank(connection, options, place, work):
-    """Runs ``work()`` in the process of a rank, tells of what it raises, and ends the process.
+    """Runs ``work()`` in the process of a rank, reports its exception, and ends the process.
 
     Args:
         options: a dict with "device" ("cuda" or "cpu") and "cores", of the whole machine.

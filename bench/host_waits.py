@@ -2,9 +2,9 @@
 
     python bench/host_waits.py [--device cuda] [--steps 8] [--layers 8] [--accumulation 2] [--json FILE]
 
-Each line is of one engine over a small model in bf16: the median and the most of ``host_waits`` of
-``engine.step_report()`` over the steps after the first three, in which memory is made. The engine alone counts: what
-the script asks the device for (``loss.item()``) comes on top. On the CPU all are 0.
+Each line is of one engine over a small model in bf16: the median and the maximum of ``host_waits`` of
+``engine.step_report()`` over the steps after the first three, which allocate memory. Only the engine's waits count, not
+those of the script (``loss.item()``). On the CPU all are 0.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Memory of a job as seen from outside: of a process and all that it starts, and of GPUs."""
+"""Memory of a job as seen from outside: of a process and its descendants, and of GPUs."""
 
 import os
 import threading
@@ -12,15 +12,15 @@ LOOK_S = 0.3  # for new processes
 
 
 class JobMemory:
-    """Samples while the context is open, in which the job begins.
+    """Samples memory while the context is open; the job must begin within it.
 
     Args:
-        gpus: how many GPUs it uses, from the first on; their memory counts from what was in use before.
+        gpus: the number of GPUs that it uses, from the first on; memory in use before does not count.
 
     Attributes:
-        largest: bytes of data of the process that had most, at its most.
-        together: bytes of data of all processes at the same time, at the most; what they share counts in each.
-        device: bytes of the fullest GPU, at its most; 0 without GPUs.
+        largest: peak bytes of data of the largest process.
+        together: peak bytes of data of all processes at one time; shared memory counts in each.
+        device: peak bytes of the fullest GPU; 0 without GPUs.
     """
 
     def __init__(self, gpus=0):

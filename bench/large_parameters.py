@@ -1,4 +1,4 @@
-"""Trains what is larger than the device may hold at once, and says what it held: lines of JSON.
+"""Trains parameters larger than the device may hold at once, and prints the memory that it held: lines of JSON.
 
     torchrun --nproc-per-node 2 bench/large_parameters.py square [--place device host nvme] [--folder DIR]
     torchrun --nproc-per-node 2 bench/large_parameters.py embedding [--cap-gib 8] [--gib 24] [--precision bf16] \
@@ -16,8 +16,8 @@ and a gradient), bf16-states neither masters nor fp32 moments (6 bytes and a gra
 --weights: the tier of the weights. A small one is trained beside plain torch first, on the same ranks without a cap. On
 several ranks the model is built under zero.Init; on one it is built on the host. With --tiny sizes a CPU is enough.
 
-More ranks than GPUs share them, by peer copies; weights stay on the GPU then, since those of several ranks are
-gathered from the host by NCCL, which wants a GPU for each. A cap is each rank's.
+If there are more ranks than GPUs, they share GPUs by peer copies. Weights stay on the GPU then, because NCCL gathers
+those of several ranks from the host, and NCCL needs a GPU for each rank. A cap is each rank's.
 """
 
 import argparse
@@ -55,14 +55,13 @@ def most_of_ranks(value):
 
 
 def forecast_of(model, config, device):
-    """{tier: bytes} that a rank will hold at its peak."""
+    """{tier: bytes that a rank will hold at its peak}."""
     return {tier: strata.memory_forecast(model, config, world_size(), device=device.type, tier=tier)["total"]
             for tier in ("device", "host")}  # fmt: skip
 
 
 class Peaks:
-    """Peak bytes of the device, of the rank with the most: what torch's allocator has, and what the engine holds past
-    it."""
+    """Peak bytes of the device, of the rank with the most: torch's allocator's, and the engine's past it."""
 
     def __init__(self, device):
         self._device = device
@@ -156,7 +155,7 @@ def ids_of(rank, rows, length):
 
 
 def against_plain(arguments, device):
-    """A small one in fp32 without a cap, beside plain torch on the same data, which all ranks' make."""
+    """Trains a small model in fp32 without a cap, beside plain torch on the data of all ranks."""
     rows, width, length = 2048, 32, 64
     torch.manual_seed(0)
     model = Tied(rows, width, torch.float32)

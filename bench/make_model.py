@@ -102,8 +102,8 @@ def tensors_of(config, unfused=False):
 
 
 def _experts(name, shape):
-    """[(name, shape)] of the tensors that one of a model is in a published checkpoint: several for fused experts,
-    whose order is that of the fused tensor's elements."""
+    """[(name, shape)] of the tensors of a published checkpoint that correspond to one tensor of a model: several for
+    fused experts, in the order of the fused tensor's elements."""
     prefix, _, leaf = name.rpartition(".")
     if not prefix.endswith(".mlp.experts"):
         return [(name, shape)]
@@ -145,7 +145,7 @@ def write_checkpoint(config, folder, unfused=False, file_bytes=5 * 10**9, seed=0
 
     Args:
         config: of ``make_config``.
-        folder: made if need be; must hold no checkpoint.
+        folder: made if it does not exist; must hold no checkpoint.
         unfused: one tensor per expert and projection.
         file_bytes: data of one file at most.
         device: draws the values; a GPU where there is one.

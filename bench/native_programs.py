@@ -1,4 +1,4 @@
-"""The C++ benchmarks: built when they are asked for, run with JSON as their answer."""
+"""Builds the C++ benchmarks on demand, runs them, and reads their JSON."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PROGRAMS = {
 
 
 def build(name):
-    """The path of program ``name``, brought up to date with the sources."""
+    """The path of program ``name``, after building it from the present sources."""
     if not (BUILD / "build.ninja").exists():
         subprocess.run(["cmake", "--preset", "release", "--log-level=WARNING"], cwd=ROOT, check=True)
     subprocess.run(["ninja", "-C", BUILD, "--quiet", name], check=True)

@@ -1,15 +1,14 @@
-"""GRPO with PEFT and TRL, its weights on a drive, begun by `accelerate launch`: the configuration of a discussion that
-DeepSpeed leaves unanswered.
+"""GRPO with PEFT and TRL, its weights on a drive, started by `accelerate launch`, which DeepSpeed cannot do.
 
     python bench/nvme_story.py [--full] [--steps 4] [--buffers 5] [--drive DIR] [--device cuda] [--json FILE]
 
 ``nvme_story_script.py`` trains Qwen3-0.6B's shapes (--full; else small ones) with random weights, written beforehand
 with a tokenizer of its own, on one GPU or the CPU. Weights rest on the drive behind --buffers buffers of 4,194,304
-elements (of the small model 65,536), fewer and smaller than its weights ask for; states rest on the host. With
---engines deepspeed it begins the same under DeepSpeed, which ends with an error there.
+elements (65,536 for the small model), fewer and smaller than its weights need; states lie on the host. With --engines
+deepspeed it starts the same job under DeepSpeed, which ends with an error.
 
-*ready*: seconds from the script's first line on until training begins. Every second step generates. *device*: of the
-GPU in use, beyond what was before, as its driver tells it, and as torch counts it.
+*ready*: seconds from the script's first line until training begins. Every second step generates. *device*: bytes of the
+GPU in use beyond those before, as its driver counts them, and as torch counts them.
 """
 
 import argparse

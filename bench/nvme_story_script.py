@@ -2,9 +2,9 @@
 
     accelerate launch --config_file YAML bench/nvme_story_script.py MODEL OUT DRIVE STEPS GENERATIONS TOKENS [cpu]
 
-Nothing in it knows of Strata, but that it reads the engine's report of a step where there is one. Writes a line of JSON
-a step: seconds, what Trainer logs of it, and bytes that went over the drive's links. One before them says what lies in
-DRIVE when training begins, one after them what torch had of the GPU. The adapter is saved as OUT/adapter.
+It does not know Strata, except that it reads the engine's report of a step if there is one. Writes a line of JSON per
+step: seconds, Trainer's log of the step, and bytes over the drive's links. A line before them lists the files in DRIVE
+when training begins; a line after them has torch's memory of the GPU. The adapter is saved as OUT/adapter.
 """
 
 import json
@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def reward(completions, **_):
-    """[float]: hardly ever the same for two texts."""
+    """[float]: two texts rarely get the same reward."""
     return [sum(number * ord(letter) for number, letter in enumerate(text, 1)) % 97 / 97 for text in completions]
 
 

@@ -71,7 +71,7 @@ COLOUR_NAMES = {"strata": "Strata", "deepspeed": "DeepSpeed", "fsdp2": "FSDP2"}
 
 
 class BadFigures(Exception):
-    """Stored figures that no picture can be drawn from; the message says where and what is missing."""
+    """Stored figures lack a part that a picture needs; the message names the place and the part."""
 
 
 def base_name(name):

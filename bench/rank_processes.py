@@ -70,7 +70,7 @@ class RankProcesses:
         }
 
     def close(self):
-        """Tells the ranks to go, and ends those that do not."""
+        """Asks the ranks to end, and kills those that do not."""
         for _, connection, _ in self._ranks:
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -179,5 +179,5 @@ def _tail(log, lines=15):
 
 
 def new_log_directory():
-    """A directory for what the ranks print; it stays, so that a failure can be read."""
+    """A directory for the ranks' output; it is kept, so that a failure can be read."""
     return tempfile.mkdtemp(prefix="strata-bench-")

@@ -4,7 +4,8 @@
     python bench/scaling.py --model qwen3-8b --nic 25 --reduce bf16 --accumulation 4
     python bench/scaling.py --check FILE...                    # beside figures of bench/step/run.py --json
 
-docs/SCALING.md says what is modelled and what is left out. Bytes and seconds; GB/s and milliseconds on the outside.
+docs/SCALING.md describes the model and its limits. Units: bytes and seconds; options and tables have GB/s and
+milliseconds.
 """
 
 import argparse
@@ -260,7 +261,7 @@ def predicted(name, reduce, ranks, reductions, links):
 
 
 def prototype_table(links):
-    """Markdown: the model beside what was measured on one host."""
+    """Markdown: the model beside measurements on one host."""
     lines = ["| model | ranks | beside compute | measured | by the model |", "|---|---:|---|---:|---:|"]
     for name, reduce, ranks, reductions, measured in PROTOTYPES:
         beside = f"gathers, {reduce} reductions" if reductions else "gathers"

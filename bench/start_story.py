@@ -1,10 +1,10 @@
-"""How long an unchanged script of DeepSpeed's users waits for its engine, under Strata and under DeepSpeed.
+"""The time that an unchanged DeepSpeed script waits for its engine, under Strata and under DeepSpeed.
 
     python bench/start_story.py [--world 1] [--layers 16 | --tiny] [--device cuda] [--model DIR] [--rounds 1]
 
 ``start_story_script.py`` loads Qwen3-30B-A3B, cut to --layers, with ``from_pretrained`` on every rank, and calls
 ``deepspeed.initialize`` at stage 2. ``strata run`` starts it with Strata in DeepSpeed's place, torchrun with DeepSpeed
-itself. The checkpoint is written where --model holds none, with one tensor per expert and projection, as published.
+itself. The checkpoint is written if --model holds none, with one tensor per expert and projection, as published.
 
 Each engine first starts a tiny model, which is not counted: that compiles modules, and DeepSpeed's operators. With
 --as-installed it does not. The files are read once before, so that all find them in memory. Then engines take turns.
@@ -32,7 +32,7 @@ def run_once(engine, folder, a, base, tell=None):
     """{figure: value} of one turn, with "sum", "elements" and "deepspeed" of what was started.
 
     Raises:
-        Failed: the job did, or its ranks tell different things.
+        Failed: the job failed, or its ranks report different models.
     """
     gpus = a.world if a.device == "cuda" else 0
     command = [*command_of(engine, SCRIPT, a.world), folder]

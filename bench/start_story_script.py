@@ -4,8 +4,8 @@
     strata run --num_gpus 2 bench/start_story_script.py FOLDER
     torchrun --nproc-per-node 2 bench/start_story_script.py FOLDER
 
-Writes a line of JSON a rank: seconds of its parts, from the start of its process on, and afterwards what the model is,
-so that two libraries can be seen to have started the same.
+Writes a line of JSON per rank: the seconds of its parts since the start of its process, and then figures of the model,
+which show whether two libraries started the same model.
 """
 
 import os

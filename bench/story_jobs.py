@@ -35,10 +35,10 @@ Outcome = namedtuple("Outcome", "told seconds memory")
 
 
 class Failed(Exception):
-    """A job did; with the end of what it wrote.
+    """A job failed; the message has the end of its output.
 
     Attributes:
-        told: what it had written as lines of JSON until then.
+        told: the lines of JSON that it had written.
     """
 
     def __init__(self, message, told=()):

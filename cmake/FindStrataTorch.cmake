@@ -12,10 +12,10 @@
 #                           find_package(Python COMPONENTS Development.Module) was successful before
 #   StrataTorch_DIR_USED, StrataTorch_LIBRARY_DIR, StrataTorch_VERSION
 #
-# A program that is linked to strata_libtorch carries the folder of the libraries as its build-time
-# RPATH. The wheel ships no gloo headers, so c10d/ProcessGroupGloo.hpp cannot be included: process groups
-# come from Python or are found through c10d::ProcessGroup and c10d::Backend. CUDA needs libtorch_cuda.so, which nothing refers to by symbol: such a program loads it at run
-# time, with dlopen("libtorch_cuda.so"); under Python `import torch` has done so already.
+# A program that is linked to strata_libtorch has the folder of the libraries as its build-time RPATH. The wheel has no
+# gloo headers, so c10d/ProcessGroupGloo.hpp cannot be included: process groups come from Python, or through
+# c10d::ProcessGroup and c10d::Backend. CUDA needs libtorch_cuda.so, of which a program uses no symbol: it must load it
+# by dlopen("libtorch_cuda.so"); under Python `import torch` has done so already.
 
 include(FindPackageHandleStandardArgs)
 
@@ -68,8 +68,8 @@ if(StrataTorch_FOUND AND NOT TARGET strata_libtorch)
   target_include_directories(strata_libtorch SYSTEM INTERFACE
     ${StrataTorch_INCLUDE_DIR} ${StrataTorch_INCLUDE_DIR}/torch/csrc/api/include)
   find_package(Threads REQUIRED)
-  # Unresolved symbols inside libtorch_cpu.so are those of the wheel's CUDA runtime; the loader finds
-  # it beside torch, so the linker need not.
+  # Unresolved symbols inside libtorch_cpu.so are those of the wheel's CUDA runtime. The loader finds it beside torch;
+  # the linker does not have to.
   target_link_libraries(strata_libtorch INTERFACE
     strata_libtorch_torch_cpu strata_libtorch_c10 Threads::Threads)
   target_link_options(strata_libtorch INTERFACE -Wl,--allow-shlib-undefined)

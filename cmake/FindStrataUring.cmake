@@ -1,5 +1,5 @@
-# Finds liburing: the archive where there is one, so that what is built runs where the library is not
-# installed, else the shared library. Gives the target strata_liburing.
+# Finds liburing: the archive if there is one, so that programs run on machines without the library, else the shared
+# library. Gives the target strata_liburing.
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(URING QUIET liburing)
 find_path(StrataUring_INCLUDE_DIR liburing.h HINTS ${URING_INCLUDE_DIRS} NO_CACHE)

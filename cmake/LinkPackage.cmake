@@ -1,5 +1,5 @@
 # cmake -DSOURCE=python/strata -DDESTINATION=<build>/pkg/strata -P LinkPackage.cmake
-# Makes DESTINATION hold a link to each file and folder of SOURCE, and drops links to what is gone.
+# Puts a link to each file and folder of SOURCE into DESTINATION, and removes links whose target is gone.
 file(MAKE_DIRECTORY ${DESTINATION})
 file(GLOB present RELATIVE ${DESTINATION} ${DESTINATION}/*)
 foreach(name IN LISTS present)

@@ -7,7 +7,7 @@
 #   STRATA_CUDA_INCLUDE_DIR  where cuda.h is
 set(STRATA_CUDA AUTO CACHE STRING "The CUDA device: AUTO, ON or OFF")
 set(STRATA_CUDA_FATBIN "" CACHE FILEPATH "Compiled CUDA kernels of another build; empty: compile them")
-# Ampere, Hopper and Blackwell as machine code; later devices compile what is there for Blackwell.
+# Ampere, Hopper and Blackwell as machine code; the driver of a later device compiles Blackwell's intermediate code.
 set(STRATA_CUDA_ARCHITECTURES
     -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
     -gencode=arch=compute_100,code=sm_100 -gencode=arch=compute_100,code=compute_100)
@@ -20,7 +20,7 @@ if(STRATA_CUDA)
   endif()
   execute_process(COMMAND ${_python} -c "import nvidia, os; print(os.path.join(list(nvidia.__path__)[0], 'cu13'))"
                   OUTPUT_VARIABLE _wheel OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-  # The toolkit of the system first: it is what a person who installed one expects.
+  # The system's toolkit first: a user who installed one expects it.
   find_program(STRATA_NVCC_PATH nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH
                PATHS /usr/local/cuda /opt/cuda ${_wheel} PATH_SUFFIXES bin)
   if(STRATA_NVCC_PATH)

@@ -20,7 +20,7 @@ foreach(_layer IN LISTS _layers)
   list(APPEND _targets strata_${_layer})
 endforeach()
 
-# Builds what `cmake --install --component cpp` needs, without tests and the Python module.
+# Builds the files that `cmake --install --component cpp` installs, without tests and the Python module.
 add_custom_target(strata_libraries DEPENDS ${_targets} strata_program)
 
 install(TARGETS strata_program RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT cpp)

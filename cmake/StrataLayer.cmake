@@ -1,15 +1,15 @@
-# strata_unity(target files): compiles that many files of the target at once, where STRATA_UNITY is on.
-# Names in anonymous namespaces have to differ within a target. A file that Highway compiles once for each
-# instruction set stays alone: set_source_files_properties(... SKIP_UNITY_BUILD_INCLUSION ON).
+# strata_unity(target files): compiles `files` files of the target at once, if STRATA_UNITY is on. Names in anonymous
+# namespaces have to differ within a target. A file that Highway compiles once for each instruction set stays alone:
+# set_source_files_properties(... SKIP_UNITY_BUILD_INCLUSION ON).
 function(strata_unity target files)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${STRATA_UNITY} UNITY_BUILD_BATCH_SIZE ${files})
   if(STRATA_UNITY)
-    # g++ takes a .cpp that another file includes for a header, which should not use anonymous types.
+    # g++ treats an included .cpp as a header, and warns of anonymous types in it.
     target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   endif()
 endfunction()
 
-# strata_precompiles(target header ...): those headers are compiled once for the target, as ccache likes it.
+# strata_precompiles(target header ...): compiles these headers once for the target, with the options that ccache needs.
 function(strata_precompiles target)
   target_precompile_headers(${target} PRIVATE ${ARGN})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
@@ -21,8 +21,8 @@ endfunction()
 
 # strata_layer(NAME name SOURCES a.cpp ... HEADERS a.h ... DEPENDS layer ... LINK library ...)
 # Declares one layer as the static library strata_<name>, strata::<name> to users of the installed
-# package. DEPENDS names the layers below it, the only ones that its files may include (tests/tidy
-# checks the includes themselves). HEADERS are what is installed.
+# package. DEPENDS names the layers below it; its files may include only those (tests/tidy checks the includes). HEADERS
+# are installed.
 function(strata_layer)
   cmake_parse_arguments(L "" "NAME" "SOURCES;HEADERS;DEPENDS;LINK" ${ARGN})
   add_library(strata_${L_NAME} STATIC ${L_SOURCES})
@@ -47,9 +47,9 @@ function(strata_layer)
   set_property(GLOBAL APPEND PROPERTY STRATA_LAYERS ${L_NAME})
 endfunction()
 
-# strata_compiles_tests(target): the options of test programs. A test runs for a moment, and g++ takes as
-# long to optimize it well, under a sanitizer even at all. UBSan doubles that; it is for what tests call, which
-# has it.
+# strata_compiles_tests(target): the options of test programs. A test runs for a moment, so good optimization is not
+# worth g++'s time, and under a sanitizer no optimization is. UBSan doubles the compile time of a test; it is for the
+# code that tests call, which is built with it.
 function(strata_compiles_tests target)
   # g++ 12 sees overlapping copies in string concatenation where there are none (GCC bug 105651).
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
@@ -64,8 +64,8 @@ endfunction()
 
 # strata_test(NAME name SOURCES a_test.cpp ... LINK target ... [TIMEOUT seconds] [LABEL core|torch] [RANKS])
 # One GoogleTest program and one ctest entry. RANKS: its ranks wait for each other, spinning first, and have two
-# cores to themselves; beside another such program each takes several times as long. Label core (the default) is what also runs under the
-# sanitizers; label torch is for programs that link torch.
+# cores to themselves; beside another such program each takes several times as long. Programs with the label core (the
+# default) also run under the sanitizers; the label torch is for programs that link torch.
 function(strata_test)
   cmake_parse_arguments(T "RANKS" "NAME;TIMEOUT;LABEL" "SOURCES;LINK" ${ARGN})
   if(NOT T_TIMEOUT)

@@ -9,8 +9,8 @@ if(NOT CMAKE_BUILD_TYPE)
 endif()
 
 option(STRATA_WERROR "Treat warnings as errors" OFF)
-# For whole builds. A changed file takes its neighbours along, and a file that includes too little is not
-# seen: the preset for daily work compiles each file alone.
+# For whole builds. After a change of one file, its neighbours are compiled as well, and a missing include is not found.
+# So the preset for daily work compiles each file alone.
 option(STRATA_UNITY "Compile several files of a layer at once and precompile what tests include" OFF)
 set(STRATA_SANITIZE "" CACHE STRING "Sanitizers for every target, e.g. address,undefined or thread")
 
@@ -28,7 +28,7 @@ if(STRATA_SANITIZE)
   add_link_options(-fsanitize=${STRATA_SANITIZE})
 endif()
 
-# Linked PRIVATE by our own targets, so that nothing of it reaches users of the installed package.
+# Strata's targets link it PRIVATE, so that it does not reach users of the installed package.
 add_library(strata_warnings INTERFACE)
 target_compile_options(strata_warnings INTERFACE
   -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wold-style-cast -Wnon-virtual-dtor

@@ -1,4 +1,4 @@
-# Finds Python and torch for the layers above the torch line, and bounds what compiling them costs.
+# Finds Python and torch for the layers that include torch, and limits the memory and time of compiling them.
 set(_components Interpreter)
 if(STRATA_BUILD_PYTHON)
   list(APPEND _components Development.Module)
@@ -6,7 +6,7 @@ endif()
 find_package(Python 3.10 REQUIRED COMPONENTS ${_components})
 find_package(StrataTorch 2.11 REQUIRED)
 
-# A file that includes torch takes 2 to 3 GiB to compile: as many at once as memory allows.
+# A file that includes torch takes 2 to 3 GiB to compile, so memory limits the number at once.
 cmake_host_system_information(RESULT _memory_mib QUERY TOTAL_PHYSICAL_MEMORY)
 math(EXPR _torch_jobs "${_memory_mib} / 3072")
 if(_torch_jobs LESS 1)

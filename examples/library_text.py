@@ -1,5 +1,5 @@
-"""The source text of Python's standard library as bytes, and a small byte-level model for it: what the examples of
-Hugging Face's libraries train."""
+"""The source text of Python's standard library as bytes, and a small byte-level model for it. The examples of Hugging
+Face's libraries train it."""
 
 import sysconfig
 from pathlib import Path

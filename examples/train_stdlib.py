@@ -21,7 +21,7 @@ import time
 import warnings
 from pathlib import Path
 
-# Where DeepSpeed is installed transformers imports it, and it warns of a missing GPU.
+# If DeepSpeed is installed, transformers imports it, and it warns of a missing GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
@@ -191,7 +191,7 @@ def show_curve(console, losses):
 
 
 def quiet():
-    """Libraries say only what went wrong; ranks other than 0 say nothing."""
+    """Libraries log errors only; ranks other than 0 log nothing."""
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -199,7 +199,7 @@ def quiet():
 
 
 def read_config(path):
-    """The configuration, as a dict; without bf16 on a CPU without instructions for it, where it takes ten times as
+    """The configuration, as a dict. Leaves bf16 out on a CPU without instructions for it, where bf16 takes ten times as
     long as fp32."""
     config = json.loads(Path(path).read_text())
     if not torch.cuda.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -273,19 +273,19 @@ def main():
 
 
 def name_ranks(engine):
-    """How many ranks there are, in words."""
+    """The number of ranks, in words."""
     return "1 rank" if engine.world_size == 1 else f"{engine.world_size} ranks"
 
 
 def resume(console, engine, folder, text, held_out, steps):
-    """Goes on from the newest checkpoint of another run; whether it holds the loss that was saved with it."""
+    """Loads the newest checkpoint of another run; returns whether it gives the loss that was saved with it."""
     path, saved = engine.load_checkpoint(folder)
     if path is None:
         console.print(f"there is no checkpoint in {folder}; run the script without --resume first")
         return False
     batch = draw_batch(held_out, torch.Generator().manual_seed(0), 16, saved["length"])
     under_engine = evaluate(engine, batch)
-    # Another device, or another dtype, computes the same loss but for its rounding.
+    # Another device or dtype computes the same loss, except for rounding.
     same = abs(under_engine - saved["held_out"]) <= 1e-2 * saved["held_out"]
     console.print(
         f"resumed by {name_ranks(engine)} after step {engine.global_steps}: held-out loss {under_engine:.4f}, saved "
@@ -299,7 +299,7 @@ def resume(console, engine, folder, text, held_out, steps):
 
 
 def check(console, folder, batch, under_engine, losses):
-    """Whether plain transformers finds the engine's loss in what was saved, and the loss fell."""
+    """Whether plain transformers computes the engine's loss from the saved model, and the loss fell."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     loaded = evaluate(plain, batch)
     same = abs(loaded - under_engine) <= 1e-3 * under_engine

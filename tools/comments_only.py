@@ -15,7 +15,7 @@ from pathlib import Path
 
 CPP = {".h", ".cpp", ".cu", ".cuh"}
 DOCUMENTS = {".md", ".svg"}
-# A string, a raw string or a character is kept; a comment is not.
+# Keeps strings, raw strings and characters, and drops comments.
 CPP_TOKENS = re.compile(r'R"(?P<raw>[^(\s]*)\(.*?\)(?P=raw)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\''
                         r"|(?P<comment>//[^\n]*|/\*.*?\*/)|(?P<space>\s+)", re.DOTALL)
 
@@ -51,7 +51,7 @@ def git(*arguments: str) -> str:
 
 
 def text_of(name: str, commit: str | None) -> str:
-    """Empty where the file is not there."""
+    """The file's text; empty if there is no such file."""
     try:
         return git("show", f"{commit}:{name}") if commit else Path(name).read_text(encoding="utf-8")
     except (OSError, subprocess.CalledProcessError):

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes FOLDER/lightning, FOLDER/llamafactory, FOLDER/axolotl and FOLDER/openrlhf, virtual environments that stand on
-# VENV as the newest one does: a framework that trains over DeepSpeed, at the version named here, and of the packages
-# that it pins those that decide how it trains. torch and DeepSpeed are VENV's. Nothing is compiled: what has no wheel
-# for this machine, or wheels for GPUs alone (flash-attn, vllm), stays away; the frameworks are imported without it.
+# Makes FOLDER/lightning, FOLDER/llamafactory, FOLDER/axolotl and FOLDER/openrlhf, virtual environments on top of VENV.
+# Each has a framework that trains with DeepSpeed, at the version named here, and those of its pinned packages that
+# affect training. torch and DeepSpeed are VENV's. Nothing is compiled: packages without a wheel for this machine, or
+# with wheels for GPUs alone (flash-attn, vllm), are left out; the frameworks are imported without them.
 #   tools/framework_environments.sh VENV FOLDER [NAME...]
 set -eu
 venv=$1
@@ -47,7 +47,7 @@ for name in $names; do
   "$venv/bin/python" -I -c "$all_packages" > "$site/pinned.pth"
   cp "$here/../python/strata/compat/strata-compat.pth" "$site/"
   pip="$target/bin/python -m pip --disable-pip-version-check install -q --prefer-binary"
-  # Words of names and versions: split on purpose. Those without wheels are Python alone.
+  # Names and versions, split into words on purpose. The packages without wheels are pure Python.
   $pip --no-deps --only-binary :all: \
     --no-binary axolotl-contribs-lgpl,axolotl-contribs-mit,antlr4-python3-runtime,fire $(pinned "$name")
   if [ -n "$(others "$name")" ]; then

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes TARGET, a virtual environment that stands on VENV: the newest transformers, accelerate, peft
-# and trl that pip finds, and all else as VENV has it. VENV may stand on another one itself: Python
-# reads no .pth file in a folder that a .pth file names, so each folder of packages is named.
+# Makes TARGET, a virtual environment on top of VENV: the newest transformers, accelerate, peft and trl that pip finds,
+# and VENV's other packages. VENV may itself be on top of another one. Python reads no .pth file in a folder that a .pth
+# file names, so each folder of packages is named.
 #   tools/newest_environment.sh VENV TARGET
 set -eu
 venv=$1

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Creates the virtual environment VENV with PYTHON where there is none, and brings it to the pinned
-# requirements, or to those of the tests. Packages that are there in the right version are not touched.
+# Creates the virtual environment VENV with PYTHON if there is none, and installs the pinned requirements, or those of
+# the tests. Packages in the right version are not touched.
 #   tools/python_environment.sh PYTHON VENV [tests]
 set -eu
 python=$1

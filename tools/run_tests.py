@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--label", help="only ctest entries with this label")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.epilog = "Arguments after -- go to pytest."
-    # argparse gives up on options between positionals, so what is pytest's is cut off beforehand.
+    # argparse cannot parse options between positionals, so pytest's arguments are cut off beforehand.
     ours, pytest_arguments = sys.argv[1:], []
     if "--" in ours:
         cut = ours.index("--")

@@ -1,8 +1,8 @@
 """The engines whose start is compared: Strata, FSDP2 and DeepSpeed, each in the way that its documentation shows.
 
-An engine is a function (context) -> step, called in a process of its own when the clock runs; it wraps what it does
-in phases of ``context.clock``. ``step(ids)`` trains one step and gives the loss. Libraries import and compile much
-of themselves when they are first used: ``prepare`` has them do so before the clock runs.
+An engine is a function (context) -> step, called in a process of its own when the clock runs; it wraps its work in
+phases of ``context.clock``. ``step(ids)`` trains one step and returns the loss. Libraries import and compile many of
+their modules at first use: ``prepare`` makes them do so before the clock runs.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ OPTIMIZERS = {
 
 
 def prepare(engine, context, toy):
-    """Imports and compiles what ``engine`` needs, not timed: it starts a toy model of the same kind in full.
+    """Imports and compiles the modules that ``engine`` needs, before the clock runs: it starts a toy model of the same
+    kind.
 
     Args:
         toy: a folder with a checkpoint; None: only what is sure to be imported by everyone.

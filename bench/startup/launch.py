@@ -1,4 +1,4 @@
-"""The turn of one engine that starts up, and the memory that its ranks are seen to use from outside."""
+"""The turn of one engine that starts up, and the memory of its ranks as measured from outside."""
 
 import contextlib
 import time
@@ -12,7 +12,7 @@ SAMPLE_S = 0.01
 
 class Ranks(EngineProcesses):
     """One engine's processes. The constructor starts them, and they import; ``run`` gives them their turn;
-    ``close`` ends them, whatever they do."""
+    ``close`` always ends them."""
 
     def __init__(self, label, name, options, world_size, logs):
         super().__init__(label, rank_main, (name, options), world_size, logs)

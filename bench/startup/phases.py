@@ -1,4 +1,4 @@
-"""Seconds and memory of a rank's phases, taken alike for every engine."""
+"""Seconds and memory of a rank's phases, measured in the same way for every engine."""
 
 import os
 import time
@@ -39,11 +39,11 @@ class Clock:
 
     @contextmanager
     def phase(self, kind, name):
-        """Times what is done within.
+        """Times the body of the ``with`` statement.
 
         Args:
             kind: "load", "initialize" or "step".
-            name: what is done.
+            name: the work.
         """
         self.meet()
         self._sampler.take()

@@ -1,4 +1,4 @@
-"""A rank of one engine: a process that imports, waits for its turn, starts the engine under the clock, and tells."""
+"""A rank of one engine: a process that imports, waits for its turn, starts the engine under the clock, and reports."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ def rank_main(connection, name, options, place):
 
     Args:
         name: of ``engines.ENGINES``, or ``LIMIT``.
-        options: a dict of what ``run.py`` was called with.
+        options: the dict of ``run.py``'s options.
     """
     run_rank(connection, options, place, lambda: _serve(connection, name, options, place))
 
@@ -30,7 +30,7 @@ def _serve(connection, name, options, place):
 
 
 def _missing(name, options):
-    """Why ``name`` cannot run here, or None."""
+    """The reason why ``name`` cannot run here, or None."""
     package = "torch" if name == LIMIT else options["packages"][name]
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"

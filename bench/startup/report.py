@@ -1,4 +1,4 @@
-"""The tables of a comparison, as text: what every engine took, beside the limit and its peers."""
+"""The tables of a comparison, as text: every engine's figures, beside the limit and its peers."""
 
 import statistics
 
@@ -11,7 +11,7 @@ MEASURED = ("read_s", "copy_s", "load_s", "gather_s")
 
 
 def summarise(told):
-    """One row of the slowest or largest rank's figures, of [what a rank told]."""
+    """One row, with the figures of the slowest or largest rank, from [the report of each rank]."""
 
     def most(key):
         return max(answer[key] for answer in told)
@@ -140,7 +140,7 @@ def _against_deepspeed(engine, row, peers, engines):
 
 
 def phase_table(name, row):
-    """Every phase of one engine, and what the engine itself says of its start."""
+    """Every phase of one engine, and the engine's own report of its start."""
     lines = [[name, "s", "CPU s", "dev peak"]]
     for p in row["phases"]:
         peak = gib(p["device_peak"]) if p["device_peak"] else "-"

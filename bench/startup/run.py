@@ -112,7 +112,7 @@ def touch_host_memory(gib, threads):
 
 
 def compile_for_deepspeed(names, options, deadline_s):
-    """Builds FusedAdam before any rank needs it; why not, or None."""
+    """Builds FusedAdam before any rank needs it; returns the reason if that fails, or None."""
     packages = {ENGINES[report.base_name(name)].package for name in names}
     if options["torch_adam"] or options["optimizer"] != "AdamW" or "deepspeed" not in packages:
         return None
@@ -155,7 +155,7 @@ def main():
 
 
 def compare(a, turns, options, logs):
-    """Gives every engine its turn; saves what there is after each."""
+    """Gives every engine its turn; saves the figures after each."""
     result = {"settings": vars(a) | {"device": options["device"], "cores": options["cores"]}}
     result |= {"limit": None, "limits": {}, "engines": {}, "skipped": {}, "failed": {}}
     changes = {}
@@ -204,7 +204,7 @@ def prepared(turn, ranks, waiting, result, timeout):
 
 
 def take_turn(turn, ranks, result, a, changes):
-    """Runs one engine and prints how long it took."""
+    """Runs one engine and prints the time that it took."""
     try:
         told = ranks.run(a.timeout, changes)
     except Failed as error:

@@ -1,6 +1,6 @@
 """Experts as modules of their own, as models were before transformers fused them: many small parameters.
 
-To measure how an engine's start depends on the number of tensors. The values stay the same.
+They serve to measure how an engine's start depends on the number of tensors. The values stay the same.
 """
 
 import torch

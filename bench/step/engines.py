@@ -31,9 +31,9 @@ LARGE_BUCKETS = {
 
 @dataclass
 class Training:
-    """step(ids) trains one step and gives the loss as a tensor, without waiting for the device; account() is what
-    the engine says of itself, a dict; memory(), what it holds now. look(on), where there is one, has it look closer
-    at the steps that follow."""
+    """step(ids) trains one step and returns the loss as a tensor, without waiting for the device. account() returns the
+    engine's own report, a dict; memory(), the memory that it holds now. look(on), if there is one, makes it measure the
+    following steps more closely."""
 
     step: Callable
     account: Callable = dict

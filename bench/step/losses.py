@@ -1,4 +1,4 @@
-"""Losses of Strata beside those of plain torch, and beside what plain torch is apart from itself.
+"""Losses of Strata beside those of plain torch, and beside the distance of plain torch from itself.
 
     python bench/step/losses.py --model qwen3-0.6b --layers 8 --world 4 --batch 2 --seq 1024
     python bench/step/losses.py --model small --world 2 --batch 2 --seq 64 --device cpu
@@ -67,7 +67,7 @@ def loss_table(losses):
 
 
 def verdict(losses, tolerance):
-    """(what is said at the end, whether all is as it should be)."""
+    """(the text at the end, whether all checks passed)."""
     noise, *_ = apart(losses[OTHER], losses[TORCH])
     ours = max(apart(losses[name], losses[TORCH])[0] for name in STAGES)
     same = losses[STAGES[0]] == losses[STAGES[1]]

@@ -10,8 +10,8 @@ def plain_torch(context, other_order=False):
     by their norm, a sum in fp64; AdamW updates fp32 masters, which bf16 weights are rounded from.
 
     Args:
-        other_order: the sum over ranks begins with the last one, and with the sequences of a batch by themselves,
-            the last one first. As right as the other, and how far the two come apart is the noise of training.
+        other_order: the sum over ranks begins with the last one, and with the sequences of a batch by themselves, the
+        last one first. That order is equally right; the distance of the two is the noise of training.
     """
     import torch
 

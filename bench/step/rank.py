@@ -12,7 +12,7 @@ from engine_processes import run_rank
 from memory_use import proportional_data
 from rank_context import make_context, warm_up
 
-FIRST_SAMPLE = 2  # the step after which nothing should grow
+FIRST_SAMPLE = 2  # the step after which memory should not grow
 CALM_SAMPLE_S = 0.05  # while steps are timed: the driver answers under a lock of its own
 
 
@@ -22,7 +22,7 @@ def rank_main(connection, engine, options, place):
 
     Args:
         engine: of ``engines.ENGINES``, or a variant.
-        options: a dict of what ``run.py`` was called with.
+        options: the dict of ``run.py``'s options.
     """
     run_rank(connection, options, place, lambda: _serve(connection, engine, options, place))
 

@@ -8,7 +8,7 @@ MIB = 1 << 20
 
 
 def summarise(told, tokens):
-    """One row, of [what a rank told]: of every step its slowest rank, of memory the largest.
+    """One row from [the report of each rank]: the slowest rank of every step, and the largest memory.
 
     Args:
         told: the dicts of "ready" and "done" in one; with "build_s" and "build_peak".

@@ -1,4 +1,4 @@
-"""Training steps of Strata, FSDP2 and DeepSpeed side by side, beside the floor: what no engine can go below.
+"""Training steps of Strata, FSDP2 and DeepSpeed side by side, beside the floor, the lower bound for every engine.
 
     python bench/step/run.py --model qwen3-30b-a3b --layers 16 --world 8 --batch 1 --seq 4096 --json FILE
     python bench/step/run.py --model tiny --world 2 --device cpu --engines floor,strata-z2,strata-z3
@@ -154,7 +154,7 @@ def run_all(a, engines):
 
 
 def compare(a, engines, options, logs):
-    """Gives every engine its turn; saves what there is after each."""
+    """Gives every engine its turn; saves the figures after each."""
     result = {"settings": vars(a) | {"cores": options["cores"]}, "floor_s": None, "losses_apart": (0.0, None, None)}
     result |= {"engines": {}, "skipped": {}, "failed": {}}
     started, changes = time.monotonic(), {}
@@ -184,7 +184,7 @@ def compare(a, engines, options, logs):
 
 
 def attempt(name, result, work):
-    """Whether ``work()`` succeeded; else the result says why not."""
+    """Whether ``work()`` succeeded; else the result has the reason."""
     try:
         work()
         return True

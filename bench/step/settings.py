@@ -1,4 +1,4 @@
-"""Strata's steps under its settings: what each costs in time, and what it holds gathered.
+"""Strata's steps under its settings: the time that each setting costs, and the bytes that it holds gathered.
 
     python bench/step/settings.py --model qwen3-30b-a3b --layers 8 --world 4 --steps 5
     python bench/step/settings.py --model small --world 2 --seq 128 --device cpu

@@ -16,7 +16,7 @@ LISTED = 12  # kernels that are named
 
 def profile_step(step, batches, context):
     """Trains on two batches, of which the second is recorded on rank 0; a summary there, None elsewhere. The first
-    is under the profiler too: what that does when it is new is not in the record. Collective."""
+    is under the profiler too, so that the profiler's own start is not in the record. Collective."""
     if context.rank != 0:
         for ids in batches:
             step(ids)

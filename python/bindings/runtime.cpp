@@ -172,8 +172,7 @@ void bind_runtime(py::module_& module) {
 
   py::class_<device::HostWaits, std::shared_ptr<device::HostWaits>>(module, "HostWaits")
       .def_property_readonly("count", &device::HostWaits::count);
-  // The resources of a rank's models; several may share one, and with it a device's streams and
-  // kernels.
+  // The resources of a rank's models; several may share one, with a device's streams and kernels.
   py::class_<torch::ModelRuntime>(module, "Runtime")
       .def(py::init([](c10::Device device, std::optional<int> threads, int world_size) {
              const py::gil_scoped_release release;
@@ -184,8 +183,7 @@ void bind_runtime(py::module_& module) {
       // The counter of host waits, for other objects that this rank makes on the device.
       .def_property_readonly("host_waits",
                              [](const torch::ModelRuntime& r) { return r.device->host_waits(); })
-      // Announces values from files or from the host, so that the memory through which they pass is
-      // made meanwhile.
+      // Values will come from files or the host: makes their staging memory meanwhile.
       .def("expect_values",
            [](torch::ModelRuntime& r) { checkpoint::TransferRing::expect({}, *r.device); })
       // The same with the collectives of ranks that are connected by now.
