@@ -1,4 +1,4 @@
-"""GRPO with PEFT and TRL, its weights on a drive, started by `accelerate launch`, which DeepSpeed cannot do.
+"""GRPO with PEFT and TRL, its weights on a drive, started by `accelerate launch`: a setup that fails under DeepSpeed.
 
     python bench/nvme_story.py [--full] [--steps 4] [--buffers 5] [--drive DIR] [--device cuda] [--json FILE]
 
