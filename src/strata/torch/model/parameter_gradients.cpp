@@ -18,8 +18,8 @@ namespace strata::torch {
 namespace {
 
 constexpr const char* kUnreadAddress =
-    "the address of a gradient was asked for that nobody has read yet; read it with an operator of "
-    "torch first (p.grad.clone(), say), which brings its values";
+    "the address of a gradient was asked for before its values were read; read it with an operator "
+    "of torch first (p.grad.clone(), say), which brings its values";
 
 // No memory yet.
 c10::intrusive_ptr<c10::StorageImpl> make_gradient_storage(c10::Device place) {
