@@ -1,4 +1,4 @@
-"""Trains a small model with Hugging Face's Trainer at ZeRO stage 3. Nothing in it knows of Strata:
+"""Trains a small model with Hugging Face's Trainer at ZeRO stage 3. The script does not mention Strata:
 
     strata run --num_gpus 2 examples/train_hf_trainer.py --deepspeed examples/ds_trainer.json --output_dir demo_out/hf
     STRATA_COMPAT=deepspeed torchrun --nproc-per-node 2 examples/train_hf_trainer.py ...

@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter by GRPO, with PEFT and TRL, at ZeRO stage 3. Nothing in it knows of Strata:
+"""Trains a LoRA adapter by GRPO, with PEFT and TRL, at ZeRO stage 3. The script does not mention Strata:
 
     strata run --num_gpus 2 examples/train_peft_grpo.py --deepspeed examples/ds_trainer.json --output_dir demo_out/grpo
     STRATA_COMPAT=deepspeed accelerate launch --config_file <a YAML with distributed_type: DEEPSPEED> ...
@@ -27,7 +27,7 @@ class ModelArguments:
 
 
 def names_reward(completions, **_):
-    """[float]: of each text, the share of characters that names are made of."""
+    """[float]: for each text, the share of characters that occur in names."""
     return [sum(c.islower() or c == "_" for c in text) / max(1, len(text)) for text in completions]
 
 

@@ -28,12 +28,12 @@ void bind_state(py::module_& module);
 void bind_training(py::module_& module);
 void bind_whole_checkpoint(py::module_& module);
 void bind_recipe(py::module_& module);
-// Adds what steps did.
+// Adds the reports of steps.
 void bind_steps(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
-// Adds how its rank leaves the others.
+// Adds the calls by which a rank leaves the others.
 void bind_departure(py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 
-// Adds which parameters are trained, and by whom.
+// Adds the calls that choose the trained parameters and their optimizer.
 void bind_param_groups(
     py::class_<torch::ShardedModel, std::shared_ptr<torch::ShardedModel>>& model);
 // Adds how tiles are cut and used.

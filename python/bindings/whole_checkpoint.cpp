@@ -1,5 +1,5 @@
-// Checkpoints written from whole tensors, one after the other: of training, as importers have them,
-// and of weights alone.
+// Checkpoints written from whole tensors, one after the other: training checkpoints for importers,
+// and checkpoints of weights alone.
 #include "bindings.h"
 #include "strata/checkpoint/writer.h"
 #include "strata/format/other_weights.h"
@@ -26,7 +26,8 @@ std::vector<checkpoint::WholeTensor> tensors_from(const std::vector<WholeTuple>&
   return tensors;
 }
 
-// `read(tensor, kind)`, places in what is declared, gives the values of one tensor at a time.
+// `read(tensor, kind)` returns the values of one tensor at a time; its arguments are indices into
+// the declared tensors.
 void write_whole(const std::string& folder, const std::string& tag,
                  const std::vector<WholeTuple>& tuples, const std::string& training, int world_size,
                  int stage, const py::function& read) {

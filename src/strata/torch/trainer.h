@@ -1,5 +1,5 @@
-// Trainer: a libtorch model trained sharded over ranks, without Python. The C++ counterpart of what
-// strata.initialize() gives Python scripts.
+// Trainer: trains a libtorch model sharded over ranks, without Python. The C++ counterpart of
+// strata.initialize() in Python.
 //
 //   auto model = Model(...);                              // on every rank; rank 0's values win
 //   strata::torch::Trainer trainer(model.ptr(), {.config = "ds_config.json"});

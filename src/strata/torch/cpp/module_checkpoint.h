@@ -1,6 +1,6 @@
 // Parameters and buffers of a torch::nn::Module under the engine, saved to and loaded from
 // safetensors by their names in the module. Collective. Threads: the engine's. Memory: the staging
-// rings of engine/checkpoint/weight_saver.h and weight_loader.h, whatever the model's size.
+// rings of engine/checkpoint/weight_saver.h and weight_loader.h, independent of the model's size.
 // Errors: FormatError for a checkpoint that does not fit the module (nothing is changed then),
 // IoError; on every rank, when any rank meets one.
 #pragma once

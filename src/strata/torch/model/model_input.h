@@ -22,7 +22,7 @@ namespace strata::torch {
 // until it returns; if it queues work on the compute stream, until that work has run.
 struct Borrowing {
   Bytes piece;            // the most that is brought from another rank, or from a drive, at once
-  bool own_part = false;  // only what this rank's shard holds, which is all that it wants
+  bool own_part = false;  // only the part that this rank's shard holds; the borrower needs no other
   bool may_be_whole = false;  // for a moment, on every rank: a gather is faster than many pieces
   std::function<void(Numel begin, const at::Tensor& values)> use;
 };

@@ -63,7 +63,7 @@ class ParameterGradients {
     std::vector<int> params;  // one, or the tiles of one
     at::Tensor whole = {};    // of tiles: the script's parameter
     std::vector<std::int64_t> shape = {};
-    at::Tensor tensor = {};  // what `.grad` is, or was; undefined: never
+    at::Tensor tensor = {};  // the present or former `.grad`; undefined: none yet
     c10::intrusive_ptr<c10::StorageImpl> values = {};
     c10::intrusive_ptr<AwaitedStorage> storage = {};
     Look look = Look::kHidden;

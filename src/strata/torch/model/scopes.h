@@ -18,7 +18,7 @@
 // is refused (UsageError) while one does: a pass gathers in an order that all ranks share.
 // Ownership: hooks in graphs hold the tracker weakly; graphs that outlive the engine do nothing to
 // it. Errors: those of Gatherer::acquire, thrown out of forward or backward. A call that ends
-// something ends all of it whatever fails, and throws the first error then.
+// something ends all of it even if a part fails, and then throws the first error.
 #pragma once
 
 #include <ATen/core/Tensor.h>

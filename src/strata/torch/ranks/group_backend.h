@@ -1,8 +1,8 @@
 // The backend of a c10d process group, as collectives use it until let_go(). A backend's threads
 // release tensors, and may need Python's lock for that. So they must end before the interpreter
-// does, even if collectives, and an engine that holds them, live longer. The owner of the
-// collectives knows the moment and calls let_go(). The threads end with the last reference to the
-// backend, which the process group may hold.
+// does, even if collectives, and an engine that holds them, live longer. The caller that ends the
+// interpreter calls let_go() before. The threads end with the last reference to the backend, which
+// the process group may hold.
 // Threads: one thread a rank; let_go() waits for the backend's, so without Python's lock.
 // Errors: get() throws CommError once the backend has gone.
 #pragma once

@@ -1,8 +1,8 @@
 // An operation of a c10d backend as a Work of the Collectives interface. wait() also runs the
 // function that finishes the result. On a GPU wait() makes the current stream wait, and queues that
 // function's work behind it; the host goes on. Threads: those of the Collectives that made it.
-// Errors: wait() throws what `fail` makes of the backend's error, and the same again when it is
-// called again; the destructor waits and drops errors.
+// Errors: wait() calls `fail` with the backend's error and throws its exception, the same one at
+// each call; the destructor waits and drops errors.
 #pragma once
 
 #include <functional>

@@ -20,7 +20,7 @@ struct BufferNames {
 };
 
 struct BufferActions {
-  std::function<void(Bytes)> back = nullptr;    // what SharedBuffer::back() does
+  std::function<void(Bytes)> back = nullptr;    // the action of SharedBuffer::back()
   std::function<void()> before_free = nullptr;  // runs before the memory goes
   std::function<void()> release = nullptr;      // SharedBuffer::release(); null: not releasable
 };

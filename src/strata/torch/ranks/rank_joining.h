@@ -2,7 +2,7 @@
 // their hosts, devices and settings, and join as comm/carriers.h describes. The Python face and the
 // C++ face both call this. They differ in the function that makes process groups, which may be
 // absent.
-// Threads: one thread a rank. Ownership: shares the store, also with what it makes.
+// Threads: one thread a rank. Ownership: shares the store, also with the collectives that it makes.
 // Errors: CommError if ranks do not reach each other, or one failed before; ConfigError if their
 // settings differ, do not fit the ranks, or name one GPU twice.
 #pragma once

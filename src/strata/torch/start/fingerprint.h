@@ -24,7 +24,7 @@ class Fingerprints {
 
   // Fingerprints of the blocks of these bytes go to `target`, one after the other.
   void add(std::span<const std::byte> bytes, bool on_host, std::span<char> target);
-  // Computes what was added.
+  // Computes the fingerprints of all added bytes.
   void flush();
 
  private:

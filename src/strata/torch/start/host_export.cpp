@@ -11,9 +11,9 @@
 namespace strata::torch {
 namespace {
 
-// Targets are new memory, whose pages are allocated by the first write: parts and buffers are
-// larger than on other ways, so that many threads are given pages at once, and few of them the same
-// huge one.
+// Targets are new memory, whose pages the system allocates at the first write. Parts and buffers
+// are larger than for other copies, so that many threads touch new pages at once and few of them
+// the same huge page.
 constexpr checkpoint::RingOptions kRing{4, 16_MiB};
 constexpr Bytes kPart = 1_MiB;             // that one thread copies
 constexpr Bytes kSourceAlignment = 256_B;  // of a source in a buffer

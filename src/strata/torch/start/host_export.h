@@ -25,7 +25,7 @@ class HostExport {
   // Records the moved bytes in `phase`.
   HostExport(engine::Engine& engine, ThreadPool& threads, engine::InitReport::Phase& phase);
 
-  // Both have one length.
+  // Both spans have the same length.
   void add(std::span<std::byte> target, std::span<const std::byte> source);
   // Returns when all that was added has been copied.
   void flush();
@@ -43,7 +43,7 @@ class HostExport {
   ThreadPool& threads_;
   engine::InitReport::Phase& phase_;
   checkpoint::TransferRing ring_;
-  std::vector<std::vector<Part>> turns_;  // what goes through one buffer
+  std::vector<std::vector<Part>> turns_;  // the parts that go through one buffer
 };
 
 }  // namespace strata::torch

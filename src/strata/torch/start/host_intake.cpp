@@ -17,7 +17,7 @@ constexpr Bytes kValueAlignment = 256_B;  // at which values of a parameter begi
 
 }  // namespace
 
-// Threads that fill buffers turn by turn, as these are opened to them.
+// Threads that fill buffers in the order of turns, as the ring opens them.
 class HostIntake::Filling final : public checkpoint::Source {
  public:
   Filling(HostIntake& intake, ThreadPool& threads)
@@ -41,7 +41,7 @@ class HostIntake::Filling final : public checkpoint::Source {
     });
   }
 
-  // Unless all turns were opened there has been an error: what is not begun is left alone.
+  // If not all turns were opened, there has been an error: blocks that were not begun are dropped.
   ~Filling() override {
     if (opened_ < buffers_.size()) stopped_ = true;
     opened_ = buffers_.size();
@@ -106,7 +106,7 @@ class HostIntake::Filling final : public checkpoint::Source {
   std::size_t next_ = 0;                               // of the turns
   std::vector<std::byte*> buffers_;                    // by turn
   std::atomic<std::size_t> opened_{0};                 // turns whose buffers are there
-  std::unique_ptr<std::atomic<std::int64_t>[]> left_;  // blocks that are not there yet, by turn
+  std::unique_ptr<std::atomic<std::int64_t>[]> left_;  // blocks that are not copied yet, by turn
   std::atomic<std::size_t> next_look_{0};
   std::atomic<bool> stopped_{false};
   std::jthread leader_;  // the last: it ends before the others go

@@ -26,9 +26,9 @@ class HostIntake {
   // Buffers that the device reads, or is about to, while threads fill the others.
   static constexpr std::size_t kTaking = 3;
 
-  // `comparison`: gets the fingerprints; null: nothing is compared any more. `phase` is told what
-  // was moved. `at_once`: there is room for all of the engine's weights, so they need not grow unit
-  // by unit. `ring`: more than kTaking buffers of at least kBlock.
+  // `comparison`: gets the fingerprints; null: nothing is compared any more. `phase` records the
+  // moved bytes. `at_once`: there is room for all of the engine's weights, so they need not grow
+  // unit by unit. `ring`: more than kTaking buffers of at least kBlock.
   HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* comparison,
              engine::InitReport::Phase& phase, bool at_once,
              const checkpoint::RingOptions& ring = {});
