@@ -43,7 +43,7 @@ void bind_tiles(py::module_& module,
 // How start-up went on this rank, so far.
 py::dict init_report(torch::ShardedModel& model);
 py::object placement(torch::ShardedModel& model);
-// Calls `function(phase, bytes done, bytes in all)`, or nothing where it is None.
+// Calls `function(phase, bytes done, bytes in all)`; does nothing if it is None.
 engine::InitReport::Progress progress_from(const py::object& function);
 // A warning of the logger "strata"; from any thread.
 void warn(const std::string& text);
@@ -63,7 +63,7 @@ void replay(torch::ShardedModel& model, const std::vector<RecipeTuple>& recipes)
 // The role that format::name_of() calls so.
 format::TensorRole role_from(const std::string& name);
 
-// A function of Python that C++ may let go of where the GIL is not held.
+// A Python function that C++ may drop without holding the GIL.
 std::shared_ptr<py::function> held(py::function function);
 
 }  // namespace strata::python

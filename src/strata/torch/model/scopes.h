@@ -1,6 +1,6 @@
 // Scopes: a module's forward, and its backward, as the time in which its units must be gathered.
 //
-// Forward: enter() gathers, leave() lets go. Backward: leave() also hangs a hook on the autograd
+// Forward: enter() gathers, leave() releases. Backward: leave() also adds a hook to the autograd
 // nodes that made the outputs; when the first of them is about to run, the scope's backward begins
 // and its units are gathered again. It ends when the first of the nodes that made the scope's
 // inputs is about to run, since everything inside has run by then, or at the end of the backward
@@ -10,9 +10,9 @@
 // Where scopes are entered at all (needed()), the engine's recorder and torch's profiler get the
 // beginning and the end of each.
 //
-// Safety net: read() gathers a unit whose parameter is wanted while no scope holds it. It stays
-// gathered until the micro-step ends (autograd may have saved it for several backward passes) or,
-// under no_grad, until the next forward or step.
+// Safety net: read() gathers a unit if a script reads its parameter while no scope holds it. It
+// stays gathered until the micro-step ends (autograd may have saved it for several backward passes)
+// or, under no_grad, until the next forward or step.
 //
 // Threads: one thread at a time. Another thread may call read() while no pass and no step runs, and
 // is refused (UsageError) while one does: a pass gathers in an order that all ranks share.

@@ -31,8 +31,8 @@ struct DeviceGroup {
   std::shared_ptr<comm::Collectives> control;  // of host memory, the same ranks
   std::shared_ptr<GroupBackend> bulk;          // null: one rank
   c10::intrusive_ptr<c10d::Store> store;       // carries the reasons of failures; null: one rank
-  std::string id;    // tells groups that share a store apart; the same on every rank, not reused
-  std::string name;  // of the backend: "nccl"
+  std::string id;              // distinguishes groups of one store; same on all ranks, not reused
+  std::string name;            // of the backend: "nccl"
   comm::RankNames names = {};  // of the ranks, in errors
 };
 

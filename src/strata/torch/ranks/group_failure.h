@@ -16,7 +16,8 @@ namespace strata::torch {
 
 class GroupFailure {
  public:
-  // `id` tells the groups that share a store apart; the same on every rank, and never used again.
+  // `id` distinguishes the groups that share a store; it is the same on every rank, and never used
+  // again.
   GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
                comm::RankNames names = {});
   GroupFailure(const GroupFailure&) = delete;

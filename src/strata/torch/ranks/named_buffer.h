@@ -1,5 +1,5 @@
 // Memory of one rank under a name that no other living buffer of the rank has. Threads: one thread
-// a rank, but for the destructor. Ownership: owns the memory, shares the names.
+// a rank; the destructor may run in any. Ownership: owns the memory, shares the names.
 #pragma once
 
 #include <functional>

@@ -27,7 +27,7 @@ class StoreBootstrap final : public comm::Bootstrap {
   int rank_;
   int world_size_;
   std::chrono::milliseconds timeout_;
-  std::string prefix_;  // tells the bootstraps of one store apart
+  std::string prefix_;  // distinguishes the bootstraps of one store
   int round_ = 0;
 };
 

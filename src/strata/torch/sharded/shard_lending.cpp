@@ -23,7 +23,7 @@ class ShardLending {
     const Numel before = unit_.layout.shard() * engine_.collectives().shard_place().index;
     const auto [begin, end] = range_of(engine_.collectives().shard_place().index);
     if (begin >= end) return;
-    if (!unit_.offloaded) {  // where it is
+    if (!unit_.offloaded) {  // lent in place
       const std::span<std::byte> bytes =
           unit_.shard.subspan(bytes_of(slot_.offset + begin - before, dtype_).size());
       use(begin, bytes.data(), end - begin);

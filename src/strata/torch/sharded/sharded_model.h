@@ -41,7 +41,7 @@ namespace strata::torch {
 
 class ShardedModel final : public ParameterOwner {
  public:
-  // `name` tells the engines of one process apart in shared memory; the same on every rank.
+  // `name` distinguishes the engines of one process in shared memory; the same on every rank.
   // `config.batch` must be complete. `rule` kNone: for evaluation only.
   ShardedModel(const ModelInput& input, const engine::Config& config, engine::UpdateRule rule,
                ModelRuntime runtime, std::string name);
