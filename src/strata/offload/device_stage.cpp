@@ -49,7 +49,7 @@ DeviceStage::DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch
       leaving_(device.create_stream()) {}
 
 DeviceStage::~DeviceStage() {
-  FirstError lost;  // of a device that has failed: it runs nothing, and there is nobody to tell
+  FirstError lost;  // a failed device runs nothing, and a destructor cannot report it
   lost.attempt([this] { coming_->synchronize(); });
   lost.attempt([this] { device_.compute_stream().synchronize(); });
   lost.attempt([this] { leaving_->synchronize(); });
