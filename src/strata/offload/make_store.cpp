@@ -20,7 +20,7 @@ class DryTransfer final : public io::Transfer {
   void wait() override {}
 };
 
-// Leaves memory alone: nobody looks at it, and a forecast has none to touch.
+// Leaves memory untouched: a forecast has no memory, and reads none of the values.
 class DryFile final : public BlockFile {
  public:
   void clear(std::span<std::byte>) override {}
