@@ -167,9 +167,10 @@ class Collectives {
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
 
-  // Of this rank's shard group, after a round of gathers which each of its ranks makes. The work's
-  // wait() returns when every rank has finished those that it had started by its call: from then on
-  // nobody reads slices of this rank, and a script may write them. Null: they have.
+  // A collective of this rank's shard group, after a round of gathers which each of its ranks
+  // makes. The work's wait() returns when every rank has finished the gathers that it had started
+  // before its call. From then on no rank reads slices of this rank, and a script may write them.
+  // Null: every rank has finished them already.
   virtual std::unique_ptr<Work> finish_gathers() { return nullptr; }
 
   // Memory that peers have freed or released is theirs as long as this rank has it mapped: unmaps

@@ -1,7 +1,7 @@
 // An open file: a descriptor with its path, so that every error can name the file. A file may have
-// a second descriptor, for transfers past the page cache (O_DIRECT); whoever reads and writes
-// through the layer's engines need not know, since what cannot go that way goes through the cache.
-// Threads: size() and the descriptors may be used by several threads at once; opening, moving and
+// a second descriptor, for transfers that bypass the page cache (O_DIRECT). A user of the layer's
+// engines need not know that: the engines send the bytes that cannot go that way through the cache.
+// Threads: several threads at once may use size() and the descriptors; opening, moving and
 // destroying belong to one. Ownership: closes its descriptors. Errors: IoError with the path and
 // errno's text.
 #pragma once
@@ -26,7 +26,8 @@ class File {
   // waiting for it.
   File(std::string path, Mode mode);
 
-  // What transfers past the page cache go by: offsets, lengths and addresses are multiples of it.
+  // Transfers that bypass the page cache have offsets, lengths and addresses that are multiples of
+  // it.
   static constexpr Bytes kDirectBlock = 4_KiB;
 
   // The same file, whatever its path names by now, to be read, and written where this one is, past

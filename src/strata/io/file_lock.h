@@ -18,7 +18,7 @@ class FileLock {
   enum class Outcome { kTaken, kHeldElsewhere, kNoLocks, kFailed };
 
   FileLock() = default;
-  // Of an open file; nothing is locked yet.
+  // A lock of an open file; nothing is locked yet.
   explicit FileLock(FileDescriptor file) : file_(std::move(file)) {}
   FileLock(FileLock&& other) noexcept;
   FileLock& operator=(FileLock&& other) noexcept;

@@ -15,8 +15,8 @@ class FolderCalls {
   virtual ~FolderCalls() = default;
   // A new folder; its parents must be there, and nothing of that name.
   virtual void make_folder(const std::string& path) = 0;
-  // What the file system of a folder that is there has left for this process; absent where it does
-  // not say.
+  // The space that this process may still use in the file system of an existing folder; absent if
+  // the file system does not report it.
   virtual std::optional<Bytes> free_space(const std::string& folder) = 0;
   // A new file, as File::Mode::kCreateNew has it.
   virtual File create(const std::string& path) = 0;
@@ -24,7 +24,7 @@ class FolderCalls {
   virtual void reserve(File& file, Bytes bytes) = 0;
   // The file's bytes survive from now on; its name, after sync_folder().
   virtual void sync_file(File& file) = 0;
-  // What was made, renamed and removed in the folder survives from now on.
+  // Entries that were made, renamed or removed in the folder survive from now on.
   virtual void sync_folder(const std::string& path) = 0;
   // Takes the place of a file that has the name; a folder's new name must be free.
   virtual void rename(const std::string& from, const std::string& to) = 0;

@@ -10,8 +10,8 @@
 
 namespace strata::io {
 
-// Whether the page at `offset` is in the cache; absent: nobody can say. mincore(2) is not asked: it
-// calls all pages of files that belong to others resident.
+// Whether the page at `offset` is in the cache; absent if that is unknown. This does not use
+// mincore(2), which calls all pages of other users' files resident.
 std::optional<bool> in_page_cache(const File& file, Bytes offset);
 
 }  // namespace strata::io

@@ -1,10 +1,10 @@
-// What is left of a positional transfer, or of one piece of it, and the one place that reads the
-// result of a system call: accept() continues after a short transfer, retries EINTR, and EAGAIN a
-// number of times, and turns everything else into an IoError with path, offset, wanted and got.
-// Every engine drives its transfers through it. Of a file with a descriptor for direct transfers,
-// whole blocks that lie at blocks in memory, too, go through that, and the rest, or all where the
-// system refuses, through the page cache. Threads: one thread. Ownership: borrows the File and the
-// memory.
+// The rest of a positional transfer, or of one piece of it, and the one place that reads the result
+// of a system call: accept() continues after a short transfer, retries EINTR, and EAGAIN a number
+// of times, and turns everything else into an IoError with path, offset, wanted and got. Every
+// engine drives its transfers through it. If the file has a descriptor for direct transfers, bytes
+// at whole blocks in both file and memory go through that. The other bytes go through the page
+// cache; so do all bytes if the system refuses direct transfers. Threads: one thread. Ownership:
+// borrows the File and the memory.
 #pragma once
 
 #include <cstddef>

@@ -20,7 +20,7 @@ constexpr std::size_t kMostParts = 64;  // of one call
 
 using Key = std::array<std::uint64_t, 2>;
 
-// What a process tells others of its offer: numbers in decimal.
+// The offer that a process sends to others: numbers in decimal.
 struct Offer {
   pid_t pid = 0;
   std::uint64_t key_at = 0;

@@ -1,10 +1,11 @@
-// Memory of another process of this host, read like a file: so that of a model which one process
-// has nobody needs a copy, not even in memory that both share. The one process offers parts of its
-// memory and tells the others a text; they read the parts as if they lay one behind the other in a
-// file, through an engine that takes SystemCalls. Needs process_vm_readv and the right to read
-// another process's memory: the same user in the same container. Threads: an offer belongs to one;
-// a ProcessMemory is immutable after construction, safe everywhere. Ownership: borrows the parts,
-// whose bytes nobody may write meanwhile. Errors: IoError where memory cannot be read.
+// Memory of another process of this host, read like a file. So the other processes load a model
+// from the one process that has it, without a copy of the whole, not even in shared memory. The one
+// process offers parts of its memory and sends the others a text. They read the parts as if they
+// lay one behind the other in a file, through an engine that takes SystemCalls. This needs
+// process_vm_readv and the right to read another process's memory: the same user in the same
+// container. Threads: an offer belongs to one; a ProcessMemory is immutable after construction,
+// safe everywhere. Ownership: borrows the parts; no thread writes their bytes meanwhile. Errors:
+// IoError where memory cannot be read.
 #pragma once
 
 #include <sys/types.h>
@@ -39,9 +40,9 @@ class OfferedMemory {
 
   // For the constructor of ProcessMemory.
   std::string to_text() const;
-  // Where the system lets nobody but a parent read (Yama's ptrace_scope of 1): from now on and
-  // until the end of the offer, what the parent of this process has started may, too. What the
-  // process permitted before (PR_SET_PTRACER) is lost.
+  // Where the system lets only a parent read (Yama's ptrace_scope of 1): all processes that this
+  // process's parent has started may read, too, until the offer ends. This replaces an earlier
+  // permission of the process (PR_SET_PTRACER).
   void permit_siblings();
 
  private:
@@ -61,9 +62,9 @@ class ProcessMemory final : public SystemCalls {
   // IoError if this process cannot read it; NotPermitted if it might, were it permitted.
   explicit ProcessMemory(const std::string& text);
 
-  // What an engine with these calls reads; no other engine does.
+  // The file that engines with these calls read; no other engine can.
   const File& file() const { return *file_; }
-  // Where the offered part of this number begins in it.
+  // The offset in that file at which the offered part of this number begins.
   Bytes offset_of(std::size_t part) const { return offsets_[part]; }
 
   std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) override;

@@ -33,19 +33,19 @@ class RequestRing {
     std::int64_t value = 0;  // bytes moved, or -errno
   };
 
-  // What one region can have.
+  // The most bytes of one region.
   static constexpr Bytes kRegionMax = 1_GiB;
 
   virtual ~RequestRing() = default;
   // Called once, by the thread that makes all later calls.
   virtual void begin() = 0;
   virtual void push(const Request& request) = 0;
-  // Hands over what was pushed. Blocks until a request has ended or somebody called wake() since
-  // the last wait(); appends the results of those that have ended.
+  // Submits the pushed requests. Blocks until a request has ended, or until another thread has
+  // called wake() since the last wait(); appends the results of the ended requests.
   virtual void wait(std::vector<Result>& results) = 0;
-  // Ends the use of the ring after an error, whoever had it: what the system was not given yet it
-  // never gets, the rest is cancelled where it can be. When it returns the system reads and writes
-  // no memory of a request any more, however long that takes; there are no results.
+  // Ends the use of the ring after an error on either side. The system never gets the requests that
+  // were not submitted; the others are cancelled where possible. When this returns, the system no
+  // longer reads or writes memory of a request, however long that takes; there are no results.
   virtual void withdraw() noexcept = 0;
   virtual void wake() = 0;
   // Makes memory known under a number, from 0 on. Returns 0, or an errno.

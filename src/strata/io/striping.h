@@ -16,12 +16,12 @@ namespace strata::io {
 
 class Striping {
  public:
-  // Of each part its speed, relative, in any unit. `chunk`: a multiple of File::kDirectBlock where
-  // transfers go past the page cache.
+  // `speeds`: the relative speed of each part, in any unit. `chunk`: a multiple of
+  // File::kDirectBlock where transfers bypass the page cache.
   explicit Striping(const std::vector<double>& speeds, Bytes chunk = 1_MiB);
 
   std::size_t parts() const { return chunks_a_round_.size(); }
-  // What of the first `bytes` the part has.
+  // The bytes of [0, `bytes`) that lie in the part.
   Bytes share_of(std::size_t part, Bytes bytes) const;
 
   // A run of bytes that is one range of a part.
@@ -31,7 +31,7 @@ class Striping {
     Bytes begin;   // relative to the range
     Bytes bytes;
   };
-  // Of [offset, offset + bytes), in order; offset is not negative.
+  // The runs of [offset, offset + bytes), in order; offset is not negative.
   std::vector<Run> runs_of(Bytes offset, Bytes bytes) const;
 
  private:

@@ -1,9 +1,9 @@
-// One transfer of an engine, cut into pieces that are served in any order: which pieces are handed
-// out, which are over, and what the first failure was. Of several failed pieces the one at the
-// lowest offset counts; once one has failed no more are handed out. Pieces of a file with a
-// descriptor for direct transfers end at blocks of the file, so that only the two ends of the
+// One transfer of an engine, cut into pieces that are served in any order. It knows which pieces
+// were handed out, which have ended, and the first failure. When several pieces fail, the failure
+// at the lowest offset counts; after a failure no more pieces are handed out. Pieces of a file with
+// a descriptor for direct transfers end at blocks of the file, so that only the two ends of the
 // transfer can lie across one. Threads: internally synchronised. Ownership: shared by the Transfer,
-// the engine's queue and whoever serves a piece; borrows the File and the memory.
+// the engine's queue and the threads that serve a piece; borrows the File and the memory.
 #pragma once
 
 #include <condition_variable>

@@ -205,7 +205,7 @@ class UringEngine::Core {
 
   const std::size_t queue_max_;
   const std::unique_ptr<RequestRing> ring_;
-  // Of the engine's thread.
+  // Only the engine's thread uses regions_, slots_ and free_.
   RegisteredRegions regions_;
   std::vector<Slot> slots_;
   std::vector<std::size_t> free_;
