@@ -33,8 +33,8 @@ struct GatherBounds {
   bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
   Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
   bool refresh_late = false;  // whole units may be gathering when a step is over
-  // A unit goes, whatever would fit, unless it is used again with at most so many elements of
-  // others in between.
+  // Releases a unit even if there is room for it, unless it is used again with at most `max_reuse`
+  // elements of other units in between.
   std::optional<Numel> max_reuse{};
 };
 
@@ -72,11 +72,11 @@ class GatheredUnits {
   // is fetched ahead anyway. Where the order was not foreseen, what was fetched in vain stays until
   // it is evicted for a unit in use.
   bool fits_ahead(Bytes bytes) const;
-  // Drops what was used before the unit in use now and is not used again within
+  // Releases units that were used before the unit in use now, and are not used again within
   // `bounds.max_reuse`.
   void drop_what_is_not_reused_soon(int current);
-  // Drops the tiles that nobody pins, but for `current`, the unit that is used next, and for one
-  // that is fetched ahead while that is no tile.
+  // Releases the unpinned tiles, except `current`, the unit that is used next. If `current` is no
+  // tile, a tile that is being prefetched stays, too.
   void drop_idle_tiles(int current);
   void evict_all();
   void free_memory();
@@ -84,7 +84,7 @@ class GatheredUnits {
 
   Bytes live() const { return live_; }  // of gathered units and those being gathered
   std::int64_t allocations() const { return memory_.allocations(); }
-  // What a unit takes while it is gathered.
+  // The memory of a unit while it is gathered.
   Bytes footprint(int unit) const { return GatherMemory::footprint(memory_of(unit)); }
 
  private:

@@ -1,20 +1,20 @@
-// Brings units' whole weights into memory when a scope needs them and lets them go afterwards.
+// Gathers units' whole weights when a scope needs them, and releases them afterwards.
 //
-// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it: the memory is
-// kept while the bound on gathered bytes allows, so that the backward pass finds the last blocks of
-// the forward pass still there, and goes when something that is used sooner needs the room. Which
-// unit is used when is learned (plan::FetchOrder) and also drives prefetching, within its own
-// bound. Units that are whole are complete, except between a change of the shards and
-// refresh_whole(); where the bounds say `refresh_late`, until they are first acquired after that,
-// or somebody asks (complete()). The Gatherer decides; GatheredUnits and WholeUnits hold the state
-// of sharded and of whole units.
+// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it. The unit's
+// memory stays while the bound on gathered bytes allows, so that the backward pass still finds the
+// last blocks of the forward pass; a unit that is used sooner may take the room. The Gatherer
+// learns the order of uses (plan::FetchOrder), which also drives prefetching, within a bound of its
+// own. Units that stay whole are complete, except between a change of the shards and
+// refresh_whole(). With `refresh_late` they may stay incomplete longer, until their first acquire()
+// or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state of sharded and
+// of whole units.
 //
-// Threads: complete(), complete_all(), wait_for_readers() and gathered() of whole units: any
-// thread, beside all else. The rest: one thread at a time. Errors: CommError from the collectives;
-// OutOfMemoryError, after all that no one pins has been evicted, which says what is pinned. The
-// unit is released and unpinned then, and may be acquired again. A prefetch for which memory does
-// not suffice is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
-// from acquire() of a unit that is parked.
+// Threads: complete(), complete_all(), wait_for_readers(), and gathered() of whole units: any
+// thread, beside all other calls. The rest: one thread at a time. Errors: CommError from the
+// collectives. OutOfMemoryError after all unpinned units were evicted; it lists the pinned ones.
+// The unit is released and unpinned then, and may be acquired again. If memory does not suffice for
+// a prefetch, it is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
+// from acquire() of a unit whose weights are offloaded (offload_states()).
 #pragma once
 
 #include <cstdint>
@@ -42,13 +42,14 @@ class Gatherer {
            device::Device& device, ParameterViews& views, StepRecorder& recorder,
            GatherBounds bounds);
 
-  // A pass is what repeats: the forward and backward of one micro-step.
+  // A pass repeats: the forward and backward of one micro-step.
   void start_pass();
-  // What the first pass uses, as far as one can tell.
+  // Predicts the uses of the first pass.
   void expect(std::vector<int> uses) { order_.expect(std::move(uses)); }
 
   void acquire(int unit);
-  // Here other ranks may acquire() a unit that this rank does without. Gradients come all the same.
+  // This rank does not use the unit, but other ranks may acquire() it now. Its gradients are
+  // reduced all the same.
   void leave_out(int unit) { order_.note_left_out(unit); }
   void release(int unit);
   // Unpins, and drops whatever was written to the gathered copy: where someone else pins it, it is

@@ -1,5 +1,5 @@
-// What a model's scopes need of the engine: how much at once, and in which order. Pure functions of
-// the plan.
+// The needs of a model's scopes: how much memory at once, and which units in which order. Pure
+// functions of the plan.
 #pragma once
 
 #include <span>
@@ -15,7 +15,7 @@ enum class ScopeUnits { kSharded, kAll };
 Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
                     ScopeUnits which);
 
-// What may be fetched ahead together whatever other bounds say: the units of a scope, or none.
+// The bytes that may be prefetched together despite other bounds: the units of a scope, or none.
 Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
                        std::span<const Unit> units);
 

@@ -1,5 +1,5 @@
-// What an optimizer works on: for each trainable unit the fp32 master weights and the fp32 gradient
-// of this rank's shard, cut into segments by parameter. Both our Adam and an optimizer of the
+// The data of an optimizer: for each trainable unit the fp32 master weights and the fp32 gradient
+// of this rank's shard, cut into segments by parameter. Both Strata's Adam and an optimizer of the
 // user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
 #pragma once
 
@@ -48,7 +48,7 @@ class OptimizerShards {
   std::vector<std::size_t> index_;  // by unit, of trainable ones
 };
 
-// Hyper-parameters of one param group, as they are at this step.
+// The current hyper-parameters of one param group.
 struct GroupScalars {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -58,15 +58,15 @@ struct GroupScalars {
   bool bias_correction = true;
 };
 
-// What multiplies every gradient first: clipping and loss scale.
+// The factor that multiplies every gradient first: clipping and loss scale.
 struct GradientScale {
   float value = 1.0F;
-  // Where not null, in memory of the device, it counts instead, as it is when the update runs; NaN
-  // leaves the shards as they are. Only where takes_late_scale().
+  // If not null: device memory with the factor, which the update reads when it runs, instead of
+  // `value`. NaN leaves the shards unchanged. Only where takes_late_scale().
   const float* late = nullptr;
 };
 
-// Updates the shards once; what GradientShards::left_out() lists stays as it is, and so do its
+// Updates the shards once. Parameters in GradientShards::left_out() stay unchanged, and so do their
 // states.
 class ShardedOptimizer {
  public:

@@ -1,4 +1,4 @@
-// Who updates the shards, and what masters of bf16 weights that leaves to be kept. Pure functions.
+// The rule that updates the shards, and the form of the masters that it needs. Pure functions.
 // Errors: ConfigError for settings that do not fit the rule.
 #pragma once
 
