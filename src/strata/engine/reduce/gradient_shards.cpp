@@ -141,7 +141,7 @@ void GradientShards::read_values(std::size_t first, std::size_t end, device::Str
   read();
 }
 
-// What the compute stream gets from here on finds all that was settled.
+// Work that the compute stream gets from here on finds all settled values.
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && !arrived_.empty())
     watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });

@@ -44,7 +44,7 @@ struct ReducerOptions {
   Bytes max_held{};       // of gradients that wait to be written; the newest may exceed it
 };
 
-// What becomes of a backward pass's gradients.
+// The use of a backward pass's gradients.
 enum class BackwardPass {
   kKeeps,    // they stay on this rank, whole, for a later pass
   kReduces,  // they are reduced; another pass of this step follows

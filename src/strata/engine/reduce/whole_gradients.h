@@ -1,6 +1,6 @@
-// The reduced gradients of a step, whole: what all ranks hold of each unit, brought together for
-// who looks at them between backward and step. Nothing of it is kept, and a step that nobody looks
-// into costs nothing here.
+// The reduced gradients of a step, whole: gathers all ranks' shards of each unit for a script that
+// reads gradients between backward and step. It keeps none of them. A step whose gradients no
+// script reads costs nothing here.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors: CommError, OutOfMemoryError,
 // DeviceError.
