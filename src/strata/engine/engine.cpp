@@ -81,8 +81,8 @@ Engine::~Engine() {
 }
 
 void Engine::prepare() {
-  // In this order: peers map the weights as soon as they are there, and the driver lets nobody else
-  // have memory meanwhile.
+  // The optimizer's memory comes first: peers map the weights once they exist, and
+  // meanwhile the driver serves no other request for memory.
   if (optimizer_ != nullptr) optimizer_->prepare();
   weights_.back_all();
 }
@@ -102,7 +102,7 @@ void Engine::weights_changed(bool complete) {
     if (!gatherer_.begun(unit.id)) whole += Bytes(unit.resident.size());
   }
   InitReport::Phase phase(init_report_, "all-gather", whole);
-  collectives_->barrier();  // every rank's shards are written before anybody reads them
+  collectives_->barrier();  // every rank's shards are written before any rank reads them
   gatherer_.refresh_whole(Changed::kAll, /*late=*/false);
   device_->compute_stream().synchronize();
   phase.moved(whole);
@@ -110,7 +110,7 @@ void Engine::weights_changed(bool complete) {
 }
 
 void Engine::gather_early(std::span<const int> units) {
-  collectives_->group_barrier();  // every rank's shards are written before anybody reads them
+  collectives_->group_barrier();  // every rank's shards are written before any rank reads them
   gatherer_.fetch_first(units);
 }
 

@@ -1,7 +1,7 @@
-// What a training script's backward() and step() mean: which micro-step is a boundary, what the
-// loss is multiplied by, when the loss scale and the learning rates move. Drives an Engine by a
-// Config. Threads: one thread at a time. Ownership: borrows the engine. Errors: UsageError for
-// calls out of order, LossScaleError, and those of Engine::step().
+// The meaning of a training script's backward() and step(): which micro-step is a boundary, by
+// which factor the loss is multiplied, and when the loss scale and the learning rates change.
+// Drives an Engine as a Config says. Threads: one thread at a time. Ownership: borrows the engine.
+// Errors: UsageError for calls out of order, LossScaleError, and those of Engine::step().
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Makes parameters trainable that were frozen when the engine was made: their units get masters,
+// Makes parameters trainable that were frozen when the engine was made. Their units get masters,
 // which begin at the weights, room for gradients, and states of the optimizer. Parameters that stay
-// frozen beside them in a unit have room there, too, get no gradients, and stay as they are.
+// frozen in such a unit have room there, too, but get no gradients, and do not change.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors: CommError where a rank does
 // something else meanwhile, ConfigError where it unfreezes other parameters, both with their names;

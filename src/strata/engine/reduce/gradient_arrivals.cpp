@@ -49,8 +49,8 @@ void GradientArrivals::begin_pass(std::span<const int> first_uses) {
   }
 }
 
-// `mine` may repeat units and hold frozen ones. Of each trainable unit, the first occurrences
-// count, one for each of its turns. Missing units come last.
+// `mine` may repeat units and hold frozen ones. The first occurrences of each trainable unit count,
+// one for each of its turns. Missing units come last.
 void GradientArrivals::share_order(std::span<const int> mine) {
   std::vector<int> placed(units_.size());
   order_.clear();

@@ -7,10 +7,9 @@
 // the outcome later.
 //
 // The hosts know which parameters got no gradient, since each rank's autograd has handed over all
-// others. So this needs no device. It travels with an exchange that every step has in any case: as
-// counts beside the sums (PackedCounts), or, if the device has the sums, in the texts by which
-// ranks say that they have nothing else to agree on. Those texts are empty unless a gradient was
-// missing.
+// others. So this needs no device. It travels with an exchange of every step: as counts beside the
+// sums (PackedCounts), or, if the device has the sums, in the texts by which ranks say that they
+// have nothing else to agree on; those are empty unless a gradient was missing.
 //
 // A step whose gradients are not finite is skipped and counted. The first such step reports where
 // they were found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
@@ -50,8 +49,7 @@ class GradientCheck {
   struct Outcome {
     bool applies = true;         // false: the step is skipped
     std::optional<double> norm;  // nullopt: not computed yet, and so is whether the step applies
-    // The factor that multiplies every gradient. If `late_factor` is not null, the factor in that
-    // device memory counts instead.
+    // The factor of every gradient. If `late_factor` is not null, that device memory holds it.
     float factor = 1.0F;
     const float* late_factor = nullptr;
   };
@@ -60,8 +58,7 @@ class GradientCheck {
   Outcome check(double loss_scale, bool allows_overflow, bool late);
 
   // Collective: brings the step's gradients together for this rank. The other ranks call it, too,
-  // or check(): there they serve the reading ranks and then continue. On a single rank the
-  // gradients of `unit` suffice.
+  // or check(), where they serve the reading ranks. A single rank needs only `unit`.
   void read(int unit, bool allows_overflow, bool late, const WholeGradients::Take& take);
 
   // Both are the last step's, and wait for the device where it has not computed them yet.
@@ -69,16 +66,14 @@ class GradientCheck {
   bool last_applied();
   // The norm of the last step with a known norm; does not wait. 0 before the first.
   double known_norm() const { return last_finding_.norm; }
-  // The skipped steps so far. `wait`: waits for the device; otherwise the last step is not counted
-  // while its outcome is unknown.
+  // The skipped steps so far. `wait`: for the device; else the last step may be missing.
   std::int64_t skipped_steps(bool wait);
   // Takes the count of an earlier run, as if its last step had been applied.
   void set_skipped_steps(std::int64_t steps);
   // Whether the last step had a late factor and was skipped, and tell_late() was not called since.
   // Waits for the device as last_norm() does.
   bool failed_late();
-  // Collective, on every rank for which failed_late(). Throws if that was one skipped step too
-  // many.
+  // Collective, on every rank for which failed_late(). Throws after too many skipped steps.
   void tell_late();
   // The message on skipped steps that the user has not been told yet; empty: none.
   std::string take_warning() { return std::exchange(warning_, {}); }

@@ -23,8 +23,7 @@ namespace strata::engine {
 
 class GradientShards {
  public:
-  // `tier`: for units that name none. Notifies `watch` of bytes that leave the device and come
-  // back.
+  // `tier`: for units that name none. Notifies `watch` of bytes that leave the device or come.
   GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype, memory::Tier tier,
                  offload::LinkWatch& watch);
 
@@ -38,24 +37,20 @@ class GradientShards {
   void settle(int unit);
 
   bool filled(int unit) const { return shards_[static_cast<std::size_t>(unit)].filled; }
-  // Parameters for which no rank has a gradient in this step, ascending: the update leaves them
-  // unchanged.
+  // The parameters without a gradient on any rank in this step, ascending. They do not change.
   void leave_out(std::vector<int> params) { left_out_ = std::move(params); }
   const std::vector<int>& left_out() const { return left_out_; }
   bool left_out(int param) const { return std::ranges::binary_search(left_out_, param); }
-  // The fp32 values of a filled shard; with a narrow dtype they are valid until the next call for
-  // another unit.
+  // The fp32 values of a filled shard; if dtype() is narrow, until a call for another unit.
   std::span<float> values(int unit);
   std::vector<kernels::GradStats> statistics(std::span<const int> units);  // of filled shards
   // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
   // fills it, behind that. Where what has arrived is not all of it, squares() sums later, and so
   // with a tile that stays on the device: all of those at once.
   void measure(int unit, device::Stream& stream);
-  // The sums of squares by unit, in device memory; 0 for units that are not filled. On the compute
-  // stream.
+  // By unit: the sum of squares, in device memory; 0 if not filled. On the compute stream.
   std::span<const double> squares();
-  // The kept values, in dtype(), for changes in the compute stream; zeroes if the shard was not
-  // filled.
+  // The kept values, in dtype(), for changes in the compute stream; zeroes until filled.
   std::span<std::byte> change(int unit);
   DType dtype() const { return dtype_; }
   // Where the unit's rest; values() of narrow ones are on the device all the same.
@@ -90,8 +85,7 @@ class GradientShards {
   void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
   void fold_in(int unit, device::Stream& stream);
-  // Wraps a kernel of the stream that reads these shards, so that the watch sees the reads of
-  // shards on the host.
+  // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
   void read_values(std::size_t first, std::size_t end, device::Stream& stream,
                    const offload::LinkWatch::Call& read);
   void wait_for_arrived();

@@ -5,16 +5,14 @@
 // unit's flat buffer. That dtype is the reduce dtype. It is the unit's own dtype, with half the
 // bytes, if that loses nothing: for gradients of 16 bits to which no later pass adds, and
 // collectives that add them up in fp32. If ranks write into each other's memory (comm/inbox.h), a
-// gradient goes straight to the ranks that add it up. The flat buffer then holds only the gradients
-// that cannot: sums of several, those of passes that do not reduce, and those that come after their
-// unit was reduced.
+// gradient goes straight to the ranks that add it up. The flat buffer is then for gradients that
+// cannot: sums of several, those of passes that do not reduce, and those that come too late.
 //
 // On a device that runs ahead, gradients are written beside the model's kernels, on the stream of
 // the collectives, or on one of this object's own; a few are held until that is done.
 //
-// The caller may write the gradient of a tile instead, so that it exists once, to the address of
-// place(). Such a gradient never goes into other ranks' memory, since they take it in slices, from
-// a copy.
+// The caller may write the gradient of a tile instead, to the address of place(), so that it exists
+// once. It never goes into other ranks' memory, since they take it in slices, from a copy.
 //
 // Threads: one thread at a time. Ownership: gradients are read during push() and write(), or held
 // by hold_until_written(). Errors: OutOfMemoryError for a buffer; CommError; DeviceError.
@@ -63,15 +61,13 @@ class GradientWrites {
   void begin_pushing(std::span<const int> order);
   void end_pushing() { inbox_.end_pass(); }
   bool pushing() const { return inbox_.active(); }
-  // Later passes add to the values in the buffers: from now on buffers have the reduce dtype, and
-  // gradients that came too late for an earlier reduction are widened. set_narrow() ends that once
-  // a pass has reduced all.
+  // Later passes add to the values in the buffers: from now on these have the reduce dtype, and
+  // gradients that came too late are widened. set_narrow() ends that when all are reduced.
   void widen();
   void set_narrow() { wide_ = false; }
   bool wide() const { return wide_; }
 
-  // The dtype in which a unit's gradients travel: the same on every rank, since it depends on
-  // passes alone.
+  // The dtype in which a unit's gradients travel: it depends on passes alone, so all ranks agree.
   DType dtype(int unit) const { return dtype(unit, wide_); }
   Bytes bytes(int unit) const {
     return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
@@ -96,8 +92,7 @@ class GradientWrites {
   // first slot that has elements, is trained and got no gradient.
   std::optional<std::size_t> write_missing(int unit);
   std::optional<std::size_t> push_missing(int unit);
-  // Collective: starts the reduction of the written or pushed gradients; `reduction` names its
-  // result.
+  // Collective: starts the reduction of the written or pushed gradients into `reduction`.
   std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed);
   // The buffer, for as long as the reduction reads it. A pushed unit has none, unless gradients in
   // its buffer were pushed, too. A buffer with gradients that came too late stays.
