@@ -201,9 +201,8 @@ std::string SwapFolder::remark() const {
   }
   if (locks_) return text;
   return fmt::format(
-      "{}{}{} has no locks, so that folders of jobs that were killed stay until "
-      "somebody removes them",
-      text, text.empty() ? "" : "; ", root_);
+      "{}{}{} has no locks, so the folders of killed jobs stay until you remove them", text,
+      text.empty() ? "" : "; ", root_);
 }
 
 }  // namespace strata::offload

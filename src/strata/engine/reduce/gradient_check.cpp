@@ -188,8 +188,8 @@ void GradientCheck::tell(bool late) {
                   late ? "the last step" : "this step");
   if (!one_too_many) {
     warning_ = fmt::format(
-        "{}, so the step is skipped: weights, optimizer and scheduler stay as they are. This is "
-        "said once; skipped_steps counts such steps, and more than {} in a row "
+        "{}, so the step is skipped: weights, optimizer and scheduler do not change. This message "
+        "comes once; skipped_steps counts such steps, and more than {} in a row "
         "(strata.max_skipped_steps) are an error. First found in: {}",
         what, options_.max_skipped_steps, where);
     return;
