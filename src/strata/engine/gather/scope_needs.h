@@ -10,7 +10,7 @@
 
 namespace strata::engine {
 
-// The most that the units of one scope take when they are whole.
+// The most memory that the units of one scope take when they are whole.
 enum class ScopeUnits { kSharded, kAll };
 Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
                     ScopeUnits which);
@@ -19,14 +19,14 @@ Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Uni
 Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
                        std::span<const Unit> units);
 
-// How many bytes of gradients may be under reduction before the next ones are written:
-// EngineOptions::max_reducing; where there are tiles none, since the device has no room for more
-// than the one that is written.
+// The bytes of gradients that may be under reduction before the next ones are written:
+// EngineOptions::max_reducing. With tiles it is 0, since the device has no room for more than the
+// gradient that is being written.
 Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units);
 
-// The units in the order of their uses in a pass, as far as one can tell before the first: forward
-// through the scopes, and backward; the units of one come in their order both times, and then its
-// tiles one by one, backwards the second time.
+// The predicted order of the units' uses in the first pass: forward through the scopes, then
+// backward. Both times a scope's units come in their order, and then its tiles one by one,
+// backwards the second time.
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes);
 
 }  // namespace strata::engine

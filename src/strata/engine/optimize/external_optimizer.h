@@ -35,14 +35,14 @@ class ExternalOptimizer final : public ShardedOptimizer {
   // had one in this step. They are the callback's until it returns.
   using Update = std::function<void(std::span<const std::span<float>> gradients)>;
 
-  // `watch` is told of what goes to the host and back.
+  // Notifies `watch` of copies to the host and back.
   ExternalOptimizer(OptimizerShards& shards, device::Device& device, offload::LinkWatch& watch);
 
   const std::vector<ExternalSegment>& segments() {
     prepare();
     return segments_;
   }
-  // add() puts more at its end, and may give others another group.
+  // add() appends more segments, and may move others to another group.
   // Called by step(); must update the weights of the segments.
   void set_update(Update update) { update_ = std::move(update); }
 
@@ -54,7 +54,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }
-  // Segments are others from then on: segments() has them, after unpark().
+  // From then on the segments are others: segments() returns them, after unpark().
   void park(bool masters) override;
   void unpark() override {}
 
