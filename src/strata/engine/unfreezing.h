@@ -18,7 +18,7 @@ namespace strata::engine {
 
 class Unfreezing {
  public:
-  // `optimizer`: null where none updates.
+  // `optimizer`: null where no optimizer updates the weights.
   Unfreezing(Weights& weights, Reducer& reducer, OptimizerShards& shards,
              ShardedOptimizer* optimizer, comm::Collectives& collectives)
       : weights_(weights),
@@ -27,8 +27,9 @@ class Unfreezing {
         optimizer_(optimizer),
         collectives_(collectives) {}
 
-  // Collective, between passes, with nothing parked: these get gradients and are updated from now
-  // on, by the values of their groups. Bias correction counts their steps from here.
+  // Collective, between passes, with no states offloaded: from now on these parameters get
+  // gradients and updates, by the values of their groups. Bias correction counts their steps from
+  // here.
   void train(std::span<const int> params);
 
  private:

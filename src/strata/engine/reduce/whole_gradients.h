@@ -25,10 +25,10 @@ class WholeGradients {
   // `flat`: fp32 values of the unit's layout, zeroes where no gradient is; readable in the compute
   // stream until this returns.
   using Take = std::function<void(const Unit& unit, const float* flat)>;
-  // Collective: reduces what still waits for it, and brings every trainable unit together, but
-  // tiles. `take` may be empty: others want them.
+  // Collective: reduces the gradients that still wait for it, and gathers every trainable unit
+  // except tiles. `take` may be empty: then only other ranks read them.
   void gather(const Take& take);
-  // The same of one unit, on the only rank; takes nothing where there is no gradient of it.
+  // The same for one unit, on the only rank; does not call `take` if the unit has no gradient.
   void take_shard(int unit, const Take& take);
 
  private:
