@@ -30,9 +30,10 @@ class File {
   // it.
   static constexpr Bytes kDirectBlock = 4_KiB;
 
-  // The same file, whatever its path names by now, to be read, and written where this one is, past
-  // the page cache as far as ranges and memory lie at blocks. Where the file system does not offer
-  // that, or wants larger blocks, all goes through the cache: see direct_fd().
+  // The same file, even if its path names another file by now, opened for reading, and for writing
+  // if this one is. Its transfers bypass the page cache as far as ranges and memory lie at blocks.
+  // If the file system does not offer that, or needs larger blocks, all transfers go through the
+  // cache: see direct_fd().
   File direct() const;
 
   int fd() const { return descriptor_.get(); }
@@ -40,7 +41,7 @@ class File {
   int direct_fd() const { return direct_.get(); }
   const std::string& path() const { return path_; }
   Bytes size() const;
-  // Takes the space now and grows the file to at least `bytes`, so that a full disk is an error
+  // Takes the space now and grows the file to at least `bytes`, so that a full disk fails here,
   // before the first byte is written.
   void reserve(Bytes bytes);
   void sync();  // fsync

@@ -37,7 +37,7 @@
 namespace strata::io {
 
 struct TransferTimes {
-  std::chrono::steady_clock::time_point begin;  // when something first worked on it
+  std::chrono::steady_clock::time_point begin;  // when the engine began to work on it
   std::chrono::steady_clock::time_point end;
 };
 
@@ -45,9 +45,9 @@ class Transfer {
  public:
   virtual ~Transfer() = default;
   virtual bool done() = 0;
-  // Throws IoError; called again, it reports the same.
+  // Throws IoError; each later call throws the same error.
   virtual void wait() = 0;
-  // When it ran, of one that is done; nullopt: that is not known.
+  // The times of a transfer that is done; nullopt: unknown.
   virtual std::optional<TransferTimes> times() const { return std::nullopt; }
 };
 
@@ -57,7 +57,7 @@ class MemoryRegistration {
   virtual ~MemoryRegistration() = default;
   MemoryRegistration(const MemoryRegistration&) = delete;
   MemoryRegistration& operator=(const MemoryRegistration&) = delete;
-  // Why the memory is used as any other is; empty: it is registered.
+  // The reason why the memory is not registered, and used like any other; empty: it is registered.
   const std::string& refused() const { return refused_; }
 
  private:

@@ -1,6 +1,6 @@
-// Whether bytes of a file are in the system's page cache, which is what decides how fast a buffered
-// read of them is. Threads: safe everywhere. Errors: none; systems and file systems that do not
-// tell are no error.
+// Whether bytes of a file are in the system's page cache, which decides how fast a buffered read of
+// them is. Threads: safe everywhere. Errors: none; systems and file systems that do not report it
+// are no error.
 #pragma once
 
 #include <optional>

@@ -24,13 +24,13 @@
 
 namespace strata::io {
 
-// As another process of this host sees it.
+// A part's address in the process that offers it.
 struct MemoryPart {
   std::uint64_t address;
   std::uint64_t bytes;
 };
 
-// Others can read while it lives.
+// Other processes can read the memory while this lives.
 class OfferedMemory {
  public:
   explicit OfferedMemory(std::span<const std::span<const std::byte>> parts);
@@ -46,7 +46,7 @@ class OfferedMemory {
   void permit_siblings();
 
  private:
-  std::array<std::uint64_t, 2> key_;  // by which readers see that it is this process
+  std::array<std::uint64_t, 2> key_;  // shows readers that it is this process
   std::vector<MemoryPart> parts_;
   bool permitted_ = false;
 };
@@ -59,7 +59,7 @@ class NotPermitted : public IoError {
 
 class ProcessMemory final : public SystemCalls {
  public:
-  // IoError if this process cannot read it; NotPermitted if it might, were it permitted.
+  // IoError if this process cannot read the memory; NotPermitted if a permission might change that.
   explicit ProcessMemory(const std::string& text);
 
   // The file that engines with these calls read; no other engine can.

@@ -19,11 +19,11 @@ class RegisteredRegions {
  public:
   explicit RegisteredRegions(RequestRing& ring);
 
-  // Empty, or why it is not registered.
+  // Returns the reason why the memory is not registered; empty: it is.
   std::string add(std::span<std::byte> memory);
   // Unregisters memory that add() has registered.
   void remove(std::span<std::byte> memory);
-  // The region that holds all of it; -1: none does.
+  // The region that holds all of these bytes; -1: there is none.
   int find(const std::byte* memory, std::size_t bytes) const;
 
  private:

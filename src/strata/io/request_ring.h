@@ -1,10 +1,10 @@
-// Seam: a queue of requests to read and write, and what came of them, as io_uring has it: requests
-// are pushed, handed to the system together, and end in any order. It judges no result; the engine
-// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads: all
-// of one, the engine's, but wake(), which any may call. Ownership: borrows the memory and the
-// descriptors of requests until they have ended, and what is registered. Errors: results of
-// requests; begin() and wait() throw IoError where the system does not serve the queue (any more),
-// after which only withdraw() and the destructor may be called.
+// Seam: a queue of requests to read and write, and their results, like io_uring's: requests are
+// pushed, submitted to the system together, and end in any order. It judges no result; the engine
+// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads:
+// only the engine's calls it, except wake(), which any thread may call. Ownership: borrows the
+// memory and the descriptors of requests until they have ended, and registered memory. Errors:
+// results of requests; begin() and wait() throw IoError if the system does not serve the queue (any
+// more), and then only withdraw() and the destructor may be called.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ class RequestRing {
     std::byte* target = nullptr;        // of a read, else null
     const std::byte* source = nullptr;  // of a write, else null
     int region = -1;                    // the registered memory that it lies in; -1: none
-    bool may_block = false;  // the system need not try on the engine's thread whether it would
+    bool may_block = false;  // so the system need not try it on the engine's thread first
   };
   struct Result {
     std::uint32_t id = 0;
@@ -48,7 +48,7 @@ class RequestRing {
   // longer reads or writes memory of a request, however long that takes; there are no results.
   virtual void withdraw() noexcept = 0;
   virtual void wake() = 0;
-  // Makes memory known under a number, from 0 on. Returns 0, or an errno.
+  // Registers memory under a number, from 0 on. Returns 0, or an errno.
   virtual int register_region(int region, std::span<std::byte> memory) = 0;
   virtual void unregister_region(int region) = 0;
   virtual int regions_max() const = 0;

@@ -1,8 +1,8 @@
-// How one range of bytes lies in several files, so that several drives serve it at once. It is cut
-// into chunks, which go to the files in turns, to the faster ones more often: of speeds 3 and 1,
-// three chunks of four lie in the first file. Where a byte lies depends on nothing but the speeds,
-// so that the range may grow. Arithmetic alone; immutable, safe everywhere.
-// Errors: UsageError of the constructor.
+// Spreads one range of bytes over several files, so that several drives serve it at once. The range
+// is cut into chunks, which go to the files in turns, more often to the faster ones: with speeds 3
+// and 1, three chunks of four lie in the first file. The offset of a byte depends on the speeds
+// alone, so the range may grow. Pure arithmetic; immutable, safe everywhere. Errors: UsageError
+// from the constructor.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class Striping {
   std::vector<Run> runs_of(Bytes offset, Bytes bytes) const;
 
  private:
-  // Which part has a chunk of a round, and how many of that part's are before it.
+  // The part that has a chunk of a round, and the number of that part's chunks before it.
   struct Turn {
     std::size_t part;
     std::int64_t before;
@@ -46,7 +46,7 @@ class Striping {
   Bytes chunk_;
 };
 
-// The transfers as one. wait() waits for all; of several failures it throws the first one's.
+// Several transfers as one. wait() waits for all, and throws the first error in their order.
 std::unique_ptr<Transfer> joined(std::vector<std::unique_ptr<Transfer>> transfers);
 
 }  // namespace strata::io

@@ -29,16 +29,17 @@ class TransferJob {
   // `piece`: bytes of a piece; the first one may have a block more.
   TransferJob(const PendingRange& range, Bytes piece);
 
-  // The next piece to serve; none when all are handed out, or when one has failed.
+  // The next piece to serve; nullopt when all are handed out, or when one has failed.
   std::optional<Piece> claim();
-  // A claimed piece is over; `error` is null where it is complete.
+  // Ends a claimed piece; `error` is null if it is complete.
   void settle(std::int64_t index, std::exception_ptr error);
 
   bool done();
-  // Blocks until no piece is being served. Rethrows the failure.
+  // Blocks until no thread serves a piece. Throws the failure.
   void wait();
   void wait_quietly();
-  // From the first claim to the last piece's end; nullopt where it is not done, or had no bytes.
+  // The times of the first claim and of the last piece's end; nullopt if it is not done, or had no
+  // bytes.
   std::optional<TransferTimes> times() const;
 
  private:
