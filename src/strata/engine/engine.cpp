@@ -14,8 +14,8 @@ namespace {
 ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPlan& plan,
                                const Weights& weights, const comm::Collectives& collectives,
                                const device::Device& device) {
-  // The units of a scope become complete close to each other; what is less than they take would
-  // have the model wait for reductions that have only begun.
+  // The units of a scope become complete close to each other. With less room than they take, the
+  // model would wait for reductions that have only begun.
   const Bytes scope = largest_scope(plan.scopes, weights.units(), ScopeUnits::kAll) * 3 / 2;
   return {options.name,
           options.reduce_dtype,

@@ -182,7 +182,8 @@ class UringEngine::Core {
     free_.push_back(index);
   }
 
-  // The ring serves no more. Memory goes back to its owners when the system has let go of it.
+  // The ring serves no more. The transfers fail only after the system has stopped using their
+  // memory.
   void fail(const std::exception_ptr& error) {
     ring_->withdraw();
     for (std::size_t i = 0; i < slots_.size(); ++i) {

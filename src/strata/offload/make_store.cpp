@@ -60,7 +60,7 @@ std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& de
   return std::make_shared<TieredStore>(std::move(stores));
 }
 
-// Both stores. `file_of` makes what lies behind that of a place on a drive.
+// Makes both stores. `file_of` makes the BlockFile of a placement on drives.
 template <typename FileOf>
 MadeStores stores_of(const StatePlace& states, const StatePlace& weights, device::Device& device,
                      const FileOf& file_of) {

@@ -36,7 +36,7 @@ std::vector<Bytes> sizes_of(std::span<const Part> parts) {
 
 }  // namespace
 
-// Keeps what is there of some parts from making room for the others.
+// Keeps parts that are in memory from being evicted for the others of the same call.
 class PartCache::Claim {
  public:
   Claim(PartCache& cache, std::span<const Part> parts) : cache_(cache), parts_(parts) { set(true); }

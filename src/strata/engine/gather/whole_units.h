@@ -49,7 +49,7 @@ class WholeUnits {
   // returns, they are complete, also on peers. With `late`, units whose readers can wait for them
   // may be under way still.
   void end(bool late);
-  // Completes what has started, and forgets it: the shards are no good.
+  // Completes the started gathers and forgets them, since the shards are no good.
   void abandon();
 
   // The parameters of complete units lose their memory, and point at it again.

@@ -75,7 +75,7 @@ void GradientArrivals::share_order(std::span<const int> mine) {
   }
 }
 
-// Whether what the unit's next turn waits for has come.
+// Whether all gradients for the unit's next turn have come.
 bool GradientArrivals::complete(const Progress& p) {
   if (p.turns == 1) return p.missing <= 0;
   return p.seen[0] > p.turns_over || p.expected[0] <= p.turns_over;
