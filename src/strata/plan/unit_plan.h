@@ -15,8 +15,8 @@
 // A tile of a parameter (plan/tile_plan.h) is always a unit by itself. Its scopes do not hold it:
 // the code that walks over the tiles gathers one after the other.
 //
-// A tied parameter belongs to the first unit that meets it; every scope that reaches it lists that
-// unit. Pure function; the same model gives the same plan on every rank.
+// A tied parameter belongs to the first unit with a module that uses it; every scope that reaches
+// it lists that unit. Pure function; the same model gives the same plan on every rank.
 #pragma once
 
 #include <cstdint>

@@ -60,7 +60,7 @@ class WholeUnits {
   struct Slot {
     std::unique_ptr<comm::Work> work;  // null: complete
     StepRecorder::Recording recording;
-    bool awaited = false;  // readers were told to ask for it
+    bool awaited = false;  // readers wait for it (ParameterViews::await())
   };
   void finish(int unit, Slot& slot);  // the mutex is held
   Slot& of(int unit) { return slots_[static_cast<std::size_t>(unit)]; }

@@ -18,9 +18,9 @@ namespace strata::engine {
 
 class AdamOptimizer final : public ShardedOptimizer {
  public:
-  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: their type, fp32 or
-  // bf16, of units whose masters are rounded; others have fp32 ones. `watch` is told of what is
-  // copied.
+  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: the type of moments,
+  // fp32 or bf16, in units whose masters are rounded; others have fp32 moments. The optimizer
+  // notifies `watch` of its copies.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 

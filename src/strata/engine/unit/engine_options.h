@@ -45,7 +45,7 @@ struct EngineOptions {
   // Gathered weights are released if more elements than this come before their next use; absent:
   // never.
   std::optional<Numel> max_reuse;
-  // The units of one scope may be fetched ahead together, even where they exceed `prefetch`.
+  // The units of one scope may be prefetched together, even if they exceed `prefetch`.
   bool fetches_scopes = true;
   Bytes prefetch = 128_MiB;        // how much is fetched ahead of its use: the next unit, or more
   Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
