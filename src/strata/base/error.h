@@ -1,8 +1,8 @@
-// Errors of the engine. A user's or the machine's fault throws one of these classes; the message
-// says what was wanted, what was found and what to do, with the run-time values at its end.
-// STRATA_ASSERT checks conditions that only a bug of ours can break. It stays on in every build and
-// throws InternalError: an engine that trains for weeks must not abort the process that holds the
-// user's state.
+// Errors of the engine. A fault of the user or of the machine throws one of these classes; the
+// message names the wanted and the found value and the remedy, with the run-time values at its end.
+// STRATA_ASSERT checks conditions that only a bug of Strata can break. It stays on in every build
+// and throws InternalError: an engine that trains for weeks must not abort the process that holds
+// the user's state.
 #pragma once
 
 #include <fmt/format.h>

@@ -1,6 +1,6 @@
-// The first error of several parts that all have to run, whatever happens to one of them, such as
-// dropping what a failed pass left: the first is the cause, what follows is mostly its consequence.
-// Threads: one at a time.
+// The first error of several parts that all have to run, even if one of them fails, such as the
+// steps that drop a failed pass. The first error is the cause; later ones are mostly its
+// consequence. Threads: one at a time.
 #pragma once
 
 #include <exception>
@@ -10,7 +10,7 @@ namespace strata {
 
 class FirstError {
  public:
-  // Runs `part`, and keeps what it throws if nothing was kept before.
+  // Runs `part`, and keeps its exception if none was kept before.
   template <typename Part>
   void attempt(Part&& part) noexcept {
     try {

@@ -1,8 +1,8 @@
-// Cores of a host, and which of them are a rank's own. Ranks of one host that may all run anywhere
-// meet on the same cores, and the system moves their threads away from the memory that it has put
-// near them. So each rank's threads are bound to its part: whole cores with all their hardware
-// threads, and those of one memory node beside each other.
-// Threads: any. Errors: none; what the system does not tell is left out.
+// The cores of a host, and each rank's part of them. If the ranks of a host may all run anywhere,
+// they use the same cores, and the system moves their threads away from the memory near them. So
+// each rank's threads are bound to its part: whole cores with all their hardware threads, and those
+// of one memory node beside each other. Threads: any. Errors: none; facts that the system does not
+// report are left out.
 #pragma once
 
 #include <filesystem>

@@ -14,8 +14,8 @@ namespace strata {
 
 class ThreadPool {
  public:
-  // `threads` >= 1 counts the caller: ThreadPool(1) starts no thread. `cores`: what the others run
-  // on; empty: where the caller may.
+  // `threads` >= 1 counts the caller: ThreadPool(1) starts no thread. `cores`: the cores of the
+  // other threads; empty: the caller's.
   explicit ThreadPool(int threads, std::vector<int> cores = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

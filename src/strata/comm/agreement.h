@@ -1,6 +1,6 @@
-// Agreements of ranks before they go on: all of them came for the same operation, and each of them
-// can do a step. Threads, errors: collectives.h; a CommError says which operation each rank does,
-// or which rank cannot do the step.
+// Agreements of ranks before they continue: that all of them came for the same operation, and that
+// each of them can do a step. Threads, errors: collectives.h; a CommError says which operation each
+// rank does, or which rank cannot do the step.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@
 
 namespace strata::comm {
 
-// Collective over `control`: the meeting before an operation. A rank that came for another one
-// shows here, before a stream or a backend waits for what never comes. Collectives that carry bulk
-// data beside a control plane begin each operation with it, so that several of them may share one
-// control plane. `what`: equal on ranks that do the same. Returns everybody's `number`, by rank;
+// Collective over `control`: the sync point before an operation. It finds a rank that came for
+// another operation before a stream or a backend waits for it in vain. Collectives that move bulk
+// data beside a control plane begin each operation with it, so several of them may share one
+// control plane. `what`: equal on ranks that do the same. Returns every rank's `number`, by rank;
 // numbers are below 2^52.
 std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
                                 std::uint64_t number = 0);
@@ -31,7 +31,7 @@ std::string told_of(const Collectives& collectives, const std::string& what);
 // The first rank whose text is not empty; `texts` by rank. Absent: all are empty.
 std::optional<std::size_t> first_to_say(std::span<const std::string> texts);
 
-// The text of the Error that `step` threw, to be told to the others; empty: it threw none.
+// The text of the Error that `step` threw, for the other ranks; empty: it threw none.
 template <typename Step>
 std::string error_of(Step&& step) {
   try {
@@ -42,7 +42,7 @@ std::string error_of(Step&& step) {
   }
 }
 
-// `errors`: everybody's, by rank; empty: that rank can. CommError, alike on every rank, that names
+// `errors`: by rank; empty: that rank can do the step. CommError, alike on every rank, that names
 // the first rank that cannot do `what` ("reach the others").
 void require_that_all_can(std::span<const std::string> errors, std::string_view what,
                           RankNames names);

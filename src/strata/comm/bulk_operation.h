@@ -1,5 +1,5 @@
-// Gathers and reductions as a backend that takes whole tensors sees them: the text that names one
-// in errors and tells it from others, its arguments checked, and the memory it reads. Pure.
+// Gathers and reductions for a backend that takes whole tensors: the text that names an operation
+// in errors and tells it from others, its checked arguments, and the memory that it reads. Pure.
 // Errors: UsageError for arguments that cannot be right on this rank.
 #pragma once
 
@@ -23,10 +23,10 @@ BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat,
 BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
-// The text in place of its operation that a rank sends after it has announced its departure.
+// The text that a rank sends instead of its operation after it has announced its departure.
 std::string departure_text(std::string_view words);
-// The error of ranks that met in different operations; `whats` by rank. Those that have left are
-// named first.
+// The error of ranks that came for different operations; `whats` by rank. It names the ranks that
+// have left first.
 std::string different_operations(const std::vector<std::string>& whats, RankNames names = {});
 
 }  // namespace strata::comm

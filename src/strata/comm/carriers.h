@@ -1,7 +1,8 @@
-// Which collectives carry a job's small things, its weights and its gradients: the one decision,
-// made of the configuration, the devices, the shard groups, and which ranks share a host.
-// torch/ranks/rank_joining.h joins ranks by this decision, and the forecast predicts by it.
-// Pure functions of plain values; any thread. Errors: ConfigError for settings that do not fit the
+// The transports of a job's small messages, its weights and its gradients: one decision, made from
+// the configuration, the devices, the shard groups, and which ranks share a host.
+// torch/ranks/rank_joining.h joins ranks by this decision, and the forecast predicts by it. Pure
+// functions of plain values; any thread. Errors: ConfigError for settings that do not fit the ranks
+// or their devices.
 // ranks or their devices.
 #pragma once
 
@@ -25,12 +26,12 @@ struct CarrierSettings {
   CollectivesKind collectives = CollectivesKind::kAuto;
   CarrierKind gather = CarrierKind::kAuto;
   CarrierKind reduce = CarrierKind::kAuto;
-  // Weights rest where no peer reads them, so that all ranks take part in a gather: NCCL on GPUs
-  // (joint_gathers.h on the host).
+  // Peers cannot read the memory in which weights rest, so all ranks take part in a gather: NCCL on
+  // GPUs (joint_gathers.h on the host).
   bool joint_gathers = false;
 };
 
-// Facts about one rank that it knows before it meets the others.
+// Facts about one rank that it knows before it reaches the others.
 struct RankFacts {
   int world_size = 1;
   int group_size = 1;  // of a shard group
@@ -38,7 +39,7 @@ struct RankFacts {
   bool has_nccl = true;  // this build of torch
   std::string device;    // of the model, for errors: "cuda:0"
 };
-// Throws if the settings are impossible for this rank, whatever the other ranks are.
+// Throws if the settings are impossible for this rank, whatever the other ranks have.
 void require_possible(const CarrierSettings& settings, const RankFacts& facts);
 
 // Ranks that exchange bytes with each other.

@@ -15,13 +15,13 @@
 //                   may be started before the first is waited for. The work may be done in wait(),
 //                   in done() or in any later call of this rank, so a rank that computes for long
 //                   between its calls should call done() now and then.
-// With Traits::has_inbox contributions may be written into the memory of those who add them up
-// instead (inbox.h); what Inbox::reduce() starts is a reduce_scatter in that order.
+// With Traits::has_inbox, ranks may write contributions into the memory of the ranks that add them
+// up (inbox.h); Inbox::reduce() then starts a reduce_scatter in that order.
 // reduce_scatter, all_reduce, broadcast, all_gather_text and barrier share that one order.
 // One-sided gathers are sound because slices change only between two synchronisations: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
-// barrier. Where others than the engine can write slices, finish_gathers() follows the gathers.
+// barrier. If other code than the engine can write slices, finish_gathers() follows the gathers.
 //
 // Shard groups. Things may be sharded inside groups of consecutive ranks, shard_place().count each,
 // and held alike by every group (grouped_collectives). Then slices, gathers and "my slice" are
@@ -29,17 +29,16 @@
 // world; ranks that hold the same slice, its replicas, get the same bits. rank() and world_size(),
 // roots, texts and errors are those of the world, always.
 //
-// Device memory: an operation runs after what the device's compute stream held when it was started,
-// and wait() makes that stream wait, not the host; "complete" below means so. A reduction may use
-// its source as scratch.
+// Device memory: an operation runs after the work that the device's compute stream held when the
+// operation was started. wait() makes that stream wait, not the host; "complete" below means this.
+// A reduction may use its source as scratch.
 //
 // Threads: one thread of a rank calls at a time; ranks are different threads or processes.
 // Ownership: spans and buffers passed in must outlive the returned Work's wait().
 // Errors: UsageError for arguments that cannot be right on this rank alone; nothing was started.
 // From the call that starts an operation or from its wait(): CommError, on every surviving rank,
-// within `timeout`: a rank that died is named; ranks whose operations do not match are named with
-// what each of them was doing. After an error the object is broken: every later call throws the
-// same error at once. Never a hang.
+// within `timeout`. It names a rank that died, or each rank's operation if they do not match. After
+// an error the object is broken: every later call throws the same error at once. Never a hang.
 #pragma once
 
 #include <chrono>
@@ -89,7 +88,8 @@ struct SliceMap {
   Bytes first_offset;
   Bytes stride;
   Bytes slice_bytes;
-  // Without a buffer: after what this stream holds the slice is complete; null: the compute stream.
+  // Without a buffer: the slice is complete after the work that this stream holds; null: the
+  // compute stream.
   device::Stream* writer = nullptr;
 };
 
@@ -108,8 +108,8 @@ struct Reduction {
   std::span<float> result;        // [slice_numel] fp32, this rank's slice
   float scale = 1.0F;             // result = scale * sum, or
   bool accumulate = false;        // result += scale * sum
-  // After what this stream holds the contribution is complete, and the result may be written; null:
-  // the compute stream.
+  // The contribution is complete, and the result may be written, after the work that this stream
+  // holds; null: the compute stream.
   device::Stream* writer = nullptr;
   Replicas replicas = Replicas::kSum;
 };
@@ -130,9 +130,10 @@ class Work {
   virtual ~Work() = default;
   virtual bool done() = 0;
   virtual void wait() = 0;
-  // Returns when what the operation reads may be changed again; its result may come later. Where
-  // there are several shard groups, ranks wait() for reductions at the same points between their
-  // other operations, since another one across groups begins there; they may come here at any time.
+  // Returns when the memory that the operation reads may be changed again; its result may come
+  // later. With several shard groups, ranks wait() for reductions at the same points between their
+  // other operations, since another reduction across groups begins there; they may call this at any
+  // time.
   virtual void wait_for_readers() { wait(); }
   // Known for an operation that was started with record_times(true) and runs on its own streams.
   virtual WorkTimes times() const { return {}; }
@@ -140,7 +141,7 @@ class Work {
 
 enum class ReduceOp { kSum, kMin, kMax };
 
-// Why a rank takes part no more: it failed, or its program goes.
+// The reason why a rank takes part no more: it failed, or its program ends.
 enum class Ending { kFailed, kLeft };
 
 class Collectives {
@@ -167,17 +168,19 @@ class Collectives {
   virtual std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                            std::string_view tag) = 0;
 
-  // Of this rank's shard group, after a round of gathers which each of its ranks makes. The work's
-  // wait() returns when every rank has finished those that it had started by its call: from then on
-  // nobody reads slices of this rank, and a script may write them. Null: they have.
+  // A collective of this rank's shard group, after a round of gathers which each of its ranks
+  // makes. The work's wait() returns when every rank has finished the gathers that it had started
+  // before its call. From then on no rank reads slices of this rank, and a script may write them.
+  // Null: every rank has finished them already.
   virtual std::unique_ptr<Work> finish_gathers() { return nullptr; }
 
-  // Memory that peers have freed or released is theirs as long as this rank has it mapped: unmaps
-  // it, after a barrier that follows the freeing. Else that happens some time later. Local.
+  // Peers cannot free memory as long as this rank has it mapped. Unmaps all memory that peers have
+  // freed or released, after a barrier that follows the freeing. Otherwise that happens some time
+  // later. Local.
   virtual void unmap_freed() {}
 
-  // Where ShardPlace::parts is more than 1: in each of these slices of mine, the parts of others.
-  // They are complete when it returns, as far as works are; group_barrier() has yet to come.
+  // If ShardPlace::parts is more than 1: copies the parts that other ranks own into these slices of
+  // mine. They are complete when this returns, as works are; group_barrier() has yet to come.
   virtual void complete_slices(std::span<const SliceMap> /*slices*/) {}
 
   // Sums in fp32 in the order of ranks, so that the bits are the same in every run (gloo and NCCL
@@ -185,13 +188,13 @@ class Collectives {
   virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction,
                                                std::string_view tag) = 0;
 
-  // A stream of the device in which contributions are best written (Reduction::writer): reductions
-  // run in it, too. Null: any other.
+  // The device's stream in which contributions are best written (Reduction::writer), since
+  // reductions run in it, too. Null: any stream will do.
   virtual device::Stream* contribution_stream() { return nullptr; }
 
   // Memory into which the other ranks write their contributions themselves. Null unless
   // Traits::has_inbox: ranks reach each other's memory, and things are sharded over all of them.
-  // Local, like allocate(), and of such memory.
+  // Local, as allocate() is.
   virtual std::unique_ptr<Inbox> make_inbox(std::string /*name*/, Bytes /*bytes*/) {
     return nullptr;
   }
@@ -218,26 +221,26 @@ class Collectives {
   virtual std::vector<std::string> all_gather_text(const std::string& text) = 0;
 
   virtual void barrier() = 0;
-  // A barrier of this rank's shard group alone: enough before changed slices are gathered.
+  // A barrier of this rank's shard group alone: it suffices before changed slices are gathered.
   virtual void group_barrier() { barrier(); }
 
-  // For a rank whose program ends, before the barrier in which it waits for the others: where they
-  // do something else meanwhile, errors say that it has left, and `words`. Local.
+  // For a rank whose program ends, before the barrier in which it waits for the others. If another
+  // rank comes for another operation, the errors say that this rank has left, with `words`. Local.
   virtual void announce_departure(std::string_view words) { departure_ = words; }
   const std::string& departure() const { return departure_; }  // empty: not announced
-  // After that barrier: all are at their end, so this rank tells the others nothing more, and asks
-  // nothing of hosts that may be gone. Local.
+  // After that barrier all ranks are at their end: this rank sends the others nothing more, and
+  // asks nothing of hosts that may be gone. Local.
   virtual void all_left() noexcept {}
 
-  // Throws the error that has ended these collectives, which every later call would throw, too, and
-  // makes it known to peers that do not know it yet. Notices a peer that has ended or failed as far
-  // as that can be seen without waiting for one. Local, takes part in nothing and no memory; may be
-  // asked again and again. One answer is no promise that the next call succeeds.
+  // Throws the error that has ended these collectives, as every later call does, and makes it known
+  // to peers that do not know it yet. Notices an ended or failed peer as far as that needs no wait.
+  // Local: no other rank takes part, and it takes no memory; may be called any number of times. If
+  // it does not throw, the next call may fail all the same.
   virtual void require_usable() = 0;
 
   // Makes known that this rank takes part no more: peers' pending and later calls throw a CommError
-  // that names this rank, its ending and `reason`. The first ending counts. Local, never waits for
-  // a peer, may be called from a destructor.
+  // that names this rank, its ending and `reason`. The first ending counts. Local, waits for no
+  // peer, may be called from a destructor.
   virtual void end(Ending ending, std::string_view reason) noexcept = 0;
   void abort(std::string_view reason) noexcept { end(Ending::kFailed, reason); }
   // For a program that an exception ends: peers throw "rank 1 left: <reason>".

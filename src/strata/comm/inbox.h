@@ -1,14 +1,14 @@
 // Ranks write their contributions to reductions straight into the memory of the ranks that add them
-// up, piece by piece as gradients come: nothing is copied before it moves, and nothing is pulled.
+// up, gradient by gradient: nothing is copied before it moves, and no rank pulls.
 // Collectives::make_inbox() returns an Inbox if ranks reach each other's memory.
 //
 // Each rank's inbox is a ring: reductions take their room one behind the other, and room is used
-// again when what lay there has been added up. All ranks announce the same reductions in the same
-// order, so each knows where in the others' memory its contributions go, without asking.
+// again after its content was added up. All ranks announce the same reductions in the same order.
+// So each rank knows, without asking, where in the others' memory its contributions go.
 //
-// Threads: one thread of a rank. Ownership: the inbox's memory goes with it, which needs a barrier
-// after the last reduction. Order: writes run in the contribution stream. Errors: CommError, as
-// those of the collectives that made it, which it may outlive without being used.
+// Threads: one thread of a rank. Ownership: the destructor frees the inbox's memory, and needs a
+// barrier after the last reduction before it. Order: writes run in the contribution stream. Errors:
+// CommError, as from the collectives that made it; it may outlive them, unused.
 #pragma once
 
 #include <memory>
@@ -29,9 +29,9 @@ class Inbox {
  public:
   virtual ~Inbox() = default;
 
-  // The reductions that come next, by the bytes of a whole contribution to each, a slice a rank;
-  // none larger than the inbox, and the same on every rank. Those announced before that have not
-  // begun are forgotten.
+  // Announces the next reductions, by the bytes of a whole contribution to each, a slice for each
+  // rank; none larger than the inbox, and the same on every rank. Forgets those announced before
+  // that have not begun.
   virtual void expect(std::span<const Bytes> contributions) = 0;
   // Whether contribution `index` of these may be written yet: its room may belong to an earlier one
   // that this rank has not begun to reduce.
@@ -48,8 +48,9 @@ class Inbox {
                                        std::string_view tag) = 0;
 };
 
-// Where the contributions to coming reductions lie in an inbox, and what each has to wait for.
-// Pure arithmetic, the same on every rank. Reductions have numbers that grow, from 1.
+// The offsets of the contributions to coming reductions in an inbox, and the reduction for which
+// each has to wait. Pure arithmetic, the same on every rank. Reductions have numbers that grow,
+// from 1.
 class InboxRing {
  public:
   explicit InboxRing(Bytes bytes) : bytes_(bytes) {}
@@ -58,8 +59,8 @@ class InboxRing {
   std::size_t size() const { return rooms_.size(); }
   Bytes offset(std::size_t index) const { return rooms_[index].begin; }
   Bytes bytes(std::size_t index) const { return rooms_[index].end - rooms_[index].begin; }
-  // The reduction that everybody must have read before this room is written, 0: none; nothing
-  // where it has not begun.
+  // The reduction that every rank must have read before this room is written; 0: none; nullopt if
+  // that reduction has not begun.
   std::optional<std::uint32_t> after(std::size_t index) const;
   void begun(std::size_t index, std::uint32_t number);
 

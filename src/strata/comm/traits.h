@@ -1,5 +1,5 @@
 // The promises of collectives to their users, as plain values: of each kind alone, and of two that
-// are combined. Collectives return them; the choice of carriers (carriers.h) and the forecast
+// are combined. Collectives return them; the choice of transports (carriers.h) and the forecast
 // predict them by the same functions. Pure; any thread.
 #pragma once
 
@@ -7,14 +7,14 @@
 
 namespace strata::comm {
 
-// Where this rank stands among those that one thing is sharded over, its shard group.
+// The position of this rank among the ranks over which a thing is sharded: its shard group.
 struct ShardPlace {
   int index = 0;   // of this rank's slice
   int count = 1;   // slices of a thing, ranks of a group
   int group = 0;   // that this rank belongs to
   int groups = 1;  // each of them holds everything
   // Each of `parts` ranks holds the same `parts` neighbouring slices, and owns one of them. The
-  // owner gets a slice's sum, and complete_slices() brings it to the others. Gathers read held
+  // owner gets a slice's sum, and complete_slices() copies it to the others. Gathers read held
   // slices.
   int parts = 1;
 

@@ -20,8 +20,8 @@ struct CpuDeviceOptions {
   std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: the device makes its own
   int threads = 1;              // that share a kernel, the caller's included; >= 1
   std::vector<int> cores = {};  // that its own threads are bound to; empty: to none
-  // The most that the device gives out; nullopt: what the system has. Bounds the share of one rank
-  // among many, and lets tests meet an exhausted device.
+  // The most memory that the device gives out; nullopt: all that the system has. Bounds the share
+  // of one rank among many, and lets tests exhaust a device.
   std::optional<Bytes> memory_limit = std::nullopt;
   std::shared_ptr<HostWaits> waits = nullptr;  // null: the device makes its own
 };

@@ -1,11 +1,11 @@
-// CUDA devices. Every build has these calls; one made where no CUDA compiler was found has no
-// devices. Nothing here needs the driver to be installed before a device is made.
+// CUDA devices. Every build has these calls; a build without a CUDA compiler has no devices. The
+// driver need not be installed before a device is made.
 //
 // Memory comes from the driver (cudaMalloc for blocks, the virtual memory calls for growable
 // memory), never from a framework's cache. Kernels are compiled for compute capability 8.0 and
 // later.
-// Threads, ownership, order: device.h. Errors: OutOfMemoryError; DeviceError for what the driver
-// refuses, with the call and the driver's own words.
+// Threads, ownership, order: device.h. Errors: OutOfMemoryError; DeviceError if the driver refuses
+// a call, with the call and the driver's own words.
 #pragma once
 
 #include <functional>
@@ -21,7 +21,7 @@ struct CudaDeviceOptions {
   int index = 0;                                     // among the devices that this process sees
   // The CUstream on which the model computes in the calling thread; null: the default stream.
   std::function<void*()> compute_stream = nullptr;
-  // The most that the device gives out; nullopt: what the driver has.
+  // The most memory that the device gives out; nullopt: all that the driver has.
   std::optional<Bytes> memory_limit = std::nullopt;
   // The device calls it when the driver has too little memory, before the allocation fails. It
   // frees device memory that other code of this process caches (torch's allocator). It runs in the
@@ -34,8 +34,8 @@ struct CudaDeviceOptions {
 bool cuda_is_built();
 // Devices that this process can use: 0 without a driver, and in a build without CUDA.
 int cuda_device_count();
-// UsageError where there is no such device; it says whether the build, the driver or the index is
-// what is missing.
+// UsageError if there is no such device. It says which one is missing: CUDA in the build, the
+// driver, or the index.
 std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options);
 
 }  // namespace strata::device

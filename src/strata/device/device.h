@@ -9,7 +9,7 @@
 // of the device, and memory of allocate_host() where that is pinned.
 // Threads: a Device is internally synchronised; a Stream is used by one thread at a time.
 // Ownership: Memory frees on destruction; work that uses it must be complete by then.
-// Errors: OutOfMemoryError with the bytes wanted and, by kind, what the ledger holds.
+// Errors: OutOfMemoryError with the bytes wanted and the bytes that the ledger holds, by kind.
 #pragma once
 
 #include <cstddef>

@@ -14,8 +14,8 @@ namespace {
 ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPlan& plan,
                                const Weights& weights, const comm::Collectives& collectives,
                                const device::Device& device) {
-  // The units of a scope become complete close to each other; what is less than they take would
-  // have the model wait for reductions that have only begun.
+  // The units of a scope become complete close to each other. With less room than they take, the
+  // model would wait for reductions that have only begun.
   const Bytes scope = largest_scope(plan.scopes, weights.units(), ScopeUnits::kAll) * 3 / 2;
   return {options.name,
           options.reduce_dtype,
@@ -81,8 +81,8 @@ Engine::~Engine() {
 }
 
 void Engine::prepare() {
-  // In this order: peers map the weights as soon as they are there, and the driver lets nobody else
-  // have memory meanwhile.
+  // The optimizer's memory comes first: peers map the weights once they exist, and
+  // meanwhile the driver serves no other request for memory.
   if (optimizer_ != nullptr) optimizer_->prepare();
   weights_.back_all();
 }
@@ -102,7 +102,7 @@ void Engine::weights_changed(bool complete) {
     if (!gatherer_.begun(unit.id)) whole += Bytes(unit.resident.size());
   }
   InitReport::Phase phase(init_report_, "all-gather", whole);
-  collectives_->barrier();  // every rank's shards are written before anybody reads them
+  collectives_->barrier();  // every rank's shards are written before any rank reads them
   gatherer_.refresh_whole(Changed::kAll, /*late=*/false);
   device_->compute_stream().synchronize();
   phase.moved(whole);
@@ -110,7 +110,7 @@ void Engine::weights_changed(bool complete) {
 }
 
 void Engine::gather_early(std::span<const int> units) {
-  collectives_->group_barrier();  // every rank's shards are written before anybody reads them
+  collectives_->group_barrier();  // every rank's shards are written before any rank reads them
   gatherer_.fetch_first(units);
 }
 

@@ -1,23 +1,23 @@
-// The engine: one rank's part of a sharded model, from the values of its shards to the next step. A
-// facade over Weights, Gatherer, Reducer and ShardedOptimizer; it holds the order in which these
-// are called, and the rules about it, and nothing else. Torch-free: whoever drives it
-// (strata_torch, or a test) tells it when a scope needs its units, hands it gradients as they
-// appear, and is told where parameters lie (ParameterViews).
+// The engine: one rank's part of a sharded model, from the values of its shards to the next step.
+// It is a facade over Weights, Gatherer, Reducer and ShardedOptimizer. It holds only the order in
+// which they are called, and the rules about that. Torch-free: its caller (strata_torch, or a test)
+// tells it when a scope needs its units, and hands it gradients as they appear. The engine tells
+// its caller where parameters lie (ParameterViews).
 //
 // One step:  begin_forward, acquire/release ..., begin_backward, acquire/release, add_gradient ...,
 //            end_backward, [more micro-steps], step.
 // Threads: one thread at a time; a rank's forward and backward may be different threads as long as
-// one waits for the other. Every method marked collective must be called by all ranks, in the same
-// order. Errors: UsageError for calls out of order; CommError from peers; NumericsError for
-// gradients that are not finite.
+// one waits for the other. All ranks must call each method marked collective, in the same order.
+// Errors: UsageError for calls out of order; CommError from peers; NumericsError for gradients that
+// are not finite.
 //
-// What an error in step() leaves. Before the update begins (gradients that are not finite, units
-// still in use, calls out of order): weights as they were. Within the update: weights and optimizer
-// states that are partly those of the step before, on every rank. Every rank throws then, and from
-// there on every call that trains or saves throws UsageError with the cause, until the weights were
-// loaded (weights_changed()); the optimizer's states stay as they are. On a device that runs ahead
-// step() does not wait for the norm: gradients that are not finite leave the weights unchanged
-// there, too, and the next step() throws.
+// The state after an error in step(). If the update has not begun (gradients that are not finite,
+// units still in use, calls out of order), the weights are unchanged. If the update fails half-way,
+// weights and optimizer states are partly those of the step before, on every rank. Every rank
+// throws then. From there on every call that trains or saves throws UsageError with the cause,
+// until the weights were loaded (weights_changed()); that does not restore the optimizer's states.
+// On a device that runs ahead, step() does not wait for the norm: there, too, gradients that are
+// not finite leave the weights unchanged, and the next step() throws.
 #pragma once
 
 #include <memory>
@@ -49,8 +49,8 @@
 namespace strata::engine {
 
 struct StepResult {
-  // False: skipped, because gradients were not finite. Where the norm is absent that is not known
-  // yet (Engine::last_step_applied()).
+  // False: the step was skipped, because gradients were not finite. If the norm is absent, that is
+  // not known yet (Engine::last_step_applied()).
   bool applied = false;
   // Global L2 norm before clipping, without loss scale; infinite where gradients are not finite.
   // Absent: not computed yet (Engine::grad_norm()).
@@ -61,7 +61,7 @@ struct StepResult {
 class Engine {
  public:
   // Collective. Throws ConfigError, on every rank, when ranks bring different models or `settings`
-  // (the canonical text of the configuration); it names the first difference and who has it.
+  // (the canonical text of the configuration); it names the first difference and its ranks.
   Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
          EngineOptions options, UpdateRule optimizer, const std::string& settings,
          std::shared_ptr<comm::Collectives> collectives, std::shared_ptr<device::Device> device,
@@ -74,19 +74,18 @@ class Engine {
   // Collective: call when store() has been called for every parameter, on every rank.
   // `complete`: every rank has written the units that stay whole in full, so nothing is gathered.
   void weights_changed(bool complete = false);
-  // Collective: every rank has called store() for all of these units, which stay whole, and will
-  // not again; they come from all ranks beside what follows. weights_changed() ends it.
+  // Collective. Every rank has called store() for the last time for all of these units, which stay
+  // whole. Their all-gather runs beside later calls; weights_changed() ends it.
   void gather_early(std::span<const int> units);
-  // Takes all memory that the engine keeps: what is still missing of the weights, and the states of
-  // the optimizer. Done by the first step otherwise.
+  // Takes all memory that the engine keeps: the missing part of the weights' memory, and the states
+  // of the optimizer. Otherwise the first step does so.
   void prepare();
-  // Takes what the unit's flat buffer holds now for `params` as their new values. Not a collective:
-  // every rank's flat buffer must hold the same. Follow with weights_changed().
+  // Takes the values of `params` in their units' flat buffers as their new values. Not a
+  // collective: every rank's flat buffer must hold the same. Follow with weights_changed().
   void adopt_flat(std::span<const int> params);
-  // `cause` ended the storing of values: nothing trains or saves before weights_changed().
+  // `cause` ended the storing of values: no call trains or saves before weights_changed().
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
-  // Throws UsageError where an update, or loading, has failed half-way and nothing was loaded
-  // since.
+  // Throws UsageError if an update or a load has failed half-way, with no load since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
   StateParking& parking() { return parking_; }      // lends the memory of states for a while
   Unfreezing& unfreezing() { return unfreezing_; }  // after settle_step()
@@ -99,30 +98,30 @@ class Engine {
   // pass.
   void begin_backward(bool boundary, bool synchronise = true);
   bool in_backward() const { return pass_.in_backward(); }
-  // `owner` of the gradient, which may be read until it is let go; null: until this returns, in the
-  // order of the compute stream.
+  // The gradient may be read until `owner` is let go. If `owner` is null, it may be read until this
+  // returns, in the order of the compute stream.
   void add_gradient(int param, const std::byte* gradient, DType dtype,
                     std::shared_ptr<const void> owner = nullptr);
   Reducer& reducer() { return reducer_; }  // for its begin_add() and end_add()
   void end_backward();
-  // After a backward pass: the next one needs a forward of its own. Until then a graph may be run
-  // again.
+  // After a backward pass: the next one needs a forward of its own. Before this call a graph may
+  // run backward again.
   void end_micro_step();
-  // A backward pass failed: drops the step's gradients, so that a new forward may follow. What
-  // fails on the way (a device that is lost) hides no cause of the failure: the first such error is
-  // thrown by the next call that trains.
+  // A backward pass failed: drops the step's gradients, so that a new forward may follow. Errors on
+  // the way (of a lost device) do not hide the cause of the failure: the next call that trains
+  // throws the first of them.
   void abandon_backward() noexcept;
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
-  // Both are the last step's, and wait for the device where it has not computed them yet.
+  // Both belong to the last step, and wait for the device if it has not computed them yet.
   double grad_norm() { return check_.last_norm(); }
   bool last_step_applied() { return check_.last_applied(); }
   double known_grad_norm() const { return check_.known_norm(); }  // of a step that the host knows
-  // All steps that were skipped. `wait`: for the device; else the last one may be missing.
+  // The number of skipped steps. `wait`: for the device; otherwise the last one may be missing.
   std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
   void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }
-  // Has the optimizer forget the last step where the device skipped it. Throws what that left.
+  // Makes the optimizer forget the last step if the device skipped it. Throws that step's error.
   void settle_step();
   void zero_gradients();  // drops this rank's of the step so far, which may follow all the same
   void forget_step() {    // the step so far does not count: another one begins
@@ -133,9 +132,10 @@ class Engine {
 
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }
-  // The last step's; nullopt before the first is over. With `wait` the host waits until the device
-  // has finished that step; else the report is of the last one that it has finished. With `wait`
-  // and where something is offloaded, the first call measures the limits of the links.
+  // The last step's report; nullopt before the first step has ended. With `wait` the host waits
+  // until the device has finished that step; otherwise the report is of the last step that it has
+  // finished. With `wait`, if something is offloaded, the first call measures the limits of the
+  // links.
   std::optional<StepReport> step_report(bool wait = true) {
     return make_step_report(recorder_, wait, collectives_->shard_place().held_count(), &links_);
   }

@@ -1,6 +1,6 @@
-// The error of a step() that no backward pass has gone before since the last one: nothing has
-// changed then. A class of its own, since a script may end a step twice (engine.step() and
-// optimizer.step()), and whoever drives the engine tells that from a mistake. Plain value.
+// The error of a step() without a backward pass since the last step(): nothing has changed then. It
+// has a class of its own, since a script may end a step twice (engine.step() and optimizer.step()),
+// and the engine's caller tells that from a mistake. Plain value.
 #pragma once
 
 #include "strata/base/error.h"

@@ -70,7 +70,7 @@ void PassState::fail_update(std::string_view cause) {
   broken_ = fmt::format(
       "an update of the weights failed half-way, so weights and optimizer states are partly those "
       "of the step before; load the weights again, or start anew from a checkpoint, before "
-      "training or saving goes on. What failed: {}",
+      "training or saving goes on. The cause: {}",
       cause);
   abandon_backward();
 }
@@ -79,7 +79,7 @@ void PassState::fail_loading(std::string_view cause) {
   broken_ = fmt::format(
       "loading a checkpoint failed half-way, so weights and optimizer states are partly those of "
       "before; load that one again when it is mended, or another, before training or saving goes "
-      "on. What failed: {}",
+      "on. The cause: {}",
       cause);
   abandon_backward();
 }

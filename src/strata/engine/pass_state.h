@@ -1,16 +1,16 @@
-// Where a training loop stands: which of the engine's calls may come next, and what to say of one
+// The state of a training loop: which of the engine's calls may come next, and the error of a call
 // that may not.
 //
 //   kBefore --begin_forward--> kForward --begin_backward--> kBackward --end_backward--> kAfter
 //
-// From kAfter a graph may be run again (begin_backward), the next forward may begin, or the
-// micro-step ends: kBefore. A forward that began after the last backward pass stays good for the
-// next micro-step. abandon_backward() leads to kBefore from anywhere. A step needs gradients of a
-// backward pass since the last one, and a micro-step one of its own. Once an update of the weights,
-// or loading them, has failed half-way nothing may come but weights_loaded().
+// After kAfter a graph may run backward again (begin_backward), the next forward may begin, or the
+// micro-step ends (kBefore). A forward that began after the last backward pass stays good for the
+// next micro-step. abandon_backward() leads to kBefore from any state. A step needs the gradients
+// of a backward pass since the last step, and a micro-step needs one of its own. If an update or a
+// load of the weights has failed half-way, only weights_loaded() may come.
 //
-// Threads: one thread at a time. Pure bookkeeping. Errors: UsageError from the calls that may not
-// come now; the state is as it was then.
+// Threads: one thread at a time. Pure bookkeeping. Errors: UsageError from a call that may not come
+// now; the state does not change then.
 #pragma once
 
 #include <string>
@@ -20,7 +20,7 @@ namespace strata::engine {
 
 class PassState {
  public:
-  // True: a new pass starts; one is a forward and its backward.
+  // True: a new pass starts. A pass is a forward and its backward.
   bool begin_forward();
   void require_backward_may_begin() const;
   void begin_backward() { phase_ = Phase::kBackward; }
@@ -30,11 +30,11 @@ class PassState {
   void end_micro_step();
 
   void require_gradients() const;
-  // Since the last step, of all micro-steps.
+  // Drops the gradients of all micro-steps since the last step.
   void drop_gradients();
   void end_step() { gradients_ = Gradients::kNone; }
 
-  // `cause`: of the failure that left weights and states of two steps, or of two models.
+  // `cause`: the error that left weights and states of two steps, or of two models.
   void fail_update(std::string_view cause);
   void fail_loading(std::string_view cause);
   void weights_loaded() { broken_.clear(); }

@@ -1,15 +1,16 @@
-// States that leave the device's memory for a while, so that somebody else can use it, and come
-// back with the same bits: offload_states() and reload_states() of a script. What rests on the host
-// or on a drive anyway stays there.
+// Moves states off the device for a while, so that a script can use their memory, and brings them
+// back with the same bits: a script's offload_states() and reload_states(). States on the host or
+// on a drive stay there.
 //
-// Until they are back, what needs them is refused (UsageError): a forward needs the weights; a
-// backward pass those and the gradients' memory; a step, checkpoints and the setting of values need
-// everything.
+// Until states are back, calls that need them are refused (UsageError): a forward needs the
+// weights; a backward pass needs those and the gradients' memory; a step, checkpoints and the
+// setting of values need everything.
 //
-// Threads: one thread at a time. Ownership: borrows all; owns the copies on the host through those
-// whose memory it was. Errors: UsageError; OutOfMemoryError where the host, or later the device,
-// has no room. After an error of park(), but for those of calls out of order, the states count as
-// away, and unpark() brings back those that are; after one of unpark() it may be called again.
+// Threads: one thread at a time. Ownership: borrows all; the owner of each device memory keeps its
+// copy on the host. Errors: UsageError; OutOfMemoryError where the host, or later the device, has
+// no room. After an error of park(), except for calls out of order, all its states count as away,
+// and unpark() brings back those that have moved. After an error of unpark(), it may be called
+// again.
 #pragma once
 
 #include <functional>
@@ -41,12 +42,13 @@ struct StateSet {
 
 class StateParking {
  public:
-  // States of training that the layer above keeps itself: those of an optimizer of the user's. Both
-  // calls take part in no collective; where one throws, all ranks get an error.
+  // States of training that the layer above keeps: those of a user's optimizer. Both calls take
+  // part in no collective; if one throws, all ranks get an error.
   struct Outside {
-    // Nothing has moved yet, and nothing refuses any more. `moving`: what leaves now.
+    // The engine has moved no state yet, and will refuse no more. `moving`: the states that leave
+    // now.
     std::function<void(const StateSet& moving, bool pinned)> park;
-    // The engine's own are back. Called again after an error.
+    // The engine's own states are back. Called again after an error.
     std::function<void()> unpark;
   };
 
@@ -63,19 +65,19 @@ class StateParking {
         device_(device),
         pass_(pass) {}
 
-  // What park() refuses first, for who has to do something before it.
+  // The first checks of park(), for callers that have work to do before it.
   void require_no_pass() const;
-  // Collective; the same on every rank. Not within a backward pass. What is away already stays so.
-  // Gathered weights are released, and what is kept for gathers is freed. False: weights were among
-  // `states` and stay, since the collectives cannot give their memory back.
+  // Collective; the same on every rank. Not within a backward pass. States that are away stay away.
+  // Releases gathered weights, and frees the memory that is kept for gathers. False: `states`
+  // includes weights, and those stay, since the collectives cannot give their memory back.
   bool park(const StateSet& states, bool pinned);
-  // Collective: everything is back when it returns. Nothing where nothing is away.
+  // Collective: when it returns, all states are back. Does nothing if none are away.
   void unpark();
 
   void set_outside(Outside outside) { outside_ = std::move(outside); }
 
   const StateSet& away() const { return away_; }
-  // `call`: what is to be done, for the message.
+  // `call`: the action of the caller, for the message.
   void require_all(std::string_view call) const;
   void require_weights(std::string_view call) const;
   void require_for_backward(std::string_view call) const;

@@ -1,7 +1,7 @@
-// What a training script's backward() and step() mean: which micro-step is a boundary, what the
-// loss is multiplied by, when the loss scale and the learning rates move. Drives an Engine by a
-// Config. Threads: one thread at a time. Ownership: borrows the engine. Errors: UsageError for
-// calls out of order, LossScaleError, and those of Engine::step().
+// The meaning of a training script's backward() and step(): which micro-step is a boundary, by
+// which factor the loss is multiplied, and when the loss scale and the learning rates change.
+// Drives an Engine as a Config says. Threads: one thread at a time. Ownership: borrows the engine.
+// Errors: UsageError for calls out of order, LossScaleError, and those of Engine::step().
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@
 
 namespace strata::engine {
 
-// The engine's own terms for a configuration. `world_size` completes what depends on it.
-// `weights`: in what numbers of elements count where the configuration leaves parameters their
-// dtypes.
+// The engine's options for a configuration. `world_size` completes the settings that depend on it.
+// `weights`: the dtype that turns numbers of elements into bytes where the configuration leaves
+// parameters their own dtypes.
 EngineOptions engine_options_from(const Config& config, DType weights = DType::kFloat32);
 
 class StepControl {
@@ -29,33 +29,33 @@ class StepControl {
   // with `scale_by_accumulation`.
   double loss_factor(bool scale_by_accumulation) const;
 
-  // True when the next step() updates the weights: at every accumulation_steps-th micro-step, or as
-  // set. Where the caller counts (managed_gradient_accumulation: false) every step() does, and no
-  // backward pass is known to be the last: always false.
+  // True if the next step() updates the weights: at every accumulation_steps-th micro-step, or as
+  // set. If the caller counts (managed_gradient_accumulation: false), every step() updates them,
+  // and the engine does not know which backward pass is the last: then always false.
   bool at_boundary() const;
   // Whether the next step() updates the weights, counted or not.
   bool ends_step() const { return !counts_ || at_boundary(); }
   // Overrides the count, until called with nullopt. UsageError where the caller counts.
   void set_boundary(std::optional<bool> boundary);
-  // Inside no_sync gradients are kept on the rank and not reduced.
+  // Inside no_sync, gradients stay on the rank and are not reduced.
   void set_synchronise(bool synchronise) { synchronise_ = synchronise; }
 
   void begin_backward();
   void end_backward();
   void abandon_backward() noexcept;  // Engine's
-  // Collective, between backward and step: the reduced gradients, whole (GradientCheck::read()).
-  // `unit`: all that is wanted, where this rank is the only one.
+  // Collective, between backward and step: reads the reduced gradients, whole
+  // (GradientCheck::read()). `unit`: the only unit that is wanted, if this rank is the only one.
   void read_gradients(int unit, const WholeGradients::Take& take);
 
-  // One micro-step is over; at a boundary the weights are updated (collective). nullopt: not a
+  // Ends one micro-step; at a boundary it updates the weights (collective). nullopt: not a
   // boundary.
   std::optional<StepResult> step(std::span<const GroupScalars> groups);
 
-  // A checkpoint holds this. Setting it begins a step.
+  // The state that a checkpoint holds. Setting it begins a step.
   struct State {
     std::int64_t micro_steps = 0;
-    // Whose samples this rank has trained on: micro-steps, or, where the caller counts, backward
-    // passes before a step().
+    // The number of passes whose samples this rank has trained on: micro-steps or, if the caller
+    // counts, backward passes before a step().
     std::int64_t micro_batches = 0;
     std::int64_t global_steps = 0;
     std::int64_t skipped_steps = 0;
@@ -66,16 +66,16 @@ class StepControl {
 
   std::int64_t micro_steps() const { return micro_steps_; }
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
-  // How many boundaries were skipped; `wait` is Engine::skipped_steps()'s.
+  // The number of skipped boundaries; `wait` as for Engine::skipped_steps().
   std::int64_t skipped_steps(bool wait = true) const { return engine_.skipped_steps(wait); }
-  // Whether the last boundary changed the weights; waits for the device where that is not known.
+  // Whether the last boundary changed the weights; waits for the device if that is not known.
   bool last_step_applied() const { return global_steps_ > 0 && engine_.last_step_applied(); }
   std::int64_t accumulation_steps() const { return accumulation_steps_; }
-  // Another number counts from here on; between steps.
+  // Sets the number of accumulation steps from here on; between steps.
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
-  // The last boundary's; waits for the device where it has not computed it yet.
+  // The norm at the last boundary; waits for the device if it has not computed it yet.
   std::optional<double> grad_norm() const {
     return global_steps_ > 0 ? std::optional(engine_.grad_norm()) : std::nullopt;
   }

@@ -1,6 +1,6 @@
-// Makes parameters trainable that were frozen when the engine was made: their units get masters,
+// Makes parameters trainable that were frozen when the engine was made. Their units get masters,
 // which begin at the weights, room for gradients, and states of the optimizer. Parameters that stay
-// frozen beside them in a unit have room there, too, get no gradients, and stay as they are.
+// frozen in such a unit have room there, too, but get no gradients, and do not change.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors: CommError where a rank does
 // something else meanwhile, ConfigError where it unfreezes other parameters, both with their names;
@@ -18,7 +18,7 @@ namespace strata::engine {
 
 class Unfreezing {
  public:
-  // `optimizer`: null where none updates.
+  // `optimizer`: null where no optimizer updates the weights.
   Unfreezing(Weights& weights, Reducer& reducer, OptimizerShards& shards,
              ShardedOptimizer* optimizer, comm::Collectives& collectives)
       : weights_(weights),
@@ -27,8 +27,9 @@ class Unfreezing {
         optimizer_(optimizer),
         collectives_(collectives) {}
 
-  // Collective, between passes, with nothing parked: these get gradients and are updated from now
-  // on, by the values of their groups. Bias correction counts their steps from here.
+  // Collective, between passes, with no states offloaded: from now on these parameters get
+  // gradients and updates, by the values of their groups. Bias correction counts their steps from
+  // here.
   void train(std::span<const int> params);
 
  private:

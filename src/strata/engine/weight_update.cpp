@@ -11,7 +11,7 @@
 namespace strata::engine {
 namespace {
 
-// Of a round: each costs a meeting of the ranks.
+// The bytes of one round: each round costs a sync point of the ranks.
 constexpr Bytes kFetchedTogether = 64_MiB;
 
 }  // namespace
@@ -22,7 +22,7 @@ void WeightUpdate::run(ShardedOptimizer& optimizer, std::span<const GroupScalars
     agree_on(update_shards(optimizer, groups, scale));
     bring_new_shards();
   } catch (...) {
-    // What has begun to come is of shards that are no good. Its error would hide the cause.
+    // The gathers under way copy shards of a failed update. Their errors would hide the cause.
     FirstError().attempt([this] { gatherer_.abandon_refresh(); });
     throw;
   }
@@ -34,8 +34,8 @@ bool WeightUpdate::fetches_ahead() const {
          collectives_.traits().one_sided;
 }
 
-// What the next forward of every rank needs first, in the order of all. Of a unit that only some
-// of them need the others say nothing when they have updated it.
+// The units that every rank's next forward needs first, in their common order. If only some ranks
+// need a unit, the other ranks do not report that they have updated it.
 std::vector<int> WeightUpdate::first_needed_by_all() {
   std::vector<int> common = gatherer_.first_needed();
   for (const std::string& text : collectives_.all_gather_text(text_of_numbers(common))) {
@@ -61,7 +61,7 @@ std::vector<std::vector<int>> WeightUpdate::plan_rounds(std::span<const int> upd
   return rounds;
 }
 
-// What this rank's optimizer throws is returned: all ranks have to hear of it.
+// Returns the exception of this rank's optimizer, since all ranks have to learn of it.
 std::exception_ptr WeightUpdate::update_shards(ShardedOptimizer& optimizer,
                                                std::span<const GroupScalars> groups,
                                                const GradientScale& scale) {
@@ -83,7 +83,8 @@ std::exception_ptr WeightUpdate::update_shards(ShardedOptimizer& optimizer,
     throw;  // the others know already
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
-    // The others meet in each round that is left, and hear of it after the last one.
+    // The other ranks wait at a barrier in each remaining round, and learn of the error after the
+    // last one.
     FirstError().attempt([&] {
       for (; round < rounds.size(); ++round) collectives_.group_barrier();
     });
@@ -106,7 +107,7 @@ void WeightUpdate::agree_on(const std::exception_ptr& mine) {
 void WeightUpdate::bring_new_shards() {
   try {
     complete_slices(Changed::kTrainable);
-    collectives_.group_barrier();  // every shard is new before anybody gathers
+    collectives_.group_barrier();  // every shard is new before any rank gathers
     gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
   } catch (const CommError&) {
     throw;  // the others know already

@@ -1,14 +1,14 @@
-// The last part of a step: the optimizer updates this rank's shards, and every rank gets what it
-// holds of the others' new ones.
+// The last part of a step: the optimizer updates this rank's shards, and every rank gets the new
+// shards of other ranks that it holds.
 //
-// On a device that runs ahead, and where gathers are one-sided, what the next forward of every rank
-// needs first is updated first, and fetched while the rest is updated, in rounds.
+// On a device that runs ahead with one-sided gathers, the optimizer first updates the units that
+// every rank's next forward needs first. Ranks gather those, in rounds, while it updates the rest.
 //
-// Threads: one thread at a time. Ownership: borrows all. Errors: once the update has begun any
-// error leaves the weights of two steps. An error of a rank's optimizer is told to all ranks, which
-// throw one of its class that names the rank; the rank itself throws its own. So the collectives
-// stay good, and weights can be loaded. An error after that ends them with its reason. CommError as
-// ever.
+// Threads: one thread at a time. Ownership: borrows all. Errors: after the update has begun, any
+// error leaves the weights of two steps. If a rank's optimizer fails, that rank throws the
+// optimizer's error, and all others throw an error of the same class that names the rank. So the
+// collectives stay good, and weights can be loaded. An error after that ends the collectives, with
+// its reason. CommError from the collectives.
 #pragma once
 
 #include <exception>
@@ -34,12 +34,12 @@ class WeightUpdate {
         collectives_(collectives),
         device_(device) {}
 
-  // Collective. Nobody gathers what changes from its beginning to its end.
+  // Collective. From its beginning to its end no rank gathers the changing units.
   void run(ShardedOptimizer& optimizer, std::span<const GroupScalars> groups,
            const GradientScale& scale);
 
-  // Collective: brings what other ranks own of these units' slices to where this one holds it for
-  // them (ShardPlace::parts).
+  // Collective: copies the parts of these units' slices that other ranks own to this rank's copies
+  // of them (ShardPlace::parts).
   void complete_slices(std::span<const int> units);
   void complete_slices(Changed changed);
 

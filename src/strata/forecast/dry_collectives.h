@@ -1,7 +1,7 @@
-// One rank's collectives without the others. Operations move nothing, and count as under way until
-// the caller waits for them, so that the engine on them holds as much as it ever may. Texts and
-// small values come back as if every rank had sent the same.
-// Threads: one thread at a time. Ownership: shares the device. Errors: none.
+// One rank's collectives without the others. Operations move no bytes, and count as under way until
+// the caller waits for them, so the engine on them holds as much as it ever may. Texts and small
+// values come back as if every rank had sent the same. Threads: one thread at a time. Ownership:
+// shares the device. Errors: none.
 #pragma once
 
 #include <memory>

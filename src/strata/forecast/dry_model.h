@@ -1,6 +1,6 @@
-// A model's passes as an engine sees them, by its plan and its modules alone: scopes one inside the
-// other as their modules are, forward and backward, a gradient for every trainable parameter when
-// the scope of its first owner runs backward. Threads: one thread at a time. Ownership: borrows the
+// A model's passes for an engine, made from its plan and its modules alone: scopes are nested as
+// their modules are, forward and backward, and every trainable parameter gets a gradient when the
+// scope of its first owner runs backward. Threads: one thread at a time. Ownership: borrows the
 // parameters.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace strata::forecast {
 
-// In which order gradients come within a scope. A plan does not know: a block's first layer norm
-// may be registered last.
+// The order in which gradients come within a scope. A plan does not know it: a block's first layer
+// norm may be registered last.
 struct Arrival {
   bool reversed = true;   // against the order of the parameters, as autograd's is on the whole
   bool together = false;  // every unit waits for one that comes when all others are there

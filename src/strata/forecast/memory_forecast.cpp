@@ -16,7 +16,8 @@
 namespace strata::forecast {
 namespace {
 
-// The first pass learns, the second meets what it learned, the third what that left behind.
+// The first pass learns the order, the second uses it, and the third begins with the second's
+// state.
 constexpr int kSteps = 3;
 
 class NoViews final : public engine::ParameterViews {

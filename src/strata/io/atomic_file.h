@@ -1,8 +1,8 @@
-// A file that appears under its name whole or not at all: it is written under a temporary name
-// beside it, brought to disk, and renamed. A process that dies on the way leaves the earlier file
-// of that name untouched, and the temporary. Nobody can guess the temporary's name, and it is
-// refused where anything has it, so a link that somebody left in a shared folder is not followed;
-// until it is published only its owner may read it.
+// A file that appears under its name whole or not at all. It is written under a temporary name
+// beside that name, brought to disk, and renamed. If the process dies on the way, the earlier file
+// of that name stays untouched, and the temporary stays, too. The temporary has a random name, and
+// its creation fails if anything has that name. So the process follows no link that another user
+// left in a shared folder. Until the file is published, only its owner may read it.
 //
 // Threads: file() may be written by several threads; the rest belongs to one. Ownership: the
 // temporary belongs to this object, which removes it when destroyed before publish(). One writer a
@@ -31,8 +31,8 @@ class AtomicFile {
   // before if that was not done, and brings the folder's entry to disk.
   void publish();
 
-  // Of the name of a temporary that a killed process left: the name that it was written for. Any
-  // other name is returned as it is.
+  // If a killed process may have left a temporary of this name, returns the name of its final file.
+  // Returns any other name unchanged.
   static std::string_view target_of(std::string_view name);
 
  private:
@@ -42,7 +42,7 @@ class AtomicFile {
   bool published_ = false;
 };
 
-// A name beside `path` that nobody can guess: "<path>.<16 hexadecimal digits>.partial".
+// A random name beside `path`: "<path>.<16 hexadecimal digits>.partial".
 std::string temporary_name(const std::string& path);
 
 // One AtomicFile that holds `text`.

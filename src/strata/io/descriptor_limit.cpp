@@ -9,7 +9,7 @@
 namespace strata::io {
 namespace {
 
-constexpr std::size_t kSpare = 64;  // for whoever opens files meanwhile
+constexpr std::size_t kSpare = 64;  // for other code that opens files meanwhile
 
 std::size_t open_descriptors() {
   std::size_t count = 0;

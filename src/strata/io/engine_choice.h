@@ -1,6 +1,6 @@
 // Makes the IoEngine that the system allows: io_uring, or threads where the kernel refuses it, as
 // the seccomp profiles of many containers do. Threads: safe everywhere. Errors: UsageError for
-// options that cannot be meant; a refusal is none.
+// impossible options; a refusal is no error.
 #pragma once
 
 #include <memory>
@@ -27,13 +27,14 @@ struct EngineOptions {
 
 struct ChosenEngine {
   std::unique_ptr<IoEngine> engine;
-  // Why it is not io_uring, to be said once; empty: it is, or threads were asked for.
+  // The reason for an engine without io_uring, to be logged once; empty: it has io_uring, or
+  // threads were asked for.
   std::string refused;
 };
 
-// IoError where io_uring was asked for by name and is refused.
+// IoError if io_uring was asked for by name and the system refuses it.
 ChosenEngine make_io_engine(const EngineOptions& options = {});
-// With rings of another make than the kernel's.
+// With a RingMaker that replaces the kernel's ring.
 ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring);
 
 }  // namespace strata::io

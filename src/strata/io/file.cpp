@@ -98,7 +98,7 @@ File File::direct() const {
 }
 
 Bytes File::size() const {
-  // lseek and not fstat, which calls every block device empty. Nobody uses the descriptor's
+  // lseek and not fstat, which calls every block device empty. No code uses the descriptor's
   // position.
   const off_t end = ::lseek(fd(), 0, SEEK_END);
   if (end < 0) {

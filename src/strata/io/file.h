@@ -1,7 +1,7 @@
 // An open file: a descriptor with its path, so that every error can name the file. A file may have
-// a second descriptor, for transfers past the page cache (O_DIRECT); whoever reads and writes
-// through the layer's engines need not know, since what cannot go that way goes through the cache.
-// Threads: size() and the descriptors may be used by several threads at once; opening, moving and
+// a second descriptor, for transfers that bypass the page cache (O_DIRECT). A user of the layer's
+// engines need not know that: the engines send the bytes that cannot go that way through the cache.
+// Threads: several threads at once may use size() and the descriptors; opening, moving and
 // destroying belong to one. Ownership: closes its descriptors. Errors: IoError with the path and
 // errno's text.
 #pragma once
@@ -26,12 +26,14 @@ class File {
   // waiting for it.
   File(std::string path, Mode mode);
 
-  // What transfers past the page cache go by: offsets, lengths and addresses are multiples of it.
+  // Transfers that bypass the page cache have offsets, lengths and addresses that are multiples of
+  // it.
   static constexpr Bytes kDirectBlock = 4_KiB;
 
-  // The same file, whatever its path names by now, to be read, and written where this one is, past
-  // the page cache as far as ranges and memory lie at blocks. Where the file system does not offer
-  // that, or wants larger blocks, all goes through the cache: see direct_fd().
+  // The same file, even if its path names another file by now, opened for reading, and for writing
+  // if this one is. Its transfers bypass the page cache as far as ranges and memory lie at blocks.
+  // If the file system does not offer that, or needs larger blocks, all transfers go through the
+  // cache: see direct_fd().
   File direct() const;
 
   int fd() const { return descriptor_.get(); }
@@ -39,7 +41,7 @@ class File {
   int direct_fd() const { return direct_.get(); }
   const std::string& path() const { return path_; }
   Bytes size() const;
-  // Takes the space now and grows the file to at least `bytes`, so that a full disk is an error
+  // Takes the space now and grows the file to at least `bytes`, so that a full disk fails here,
   // before the first byte is written.
   void reserve(Bytes bytes);
   void sync();  // fsync

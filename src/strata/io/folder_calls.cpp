@@ -20,8 +20,8 @@
 namespace strata::io {
 namespace {
 
-// What a file that anybody makes in this process may be used for. To ask the system by umask(2)
-// is to change it for a moment, in all threads.
+// The permissions of an ordinary new file of this process. umask(2) tells its value only by a
+// change, for a moment, in all threads.
 mode_t usual_permissions() {
   constexpr mode_t kAll = 0666;
   constexpr mode_t kWritableByOwner = 0644;

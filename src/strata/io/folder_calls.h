@@ -1,6 +1,7 @@
-// Seam: what is done to names of files and folders, and what brings files to disk. Bytes go through
-// IoEngine; both together decide what a power failure leaves. Implementations: KernelFolderCalls,
-// which asks the system. Threads: safe everywhere. Errors: IoError with the path and errno's text.
+// Seam: operations on names of files and folders, and those that bring files to disk. Bytes go
+// through IoEngine; both together decide which state a power failure leaves. Implementations:
+// KernelFolderCalls, which calls the system. Threads: safe everywhere. Errors: IoError with the
+// path and errno's text.
 #pragma once
 
 #include <optional>
@@ -13,25 +14,25 @@ namespace strata::io {
 class FolderCalls {
  public:
   virtual ~FolderCalls() = default;
-  // A new folder; its parents must be there, and nothing of that name.
+  // Makes a folder; its parents must exist, and its name must be free.
   virtual void make_folder(const std::string& path) = 0;
-  // What the file system of a folder that is there has left for this process; absent where it does
-  // not say.
+  // The space that this process may still use in the file system of an existing folder; absent if
+  // the file system does not report it.
   virtual std::optional<Bytes> free_space(const std::string& folder) = 0;
-  // A new file, as File::Mode::kCreateNew has it.
+  // Makes a file, as File::Mode::kCreateNew does.
   virtual File create(const std::string& path) = 0;
   // Takes a new file's space: File::reserve().
   virtual void reserve(File& file, Bytes bytes) = 0;
-  // The file's bytes survive from now on; its name, after sync_folder().
+  // From now on the file's bytes survive; its name does so after sync_folder().
   virtual void sync_file(File& file) = 0;
-  // What was made, renamed and removed in the folder survives from now on.
+  // Entries that were made, renamed or removed in the folder survive from now on.
   virtual void sync_folder(const std::string& path) = 0;
-  // Takes the place of a file that has the name; a folder's new name must be free.
+  // Replaces a file that has the name `to`; a folder's new name must be free.
   virtual void rename(const std::string& from, const std::string& to) = 0;
-  // Both exist and have each other's name at one moment. False where the file system cannot.
+  // Both exist, and exchange their names at one moment. False if the file system cannot do that.
   virtual bool exchange(const std::string& one, const std::string& other) = 0;
-  // A file, or a folder with what is in it; links are removed, not followed. No error where there
-  // is none.
+  // Removes a file, or a folder with its content; removes links and does not follow them. No error
+  // if the path does not exist.
   virtual void remove_tree(const std::string& path) = 0;
   // Gives a file of create() the permissions that any new file of this process has.
   virtual void open_to_others(const File& file) = 0;

@@ -1,22 +1,25 @@
 // Seam: positional reads and writes. Implementations: uring_engine (io_uring), thread_engine
 // (pread/pwrite on a pool); engine_choice.h makes the better one that the system allows.
 //
-// A transfer is complete or it failed: short transfers are continued, EINTR is retried, and
-// whatever remains surfaces as IoError (path, offset, wanted, got, errno) from wait(). Reading past
-// the end of the file is an IoError, not a short read. After a failure the target's content, or the
-// file's in the range of the write, is unspecified. Threads: internally synchronised; transfers of
-// one engine run in no particular order, so two that overlap in file or memory must be separated by
-// wait(). read() and write() may block while the engine's queue is full. One Transfer belongs to
-// one thread at a time. A File with a descriptor for direct transfers gives the same bytes, offsets
-// and memory may lie anywhere; only what lies at blocks in both goes past the page cache, so that
-// whoever wants that uses whole blocks of aligned memory. Ownership: the File and the memory
-// must outlive the Transfer's wait(). ~Transfer waits and drops errors. An engine finishes what it
-// was given before it is destroyed; a Transfer may outlive it. Errors: UsageError at once for a
-// range that no file can have (negative offset, end beyond 2^63).
+// A transfer is complete or it failed. The engine continues short transfers and retries EINTR;
+// wait() throws every other error as IoError (path, offset, wanted, got, errno). Reading past the
+// end of the file is an IoError, not a short read. After a failure the target's content, or the
+// file's in the range of the write, is unspecified. Threads: internally synchronised. Transfers of
+// one engine run in no particular order, so wait() must separate two that overlap in file or
+// memory. read() and write() may block while the engine's queue is full. One Transfer belongs to
+// one thread at a time.
 //
-// Memory of many transfers, as a pinned arena, may be registered: it stays in place for good, and
-// each transfer costs less. Nothing else changes. While its registration lives it is neither
-// unmapped nor are its pages given back. A registration may outlive the engine.
+// A File with a descriptor for direct transfers gives the same bytes, and offsets and memory may
+// lie anywhere. But only bytes at whole blocks in both file and memory bypass the page cache. A
+// caller that wants this uses whole blocks of aligned memory.
+//
+// Ownership: the File and the memory must outlive the Transfer's wait(). ~Transfer waits and drops
+// errors. An engine finishes all its transfers before it is destroyed; a Transfer may outlive it.
+// Errors: UsageError at once for a range that no file can have (negative offset, end beyond 2^63).
+//
+// A caller may register memory of many transfers, such as a pinned arena: it stays in place for
+// good, and each transfer costs less. Nothing else changes. While the registration lives, its owner
+// neither unmaps the memory nor gives its pages back. A registration may outlive the engine.
 #pragma once
 
 #include <chrono>
@@ -34,7 +37,7 @@
 namespace strata::io {
 
 struct TransferTimes {
-  std::chrono::steady_clock::time_point begin;  // when something first worked on it
+  std::chrono::steady_clock::time_point begin;  // when the engine began to work on it
   std::chrono::steady_clock::time_point end;
 };
 
@@ -42,9 +45,9 @@ class Transfer {
  public:
   virtual ~Transfer() = default;
   virtual bool done() = 0;
-  // Throws IoError; called again, it reports the same.
+  // Throws IoError; each later call throws the same error.
   virtual void wait() = 0;
-  // When it ran, of one that is done; nullopt: that is not known.
+  // The times of a transfer that is done; nullopt: unknown.
   virtual std::optional<TransferTimes> times() const { return std::nullopt; }
 };
 
@@ -54,7 +57,7 @@ class MemoryRegistration {
   virtual ~MemoryRegistration() = default;
   MemoryRegistration(const MemoryRegistration&) = delete;
   MemoryRegistration& operator=(const MemoryRegistration&) = delete;
-  // Why the memory is used as any other is; empty: it is registered.
+  // The reason why the memory is not registered, and used like any other; empty: it is registered.
   const std::string& refused() const { return refused_; }
 
  private:

@@ -112,7 +112,8 @@ class KernelRing::Queue {
       io_uring_cqe* entry = nullptr;
       const int code = ::io_uring_wait_cqe(&ring_, &entry);  // hands nothing over
       const bool served = code == 0 || code == -EINTR || code == -EAGAIN || code == -EBUSY;
-      // Memory that the kernel may write at any time can be given to nobody.
+      // Without an answer the kernel may still write the requests' memory at any time, so no other
+      // code may get that memory.
       STRATA_ASSERT(served);
       if (code != 0) std::this_thread::sleep_for(kPause);
     }

@@ -1,10 +1,10 @@
-// RequestRing on the kernel's io_uring, by liburing. The one thread that uses it also hands over
-// and reaps, so the kernel needs no lock and interrupts nobody else (SINGLE_ISSUER, DEFER_TASKRUN,
-// where it has them). A request that may block goes to a thread of the kernel's at once. wake()
-// writes to an eventfd that a request always reads, so waiting is one system call. Files are not
-// registered: that would save counting their users, nanoseconds of a request that moves a MiB.
-// Threads, ownership: as RequestRing says. Errors: also IoError from the constructor where the
-// kernel refuses io_uring, with the likely reason.
+// RequestRing on the kernel's io_uring, through liburing. One thread alone queues requests, submits
+// them and reaps their results, so the kernel needs no lock and interrupts no other thread
+// (SINGLE_ISSUER, DEFER_TASKRUN, where it has them). A request that may block goes to a thread of
+// the kernel's at once. wake() writes to an eventfd that a request always reads, so waiting is one
+// system call. Files are not registered: that would only save counting their users, which takes
+// nanoseconds of a request that moves a MiB. Threads, ownership: as for RequestRing. Errors: also
+// IoError from the constructor where the kernel refuses io_uring, with the likely reason.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ namespace strata::io {
 
 class KernelRing final : public RequestRing {
  public:
-  // For so many requests under way.
+  // At most `depth` requests are under way at once.
   explicit KernelRing(int depth);
   ~KernelRing() override;
   KernelRing(const KernelRing&) = delete;

@@ -1,6 +1,6 @@
-// Whether bytes of a file are in the system's page cache, which is what decides how fast a buffered
-// read of them is. Threads: safe everywhere. Errors: none; systems and file systems that do not
-// tell are no error.
+// Whether bytes of a file are in the system's page cache, which decides how fast a buffered read of
+// them is. Threads: safe everywhere. Errors: none; systems and file systems that do not report it
+// are no error.
 #pragma once
 
 #include <optional>
@@ -10,8 +10,8 @@
 
 namespace strata::io {
 
-// Whether the page at `offset` is in the cache; absent: nobody can say. mincore(2) is not asked: it
-// calls all pages of files that belong to others resident.
+// Whether the page at `offset` is in the cache; absent if that is unknown. This does not use
+// mincore(2), which calls all pages of other users' files resident.
 std::optional<bool> in_page_cache(const File& file, Bytes offset);
 
 }  // namespace strata::io

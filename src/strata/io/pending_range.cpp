@@ -62,7 +62,7 @@ PendingRange::Call PendingRange::next_call() const {
   const Bytes past_block = at % File::kDirectBlock;
   const std::byte* const memory = reading() ? target() : source();
   const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory)));
-  if (address % File::kDirectBlock != past_block) return buffered;  // they never meet
+  if (address % File::kDirectBlock != past_block) return buffered;  // the blocks never align
   if (past_block > Bytes()) {
     return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};
   }

@@ -1,10 +1,10 @@
-// What is left of a positional transfer, or of one piece of it, and the one place that reads the
-// result of a system call: accept() continues after a short transfer, retries EINTR, and EAGAIN a
-// number of times, and turns everything else into an IoError with path, offset, wanted and got.
-// Every engine drives its transfers through it. Of a file with a descriptor for direct transfers,
-// whole blocks that lie at blocks in memory, too, go through that, and the rest, or all where the
-// system refuses, through the page cache. Threads: one thread. Ownership: borrows the File and the
-// memory.
+// The rest of a positional transfer, or of one piece of it, and the one place that reads the result
+// of a system call: accept() continues after a short transfer, retries EINTR, and EAGAIN a number
+// of times, and turns everything else into an IoError with path, offset, wanted and got. Every
+// engine drives its transfers through it. If the file has a descriptor for direct transfers, bytes
+// at whole blocks in both file and memory go through that. The other bytes go through the page
+// cache; so do all bytes if the system refuses direct transfers. Threads: one thread. Ownership:
+// borrows the File and the memory.
 #pragma once
 
 #include <cstddef>
@@ -23,15 +23,15 @@ class PendingRange {
   static PendingRange reading(const File& file, Bytes offset, std::span<std::byte> target);
   static PendingRange writing(const File& file, Bytes offset, std::span<const std::byte> source);
 
-  // The part [begin, begin + bytes) of this range. Its errors speak of the whole transfer: `got`
+  // The part [begin, begin + bytes) of this range. Its errors describe the whole transfer: `got`
   // counts from the transfer's first byte.
   PendingRange piece(Bytes begin, Bytes bytes) const;
 
   Bytes wanted() const { return end_ - begin_; }
   bool complete() const { return next_ == end_; }
-  // Bytes up to the first block of the file, where there is a descriptor for direct transfers.
+  // The bytes before the first block of the file, if there is a descriptor for direct transfers.
   Bytes to_direct_block() const;
-  // The call that comes next, of one that is not complete.
+  // The next call of an incomplete transfer.
   struct Call {
     int fd;
     Bytes offset;  // in the file
@@ -40,14 +40,14 @@ class PendingRange {
   };
   Call next_call() const;
   bool reading() const { return source_ == nullptr; }
-  // Where the next call's bytes go, of a read, and where they come from, of a write; else null.
+  // The target of a read's next call, or the source of a write's; the other one is null.
   std::byte* target() const { return reading() ? target_ + next_.value : nullptr; }
   const std::byte* source() const { return reading() ? nullptr : source_ + next_.value; }
-  // Whether the last call was told to come again (EAGAIN): the next one should be let wait.
+  // Whether the last call returned EAGAIN: the next one should be allowed to wait.
   bool told_to_wait() const { return waits_ > 0; }
-  // Takes what that call returned (bytes moved, or -errno). Throws IoError.
+  // Takes the result of that call (bytes moved, or -errno). Throws IoError.
   void accept(const Call& call, std::int64_t result);
-  // Calls until complete.
+  // Makes calls until the range is complete.
   void run(SystemCalls& calls);
 
  private:

@@ -20,7 +20,7 @@ constexpr std::size_t kMostParts = 64;  // of one call
 
 using Key = std::array<std::uint64_t, 2>;
 
-// What a process tells others of its offer: numbers in decimal.
+// The offer that a process sends to others: numbers in decimal.
 struct Offer {
   pid_t pid = 0;
   std::uint64_t key_at = 0;
@@ -128,7 +128,7 @@ ProcessMemory::ProcessMemory(const std::string& text) {
 }
 
 std::int64_t ProcessMemory::read_at(int /*fd*/, std::span<std::byte> target, Bytes offset) {
-  // The last part that begins no later, or what is behind all of them.
+  // The part behind the last one that begins at `offset` or before it.
   const auto after = std::upper_bound(offsets_.begin(), offsets_.end(), offset);
   std::array<iovec, kMostParts> remote{};
   std::size_t count = 0;

@@ -1,10 +1,11 @@
-// Memory of another process of this host, read like a file: so that of a model which one process
-// has nobody needs a copy, not even in memory that both share. The one process offers parts of its
-// memory and tells the others a text; they read the parts as if they lay one behind the other in a
-// file, through an engine that takes SystemCalls. Needs process_vm_readv and the right to read
-// another process's memory: the same user in the same container. Threads: an offer belongs to one;
-// a ProcessMemory is immutable after construction, safe everywhere. Ownership: borrows the parts,
-// whose bytes nobody may write meanwhile. Errors: IoError where memory cannot be read.
+// Memory of another process of this host, read like a file. So the other processes load a model
+// from the one process that has it, without a copy of the whole, not even in shared memory. The one
+// process offers parts of its memory and sends the others a text. They read the parts as if they
+// lay one behind the other in a file, through an engine that takes SystemCalls. This needs
+// process_vm_readv and the right to read another process's memory: the same user in the same
+// container. Threads: an offer belongs to one; a ProcessMemory is immutable after construction,
+// safe everywhere. Ownership: borrows the parts; no thread writes their bytes meanwhile. Errors:
+// IoError where memory cannot be read.
 #pragma once
 
 #include <sys/types.h>
@@ -23,13 +24,13 @@
 
 namespace strata::io {
 
-// As another process of this host sees it.
+// A part's address in the process that offers it.
 struct MemoryPart {
   std::uint64_t address;
   std::uint64_t bytes;
 };
 
-// Others can read while it lives.
+// Other processes can read the memory while this lives.
 class OfferedMemory {
  public:
   explicit OfferedMemory(std::span<const std::span<const std::byte>> parts);
@@ -39,13 +40,13 @@ class OfferedMemory {
 
   // For the constructor of ProcessMemory.
   std::string to_text() const;
-  // Where the system lets nobody but a parent read (Yama's ptrace_scope of 1): from now on and
-  // until the end of the offer, what the parent of this process has started may, too. What the
-  // process permitted before (PR_SET_PTRACER) is lost.
+  // Where the system lets only a parent read (Yama's ptrace_scope of 1): all processes that this
+  // process's parent has started may read, too, until the offer ends. This replaces an earlier
+  // permission of the process (PR_SET_PTRACER).
   void permit_siblings();
 
  private:
-  std::array<std::uint64_t, 2> key_;  // by which readers see that it is this process
+  std::array<std::uint64_t, 2> key_;  // shows readers that it is this process
   std::vector<MemoryPart> parts_;
   bool permitted_ = false;
 };
@@ -58,12 +59,12 @@ class NotPermitted : public IoError {
 
 class ProcessMemory final : public SystemCalls {
  public:
-  // IoError if this process cannot read it; NotPermitted if it might, were it permitted.
+  // IoError if this process cannot read the memory; NotPermitted if a permission might change that.
   explicit ProcessMemory(const std::string& text);
 
-  // What an engine with these calls reads; no other engine does.
+  // The file that engines with these calls read; no other engine can.
   const File& file() const { return *file_; }
-  // Where the offered part of this number begins in it.
+  // The offset in that file at which the offered part of this number begins.
   Bytes offset_of(std::size_t part) const { return offsets_[part]; }
 
   std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) override;

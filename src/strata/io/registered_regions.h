@@ -1,6 +1,7 @@
-// What an engine has registered of memory with its ring: spans, cut into regions of the size that a
-// ring takes, and which region a request lies in. Threads: one, the ring's. Ownership: borrows the
-// ring and the memory. Errors: texts, since memory that cannot be registered serves as well.
+// The memory that an engine has registered with its ring: spans, cut into regions of the size that
+// a ring takes. Finds the region in which a request lies. Threads: one, the ring's. Ownership:
+// borrows the ring and the memory. Errors: texts, since transfers work with unregistered memory,
+// too.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +19,11 @@ class RegisteredRegions {
  public:
   explicit RegisteredRegions(RequestRing& ring);
 
-  // Empty, or why it is not registered.
+  // Returns the reason why the memory is not registered; empty: it is.
   std::string add(std::span<std::byte> memory);
-  // What add() has registered.
+  // Unregisters memory that add() has registered.
   void remove(std::span<std::byte> memory);
-  // The region that holds all of it; -1: none does.
+  // The region that holds all of these bytes; -1: there is none.
   int find(const std::byte* memory, std::size_t bytes) const;
 
  private:

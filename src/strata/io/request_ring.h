@@ -1,10 +1,10 @@
-// Seam: a queue of requests to read and write, and what came of them, as io_uring has it: requests
-// are pushed, handed to the system together, and end in any order. It judges no result; the engine
-// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads: all
-// of one, the engine's, but wake(), which any may call. Ownership: borrows the memory and the
-// descriptors of requests until they have ended, and what is registered. Errors: results of
-// requests; begin() and wait() throw IoError where the system does not serve the queue (any more),
-// after which only withdraw() and the destructor may be called.
+// Seam: a queue of requests to read and write, and their results, like io_uring's: requests are
+// pushed, submitted to the system together, and end in any order. It judges no result; the engine
+// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads:
+// only the engine's calls it, except wake(), which any thread may call. Ownership: borrows the
+// memory and the descriptors of requests until they have ended, and registered memory. Errors:
+// results of requests; begin() and wait() throw IoError if the system does not serve the queue (any
+// more), and then only withdraw() and the destructor may be called.
 #pragma once
 
 #include <cstddef>
@@ -26,29 +26,29 @@ class RequestRing {
     std::byte* target = nullptr;        // of a read, else null
     const std::byte* source = nullptr;  // of a write, else null
     int region = -1;                    // the registered memory that it lies in; -1: none
-    bool may_block = false;  // the system need not try on the engine's thread whether it would
+    bool may_block = false;  // so the system need not try it on the engine's thread first
   };
   struct Result {
     std::uint32_t id = 0;
     std::int64_t value = 0;  // bytes moved, or -errno
   };
 
-  // What one region can have.
+  // The most bytes of one region.
   static constexpr Bytes kRegionMax = 1_GiB;
 
   virtual ~RequestRing() = default;
   // Called once, by the thread that makes all later calls.
   virtual void begin() = 0;
   virtual void push(const Request& request) = 0;
-  // Hands over what was pushed. Blocks until a request has ended or somebody called wake() since
-  // the last wait(); appends the results of those that have ended.
+  // Submits the pushed requests. Blocks until a request has ended, or until another thread has
+  // called wake() since the last wait(); appends the results of the ended requests.
   virtual void wait(std::vector<Result>& results) = 0;
-  // Ends the use of the ring after an error, whoever had it: what the system was not given yet it
-  // never gets, the rest is cancelled where it can be. When it returns the system reads and writes
-  // no memory of a request any more, however long that takes; there are no results.
+  // Ends the use of the ring after an error on either side. The system never gets the requests that
+  // were not submitted; the others are cancelled where possible. When this returns, the system no
+  // longer reads or writes memory of a request, however long that takes; there are no results.
   virtual void withdraw() noexcept = 0;
   virtual void wake() = 0;
-  // Makes memory known under a number, from 0 on. Returns 0, or an errno.
+  // Registers memory under a number, from 0 on. Returns 0, or an errno.
   virtual int register_region(int region, std::span<std::byte> memory) = 0;
   virtual void unregister_region(int region) = 0;
   virtual int regions_max() const = 0;

@@ -12,8 +12,8 @@
 namespace strata::io {
 namespace {
 
-// Of a round the fastest part has so many chunks at most; fewer where ratios of speeds come out as
-// well as this.
+// The most chunks of the fastest part in one round. A round has fewer if those give each part its
+// share with at most this relative error.
 constexpr int kChunksMax = 16;
 constexpr double kGoodEnough = 0.02;
 
@@ -80,7 +80,7 @@ Striping::Striping(const std::vector<double>& speeds, Bytes chunk) : chunk_(chun
         speeds.size(), chunk.value));
   }
   chunks_a_round_ = chunks_by_speed(speeds);
-  // Who is furthest behind its share comes next, so that each part's chunks are spread.
+  // The part that is furthest behind its share comes next, so that each part's chunks are spread.
   const std::int64_t length =
       std::accumulate(chunks_a_round_.begin(), chunks_a_round_.end(), std::int64_t{0});
   std::vector<std::int64_t> given(speeds.size());

@@ -1,8 +1,8 @@
-// How one range of bytes lies in several files, so that several drives serve it at once. It is cut
-// into chunks, which go to the files in turns, to the faster ones more often: of speeds 3 and 1,
-// three chunks of four lie in the first file. Where a byte lies depends on nothing but the speeds,
-// so that the range may grow. Arithmetic alone; immutable, safe everywhere.
-// Errors: UsageError of the constructor.
+// Spreads one range of bytes over several files, so that several drives serve it at once. The range
+// is cut into chunks, which go to the files in turns, more often to the faster ones: with speeds 3
+// and 1, three chunks of four lie in the first file. The offset of a byte depends on the speeds
+// alone, so the range may grow. Pure arithmetic; immutable, safe everywhere. Errors: UsageError
+// from the constructor.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ namespace strata::io {
 
 class Striping {
  public:
-  // Of each part its speed, relative, in any unit. `chunk`: a multiple of File::kDirectBlock where
-  // transfers go past the page cache.
+  // `speeds`: the relative speed of each part, in any unit. `chunk`: a multiple of
+  // File::kDirectBlock where transfers bypass the page cache.
   explicit Striping(const std::vector<double>& speeds, Bytes chunk = 1_MiB);
 
   std::size_t parts() const { return chunks_a_round_.size(); }
-  // What of the first `bytes` the part has.
+  // The bytes of [0, `bytes`) that lie in the part.
   Bytes share_of(std::size_t part, Bytes bytes) const;
 
   // A run of bytes that is one range of a part.
@@ -31,11 +31,11 @@ class Striping {
     Bytes begin;   // relative to the range
     Bytes bytes;
   };
-  // Of [offset, offset + bytes), in order; offset is not negative.
+  // The runs of [offset, offset + bytes), in order; offset is not negative.
   std::vector<Run> runs_of(Bytes offset, Bytes bytes) const;
 
  private:
-  // Which part has a chunk of a round, and how many of that part's are before it.
+  // The part that has a chunk of a round, and the number of that part's chunks before it.
   struct Turn {
     std::size_t part;
     std::int64_t before;
@@ -46,7 +46,7 @@ class Striping {
   Bytes chunk_;
 };
 
-// The transfers as one. wait() waits for all; of several failures it throws the first one's.
+// Several transfers as one. wait() waits for all, and throws the first error in their order.
 std::unique_ptr<Transfer> joined(std::vector<std::unique_ptr<Transfer>> transfers);
 
 }  // namespace strata::io

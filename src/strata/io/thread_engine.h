@@ -1,8 +1,8 @@
-// IoEngine on a small pool of threads that call pread and pwrite. A transfer is cut into pieces, so
-// that several threads serve one big transfer; transfers are begun in the order they came. Of
-// several failed pieces the one at the lowest offset is reported, and `got` is what lies before it.
-// Threads, ownership, errors: as IoEngine says. At most `queue_max` transfers wait for a thread;
-// the next read() or write() blocks until one is begun.
+// IoEngine on a small pool of threads that call pread and pwrite. The engine cuts a transfer into
+// pieces, so that several threads serve one big transfer. It begins transfers in the order in which
+// they came. When several pieces fail, it reports the failure at the lowest offset, and `got` is
+// the number of bytes before that. Threads, ownership, errors: as for IoEngine. At most `queue_max`
+// transfers wait for a thread; the next read() or write() blocks until one is begun.
 #pragma once
 
 #include <memory>

@@ -1,9 +1,9 @@
-// One transfer of an engine, cut into pieces that are served in any order: which pieces are handed
-// out, which are over, and what the first failure was. Of several failed pieces the one at the
-// lowest offset counts; once one has failed no more are handed out. Pieces of a file with a
-// descriptor for direct transfers end at blocks of the file, so that only the two ends of the
+// One transfer of an engine, cut into pieces that are served in any order. It knows which pieces
+// were handed out, which have ended, and the first failure. When several pieces fail, the failure
+// at the lowest offset counts; after a failure no more pieces are handed out. Pieces of a file with
+// a descriptor for direct transfers end at blocks of the file, so that only the two ends of the
 // transfer can lie across one. Threads: internally synchronised. Ownership: shared by the Transfer,
-// the engine's queue and whoever serves a piece; borrows the File and the memory.
+// the engine's queue and the threads that serve a piece; borrows the File and the memory.
 #pragma once
 
 #include <condition_variable>
@@ -29,16 +29,17 @@ class TransferJob {
   // `piece`: bytes of a piece; the first one may have a block more.
   TransferJob(const PendingRange& range, Bytes piece);
 
-  // The next piece to serve; none when all are handed out, or when one has failed.
+  // The next piece to serve; nullopt when all are handed out, or when one has failed.
   std::optional<Piece> claim();
-  // A claimed piece is over; `error` is null where it is complete.
+  // Ends a claimed piece; `error` is null if it is complete.
   void settle(std::int64_t index, std::exception_ptr error);
 
   bool done();
-  // Blocks until no piece is being served. Rethrows the failure.
+  // Blocks until no thread serves a piece. Throws the failure.
   void wait();
   void wait_quietly();
-  // From the first claim to the last piece's end; nullopt where it is not done, or had no bytes.
+  // The times of the first claim and of the last piece's end; nullopt if it is not done, or had no
+  // bytes.
   std::optional<TransferTimes> times() const;
 
  private:

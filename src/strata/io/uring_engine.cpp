@@ -182,7 +182,8 @@ class UringEngine::Core {
     free_.push_back(index);
   }
 
-  // The ring serves no more. Memory goes back to its owners when the system has let go of it.
+  // The ring serves no more. The transfers fail only after the system has stopped using their
+  // memory.
   void fail(const std::exception_ptr& error) {
     ring_->withdraw();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -205,7 +206,7 @@ class UringEngine::Core {
 
   const std::size_t queue_max_;
   const std::unique_ptr<RequestRing> ring_;
-  // Of the engine's thread.
+  // Only the engine's thread uses regions_, slots_ and free_.
   RegisteredRegions regions_;
   std::vector<Slot> slots_;
   std::vector<std::size_t> free_;

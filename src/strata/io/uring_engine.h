@@ -1,16 +1,17 @@
-// IoEngine on io_uring. Transfers are cut into pieces, and pieces of as many transfers as it takes
-// are under way at once, up to a depth: when one ends the next begins, whoever waits for what. One
-// thread of the engine's own hands requests over and reaps them. Waiting threads could reap under a
-// lock; but then nobody would when all compute, so that the queue ran empty and short transfers
-// stayed short; and the kernel cancels what a thread has handed over when that thread ends. The one
-// thread also makes the ring's state a single thread's. It sleeps whenever nothing has ended.
+// IoEngine on io_uring. The engine cuts transfers into pieces, and keeps pieces of several
+// transfers under way at once, up to a depth: when one ends, the next begins, without any caller's
+// help. One thread of the engine's own submits requests and reaps their results. Waiting callers
+// could reap under a lock. But while all callers compute, none of them would reap: the queue would
+// run empty, and short transfers would not continue. And when a thread ends, the kernel cancels the
+// requests that it has submitted. The one thread also makes the ring's state a single thread's. It
+// sleeps whenever nothing has ended.
 //
-// Pieces through the page cache go to threads of the kernel's at once, since copies of cached bytes
-// would otherwise be made by the one thread. Transfers are begun in the order they came. At most
-// `queue_max` wait to be begun; the next read() or write() blocks until one is. A failure is
-// reported as TransferJob says. Should the kernel stop serving the queue, every transfer fails with
-// that. Threads, ownership, errors: as IoEngine says; IoError from the constructor where the kernel
-// refuses io_uring (engine_choice.h takes threads then).
+// Pieces through the page cache go to threads of the kernel's at once; otherwise the one thread
+// would copy all cached bytes. The engine begins transfers in the order in which they came. At most
+// `queue_max` wait to be begun; the next read() or write() blocks until one is. Failures are
+// reported as TransferJob describes. If the kernel stops serving the queue, every transfer fails
+// with that error. Threads, ownership, errors: as for IoEngine; IoError from the constructor where
+// the kernel refuses io_uring (engine_choice.h takes threads then).
 #pragma once
 
 #include <functional>
@@ -28,7 +29,7 @@ struct UringEngineOptions {
   int queue_max = 64;
 };
 
-// Makes a ring for so many requests under way. IoError: the system refuses.
+// Makes a ring for at most `depth` requests under way. IoError: the system refuses.
 using RingMaker = std::function<std::unique_ptr<RequestRing>(int depth)>;
 
 class UringEngine final : public IoEngine {

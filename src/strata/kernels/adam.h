@@ -46,8 +46,8 @@ struct AdamSpans {
   std::span<const float> gradient;
   std::byte* weight16 = nullptr;            // [gradient.size()] elements of weight16_dtype, or null
   DType weight16_dtype = DType::kBFloat16;  // bf16 or fp16
-  // weight16 comes with the rounded masters. Where it holds another number, somebody has written
-  // the weight since, and that number is the master.
+  // weight16 comes with the rounded masters. If it holds another number than its rounded master,
+  // other code has written the weight since, and the written number becomes the master.
   bool follows_weight16 = false;
   // Where `low` is not null, the masters are weight16, bf16, and this: both are read and written.
   MasterRemainder remainder = {};

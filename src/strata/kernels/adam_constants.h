@@ -1,5 +1,5 @@
-// The scalars of one Adam step as the elements meet them: computed in fp64, then rounded to fp32
-// once, which is what torch does with Python numbers. Private to this layer.
+// The scalars that one Adam step applies to each element: computed in fp64, then rounded to fp32
+// once, as torch does with Python numbers. Private to this layer.
 #pragma once
 
 #include <cmath>

@@ -33,8 +33,8 @@ void accumulate(std::byte* target, DType target_dtype, const std::byte* source, 
 void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                   float scale, bool accumulate, ThreadPool* pool);
 
-// Masters whose weights were written by somebody else take what was written: masters[i] =
-// weights[i] wherever masters[i] does not round to it.
+// Masters take the values of weights that other code has written: masters[i] = weights[i] wherever
+// masters[i] does not round to it.
 void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
                    ThreadPool* pool);
 

@@ -43,7 +43,7 @@ HWY_INLINE const T* elements(const std::byte* address) {
   return static_cast<const T*>(static_cast<const void*>(address));
 }
 
-// One load or store is Lanes(d) elements, d being fp32 lanes; `Storage` is what lies in memory.
+// One load or store is Lanes(d) elements, d being fp32 lanes. `Storage`: the type in memory.
 template <typename Storage>
 struct Lanes;
 

@@ -7,9 +7,10 @@
 // exact half goes to the even neighbour, so that w does not tell; a bit of its own does. The master
 // is then (w or w - 1):l, the same bits for every number; a NaN stays a NaN.
 //
-// A weight that somebody writes keeps the remainder of the one before: the master is then within
-// half a unit in the weight's last place. Nothing is rounded up to zero, so a zero whose remainder
-// says so was written, and its master is zero.
+// If other code writes a weight, it keeps the remainder of the weight before: the master is then
+// within half a unit in the weight's last place. No nonzero master rounds up to zero; so if the
+// remainder of a zero says that it was rounded up, other code has written the zero, and its master
+// is zero.
 //
 // Threads: pure functions of their arrays; work is split over `pool` when one is given. Two threads
 // may work on the same array where they are eight elements apart.

@@ -1,9 +1,9 @@
-// Adam and AdamW over tensors of fp32, bf16 or fp16 in any mix, all of one step at once: what a
-// program without an engine updates. The update is that of kernels/adam.h in fp32: 16-bit elements
-// are widened piece by piece, in the cache, and what is written back is rounded once. Tensors of
-// one call share the threads: a thousand small ones cost as little as one large one. Threads: pure
-// functions of their arrays; work is split over `pool` when one is given. Results do not depend on
-// it. Errors: UsageError for another element type, before anything is written.
+// Adam and AdamW for a program without an engine: updates tensors of fp32, bf16 or fp16 in any mix,
+// all of one step at once. The update is that of kernels/adam.h in fp32: 16-bit elements are
+// widened piece by piece, in the cache, and results are rounded once. Tensors of one call share the
+// threads: a thousand small ones cost as little as one large one. Threads: pure functions of their
+// arrays; work is split over `pool` when one is given. Results do not depend on it. Errors:
+// UsageError for another element type, before anything is written.
 #pragma once
 
 #include <cstddef>

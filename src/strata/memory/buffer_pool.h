@@ -1,13 +1,13 @@
-// Buffers that are taken and given back over and over in the same few sizes, as gathers of units
-// do. A buffer given back is kept and serves the next request of its size, so that a training step
-// allocates nothing once every size has been seen. `Buffer` is what the allocate function makes,
-// for example device::Memory; it has `std::span<std::byte> bytes()`.
+// Buffers of the same few sizes that are taken and given back again and again, as gathers of units
+// do. The pool keeps a returned buffer for the next request of its size, so a training step
+// allocates nothing once every size has been seen. The allocate function makes a `Buffer`, for
+// example device::Memory; it has `std::span<std::byte> bytes()`.
 // Threads: internally synchronised; allocation and freeing happen outside the lock. Ownership:
 // leases may outlive the pool. The holder of a lease gives the buffer back after its work is
 // complete, or orders the next use after it: the pool knows no streams.
-// Units: sizes are rounded up to pages, for matching and for allocation.
-// Errors: what the allocate function throws; after an OutOfMemoryError the cached buffers are
-// freed and it is asked once more.
+// Units: sizes are rounded up to pages, for matching and for allocation. Errors: those of the
+// allocate function; after an OutOfMemoryError the pool frees the cached buffers and calls it once
+// more.
 #pragma once
 
 #include <algorithm>
@@ -88,7 +88,7 @@ class BufferPool {
     return Lease(state_, std::move(buffer), bytes);
   }
 
-  // Like acquire(), but makes the buffer, and frees nothing where there is no memory for one.
+  // Like acquire(), but makes the buffer, and frees no other buffer if there is no memory for it.
   Lease acquire_new(Bytes bytes) {
     const Bytes size = footprint(bytes);
     state_->shrink_to(kUnbounded, size);
@@ -103,8 +103,8 @@ class BufferPool {
     state_->admit(size);
     return Lease(state_, std::move(buffer), bytes);
   }
-  // Takes a lease's buffer for good, and puts a new one of its size in its place. Nothing that is
-  // cached is used or freed.
+  // Takes a lease's buffer for good, and gives the lease a new one of its size. Uses and frees no
+  // cached buffer.
   std::unique_ptr<Buffer> replace(Lease& lease) {
     const Bytes size(lease.buffer_->bytes().size());
     std::unique_ptr<Buffer> buffer = allocate_(size);
@@ -144,8 +144,8 @@ class BufferPool {
     state_->shrink_to(kUnbounded);
   }
 
-  // Frees, of each size, what was not in use at once since the last call, so that a pool without
-  // limits follows what a repeated pass needs.
+  // Frees the buffers of each size beyond the most that were in use at once since the last call, so
+  // that a pool without limits follows the needs of a repeated pass.
   void end_round() {
     for (;;) {
       const std::unique_ptr<Buffer> unused = state_->pop_unused();
@@ -174,7 +174,7 @@ class BufferPool {
     try {
       return allocate_(size);
     } catch (const OutOfMemoryError&) {
-      // Buffers cached in other sizes may be what is missing.
+      // Buffers that are cached in other sizes may hold the missing memory.
       if (!state_->shrink_to(Bytes())) throw;
     }
     return allocate_(size);

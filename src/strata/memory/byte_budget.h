@@ -1,8 +1,7 @@
-// A number of bytes that holders share: each takes a part and gives it back by destruction. Bounds
-// what a device or a store may hold, whatever the system would still give.
-// Threads: internally synchronised. Ownership: a Hold keeps its budget alive.
-// Errors: none; take() returns nullopt when the bytes do not fit, and the caller knows what
-// message to write.
+// A number of bytes that holders share: each takes a part, and its destructor gives it back. Bounds
+// the bytes of a device or a store, even if the system has more.
+// Threads: internally synchronised. Ownership: a Hold keeps its budget alive. Errors: none; take()
+// returns nullopt if the bytes do not fit, and the caller writes the message.
 #pragma once
 
 #include <memory>

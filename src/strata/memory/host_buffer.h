@@ -1,11 +1,11 @@
 // A page-aligned buffer of host memory of its own, zeroed by the kernel: an anonymous mapping.
 // Pages take memory when first touched, unless the buffer is told to touch them all now.
-// Threads: as a std::vector: const calls from anywhere, the bytes are the user's to synchronise.
-// Ownership: the buffer owns the mapping and frees it on destruction; movable, addresses stay.
-// Units: exactly the bytes asked for are charged; the rounding up to whole pages is not.
-// Errors: OutOfMemoryError with the bytes wanted and what the ledger holds. The system commonly
-// promises more memory than it has, so that a buffer that is not touched now may fail only when it
-// is used; Device::free_bytes says what there is.
+// Threads: as a std::vector: const calls from anywhere; the user synchronises the bytes. Ownership:
+// the buffer owns the mapping and frees it on destruction; movable, addresses stay. Units: exactly
+// the requested bytes are charged; the rounding up to whole pages is not. Errors: OutOfMemoryError
+// with the bytes wanted and the ledger's report. The system commonly promises more memory than it
+// has, so a buffer that is not touched now may fail only when it is used; Device::free_bytes
+// reports the real rest.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class ThreadPool;
 
 namespace strata::memory {
 
-// The system's page size: what buffers are aligned to at least.
+// The system's page size. Buffers are aligned to it at least.
 Bytes page_size();
 
 // Gives the pages that lie wholly in `bytes` back to the system. Their values are lost; the address
@@ -29,7 +29,7 @@ Bytes page_size();
 // other thread of the process from mapping or unmapping memory until it ends.
 void give_back_pages(std::span<std::byte> bytes) noexcept;
 
-// 2 MiB: what larger buffers are aligned to when they ask for huge pages.
+// 2 MiB. Larger buffers that ask for huge pages are aligned to it.
 inline constexpr Bytes kHugePageSize = 2_MiB;
 
 struct HostBufferOptions {

@@ -1,5 +1,5 @@
-// One mapping of memory, unmapped by the destructor. Page-aligned; zeroed where it is new.
-// Threads: immutable after construction. Errors: OutOfMemoryError, which names what it was for.
+// One mapping of memory, unmapped by the destructor. Page-aligned; zeroed if it is new. Threads:
+// immutable after construction. Errors: OutOfMemoryError, which names the purpose.
 #pragma once
 
 #include <cstddef>

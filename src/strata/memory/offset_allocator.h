@@ -20,7 +20,7 @@ namespace strata::memory {
 
 class OffsetAllocator {
  public:
-  // Both powers of two where alignment is meant; what `capacity` has beyond whole granules is
+  // Both are powers of two where alignment matters; the rest of `capacity` beyond whole granules is
   // unused.
   OffsetAllocator(Bytes capacity, Bytes granule);
 

@@ -49,7 +49,7 @@ DeviceStage::DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch
       leaving_(device.create_stream()) {}
 
 DeviceStage::~DeviceStage() {
-  FirstError lost;  // of a device that has failed: it runs nothing, and there is nobody to tell
+  FirstError lost;  // a failed device runs nothing, and a destructor cannot report it
   lost.attempt([this] { coming_->synchronize(); });
   lost.attempt([this] { device_.compute_stream().synchronize(); });
   lost.attempt([this] { leaving_->synchronize(); });
@@ -83,7 +83,7 @@ void DeviceStage::join() {
   watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });
 }
 
-// The oldest first: what lies where the next is to be is what was taken longest ago.
+// Copies leave the ring in the order in which they came: the oldest one lies where the next will.
 std::shared_ptr<DeviceStage::Taken> DeviceStage::take(Bytes bytes) {
   const Bytes room = align_up(std::max(bytes, 1_B), kAlignmentOnDevice);
   const Bytes size(static_cast<std::int64_t>(memory_->bytes().size()));

@@ -1,14 +1,13 @@
-// Copies of host memory in memory of the device, for kernels that would otherwise read and write it
-// over the link word by word: copy engines bring it and take it back at the link's full speed, both
-// directions at once, beside the kernels. What is brought next is copied while kernels work on what
-// was brought before, and while that before goes back, as long as the stage has room; nobody waits
-// on the host.
+// Copies of host memory in device memory, for kernels that would otherwise read and write it over
+// the link word by word. Copy engines bring the data and take it back at the link's full speed, in
+// both directions at once, beside the kernels. While kernels work on one copy, the next copy comes
+// and the one before goes back, as long as the stage has room. The host never waits.
 //
-// Memory. One ring on the device, charged as staging. At any time copies of share() bytes may be
-// held. Threads: one. Ownership: the device outlives the stage, the stage its copies, and a copy
-// dies before the lease that it is of. Errors: OutOfMemoryError from the constructor. An error
-// while a copy is given back is thrown by the next bring() or join(); what it should have changed
-// is lost. Where the device has failed, what is destroyed throws nothing.
+// Memory: one ring on the device, charged as staging. A caller may always hold copies of share()
+// bytes. Threads: one. Ownership: the device outlives the stage, the stage outlives its copies, and
+// a copy dies before the lease whose bytes it copies. Errors: OutOfMemoryError from the
+// constructor. If taking a copy back fails, the next bring() or join() throws that error, and the
+// changes in that copy are lost. Once the device has failed, destructors throw nothing.
 #pragma once
 
 #include <cstddef>
@@ -26,10 +25,10 @@ namespace strata::offload {
 
 class DeviceStage {
  public:
-  // `largest`: what anybody would bring at once. Where that is much, share() is less. `watch` is
-  // told of every copy.
+  // `largest`: the most bytes that any caller brings at once. Where that is large, share() is less.
+  // The stage notifies `watch` of every copy.
   DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch);
-  ~DeviceStage();  // waits for what goes on
+  ~DeviceStage();  // waits for copies under way
   DeviceStage(const DeviceStage&) = delete;
   DeviceStage& operator=(const DeviceStage&) = delete;
 
@@ -37,14 +36,15 @@ class DeviceStage {
   Bytes share() const { return share_; }
   static constexpr std::int64_t kPieces = 16;
 
-  // What is brought from here on is as everything that the compute stream holds now leaves it.
+  // From here on, bring() copies values as all work that the compute stream holds now leaves them.
   void begin();
-  // A copy of these bytes, which `lease` lends; kernels on the compute stream find it. Destroyed
-  // after kReadWrite, what they have written goes back; the lease may be given back then.
+  // Copies the bytes that `lease` lends; kernels on the compute stream find the copy complete.
+  // After kReadWrite the destructor of the copy sends back what kernels have written, and the lease
+  // may be returned then.
   std::unique_ptr<Lease> bring(Lease& lease, std::span<std::byte> bytes, Access access);
-  // To read alone; the memory stays and is not written before join().
+  // A copy that is only read. The host memory outlives it, and stays unwritten until join().
   std::unique_ptr<Lease> bring(std::span<const std::byte> host);
-  // What the compute stream gets from here on finds in host memory what was taken back.
+  // Work that the compute stream gets from here on finds the returned bytes in host memory.
   void join();
 
  private:

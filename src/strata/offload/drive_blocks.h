@@ -1,8 +1,8 @@
-// What a store on a drive knows of its blocks: where each lies, which of its pages were ever
-// written, what they hold by their checksums, and whether it can still be trusted. A page that was
-// never written holds zeroes, whatever the drive says. Threads: one. Memory: a bit for each page of
-// 4 KiB; with checksums 8 bytes more, charged. Errors: UsageError for a block that there is not;
-// IoError for one that has failed.
+// The bookkeeping of a store on a drive: where each block lies, which of its pages were ever
+// written, the checksums of those pages, and whether the block can still be trusted. A page that
+// was never written holds zeroes, whatever the drive returns. Threads: one. Memory: one bit for
+// each page of 4 KiB; with checksums 8 bytes more, charged. Errors: UsageError for an unknown
+// block; IoError for a block that has failed.
 #pragma once
 
 #include <memory>
@@ -20,32 +20,33 @@ class DriveBlocks {
   // `verify`: keeps a checksum of each page.
   DriveBlocks(std::shared_ptr<memory::Ledger> ledger, bool verify);
 
-  // Where a block ends that would come after all others.
+  // The end that a block of `bytes` would have behind all others.
   Bytes end_with(Bytes bytes) const;
-  // The next one.
+  // Adds a block behind all others.
   BlockId add(BlockSpec spec);
-  // The last `count` go; the next one comes to where the first of them was.
+  // Removes the last `count` blocks; the next block begins where the first of them began.
   void remove_last(std::size_t count) noexcept;
   const std::string& name_of(BlockId block) const { return at(block).name; }
   Bytes size_of(BlockId block) const { return at(block).size; }
-  // Where the part's first byte lies on the drive.
+  // The offset of the part's first byte on the drive.
   Bytes offset_of(const Part& part) const { return at(part.block).offset + part.begin; }
   Bytes end() const { return end_; }
 
-  // Whether any page of it was.
+  // Whether any page of the part was written.
   bool written(const Part& part) const;
-  // `pages`: those of the part, whole, that are about to be written.
+  // `pages`: the part's whole pages, which are about to be written.
   void note_written(const Part& part, std::span<const std::byte> pages);
-  // Makes the part of what was read: zeroes where nothing was written. IoError where a page is not
-  // what was written; `path` is for the message.
+  // Turns the bytes that were read into the part's content: pages that were never written become
+  // zeroes. IoError if a page differs from what was written; `path` is for the message.
   void accept_read(const Part& part, std::span<std::byte> pages, const std::string& path) const;
 
-  // Notes that a part failed: nobody may trust its block from now on. Returns the whole message.
+  // Records that a part failed, so that its block is not used from now on. Returns the whole
+  // message.
   std::string fail(const Part& part, const std::string& what, const std::string& why);
-  // IoError if the block has failed, as it did first.
+  // IoError with the block's first failure, if it has one.
   void require_good(BlockId block) const;
   bool good(BlockId block) const { return at(block).failure.empty(); }
-  // The message of the first block that failed; empty: none did.
+  // The message of the first block that failed; empty if none did.
   const std::string& first_failure() const { return first_failure_; }
 
  private:

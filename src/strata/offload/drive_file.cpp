@@ -19,7 +19,7 @@ namespace strata::offload {
 void DriveFile::grow(Bytes size) {
   const Bytes more = size - size_;
   if (more.value <= 0) return;
-  // Asked first: to fill a drive to its end would take from others what they are about to write.
+  // This asks first: a file that fills the drive would take space that other programs need soon.
   if (const Bytes free = free_bytes(); free < more) refuse(more, free, ENOSPC);
   int code = 0;
   do {

@@ -1,5 +1,6 @@
-// One file on a drive whose space is taken before it is used. Threads: one. Ownership: owns the
-// file, and its folder, which goes after it. Errors: IoError; OutOfMemoryError from grow().
+// One file on a drive that takes its space before it is used. Threads: one. Ownership: owns the
+// file and its folder; the folder is removed after the file. Errors: IoError; OutOfMemoryError from
+// grow().
 #pragma once
 
 #include <memory>
@@ -15,19 +16,21 @@ namespace strata::offload {
 
 class DriveFile {
  public:
-  // Makes it; only its owner may read it. `folder`: null where somebody else keeps it.
+  // Makes the file, which only its owner may read. `folder`: null where another object keeps the
+  // folder.
   DriveFile(const std::string& path, std::unique_ptr<SwapFolder> folder)
       : folder_(std::move(folder)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
 
   const io::File& file() const { return file_; }
   Bytes size() const { return size_; }
 
-  // Takes the space of so many bytes in all, or throws and has what it had.
+  // Takes space until the file has `size` bytes in all. When it throws, the file has the same space
+  // as before.
   void grow(Bytes size);
   void note_written(Bytes bytes) { written_ += bytes; }
-  // By the folder that users named: the one that a folder of its own is in.
+  // Counted for the folder that users named: the parent of the rank's own folder.
   DriveWear wear() const;
-  // Gives back what is beyond; nothing is under way there.
+  // Gives back the space beyond; no transfer is under way there.
   void shrink(Bytes size) noexcept;
 
  private:
@@ -40,8 +43,8 @@ class DriveFile {
   Bytes written_;
 };
 
-// Bytes a second at which a drive reads and writes in turns, from some megabytes that the file has
-// for a moment.
+// The bytes a second at which a drive reads and writes in turns, measured with some megabytes that
+// the file has for a moment.
 double measure_speed(DriveFile& drive, io::IoEngine& io);
 
 }  // namespace strata::offload

@@ -1,9 +1,10 @@
-// How fast a drive is: 8 to 32 MiB written past the end of what a store has there, and read back,
-// some transfers at once as the store does it. What it is for is to be compared with: so it takes
-// some hundredths of a second, and tells what the drive does for a moment. A drive that has a cache
-// of its own, or a budget of bursts, may not keep that up; and while others use it, their share is
-// missing. Threads: one. Memory: some megabytes while it runs. Errors: OutOfMemoryError where the
-// drive is full; IoError.
+// Measures how fast a drive is: it writes 8 to 32 MiB past the end of the store's data and reads
+// them back, with several transfers at once, as the store does. Reports compare a run's speed with
+// the result. So the measurement takes only some hundredths of a second, and shows the drive's
+// speed at that moment. A drive with a cache of its own, or with a budget for bursts, may not
+// sustain it; and the share of other users is missing from it.
+// Threads: one. Memory: some megabytes while it runs. Errors: OutOfMemoryError where the drive is
+// full; IoError.
 #pragma once
 
 #include "strata/base/units.h"
@@ -16,7 +17,7 @@ struct DriveLimit {
   double write_gb_per_s = 0.0;
 };
 
-// `begin`: a multiple of 4 KiB from where on the file has nothing that anybody wants.
+// `begin`: a multiple of 4 KiB. The file holds no data from there on.
 DriveLimit measure_drive(BlockFile& file, Bytes begin);
 
 }  // namespace strata::offload

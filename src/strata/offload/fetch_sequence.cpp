@@ -47,7 +47,7 @@ int FetchSequence::index_of(const Part& part) {
 void FetchSequence::learn(int index) {
   if (current_.last >= 0) {
     by_one_[static_cast<std::size_t>(current_.last)] = index;
-    // Random fetches never repeat a pair; what they teach is worth no memory.
+    // Random fetches never repeat a pair, so their pairs are worth no memory.
     if (by_two_.size() >= 2 * kPartsMost) by_two_.clear();
     if (current_.before >= 0) by_two_[key_of(current_.before, current_.last)] = index;
   }

@@ -1,8 +1,8 @@
-// Which part is fetched next: learned from what came after the same two parts in a row, or at least
-// after the last one, when they were fetched before. A loop that goes through all parts in one
-// order is known from its second round on, its wrapping round included; where the order changes,
-// the part in question comes late once. Threads: one. Memory: some tens of bytes for each place of
-// a round; of rounds of more than a million parts nothing is learned. Pure bookkeeping.
+// Predicts the next fetched part. It learns which part came after the same two parts in a row, or
+// at least after the last one. So it knows a loop over all parts in one order from the second round
+// on, including the wrap to the first part. If the order changes, the part in question comes late
+// once. Threads: one. Memory: some tens of bytes for each position of a round; it learns nothing of
+// rounds with more than a million parts. Pure bookkeeping.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ namespace strata::offload {
 
 class FetchSequence {
  public:
-  // `part` is fetched. Returns what was expected before it and is not any more.
+  // `part` is fetched. Returns the parts that were predicted before it, and are not any more.
   std::vector<Part> note(const Part& part);
 
-  // The part that comes after all that are expected; nothing where that is not known.
+  // The part after all predicted ones; nullopt if it is unknown.
   std::optional<Part> following() const;
-  // How many fetches lie between two of the same part, the longest of late; 0: not known.
+  // The number of fetches between two of the same part, the longest recent one; 0: unknown.
   std::int64_t round() const { return round_; }
-  // Expects the part from now on.
+  // Adds the part to the predicted ones.
   void expect_following();
 
  private:

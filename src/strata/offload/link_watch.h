@@ -1,7 +1,8 @@
-// Who is told what goes over a rank's links: copies between the host and a device that is apart
-// from it, and transfers of drives. Whoever queues or begins one tells it here, at one place each.
-// This class itself wants to know nothing. Threads: one at a time. Ownership: outlives who tells
-// it. Errors: those of the calls that it is given.
+// Receives a notification of each transfer over a rank's links: copies between the host and a
+// separate device, and transfers of drives. The code that queues a copy or begins a transfer
+// notifies this class, at one place for each kind. This base class ignores all notifications.
+// Threads: one at a time. Ownership: outlives its callers. Errors: those of the calls that it is
+// given.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +27,14 @@ class LinkWatch {
   using Call = std::function<void()>;
 
   virtual ~LinkWatch() = default;
-  // Calls `queue`, which queues in `stream` what moves so many bytes up or down: a copy, or a
-  // kernel that works on the host's memory.
+  // Calls `queue`, which queues work in `stream` that moves `bytes` up or down: a copy, or a kernel
+  // that works on the host's memory.
   virtual void copy(Link /*link*/, Bytes /*bytes*/, device::Stream& /*stream*/, const Call& queue) {
     queue();
   }
-  // Calls `wait`, which has the compute stream wait for such copies.
+  // Calls `wait`, which makes the compute stream wait for such copies.
   virtual void await_copies(const Call& wait) { wait(); }
-  // A transfer of a drive is over and is complete.
+  // A drive has completed a transfer.
   virtual void note_transfer(Link /*link*/, Bytes /*bytes*/, const io::TransferTimes& /*times*/) {}
 };
 

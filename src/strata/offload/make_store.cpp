@@ -20,7 +20,7 @@ class DryTransfer final : public io::Transfer {
   void wait() override {}
 };
 
-// Leaves memory alone: nobody looks at it, and a forecast has none to touch.
+// Leaves memory untouched: a forecast has no memory, and reads none of the values.
 class DryFile final : public BlockFile {
  public:
   void clear(std::span<std::byte>) override {}
@@ -60,7 +60,7 @@ std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& de
   return std::make_shared<TieredStore>(std::move(stores));
 }
 
-// Both stores. `file_of` makes what lies behind that of a place on a drive.
+// Makes both stores. `file_of` makes the BlockFile of a placement on drives.
 template <typename FileOf>
 MadeStores stores_of(const StatePlace& states, const StatePlace& weights, device::Device& device,
                      const FileOf& file_of) {

@@ -1,5 +1,5 @@
-// Makes the StateStores of a rank, each for a place. Threads: one. Ownership: the device outlives
-// what is made. Errors: IoError for a folder that will not do; OutOfMemoryError.
+// Makes the StateStores of a rank, each for a placement. Threads: one. Ownership: the device
+// outlives the stores. Errors: IoError for an unusable folder; OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 
 namespace strata::offload {
 
-// Where optimizer states rest between steps.
+// The placement of optimizer states between steps.
 struct StatePlace {
   memory::Tier tier = memory::Tier::kDevice;  // of blocks that name none
   std::vector<memory::Tier> others;           // that blocks name
-  // On drives: folders that exist, one on each, and the bytes of host memory to stage through.
+  // For drives: existing folders, one on each drive, and the bytes of host memory to stage through.
   std::vector<std::string> folders;
   Bytes budget;
   io::EngineOptions io = {};
@@ -36,12 +36,13 @@ struct MadeStores {
   std::string remark;  // what users should be told once; empty: nothing
 };
 
-// Those that use a drive stage through one arena, which has the budgets of both: what one of them
-// does not need is the other's.
+// Stores that use a drive stage through one arena, with the sum of their budgets: each may use the
+// room that the other does not need.
 MadeStores make_stores(const StatePlace& states, const StatePlace& weights, device::Device& device,
                        int rank);
 
-// For a device that computes nothing: the same memory, and no drive is touched.
+// For a forecast's device, which computes nothing: the stores hold the same memory, and touch no
+// drive.
 MadeStores make_dry_stores(const StatePlace& states, const StatePlace& weights,
                            device::Device& device);
 

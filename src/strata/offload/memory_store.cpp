@@ -57,7 +57,7 @@ memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& bu
 
 }  // namespace
 
-// Of blocks that were added together, of one kind.
+// The blocks of one kind that one add_all() added.
 struct MemoryStore::Buffer {
   memory::Kind kind;
   std::unique_ptr<device::Memory> memory;  // null: parked

@@ -1,10 +1,10 @@
-// StateStore in memory: a lease is the part of the block itself. Blocks that were added together
-// lie in one buffer, each at a multiple of 64 bytes; the buffer is charged. One class for the
-// device and the host tier, which differ only in who allocates. Host memory of a device is pinned,
-// so that its kernels read and write a lease where it lies, over the link, in the order of their
-// stream. Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own
-// alive. Errors: OutOfMemoryError from add_all(), also where the system does not let host memory be
-// pinned; UsageError for a part that does not exist, is leased already or is parked.
+// StateStore in memory: a lease is the part of the block itself. Blocks that one add_all() added
+// lie in one buffer, each at a multiple of 64 bytes; the buffer is charged. One class serves the
+// device and the host tier; only the allocation differs. A device's host memory is pinned, so that
+// its kernels read and write a lease in place, over the link, in the order of their stream.
+// Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own alive.
+// Errors: OutOfMemoryError from add_all(), also if the system does not let host memory be pinned;
+// UsageError for a part that does not exist, is leased already or is parked.
 #pragma once
 
 #include <functional>
@@ -24,8 +24,8 @@ class ThreadPool;
 namespace strata::offload {
 
 struct HostStoreOptions {
-  // Whose kernels work on leases, and whose ledger is charged; outlives the store and its leases.
-  // Null: the host alone works on them.
+  // Its kernels work on leases, and its ledger is charged; it outlives the store and its leases.
+  // Null: only the host works on leases.
   device::Device* device = nullptr;
   std::shared_ptr<memory::Ledger> ledger = nullptr;  // without a device; null: charged nowhere
   std::optional<Bytes> memory_limit =
@@ -54,10 +54,10 @@ class MemoryStore final : public StateStore {
   struct Buffer;
   struct Block;
   class PartLease;
-  // Makes memory of zeroes, charged to the kind.
+  // Makes zeroed memory, charged to the kind.
   using Allocate = std::function<std::unique_ptr<device::Memory>(Bytes, memory::Kind)>;
 
-  // `device`: whose memory it is that can be parked; null: none is.
+  // `device`: the device whose memory can be parked; null: nothing can be parked.
   MemoryStore(memory::Tier tier, Allocate allocate, device::Device* device);
   void require_fetchable(const Block& block, const Part& part) const;
   const std::shared_ptr<Block>& block_of(BlockId block) const;

@@ -77,7 +77,7 @@ std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Pa
   std::vector<Part> staged;
   std::vector<std::unique_ptr<Lease>> leases;
   std::vector<PartLease*> lent;
-  // All leases are made before anything is lent: what is lent has an owner from then on.
+  // All leases exist before the cache lends any part, so each lent part has an owner at once.
   for (const Part& part : parts) {
     require_part(part, blocks_->name_of(part.block), blocks_->size_of(part.block));
     if (part.bytes().value > 0) {

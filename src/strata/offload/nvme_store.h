@@ -1,11 +1,11 @@
-// StateStore on a drive. Blocks lie in one range of bytes, space for which is taken when they are
-// added, at multiples of 4 KiB. What is lent is staged through an arena of host memory, in which
-// kernels of the device work on it: parts of blocks, so that no block is too large for the arena
-// and no number of blocks too many. What was lent to be written goes back to the drive beside the
-// caller. What comes next is read ahead, as soon as one round of fetches has shown the order.
+// StateStore on a drive. Blocks lie in one range of bytes, at multiples of 4 KiB; add_all() takes
+// their space. Leases lie in an arena of host memory, where the device's kernels work on them. A
+// lease covers a part of a block, so a block may be larger than the arena, and there may be any
+// number of blocks. The store writes returned parts to the drive while the caller continues. Once
+// one round of fetches has shown the order, the store prefetches the next parts.
 //
 // Threads: one at a time, that of the arena. Ownership: keeps arena and file; the device outlives
-// the store and its leases. Memory: the arena's, which is charged, and some bytes a page. Errors:
+// the store and its leases. Memory: the charged arena, and some bytes a page. Errors:
 // as StateStore says. An IoError names the block, the path, offset, wanted and got bytes.
 #pragma once
 
@@ -26,8 +26,8 @@ class PartCache;
 struct NvmeStoreOptions {
   std::shared_ptr<StagingArena> arena;
   std::unique_ptr<BlockFile> file;
-  // Keeps a checksum of each page that is written, and compares it when the page is read: 8 bytes
-  // for 4 KiB in memory, and the time of one pass over the bytes.
+  // Keeps a checksum of each page that is written, and compares it when the page is read. This
+  // costs 8 bytes of memory for 4 KiB, and the time of one pass over the bytes.
   bool verify = false;
   bool read_ahead = true;
 };
@@ -35,7 +35,7 @@ struct NvmeStoreOptions {
 class NvmeStore final : public StateStore {
  public:
   NvmeStore(device::Device& device, NvmeStoreOptions options);
-  ~NvmeStore() override;  // waits for what goes on
+  ~NvmeStore() override;  // waits for transfers under way
   NvmeStore(const NvmeStore&) = delete;
   NvmeStore& operator=(const NvmeStore&) = delete;
 
@@ -45,7 +45,7 @@ class NvmeStore final : public StateStore {
   Bytes size_of(BlockId block) const override;
   std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
                                                      Access access) override;
-  // StagingArena::lease_share(). More is lent, too, where nothing else is.
+  // StagingArena::lease_share(). While nothing else is leased, one fetch may lease more.
   Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;

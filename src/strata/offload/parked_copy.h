@@ -1,7 +1,8 @@
-// What device memory held while it is away: a copy in host memory, from offload_states() of a
-// script to its reload_states(). Charged to the host tier. Threads: one at a time. Ownership: keeps
-// its memory; the device outlives it. Work that is queued on the compute stream uses it: who
-// destroys it waits for that first. Errors: OutOfMemoryError from construction.
+// The content of device memory while that memory is freed: a copy on the host, from a script's
+// offload_states() to its reload_states(). Charged to the host tier. Threads: one at a time.
+// Ownership: owns its memory; the device outlives it. Work on the compute stream uses the copy, so
+// its owner waits for that work before it destroys the copy. Errors: OutOfMemoryError from
+// construction.
 #pragma once
 
 #include <memory>
@@ -14,10 +15,10 @@ namespace strata::offload {
 
 class ParkedCopy {
  public:
-  // `pinned`: in pinned memory, as far as the system lets this process pin some.
+  // `pinned`: uses pinned memory as far as the system lets this process pin it.
   ParkedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned);
 
-  // Queue on the compute stream, of memory of so many bytes.
+  // These queue the copy on the compute stream. `source` and `target` have the size of the copy.
   void take(std::span<const std::byte> source);
   void give_back(std::span<std::byte> target);
 
@@ -26,7 +27,7 @@ class ParkedCopy {
   std::unique_ptr<device::Memory> memory_;
 };
 
-// UsageError: `what` is away.
+// Throws the UsageError which says that `what` is offloaded.
 [[noreturn]] void throw_parked(std::string_view what);
 
 }  // namespace strata::offload

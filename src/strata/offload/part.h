@@ -1,6 +1,6 @@
-// A part of a block: the bytes that one lease lends. Where blocks are larger than the memory that
-// they are staged through, whoever works on them takes one part after the other, of several blocks
-// the parts that hold the same elements. Pure arithmetic. Errors: UsageError.
+// A part of a block: the bytes of one lease. Where blocks are larger than their staging memory, a
+// caller works on one part after the other. A caller that works on several blocks takes the parts
+// that hold the same elements. Pure arithmetic. Errors: UsageError.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace strata::offload {
 
 using BlockId = std::int32_t;
 
-// The unit of a drive's reads and writes: parts begin at multiples of it, and end at one or where
-// their block ends.
+// The unit of a drive's reads and writes: a part begins at a multiple of it, and ends at a multiple
+// or at the end of its block.
 inline constexpr Bytes kPartAlignment = 4_KiB;
 
 // Bytes [begin, end) of a block.
@@ -36,19 +36,19 @@ struct Part {
   }
 };
 
-// Throws where `part` is none of the block of this name and size.
+// Throws unless `part` lies in the block of this name and size.
 void require_part(const Part& part, std::string_view name, Bytes size);
-// Throws where two of them overlap.
+// Throws if two of them overlap.
 void require_apart(std::span<const Part> parts);
 
-// Throws: it was wanted while this part, of the block of this name, is leased.
+// Throws the error of a fetch that overlaps `leased`, a part of the block of this name.
 [[noreturn]] void throw_leased(const Part& leased, std::string_view name);
 
-// How many elements to work on at once, where several blocks hold something of each: `bits` is what
-// an element takes in each of them (32 for fp32, 1 for a flag), powers of two. As many as `budget`
-// (StateStore::lease_budget()) has room for, and such that a part that begins with a multiple of
-// them begins at a multiple of kPartAlignment in every block; so at least as many as one page of
-// the block of the fewest bits holds, however small the budget is.
+// How many elements to work on at once, where several blocks hold something of each element.
+// `bits`: what an element takes in each block (32 for fp32, 1 for a flag), powers of two. The
+// result is as large as `budget` (StateStore::lease_budget()) allows. A part that begins at a
+// multiple of it begins at a multiple of kPartAlignment in every block. So it is at least the
+// number of elements in one page of the block with the fewest bits, even if the budget is smaller.
 Numel elements_at_once(std::span<const int> bits, Bytes budget);
 
 }  // namespace strata::offload

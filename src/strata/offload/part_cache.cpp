@@ -36,7 +36,7 @@ std::vector<Bytes> sizes_of(std::span<const Part> parts) {
 
 }  // namespace
 
-// Keeps what is there of some parts from making room for the others.
+// Keeps parts that are in memory from being evicted for the others of the same call.
 class PartCache::Claim {
  public:
   Claim(PartCache& cache, std::span<const Part> parts) : cache_(cache), parts_(parts) { set(true); }
@@ -203,7 +203,7 @@ bool PartCache::at_hand(const Part& part) const {
   return (*place)->state == kClaimed || ((*place)->state == kReading && (*place)->transfer->done());
 }
 
-// Brings what is not there on its way.
+// Takes room for the missing parts and starts reading them.
 void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
   std::vector<Part> missing;
   std::ranges::copy_if(parts, std::back_inserter(missing),
@@ -211,7 +211,8 @@ void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
   if (missing.empty()) return;
   auto extents = arena_->take_together(sizes_of(missing), this);
   if (!extents && missing.size() < parts.size()) {
-    // What is there of them divides the room that there is: all together find some.
+    // The parts in memory fragment the free room. Without them, room for all parts is found
+    // together.
     claim.set(false);
     for (const Part& part : parts) {
       if (const auto place = resident_.find(part)) resident_.expel(*place);

@@ -1,15 +1,18 @@
-// Lends parts of a drive's blocks in the staging arena: what is read ahead, lent, written, or left
-// from its last use shares it. Where room is wanted, first goes what nobody expects; then it waits
-// for writes; then goes what is expected last. Of what nobody expects yet, what was used last goes
-// first, since users go round: its next use is the farthest. So a share of the parts stays from
-// round to round, while a third of the arena at most holds what is read ahead. What was not used
-// for two rounds goes before all others.
+// Lends parts of a drive's blocks in the staging arena. Parts that are prefetched, leased, being
+// written, or left from their last use share it. When the arena needs room, the cache first evicts
+// parts without a predicted use. Then it waits for a write to end. Last, it evicts the part with
+// the farthest predicted use.
 //
-// A part that was given back is written from the next call on that finds the device's work on it
-// done, unless that call asks for it again; no thread is behind this. Threads: one at a time.
-// Ownership: whoever holds what was lent keeps the cache alive; the device outlives both. Errors:
-// an error is kept with its block, which is not lent again; that of a write is thrown by the next
-// lease() or flush(), too.
+// Callers use parts in rounds. So the next use of the part that was used last is the farthest, and
+// that part goes first among those without a predicted use. But a part that was not used for two
+// rounds goes before it. This keeps a share of the parts from round to round. Prefetched parts hold
+// at most a third of the arena, or one part that is larger.
+//
+// The cache writes a returned part in the first later call that finds the device's work on it done,
+// unless that call leases the part again. The cache has no thread of its own. Threads: one at a
+// time. Ownership: each lease keeps the cache alive; the device outlives both. Errors: the cache
+// stores an error with its block and never lends that block again. The next lease() or flush() also
+// throws the error of a write.
 #pragma once
 
 #include <memory>
@@ -26,25 +29,27 @@ class PartCache final : public StagingArena::Holder {
  public:
   using Place = ResidentParts::Place;
 
-  // The blocks' bookkeeping and their file are shared with who adds blocks.
+  // The blocks' bookkeeping and their file are shared with the store that adds blocks.
   PartCache(device::Device& device, std::shared_ptr<StagingArena> arena,
             std::shared_ptr<DriveBlocks> blocks, std::shared_ptr<BlockFile> file);
-  ~PartCache() override;  // waits for what goes on
+  ~PartCache() override;  // waits for transfers under way
   PartCache(const PartCache&) = delete;
   PartCache& operator=(const PartCache&) = delete;
 
-  // All or none, in their order, when they are there. The parts are not empty and lie apart.
+  // Leases all parts or none, in their order, and waits until they are in memory. The parts are not
+  // empty and do not overlap.
   std::vector<Place> lease(std::span<const Part> parts);
   static std::span<std::byte> bytes_of(Place place);
   // `used`: an event after the last use; null: the compute stream holds it.
   void give_back(Place place, Access access, std::unique_ptr<device::Event> used) noexcept;
 
-  // The part is wanted soon, after all that are expected already. Begins to read it where there is
-  // room beside what is expected. False: not now, and nothing after it either.
+  // Predicts a use of the part soon, after all uses predicted before. Begins to read it if there is
+  // room beside the parts with a predicted use. False: there is none now, and none for a later part
+  // either.
   bool expect(const Part& part);
-  // How many parts are lent from one use of a part to its next; 0: not known.
+  // How many parts are leased from one use of a part to its next; 0: unknown.
   void set_round(std::int64_t parts) { round_ = parts; }
-  void forget(const Part& part);  // is not expected any more
+  void forget(const Part& part);  // the part's use is not predicted any more
 
   void advance() { resident_.advance(); }
   void flush();

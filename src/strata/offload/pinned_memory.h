@@ -1,6 +1,6 @@
 // Host memory that kernels of a device work on, in place. Charged to the host tier. Threads,
-// ownership: as Device::allocate_host() has it. Errors: OutOfMemoryError, also where the system
-// does not let this process pin as much.
+// ownership: as for Device::allocate_host(). Errors: OutOfMemoryError, also if the system does not
+// let this process pin as much.
 #pragma once
 
 #include <memory>

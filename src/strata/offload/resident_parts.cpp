@@ -9,7 +9,8 @@
 namespace strata::offload {
 namespace {
 
-// Null: there is nothing to wait for. What an event throws it throws again when it is waited for.
+// Null: there is nothing to wait for. If done() throws, the wait for the event throws the same
+// error.
 bool is_done(device::Event* event) {
   try {
     return event == nullptr || event->done();
@@ -208,13 +209,14 @@ void ResidentParts::collect() {
     finish_write(in(kWriting).begin());
 }
 
-// Who reads is told when it asks for the block.
+// The next lease of the block throws this error.
 void ResidentParts::lose_read(Place place, const std::string& why) {
   blocks_->fail(place->part, "read", why);
   drop(place);
 }
 
-// Nobody need ask again for what was written.
+// The caller may never lease the written part again, so the next lease() or flush() throws this
+// error.
 void ResidentParts::lose_written(Place place, const std::string& why) {
   const std::string failure = blocks_->fail(place->part, "written", why);
   if (write_failure_.empty()) write_failure_ = failure;

@@ -1,13 +1,13 @@
-// The parts of a drive's blocks that lie in memory now, each in a state, and how they get from one
-// to the next. A part is there once, and parts that overlap never at one time.
+// The parts of a drive's blocks that lie in memory now, each in a state, and their moves from one
+// state to the next. A part is there once, and no two parts overlap.
 //
 //   drive -> reading -> kept or spare -> claimed -> lent -> settling -> writing -> kept or spare
 //
-// Settling is the wait for the device's work on what was given back, and for the next call: what is
-// lent again at once is not written in between. Kept is what somebody expects
-// to need, spare what nobody does. A part that was only read skips the write. Threads: one.
-// Ownership: keeps blocks and file; a Place is valid until the part goes. Errors: a part that could
-// not be read or written goes, and its error is kept with its block; none is thrown.
+// A settling part waits for the device's work on it, and for the next call: if that call leases the
+// part again, it is not written in between. A kept part has a predicted next use, a spare part has
+// none. A part that was only read is not written. Threads: one. Ownership: keeps blocks and file; a
+// Place is valid until its part is dropped. Errors: a part whose read or write failed is dropped,
+// and its error stays with its block; these functions throw none of them.
 #pragma once
 
 #include <array>
@@ -36,12 +36,12 @@ class ResidentParts {
     Part part;
     memory::Extent extent;  // whole pages
     State state = kClaimed;
-    bool claimed = false;   // is about to be lent: comes to rest as that
+    bool claimed = false;   // is about to be leased: rests in kClaimed
     bool changed = false;   // since it was read or written
-    bool expected = false;  // comes to rest as kept
-    std::int64_t turn = 0;  // in which it is expected
-    std::int64_t used = 0;  // when it was lent last, or came
-    bool ahead = false;     // was read because it is expected, and was not lent yet
+    bool expected = false;  // has a predicted use: rests in kKept
+    std::int64_t turn = 0;  // the turn of its predicted use
+    std::int64_t used = 0;  // when it was leased last, or came
+    bool ahead = false;     // was prefetched, and not leased yet
     std::unique_ptr<io::Transfer> transfer;
     std::unique_ptr<device::Event> event;
   };
@@ -49,41 +49,42 @@ class ResidentParts {
   using Place = List::iterator;
 
   ResidentParts(std::shared_ptr<DriveBlocks> blocks, std::shared_ptr<BlockFile> file);
-  ~ResidentParts();  // waits for what goes on
+  ~ResidentParts();  // waits for reads, writes and device work
   ResidentParts(const ResidentParts&) = delete;
   ResidentParts& operator=(const ResidentParts&) = delete;
 
-  List& in(State state) { return lists_[state]; }  // in the order in which they came to it
+  List& in(State state) { return lists_[state]; }  // oldest in the state first
   std::optional<Place> find(const Part& part) const;
   std::vector<Place> overlapping(const Part& part) const;
 
-  // Claimed.
+  // The new part is in kClaimed.
   Place insert(const Part& part, memory::Extent extent);
   void move(Place place, State state);
   void drop(Place place);
   void set_ahead(Place place, bool ahead);
-  // The bytes that were read ahead and wait to be lent.
+  // The bytes of prefetched parts that were not leased yet.
   Bytes ahead_bytes() const { return ahead_bytes_; }
-  // Nothing goes on with it any more: claimed, or on its way to the drive, or kept or spare.
+  // No work is under way on the part any more: moves it to kClaimed, begins its write, or moves it
+  // to kKept or kSpare.
   void rest(Place place);
-  // Reads it, or makes it zeroes where it was never written.
+  // Reads the part, or fills it with zeroes if it was never written.
   void fill(Place place);
-  // Takes back what was lent. `event` comes when the device has done with it; null: it has.
+  // Takes back a leased part. `event` completes when the device has finished with it; null: it has.
   void settle(Place place, std::unique_ptr<device::Event> event);
   void lose_written(Place place, const std::string& why);
-  // Waits for what goes on with it: reading, settling or writing.
+  // Waits for the work on it that its state means: reading, settling or writing.
   void finish(Place place);
-  // Waits for all that goes on with it, and lets it go. It is neither lent nor claimed.
+  // Waits for all work on it, and drops it. It is neither lent nor claimed.
   void expel(Place place);
-  // Begins and finishes what can be without waiting.
+  // Begins and finishes all work that needs no wait.
   void advance();
   // The part of advance() that finishes writes.
   void collect();
 
-  // The error of a write that nobody was told yet; empty: none.
+  // The error of a write that no call has thrown yet; empty: none.
   std::string take_write_failure() { return std::exchange(write_failure_, {}); }
   StoreCounts& counts() { return counts_; }
-  // Is told of every transfer that is complete; null: nobody is.
+  // Notified of every complete transfer; may be null.
   void watch(LinkWatch* watch) { watch_ = watch; }
 
  private:

@@ -1,6 +1,6 @@
-// What a StateStore has moved, for reports: counted from the store's beginning, so that what a step
-// or a run moved is the difference of two. `written` of the whole is what a drive wears by.
-// A value; safe everywhere.
+// The bytes and transfers of a StateStore, for reports. They count from the store's start, so the
+// difference of two gives a step's or a run's share. `written` is the total of bytes written to the
+// drive. A value; safe everywhere.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct StoreCounts {
   }
 };
 
-// What was written to a folder since the start, whoever asked for it: what its drive wears by.
+// All bytes written to a folder since the start, by any caller. These bytes wear the drive.
 struct DriveWear {
   std::string folder;
   Bytes written;

@@ -32,7 +32,7 @@ struct FileSystem {
   Medium medium;
 };
 
-// Of statfs(2).
+// The magic numbers of statfs(2).
 constexpr std::array kFileSystems = {
     FileSystem{0x01021994, "tmpfs", Medium::kMemory},
     FileSystem{0x858458F6, "ramfs", Medium::kMemory},
@@ -75,7 +75,8 @@ void require_folder(const std::string& path) {
   }
 }
 
-// What holds the lock of a folder writes into it, for leftovers and for people.
+// The owner of a folder's lock writes this into it, so that a later job knows the leftovers of its
+// own host.
 std::string owner_text() {
   return fmt::format("{}\n", host_name());
 }
@@ -200,9 +201,8 @@ std::string SwapFolder::remark() const {
   }
   if (locks_) return text;
   return fmt::format(
-      "{}{}{} has no locks, so that folders of jobs that were killed stay until "
-      "somebody removes them",
-      text, text.empty() ? "" : "; ", root_);
+      "{}{}{} has no locks, so the folders of killed jobs stay until you remove them", text,
+      text.empty() ? "" : "; ", root_);
 }
 
 }  // namespace strata::offload

@@ -1,10 +1,10 @@
-// A rank's own folder for states on a drive, below a path that users name: private to its user,
-// locked while its rank lives, removed at the end. Two jobs may be given one path; each makes its
-// own folders. What killed jobs have left there is removed by the next one of the same user: a
-// folder whose lock nobody holds has no owner any more. On a network file system, where locks of
-// other hosts may not be seen, only leftovers of this host are.
-// Threads: one. Ownership: owns the folder; whoever has files open in it closes them before.
-// Errors: IoError for a path that will not do. What cannot be removed is no error.
+// A rank's own folder for states on a drive, below a path that users name. It is private to its
+// user, locked while its rank lives, and removed at the end. Two jobs may use one path; each makes
+// its own folders. The next job of the same user removes the folders of killed jobs: a folder
+// without a held lock has no owner any more. A network file system may not show locks of other
+// hosts, so there a job removes only leftovers of its own host.
+// Threads: one. Ownership: owns the folder; its users close their files in it first. Errors:
+// IoError for an unusable path. A leftover that cannot be removed is no error.
 #pragma once
 
 #include <sys/types.h>
@@ -18,7 +18,8 @@ namespace strata::offload {
 
 class SwapFolder {
  public:
-  // `path`: a folder that exists, for one not to fill another drive where one is not mounted.
+  // `path`: an existing folder. Making it could fill another drive when the named one is not
+  // mounted.
   SwapFolder(const std::string& path, int rank);
   ~SwapFolder();
   SwapFolder(const SwapFolder&) = delete;
@@ -29,9 +30,9 @@ class SwapFolder {
   enum class Medium { kDrive, kMemory, kNetwork };
   Medium medium() const { return medium_; }
   std::string_view file_system() const { return file_system_; }  // "tmpfs"; empty: not a known one
-  // How many folders of jobs that are gone were removed.
+  // The number of folders of ended jobs that were removed.
   int removed() const { return removed_; }
-  // A remark for users, once, on a path that is not on a drive; empty: there is none.
+  // A message for users, shown once, if the path is not on a drive; empty otherwise.
   std::string remark() const;
 
  private:

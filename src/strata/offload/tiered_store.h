@@ -1,7 +1,7 @@
-// StateStore over several tiers: each block rests in the one that it names (BlockSpec::tier), the
-// others in the first. Parts that are fetched together may be of several; the rules about room are
-// those of each tier for its own. Threads: one at a time. Ownership: owns the stores. Errors:
-// theirs.
+// StateStore over several tiers: each block rests in the tier that it names (BlockSpec::tier), or
+// else in the first. Parts of several tiers may be fetched together; the rules about room apply to
+// each tier by itself. Threads: one at a time. Ownership: owns the stores. Errors: those of the
+// stores.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@ namespace strata::offload {
 
 class TieredStore final : public StateStore {
  public:
-  // At least one store, each of a tier of its own.
+  // At least one store; each has a tier of its own.
   explicit TieredStore(std::vector<std::shared_ptr<StateStore>> stores)
       : stores_(std::move(stores)) {}
 

@@ -17,8 +17,7 @@
 
 namespace strata::plan {
 
-// Modules that are gathered as one with all that they contain: what is marked so in the tree, and
-// these.
+// Modules that are gathered as one with all that they contain: those marked in the tree, and these.
 struct LeafModules {
   std::vector<std::string> classes = {};
   std::vector<std::string> names = {};  // paths
@@ -34,8 +33,8 @@ struct LeafModules {
 std::vector<int> find_blocks(const ModuleTree& tree, const std::vector<std::string>& wrap,
                              const LeafModules& leaves = {});
 
-// Indices of the modules of these classes and of leaves, in tree order; of nested ones the
-// outermost. Names that are none of the model are passed over.
+// Indices of the modules of these classes and of leaves, in tree order; of nested ones only the
+// outermost. Ignores names that the model does not have.
 std::vector<int> find_named(const ModuleTree& tree, const std::vector<std::string>& classes,
                             const LeafModules& leaves = {});
 

@@ -1,10 +1,10 @@
-// The order in which units are used, learned from the last pass and used to look ahead: which unit
-// comes next, and how far away is the next use of this one. Before the first pass it is the order
-// of registration forwards, then backwards, unless expect() gave another. A use that was not
-// foreseen costs a late fetch, nothing else: the position is found again as soon as two uses in a
-// row are known from the last pass, so that passes of several kinds (evaluation between steps) do
-// not upset each other for long. Threads: one thread at a time. Memory: bounded, however long a
-// pass is; of a very long one the end is kept. Pure bookkeeping, no I/O.
+// The order in which units are used, learned from the last pass. It predicts which unit comes next,
+// and how far away the next use of a unit is. Before the first pass it is the order of registration
+// forwards, then backwards, unless expect() gave another. A use that was not predicted costs only a
+// late gather. The position is found again as soon as the last pass knows two uses in a row, so
+// passes of several kinds (evaluation between steps) do not upset each other for long. Threads: one
+// thread at a time. Memory: bounded for passes of any length; of a very long pass the end is kept.
+// Pure bookkeeping, no I/O.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class FetchOrder {
  public:
   explicit FetchOrder(int unit_count);
 
-  // Replaces what is expected of the pass: the units in the order of their uses.
+  // Replaces the prediction for the pass: the units in the order of their uses.
   void expect(std::vector<int> uses);
 
   // first_uses() holds this unit `times` times, each after a use of another unit.
@@ -25,16 +25,15 @@ class FetchOrder {
     first_uses_of_[static_cast<std::size_t>(unit)] = times;
   }
 
-  // Starts a pass: what was recorded since the last start becomes the expectation (if anything
-  // was).
+  // Starts a pass: the uses since the last start become the prediction, if there were any.
   void start_pass();
 
-  // Notes the use of `unit` and moves the position behind it. Where `unit` is not what comes next
-  // the position is looked for: behind a use of the same two units in a row, else behind the next
-  // use of `unit`. If there is none either, it stays.
+  // Records the use of `unit` and moves the position behind it. If another unit was predicted, the
+  // position is searched: behind a use of the same two units in a row, or else behind the next use
+  // of `unit`. If there is none either, it stays.
   void note_use(int unit);
 
-  // Notes for first_uses() alone that here is a use of `unit` which this rank could leave out.
+  // Records, for first_uses() alone, a use of `unit` that this rank could leave out.
   void note_left_out(int unit);
 
   // The units expected next, nearest first (a unit may occur twice).
@@ -43,8 +42,8 @@ class FetchOrder {
   // The expected uses of the pass that start_pass() would start now.
   const std::vector<int>& next_pass() const { return recorded_.empty() ? expected_ : recorded_; }
 
-  // How many uses lie before the next expected use of `unit`; a large number when none is expected.
-  // Logarithmic in the uses of that unit.
+  // The number of uses before the next predicted use of `unit`; a large number if none is
+  // predicted. Logarithmic in the uses of that unit.
   std::int64_t distance(int unit) const;
 
   // The order of first uses in the current pass.

@@ -1,5 +1,5 @@
-// How a model gets into the engine: which way of placing its values every rank takes, from what
-// each rank has room for. Ways, the cheapest first:
+// The way in which a model's values reach the engine's memory: every rank takes the same one, by
+// the room that each rank has. The ways, cheapest first:
 //   born_flat    there are no values yet; they come from files, straight into the shards
 //   device_copy  the model lies on the device, and the engine's memory fits beside it
 //   device_grow  the model lies on the device; the engine's memory grows unit by unit while the
@@ -28,7 +28,7 @@ namespace strata::plan {
 enum class InitTier { kBornFlat, kDeviceCopy, kDeviceGrow, kDistributed, kHost };
 
 std::string_view name_of(InitTier tier);
-// "auto" and what is no tier: nullopt.
+// nullopt for "auto", and for any text that names no tier.
 std::optional<InitTier> init_tier_from(std::string_view name);
 
 // The values that an optimizer keeps.

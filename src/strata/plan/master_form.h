@@ -1,4 +1,4 @@
-// How the fp32 master weights of a unit's shard are kept. Pure arithmetic.
+// The form in which the fp32 master weights of a unit's shard are kept. Pure arithmetic.
 #pragma once
 
 #include "strata/base/dtype.h"
@@ -11,7 +11,7 @@ enum class MasterForm {
   kNone,       // frozen: never updated
   kShard,      // the weights are fp32 and their own masters
   kFloat32,    // fp32 beside the weights
-  kRemainder,  // what bf16 weights lack of them: kernels/master_remainder.h
+  kRemainder,  // the bits that bf16 weights lack: kernels/master_remainder.h
   kRounded,    // none: bf16 weights are updated in fp32 and rounded at each step
 };
 

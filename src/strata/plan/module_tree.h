@@ -1,5 +1,5 @@
-// A model's modules as planning sees them: names, classes, who contains whom, who owns which
-// parameters. Filled from torch.nn.Module or torch::nn::Module by the layer above. Immutable value.
+// A model's modules, for planning: their names, classes, parents, and the parameters that each
+// owns. Filled from torch.nn.Module or torch::nn::Module by the layer above. Immutable value.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// A parameter as planning sees it: everything but its values. Immutable value.
+// A parameter for planning: everything but its values. Immutable value.
 #pragma once
 
 #include <compare>
@@ -13,7 +13,7 @@
 
 namespace strata::plan {
 
-// Where bytes of a parameter rest between their uses; absent: where the job keeps them.
+// The tiers of a parameter's bytes between their uses; absent: those of the job.
 struct Placement {
   std::optional<memory::Tier> weights;  // of its shards, where it is sharded
   std::optional<memory::Tier> states;   // of masters and optimizer
@@ -42,7 +42,7 @@ struct ParamSpec {
   const std::vector<std::int64_t>& known_shape() const { return tile ? tile->shape : shape; }
   Numel known_first() const { return tile ? tile->first : Numel(); }
 
-  // In what its gradients are brought to the engine, whose kernels do not add up fp64.
+  // The dtype in which gradients reach the engine, whose kernels do not add up fp64.
   DType gradient_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat32 : dtype; }
   Numel numel() const {
     std::int64_t n = 1;

@@ -1,8 +1,8 @@
-// Tiles: rows of one parameter that are gathered, used and reduced on their own, where all of it at
-// once is more than may be gathered. A row is one element of the first dimension: an output of a
-// linear layer, a token of an embedding, an expert of a fused weight. So a tile is a run of the
-// parameter's elements, in files and in checkpoints as in memory. Pure arithmetic. Errors:
-// ConfigError, with the name and the numbers.
+// Tiles: rows of one parameter that are gathered, used and reduced on their own, if the whole
+// parameter is larger than one gather may be. A row is one element of the first dimension: an
+// output of a linear layer, a token of an embedding, an expert of a fused weight. So a tile is a
+// range of the parameter's elements, in files, in checkpoints and in memory. Pure arithmetic.
+// Errors: ConfigError, with the name and the numbers.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ struct RowRange {
   auto operator<=>(const RowRange&) const = default;
 };
 
-// Cuts `rows` rows of `row` bytes each into as few tiles of at most `most` bytes as there can be,
-// all of one size but for the last, so that the memory of one serves the next. `name`: of the
-// parameter. Errors: a row exceeds `most`.
+// Cuts `rows` rows of `row` bytes each into the fewest tiles of at most `most` bytes, all of one
+// size except the last, so that one tile's memory serves the next. `name`: the parameter's. Errors:
+// a row exceeds `most`.
 std::vector<RowRange> cut_rows(std::string_view name, std::int64_t rows, Bytes row, Bytes most);
 
 // Checks tiles that the caller has cut. Throws unless they hold every row once, in order, none is
@@ -31,8 +31,8 @@ std::vector<RowRange> cut_rows(std::string_view name, std::int64_t rows, Bytes r
 void require_tiles(std::string_view name, std::int64_t rows, Bytes row, Bytes most,
                    std::span<const RowRange> tiles);
 
-// Whether the settings have this parameter in tiles: it exceeds `most`, and one of the patterns
-// names it (as a shell's do), or there are none.
+// Whether the settings cut this parameter into tiles: it exceeds `most`, and one of the patterns
+// names it (as a shell's do), or there are no patterns.
 bool wants_tiles(const std::string& name, Bytes bytes, Bytes most,
                  std::span<const std::string> patterns);
 

@@ -176,7 +176,7 @@ class Planner {
     return static_cast<int>(plan_.units.size()) - 1;
   }
 
-  // Units are told apart by name in messages, in collectives and in stores of states.
+  // Messages, collectives and stores of states tell units apart by their names.
   std::string unique_name(const std::string& path, const Key& key) {
     const std::string name = path.empty() ? "(root)" : path;
     if (names_.insert(name).second) return name;

@@ -7,16 +7,16 @@
 // too.
 //
 // One by one (`one_by_one`), a parameter is a unit by itself, and scopes are the innermost modules
-// that own parameters and are called: the least that can be gathered at once, for more gathers.
-// Small parameters of neighbours within a block still share units, up to `shared_numel`, and so do
-// those that stay gathered. A module that was named, in `wrap` or as a leaf, is one scope with all
-// that it contains (experts of which each batch uses others, where a gather needs every rank).
+// that own parameters and are called. This gathers the least at once, in more gathers. Small
+// parameters of neighbours within a block still share units, up to `shared_numel`, and so do
+// persistent ones. A module that is named in `wrap` or is a leaf is one scope with all that it
+// contains (such as experts of which each batch uses others, if a gather needs every rank).
 //
 // A tile of a parameter (plan/tile_plan.h) is always a unit by itself. Its scopes do not hold it:
-// it is gathered by who walks over the tiles, one after the other.
+// the code that walks over the tiles gathers one after the other.
 //
-// A tied parameter belongs to the first unit that meets it; every scope that reaches it lists that
-// unit. Pure function; the same model gives the same plan on every rank.
+// A tied parameter belongs to the first unit with a module that uses it; every scope that reaches
+// it lists that unit. Pure function; the same model gives the same plan on every rank.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,8 @@ struct UnitSpec {
 
 struct ScopeSpec {
   int module = 0;            // index into the module tree
-  std::vector<int> units;    // what its forward needs, ascending
-  std::vector<int> tiles{};  // what it needs one after the other, in that order
+  std::vector<int> units;    // that its forward needs, ascending
+  std::vector<int> tiles{};  // that it needs one after the other, in order
 };
 
 struct ModelPlan {

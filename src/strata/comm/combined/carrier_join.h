@@ -40,8 +40,8 @@ struct JoinedCarriers {
 // Collective.
 JoinedCarriers join_carriers(BulkCarriers wanted, const CarrierMakers& makers);
 
-// `wanted` with the faster carrier in place of "auto". Times are the same on every rank, and not
-// finite where a rank had no memory to measure them.
+// Replaces "auto" in `wanted` by the faster transport. Times are the same on every rank. They are
+// infinite if a rank had no memory to measure them.
 BulkCarriers choose_faster(BulkCarriers wanted, const ProbedCarriers& probed);
 
 }  // namespace strata::comm

@@ -1,11 +1,11 @@
-// Collectives whose gathers need the calls of all ranks, made of some whose gathers do not
-// (Traits::one_sided): for slices that lie where no peer can read them, such as on a drive. A
-// gather in place (SliceMap without a buffer) copies this rank's slice to memory that peers reach,
-// meets the others, and reads theirs. All else is that of the collectives underneath.
+// Collectives whose gathers need the calls of all ranks, made from collectives whose gathers do not
+// (Traits::one_sided): for slices in memory that no peer can read, or on a drive. A gather in place
+// (SliceMap without a buffer) copies this rank's slice to memory that peers reach, waits for the
+// others, and reads their slices. All other operations are those of the collectives underneath.
 //
 // For devices that do not run ahead: a gather is complete when all_gather() returns. Holds two
-// slices of the largest size that was gathered in place. Threads, ownership, errors:
-// collectives.h. Ranks that gather different things are named.
+// slices of the largest size that was gathered in place. Threads, ownership, errors: collectives.h.
+// If ranks gather different things, the error names them.
 #pragma once
 
 #include <memory>

@@ -46,7 +46,7 @@ class PeerChannel {
     virtual std::optional<LatePeer> late_peer() = 0;
   };
 
-  // Collective: meets the other ranks by way of `control`. `timeout`: how long a peer that lives
+  // Collective: connects to the other ranks over `control`. `timeout`: the time that a living peer
   // may take to answer.
   PeerChannel(Collectives& control, Service& service, std::chrono::milliseconds timeout,
               RankNames names);

@@ -2,8 +2,7 @@
 // 0.19's table (docs/CONFIG.md): a key is honoured and lands in a field here, or is a hint without
 // effect and is listed in `hints` (to be shown once), or is refused. An unknown key is refused with
 // the nearest known; at the top level, one that resembles no key is the user's own, and a hint.
-// Threads: values; safe everywhere. Errors: ConfigError "json.path: what was
-// wanted ...; found ...".
+// Threads: values; safe everywhere. Errors: ConfigError "json.path: wanted ...; found ...".
 #pragma once
 
 #include <cstdint>
@@ -97,8 +96,9 @@ struct Config {
     return zero.secondary_shards ? comm::Slices::kSecondary : comm::Slices::kReplicated;
   }
 
-  // For who needs the settings of `section` ("optimizer", "gradient_clipping"; "": all): throws
-  // ConfigError where one of them is "auto", which a caller had to replace, or is missing.
+  // For code that needs the settings of `section` ("optimizer", "gradient_clipping"; "": all):
+  // throws ConfigError if one of them is missing, or is still "auto", which a caller had to
+  // replace.
   void require_filled_in(std::string_view section) const;
   // The same for a start, which needs all of them but those of sections in whose place the caller
   // has something of its own.

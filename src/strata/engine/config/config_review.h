@@ -1,7 +1,7 @@
-// A configuration looked at key by key: what becomes of each, and the same configuration as it can
-// be written so that every key of it has an effect, or does no harm. Where Config::parse() ends
-// with the first error, this goes on. Threads: none; values. Errors: ConfigError for a text that is
-// no configuration at all, as of Config::parse().
+// A review of a configuration, key by key: the effect of each key, and a rewritten configuration in
+// which every key has an effect, or does no harm. Config::parse() ends with the first error; this
+// continues. Threads: none; values. Errors: ConfigError, as from Config::parse(), for a text that
+// is no configuration at all.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -15,11 +15,12 @@
 namespace strata::engine {
 
 struct ConfigReview {
-  // Sorted by path. A key that was spelled as of old is there by both of its names.
+  // Sorted by path. A key with an old spelling is listed under both names.
   std::vector<Finding> findings;
 
-  // Old spellings are today's; what is refused or off is gone; the rest is as it was, in its order.
-  // Absent where that is none that can be started with: something is kWrong, or has to be chosen.
+  // The configuration with today's spellings, without keys that are refused or off; the other keys
+  // are unchanged, in their order. Absent if no run can start with it: a key is kWrong, or a value
+  // has to be chosen.
   std::optional<nlohmann::ordered_json> rewritten;
 
   bool accepted() const;  // Config::parse() takes it unchanged

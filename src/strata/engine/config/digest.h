@@ -1,4 +1,4 @@
-// Compares digests of configurations (Config::digest()), so that ranks can say what they differ in.
+// Compares digests of configurations (Config::digest()), so that ranks can name the differences.
 // Pure functions.
 #pragma once
 

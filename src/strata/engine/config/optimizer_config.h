@@ -36,8 +36,8 @@ struct OptimizerConfig {
   AdamOptions adam;                 // of a class of torch.optim `decoupled` alone
   std::string torch_class;          // "SGD"
   std::string torch_params = "{}";  // keyword arguments as JSON text
-  // The engine's kernel computes the update. That is so for torch's Adam and AdamW, too, unless one
-  // is asked for what the kernel lacks.
+  // The engine's kernel computes the update. It does so for torch's Adam and AdamW, too, unless
+  // their parameters ask for a feature that the kernel lacks.
   bool in_own_kernel = true;
 };
 

@@ -20,7 +20,7 @@ struct Hint {
 };
 
 // A setting that a caller had to fill in ("auto"), or one that is missing. It is an error only for
-// who needs it: Config::require_filled_in().
+// code that needs it: Config::require_filled_in().
 struct OpenSetting {
   std::string path;     // "optimizer.params.lr"
   std::string problem;  // the message of the error

@@ -1,7 +1,6 @@
-// Settings: what a configuration says, by path, in canonical form; honoured keys that it does not
-// name hold their default. read_settings() walks a document along the key table and sorts out what
-// is honoured, what is a hint, what is refused, what is still to be filled in and what is the
-// user's own. Threads: none; values.
+// Settings: the values of a configuration, by path, in canonical form; honoured keys that it does
+// not name have their default. read_settings() walks a document along the key table and sorts its
+// keys: honoured, hints, refused, still to be filled in, and the user's own. Threads: none; values.
 // Errors: ConfigError with the JSON path.
 #pragma once
 
@@ -48,7 +47,7 @@ class Settings {
     return value.is_null() ? std::nullopt : std::optional<T>(value.get<T>());
   }
 
-  // The first path that no getter ever asked for: a key honoured by the table but by no one else.
+  // The first path that no getter ever asked for: the table honours the key, but no code reads it.
   std::string first_unread() const;
 
   // Path to canonical text, sorted; null values are left out.

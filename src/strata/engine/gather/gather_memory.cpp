@@ -20,7 +20,7 @@ class GatheredMemory final : public device::Memory {
   ~GatheredMemory() override {
     try {
       device_.compute_stream().synchronize();
-    } catch (...) {  // the device has failed; whoever waits for its work is told
+    } catch (...) {  // the device has failed: each wait for its work throws that error
     }
   }
   std::span<std::byte> bytes() override { return memory_->bytes(); }

@@ -1,15 +1,15 @@
-// Memory for units while they are gathered: buffers that are taken and given back over and over in
-// the same few sizes, so that a pass allocates nothing once it has seen them all.
+// Memory for units while they are gathered. Buffers of the same few sizes are taken and given back
+// again and again, so a pass allocates nothing once it has seen all sizes.
 //
-// Where gathers are one-sided a rank whose device is out of memory may gather less than others.
-// Where they are collectives all ranks have to gather the same: there ranks agree whether all of
-// them got a buffer, whenever one has to be made, and a shortage of one rank is everybody's. Ranks
-// make buffers at the same points, since they give back and free the same ones. (Over several
-// shard groups, which may gather different things, nobody can be asked: a shortage is an error
-// there, see may_do_without().)
+// Where gathers are one-sided, a rank whose device is out of memory may gather less than others.
+// Where gathers are collectives, all ranks have to gather the same. So whenever ranks have to make
+// a buffer, they agree whether all of them got one: if one rank has no memory, take() fails on all.
+// Ranks make buffers at the same points, since they give back and free the same ones. Several shard
+// groups may gather different units, so their ranks cannot agree; there a shortage is an error
+// (may_do_without()).
 //
-// Threads: one thread at a time. Ownership: a Lease may outlive this object. Errors: CommError
-// from take() where it agrees.
+// Threads: one thread at a time. Ownership: a Lease may outlive this object. Errors: CommError from
+// take() where it agrees.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +28,15 @@ class GatherMemory {
 
   GatherMemory(device::Device& device, comm::Collectives& collectives);
 
-  // Buffers that are free go before they exceed this, together with those in use.
+  // Free buffers are freed before they and the ones in use together exceed this.
   void set_total_limit(Bytes limit) { pool_.set_total_limit(limit); }
-  // Frees what a repeated pass had no use for.
+  // Frees the buffers that a repeated pass did not use.
   void end_round() { pool_.end_round(); }
-  // Frees what nobody uses. Ranks that agree do so together.
+  // Frees all unused buffers. Ranks that agree do so together.
   void trim() { pool_.trim(); }
 
-  // `shortage` empty: the memory. Else there is none, on this rank or, where they agree, on the one
-  // that it names; buffers that nobody uses have been freed.
+  // `shortage` empty: `lease` has the memory. Otherwise this rank, or the rank that `shortage`
+  // names if ranks agree, has no memory for it; unused buffers have been freed.
   struct Taken {
     Pool::Lease lease;
     std::string shortage;
@@ -47,18 +47,18 @@ class GatherMemory {
   // Whether a rank may go on with less than take() was asked for.
   bool may_do_without() const { return ranks_ != Ranks::kCannotAgree; }
 
-  // What a unit of so many bytes takes.
+  // The memory of a gathered unit of `bytes`.
   static Bytes footprint(Bytes bytes) { return Pool::footprint(bytes); }
   std::int64_t allocations() const { return pool_.allocations(); }
 
  private:
-  // How the ranks that gather together come to gather the same.
+  // How the ranks that gather together ensure that they gather the same.
   enum class Ranks { kNeedNot, kAgree, kCannotAgree };
   static Ranks ranks_of(const comm::Collectives& collectives);
 
   Taken take_alone(Bytes bytes);
   Taken take_together(Bytes bytes);
-  // Collective. What the first rank with a shortage says.
+  // Collective. The text of the first rank with a shortage.
   std::string shortage_of_any(const std::string& mine);
 
   comm::Collectives& collectives_;

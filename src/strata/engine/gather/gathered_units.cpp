@@ -36,7 +36,7 @@ GatheredUnits::~GatheredUnits() {
       } else {
         views_.detach(u.id);
       }
-    } catch (...) {  // the parameters keep what they have; there is nobody to tell
+    } catch (...) {  // the parameters keep their memory; a destructor cannot report it
     }
   }
 }
@@ -185,9 +185,9 @@ bool GatheredUnits::make_room(Bytes bytes, std::int64_t distance) {
   return true;
 }
 
-// The unit that is used last of those that nobody pins; one of `bytes` where there is any, since
-// its buffer will do, while one of another size would have to be freed and this one made. -1: none
-// is used later than `distance`.
+// The unpinned unit that is used last, later than `distance`; -1: there is none. A unit of `bytes`
+// comes before all others, since its buffer will do; with a unit of another size, one buffer would
+// be freed and another one made.
 int GatheredUnits::farthest(Bytes bytes, std::int64_t distance) const {
   int result = -1;
   std::int64_t result_distance = distance;
@@ -236,7 +236,7 @@ void GatheredUnits::drop_what_is_not_reused_soon(int current) {
 void GatheredUnits::drop_idle_tiles(int current) {
   std::vector<int> idle;
   for (const int tile : tiles_) {
-    // What was fetched ahead of another tile than this one was fetched in vain.
+    // A tile that is gathered ahead while another tile is in use will not be used.
     const bool ahead = !gathered(tile) && !unit(current).spec.tile();
     if (tile != current && !pinned(tile) && !ahead) idle.push_back(tile);
   }

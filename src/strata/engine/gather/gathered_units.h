@@ -1,13 +1,14 @@
-// The units that are sharded, while they have memory: which are gathered, who is pinned, and which
-// go when another one needs the room.
+// The sharded units while they have memory: which units are gathered, which are pinned, and which
+// are evicted when another unit needs the room.
 //
 // States of a unit: released (no memory) -> gathering (memory, an operation runs) -> gathered
-// (memory, parameters attached, pinned or evictable) -> released. How much may be gathered is
-// bounded; what is in use may exceed it. Evicted is the unit that is used last (plan::FetchOrder).
+// (memory, parameters attached, pinned or evictable) -> released. The gathered bytes have a bound,
+// which only units in use may exceed. The unit that is used last is evicted first
+// (plan::FetchOrder).
 //
 // Threads: one thread at a time. Ownership: owns the memory; borrows the rest. Errors: CommError
-// from the collectives, and OutOfMemoryError from gather(), after all that no one pins has been
-// evicted, which says what is pinned. The unit is released then.
+// from the collectives. OutOfMemoryError from gather() after all unpinned units were evicted; it
+// lists the pinned ones. The unit is released then.
 #pragma once
 
 #include <cstdint>
@@ -33,15 +34,15 @@ struct GatherBounds {
   bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
   Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
   bool refresh_late = false;  // whole units may be gathering when a step is over
-  // A unit goes, whatever would fit, unless it is used again with at most so many elements of
-  // others in between.
+  // Releases a unit even if there is room for it, unless it is used again with at most `max_reuse`
+  // elements of other units in between.
   std::optional<Numel> max_reuse{};
 };
 
 class GatheredUnits {
  public:
-  // `order`: of uses. `units`, `bounds` and it are the Gatherer's.
-  // `shards`: the weights of these units.
+  // `order`: the order of uses. It, `units` and `bounds` belong to the Gatherer. `shards`: the
+  // weights of these units.
   GatheredUnits(const std::vector<Unit>& units, const WeightShards& shards,
                 comm::Collectives& collectives, device::Device& device, ParameterViews& views,
                 StepRecorder& recorder, const plan::FetchOrder& order, const GatherBounds& bounds);
@@ -58,25 +59,26 @@ class GatheredUnits {
   void unpin(int unit);
   bool pinned(int unit) const { return of(unit).pins > 0; }
 
-  // The unit is gathered when this returns, whatever has to be evicted for it.
+  // The unit is gathered when this returns. It evicts any unpinned unit that it must.
   void gather(int unit);
   // Starts to gather a released unit; false: there is no memory for it. Nothing is evicted.
   bool start_ahead(int unit);
   void drop(int unit);
-  // Brings the weights of a gathered unit anew, in place.
+  // Gathers the weights of a gathered unit again, in place.
   void gather_again(int unit);
 
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
-  // Whether `bytes` may be fetched beside what is in use though they exceed the bound: no more than
-  // is fetched ahead anyway. Where the order was not foreseen, what was fetched in vain stays until
-  // it is evicted for a unit in use.
+  // Whether `bytes` may be prefetched beside the units in use even though they exceed the bound:
+  // only if they and all unpinned units together have at most `least_ahead`, or no unit is
+  // unpinned. If the order was not predicted, a unit that was prefetched in vain stays until it is
+  // evicted for a unit in use.
   bool fits_ahead(Bytes bytes) const;
-  // Drops what was used before the unit in use now and is not used again within
+  // Releases units that were used before the unit in use now, and are not used again within
   // `bounds.max_reuse`.
   void drop_what_is_not_reused_soon(int current);
-  // Drops the tiles that nobody pins, but for `current`, the unit that is used next, and for one
-  // that is fetched ahead while that is no tile.
+  // Releases the unpinned tiles, except `current`, the unit that is used next. If `current` is no
+  // tile, a tile that is being prefetched stays, too.
   void drop_idle_tiles(int current);
   void evict_all();
   void free_memory();
@@ -84,7 +86,7 @@ class GatheredUnits {
 
   Bytes live() const { return live_; }  // of gathered units and those being gathered
   std::int64_t allocations() const { return memory_.allocations(); }
-  // What a unit takes while it is gathered.
+  // The memory of a unit while it is gathered.
   Bytes footprint(int unit) const { return GatherMemory::footprint(memory_of(unit)); }
 
  private:
@@ -97,14 +99,14 @@ class GatheredUnits {
     StepRecorder::Recording recording;  // of `work`
   };
 
-  // All tiles take what the largest one does: buffers are kept by size, and one of each size would
-  // be kept for tiles that are shorter, as the last one of a parameter is.
+  // All tiles take the memory of the largest one. Buffers are kept by size, and a shorter tile,
+  // such as the last one of a parameter, would keep a buffer of its own size.
   Bytes memory_of(int unit) const {
     const Unit& u = this->unit(unit);
     return u.spec.tile() ? largest_tile_ : u.layout.flat_bytes();
   }
   void count_use(State state);
-  // Memory for a unit in use, whatever must be evicted for it.
+  // Takes memory for a unit in use, and evicts any unpinned unit that it must.
   GatherMemory::Pool::Lease take(int unit);
   [[noreturn]] void report_exhausted(int unit, const std::string& cause) const;
   void start(int unit);

@@ -1,20 +1,20 @@
-// Brings units' whole weights into memory when a scope needs them and lets them go afterwards.
+// Gathers units' whole weights when a scope needs them, and releases them afterwards.
 //
-// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it: the memory is
-// kept while the bound on gathered bytes allows, so that the backward pass finds the last blocks of
-// the forward pass still there, and goes when something that is used sooner needs the room. Which
-// unit is used when is learned (plan::FetchOrder) and also drives prefetching, within its own
-// bound. Units that are whole are complete, except between a change of the shards and
-// refresh_whole(); where the bounds say `refresh_late`, until they are first acquired after that,
-// or somebody asks (complete()). The Gatherer decides; GatheredUnits and WholeUnits hold the state
-// of sharded and of whole units.
+// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it. The unit's
+// memory stays while the bound on gathered bytes allows, so that the backward pass still finds the
+// last blocks of the forward pass; a unit that is used sooner may take the room. The Gatherer
+// learns the order of uses (plan::FetchOrder), which also drives prefetching, within a bound of its
+// own. Units that stay whole are complete, except between a change of the shards and
+// refresh_whole(). With `refresh_late` they may stay incomplete longer, until their first acquire()
+// or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state of sharded and
+// of whole units.
 //
-// Threads: complete(), complete_all(), wait_for_readers() and gathered() of whole units: any
-// thread, beside all else. The rest: one thread at a time. Errors: CommError from the collectives;
-// OutOfMemoryError, after all that no one pins has been evicted, which says what is pinned. The
-// unit is released and unpinned then, and may be acquired again. A prefetch for which memory does
-// not suffice is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
-// from acquire() of a unit that is parked.
+// Threads: complete(), complete_all(), wait_for_readers(), and gathered() of whole units: any
+// thread, beside all other calls. The rest: one thread at a time. Errors: CommError from the
+// collectives. OutOfMemoryError after all unpinned units were evicted; it lists the pinned ones.
+// The unit is released and unpinned then, and may be acquired again. If memory does not suffice for
+// a prefetch, it is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
+// from acquire() of a unit whose weights are offloaded (offload_states()).
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@
 
 namespace strata::engine {
 
-// Whose shards change: everybody's, or those that an optimizer step updates.
+// The shards that change: those of all units, or those that an optimizer step updates.
 enum class Changed { kAll, kTrainable };
 
 class Gatherer {
@@ -42,30 +42,32 @@ class Gatherer {
            device::Device& device, ParameterViews& views, StepRecorder& recorder,
            GatherBounds bounds);
 
-  // A pass is what repeats: the forward and backward of one micro-step.
+  // A pass repeats: the forward and backward of one micro-step.
   void start_pass();
-  // What the first pass uses, as far as one can tell.
+  // Predicts the uses of the first pass.
   void expect(std::vector<int> uses) { order_.expect(std::move(uses)); }
 
   void acquire(int unit);
-  // Here other ranks may acquire() a unit that this rank does without. Gradients come all the same.
+  // This rank does not use the unit, but other ranks may acquire() it now. Its gradients are
+  // reduced all the same.
   void leave_out(int unit) { order_.note_left_out(unit); }
   void release(int unit);
-  // Unpins, and drops whatever was written to the gathered copy: where someone else pins it, it is
-  // gathered anew in place.
+  // Unpins the unit, and drops values that were written to the gathered copy: if another pin holds
+  // it, it is gathered again in place.
   void discard(int unit);
-  // Makes a whole unit's values complete for what the compute stream gets from now on, which may
-  // write them, too.
+  // Work that the compute stream gets from now on finds the whole unit's values complete, and may
+  // write them.
   void complete(int unit) {
     whole_.complete(unit);
     whole_.wait_for_readers();
   }
-  // All of them; before their shards change, or this rank's peers go.
+  // Completes all whole units, before their shards change, or before this rank's peers leave.
   void complete_all() {
     whole_.complete_all();
     whole_.wait_for_readers();
   }
-  // Before a script may write what was acquired of whole units: peers have read it then.
+  // Called before a script may write weights of whole units: peers have read them when this
+  // returns.
   void wait_for_readers() { whole_.wait_for_readers(); }
   bool gathered(int unit) const;
   bool pinned(int unit) const { return gathered_.pinned(unit); }
@@ -73,25 +75,25 @@ class Gatherer {
   // Shards have changed, or are about to: drops the gathered copies of them. UsageError if one is
   // pinned; nothing is dropped then.
   void invalidate(Changed changed);
-  // Collective: brings everybody's changed shards into the whole units, but for those that
-  // fetch_first() has begun with. They are complete when this returns, or begun with where
-  // `late` and the bounds allow it.
+  // Collective: copies all ranks' changed shards into the whole units, except those that
+  // fetch_first() has started. They are complete when this returns; with `late`, and if the bounds
+  // allow it, some may still be under way.
   void refresh_whole(Changed changed, bool late);
   // Trainable units that this rank's next pass uses before anything else, in their order.
   std::vector<int> first_needed() const;
-  // Starts to bring these units, whose shards are new on every rank by now, to where the next pass
-  // finds them. Collective as far as they stay whole; refresh_whole() ends it.
+  // Starts to gather these units for the next pass; their shards are new on every rank by now.
+  // Collective for units that stay whole; refresh_whole() ends it.
   void fetch_first(std::span<const int> units);
-  // Whether fetch_first() has begun with this whole unit.
+  // Whether fetch_first() has started this whole unit.
   bool begun(int unit) const { return whole_.started(unit); }
-  // Ends what fetch_first() has begun with, and nothing else: the shards are no good.
+  // Ends only the gathers that fetch_first() has started, since the shards are no good.
   void abandon_refresh() { whole_.abandon(); }
-  // Frees what no one pins.
+  // Releases all unpinned units.
   void evict_all() { gathered_.evict_all(); }
-  // The same, and what is kept for later gathers. Where gathers are collectives, with all ranks.
+  // Also frees buffers that are kept for later gathers. Collective where gathers are.
   void free_memory() { gathered_.free_memory(); }
-  // Weights::park(), and back: whole units lose their memory, and have it again. Nothing is
-  // gathered, and no refresh runs.
+  // For Weights::park() and unpark(): whole units lose their memory, and get it back. No unit is
+  // gathered then, and no refresh is under way.
   void detach_whole() { whole_.detach(); }
   void attach_whole() { whole_.attach(); }
 

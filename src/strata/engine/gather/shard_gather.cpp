@@ -9,7 +9,7 @@
 namespace strata::engine {
 namespace {
 
-// Of one rank: what was copied is all.
+// For a single rank: the upload of its own shard is the whole gather.
 class UploadWork final : public comm::Work {
  public:
   UploadWork(std::unique_ptr<device::Event> uploaded, device::Device& device)
@@ -17,7 +17,7 @@ class UploadWork final : public comm::Work {
   ~UploadWork() override {
     try {
       UploadWork::wait();
-    } catch (...) {  // the device has failed; whoever waits for its work is told
+    } catch (...) {  // the device has failed: each wait for its work throws that error
     }
   }
   UploadWork(const UploadWork&) = delete;

@@ -1,11 +1,11 @@
-// One gather of a sharded unit: every rank's shard, brought into a flat buffer. A shard in memory
-// of the device is one that peers read, so it is a gather of the collectives alone. One that is
-// offloaded is first copied to its place in the flat buffer, on a stream of its own, beside the
-// model's work; the gather among ranks follows in place.
+// One gather of a sharded unit: copies every rank's shard into a flat buffer. Peers read shards in
+// device memory, so for those the collectives alone gather. An offloaded shard is first copied to
+// its offset in the flat buffer, on a stream of its own, beside the model's work; the gather among
+// ranks follows in place.
 //
-// Threads: one thread at a time; where anything is offloaded all ranks gather the same, in the same
-// order. Ownership: borrows all; a Work may outlive the call, not this. Errors: CommError; IoError
-// of a drive, which the other ranks learn of as a CommError that names this one.
+// Threads: one thread at a time; if anything is offloaded, all ranks gather the same units in the
+// same order. Ownership: borrows all; a Work may outlive the call, but not this object. Errors:
+// CommError; IoError of a drive, which the other ranks get as a CommError that names this rank.
 #pragma once
 
 #include <memory>
@@ -21,16 +21,16 @@ namespace strata::engine {
 
 class ShardGather {
  public:
-  // `watch` is told of what is copied.
+  // Notifies `watch` of its copies.
   ShardGather(const WeightShards& shards, comm::Collectives& collectives, device::Device& device,
               offload::LinkWatch& watch)
       : shards_(shards), collectives_(collectives), device_(device), watch_(watch) {}
 
-  // `flat`: of the unit's whole size; the compute stream has done with what lay there.
+  // `flat` has the unit's whole size; the compute stream no longer uses its old content.
   std::unique_ptr<comm::Work> start(const Unit& unit, std::span<std::byte> flat);
 
  private:
-  // To its place in the flat buffer.
+  // Copies the shard to its offset in the flat buffer.
   void upload(const Unit& unit, std::span<std::byte> own);
 
   const WeightShards& shards_;

@@ -30,7 +30,7 @@ WholeUnits::~WholeUnits() {
       } else {
         views_.detach(u.id);
       }
-    } catch (...) {  // the parameters keep what they have; there is nobody to tell
+    } catch (...) {  // the parameters keep their memory; a destructor cannot report it
     }
   }
 }
@@ -84,7 +84,7 @@ void WholeUnits::end(bool late) {
   for (const int index : started) {
     const std::lock_guard lock(mutex_);
     Slot& s = of(index);
-    // Somebody may have completed it meanwhile; then there is nothing to await.
+    // Another thread may have completed it meanwhile; then readers need not wait.
     s.awaited = late && s.work != nullptr && views_.await(index);
     if (s.awaited) continue;
     finish(index, s);

@@ -1,16 +1,17 @@
-// The units that every rank holds whole, after their shards have changed: their refresh, which
-// brings everybody's new shards into each rank's flat buffers.
+// The units that every rank holds whole, after their shards have changed. A lazy all-gather
+// (refresh) copies every rank's new shards into each rank's flat buffers.
 //
-// A unit is complete, or its refresh runs. A refresh may run on when a step is over, beside the
-// next forward: then the parameters' readers are told to await() it, and who needs the unit calls
-// complete(). Peers may still read this rank's slices when it is complete here, so whoever lets a
-// script write weights calls wait_for_readers() first.
+// A unit is complete, or its refresh is under way. A refresh may continue after the step, beside
+// the next forward. Then this class asks the parameters' readers to wait (ParameterViews::await()),
+// and code that needs the unit calls complete(). Peers may still read this rank's slices when the
+// unit is complete here. So code that lets a script write weights calls wait_for_readers() first.
 //
-// Threads: complete(), complete_all(), wait_for_readers() and is_complete() may be called by any
-// thread, beside all else, such as one that averages weights while another trains. One complete()
-// runs at a time; it queues a wait of the compute stream, or waits itself where the collectives do
-// that on the host. All else: one thread at a time. Ownership: owns the works. Errors: CommError
-// from the collectives; a unit whose refresh failed throws it again at each complete().
+// Threads: any thread may call complete(), complete_all(), wait_for_readers() and is_complete(),
+// beside all other calls, such as a thread that averages weights while another one trains. One
+// complete() runs at a time; it queues a wait of the compute stream, or waits itself where the
+// collectives wait on the host. All other calls: one thread at a time. Ownership: owns the works.
+// Errors: CommError from the collectives; after a failed refresh each complete() of the unit throws
+// the error again.
 #pragma once
 
 #include <memory>
@@ -32,21 +33,23 @@ class WholeUnits {
   WholeUnits& operator=(const WholeUnits&) = delete;
 
   bool is_complete(int unit) const;
-  // What the compute stream of this thread gets from now on finds the unit's values.
+  // Work that this thread queues on the compute stream from now on finds the unit's values.
   void complete(int unit);
   void complete_all();
-  // What the compute stream of this thread gets from now on comes after what peers read of this
-  // rank's slices in the last refresh. At most once a refresh: later calls return at once.
+  // Work that this thread queues on the compute stream from now on runs after peers have read this
+  // rank's slices in the last refresh. It waits at most once for each refresh: later calls return
+  // at once.
   void wait_for_readers();
 
   // Starts to refresh a complete unit; where gathers are collectives, with all ranks.
   void start(int unit);
   // Whether start() came for it since the last end() or abandon().
   bool started(int unit) const;
-  // Of the shard group: all units that must be refreshed have started. They are complete when this
-  // returns, also on peers, or readers await them where `late` and they can.
+  // A collective of the shard group: all units that must be refreshed have started. When this
+  // returns, they are complete, also on peers. With `late`, units whose readers can wait for them
+  // may be under way still.
   void end(bool late);
-  // Completes what has started, and forgets it: the shards are no good.
+  // Completes the started gathers and forgets them, since the shards are no good.
   void abandon();
 
   // The parameters of complete units lose their memory, and point at it again.
@@ -57,7 +60,7 @@ class WholeUnits {
   struct Slot {
     std::unique_ptr<comm::Work> work;  // null: complete
     StepRecorder::Recording recording;
-    bool awaited = false;  // readers were told to ask for it
+    bool awaited = false;  // readers wait for it (ParameterViews::await())
   };
   void finish(int unit, Slot& slot);  // the mutex is held
   Slot& of(int unit) { return slots_[static_cast<std::size_t>(unit)]; }

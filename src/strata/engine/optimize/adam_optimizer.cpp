@@ -210,8 +210,8 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   if (remote.weights) stage_->join();  // for who gathers them
 }
 
-// Of the elements of the piece, whose states lie in the range, and whose first one's gradient comes
-// first in `gradient`.
+// Updates the elements of the piece that lie in `runs`. Their states lie in `range`, and `gradient`
+// begins with the gradient of the piece's first element.
 void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
                                 const StateRange& range, const WeightShards::Piece& piece,
                                 std::span<const float> gradient,
@@ -244,8 +244,8 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
   }
 }
 
-// Of elements [begin, end) of the shard, which lie in the range, and whose weights begin at
-// `weight`; without their gradient.
+// The spans of elements [begin, end) of the shard, without their gradient. The elements lie in
+// `range`, and their weights begin at `weight`.
 kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& range,
                                            std::byte* weight, Numel begin, Numel end) {
   const std::size_t numel = (end - begin).size();

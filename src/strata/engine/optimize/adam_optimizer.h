@@ -1,8 +1,8 @@
 // Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
-// same scalars, states in the StateStore, leased as much at once as it lends, the 16-bit weight
-// written in the same pass. On a device that runs ahead, what rests on the host is copied to the
-// device for its update and back (offload/device_stage.h). As in torch each parameter counts the
-// steps that it took part in. Threads: one thread at a time. Errors: those of the StateStore; a
+// same scalars. States are in the StateStore; each lease is as large as the store allows. The pass
+// also writes the 16-bit weight. On a device that runs ahead, states on the host are copied to the
+// device for their update and back (offload/device_stage.h). As in torch, each parameter counts the
+// steps in which it took part. Threads: one thread at a time. Errors: those of the StateStore; a
 // step that fails half-way leaves later units at their old values, so the caller must not go on.
 #pragma once
 
@@ -18,9 +18,9 @@ namespace strata::engine {
 
 class AdamOptimizer final : public ShardedOptimizer {
  public:
-  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: their type, fp32 or
-  // bf16, of units whose masters are rounded; others have fp32 ones. `watch` is told of what is
-  // copied.
+  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `moments`: the type of moments,
+  // fp32 or bf16, in units whose masters are rounded; others have fp32 moments. The optimizer
+  // notifies `watch` of its copies.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 
@@ -37,8 +37,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   void unpark() override;
 
   bool prepared() const { return !states_.empty(); }
-  // Steps that the parameter took part in, and how many there were in all: what bias correction
-  // goes by. For checkpoints.
+  // The steps in which the parameter took part, and the number of all steps: bias correction uses
+  // them. For checkpoints.
   std::int64_t steps_of(int param) const {
     return steps_ - missed_[static_cast<std::size_t>(param)];
   }
@@ -69,7 +69,7 @@ class AdamOptimizer final : public ShardedOptimizer {
                    std::span<const GroupScalars> groups, const GradientScale& scale);
   kernels::AdamSpans spans_of(const Unit& unit, const StateRange& range, std::byte* weight,
                               Numel begin, Numel end);
-  // Which parts of a unit the update would have to reach over the link.
+  // The parts of a unit that the update would otherwise reach over the link.
   struct Remote {
     bool states = false;
     bool gradient = false;

@@ -71,7 +71,7 @@ void ExternalOptimizer::move(Bytes up, Bytes down, const offload::LinkWatch::Cal
   watch_.copy(Link::kUp, up, stream, [&] { watch_.copy(Link::kDown, down, stream, queue); });
 }
 
-// Of weights that have a copy, from them or to them.
+// Copies weights that have a copy: from them to it (kRead), or from it to them.
 void ExternalOptimizer::move_copy(const Unit& unit, offload::Access access) {
   const std::span<std::byte> copy = std::as_writable_bytes(copies_.of(unit));
   const bool reads = access == offload::Access::kRead;
@@ -90,7 +90,7 @@ void ExternalOptimizer::move_copy(const Unit& unit, offload::Access access) {
   });
 }
 
-// Of a trainable unit; empty where none came.
+// The gradients of a trainable unit; empty if it got none.
 std::span<float> ExternalOptimizer::scaled_gradient(const Unit& unit, float scale) {
   GradientShards& gradients = shards_.gradients();
   if (!gradients.filled(unit.id)) return {};
@@ -129,7 +129,8 @@ void ExternalOptimizer::take_back(const OptimizerShards::UnitShard& shard) {
        [&] { round(shard); });
 }
 
-// What the optimizer has left out keeps its weights: fp64 ones are more than their masters.
+// Parameters that the step has left out keep their weights: fp64 weights have more bits than their
+// masters.
 void ExternalOptimizer::round(const OptimizerShards::UnitShard& shard) {
   const GradientShards& gradients = shards_.gradients();
   Weights& weights = shards_.weights();

@@ -1,13 +1,14 @@
-// An optimizer that the user brings (torch.optim and the like): it updates the fp32 master shards
-// in place through spans that stay valid for the engine's life, or until masters are parked, and we
-// round the result to the weights. What rests on the host is updated there: masters are leased
-// where they rest, gradients come to the host, and the device's work on both is over when the
-// callback runs. Weights in fp32 that lie elsewhere than they are updated have a copy there, which
-// each step makes anew, so that it sees what scripts have written.
+// An optimizer that the user brings, from torch.optim and the like. It updates the fp32 master
+// shards in place, through spans that stay valid for the engine's life, or until masters are
+// offloaded (park()). The engine then rounds the result to the weights. The optimizer updates units
+// on the host whose states rest there: masters are leased where they rest, gradients come to the
+// host, and the device's work on both has ended when the callback runs. If fp32 weights lie
+// elsewhere than they are updated, they have a copy there. Each step makes that copy anew, so it
+// has the values that scripts have written.
 //
-// Threads: one thread at a time. Ownership: has the Weights hold every master, so those must fit in
-// memory together; gradients are lent to it, scaled where they are, unless they are kept elsewhere
-// or in a narrower type; the callback is the layer above.
+// Threads: one thread at a time. Ownership: makes the Weights hold every master, so the masters
+// must fit in memory together. Lends gradients to the callback, scaled in place unless they lie
+// elsewhere or have a narrower type. The layer above brings the callback.
 #pragma once
 
 #include <functional>
@@ -20,7 +21,7 @@
 
 namespace strata::engine {
 
-// What this rank owns of one parameter: what the layer above wraps as a tensor.
+// This rank's part of one parameter; the layer above wraps it as a tensor.
 struct ExternalSegment {
   int param = 0;
   int group = 0;
@@ -34,14 +35,14 @@ class ExternalOptimizer final : public ShardedOptimizer {
   // had one in this step. They are the callback's until it returns.
   using Update = std::function<void(std::span<const std::span<float>> gradients)>;
 
-  // `watch` is told of what goes to the host and back.
+  // Notifies `watch` of copies to the host and back.
   ExternalOptimizer(OptimizerShards& shards, device::Device& device, offload::LinkWatch& watch);
 
   const std::vector<ExternalSegment>& segments() {
     prepare();
     return segments_;
   }
-  // add() puts more at its end, and may give others another group.
+  // add() appends more segments, and may move others to another group.
   // Called by step(); must update the weights of the segments.
   void set_update(Update update) { update_ = std::move(update); }
 
@@ -53,7 +54,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }
-  // Segments are others from then on: segments() has them, after unpark().
+  // From then on the segments are others: segments() returns them, after unpark().
   void park(bool masters) override;
   void unpark() override {}
 
@@ -71,7 +72,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
   bool gradient_moves(const Unit& unit) const;
 
   std::span<float> masters_of(const Unit& unit);
-  // Calls `queue`, which queues what moves so many bytes over the link, both ways at once.
+  // Calls `queue`, which queues work that moves `up` and `down` bytes over the link at once.
   void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue);
   void move_copy(const Unit& unit, offload::Access access);
   std::span<float> scaled_gradient(const Unit& unit, float scale);

@@ -1,5 +1,5 @@
-// Makes what updates an engine's shards. Threads: one. Ownership: borrows all, for as long as the
-// optimizer lives. Errors: none.
+// Makes the optimizer that updates an engine's shards. Threads: one. Ownership: borrows all, for as
+// long as the optimizer lives. Errors: none.
 #pragma once
 
 #include <memory>
@@ -12,8 +12,8 @@
 
 namespace strata::engine {
 
-// Null where there is no rule. `moments`: their type where masters are rounded. `watch` is told of
-// what is copied between the host and the device.
+// Null where there is no rule. `moments`: their type where masters are rounded. The optimizer
+// notifies `watch` of copies between the host and the device.
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
                                                  OptimizerShards& shards, device::Device& device,
                                                  offload::StateStore& states,

@@ -1,5 +1,5 @@
-// What an optimizer works on: for each trainable unit the fp32 master weights and the fp32 gradient
-// of this rank's shard, cut into segments by parameter. Both our Adam and an optimizer of the
+// The data of an optimizer: for each trainable unit the fp32 master weights and the fp32 gradient
+// of this rank's shard, cut into segments by parameter. Both Strata's Adam and an optimizer of the
 // user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
 #pragma once
 
@@ -24,14 +24,14 @@ class OptimizerShards {
     std::vector<plan::ParamSegment> segments;  // empty where the shard holds nothing but padding
   };
   const std::vector<UnitShard>& units() const { return units_; }
-  // A unit that was frozen is trainable now, and the last of units(); or one of them has parameters
-  // in other groups.
+  // A frozen unit has become trainable, and is now the last of units(); or a unit of them has
+  // parameters in other groups.
   void add(int unit);
-  // Their numbers: these first, in their order, then the others.
+  // The numbers of units(): those in `first` come first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
   // The place of a trainable unit in units().
   std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
-  // Whether the unit's masters, and what its optimizer keeps, rest in host memory between steps.
+  // Whether the unit's masters and optimizer states rest in host memory between steps.
   bool states_on_host(const Unit& unit) const {
     return unit.spec.place.states.value_or(weights_.states().tier()) == memory::Tier::kHost;
   }
@@ -48,7 +48,7 @@ class OptimizerShards {
   std::vector<std::size_t> index_;  // by unit, of trainable ones
 };
 
-// Hyper-parameters of one param group, as they are at this step.
+// The current hyper-parameters of one param group.
 struct GroupScalars {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -58,15 +58,15 @@ struct GroupScalars {
   bool bias_correction = true;
 };
 
-// What multiplies every gradient first: clipping and loss scale.
+// The factor that multiplies every gradient first: clipping and loss scale.
 struct GradientScale {
   float value = 1.0F;
-  // Where not null, in memory of the device, it counts instead, as it is when the update runs; NaN
-  // leaves the shards as they are. Only where takes_late_scale().
+  // If not null: device memory with the factor, which the update reads when it runs, instead of
+  // `value`. NaN leaves the shards unchanged. Only where takes_late_scale().
   const float* late = nullptr;
 };
 
-// Updates the shards once; what GradientShards::left_out() lists stays as it is, and so do its
+// Updates the shards once. Parameters in GradientShards::left_out() stay unchanged, and so do their
 // states.
 class ShardedOptimizer {
  public:
@@ -86,11 +86,11 @@ class ShardedOptimizer {
   virtual void step(std::span<const GroupScalars> groups, const GradientScale& scale,
                     std::span<const int> first, const Updated& updated) = 0;
   virtual bool takes_late_scale() const { return false; }
-  // The late scale of the last step() was NaN, so it was none.
+  // The late scale of the last step() was NaN, so that step did not count.
   virtual void forget_step() { STRATA_ASSERT(false); }
   virtual std::int64_t steps() const = 0;  // updates made
-  // For a while no step comes: frees what each step uses, and, where `masters`, lets go of masters
-  // that it holds.
+  // No step comes for a while: frees the memory that each step uses and, with `masters`, the
+  // masters that it holds.
   virtual void park(bool masters) = 0;
   virtual void unpark() = 0;
 };

@@ -1,7 +1,7 @@
-// Memory of fp32 values for trainable units' shards that an optimizer of the user's works on, where
-// the engine's own values lie elsewhere or are narrower. Where a unit's states rest on the host it
-// is pinned host memory, taken for all units at once, since to pin takes the driver long; else it
-// is memory of the device, taken unit by unit. Contents are undefined at first.
+// Memory of fp32 values for trainable units' shards, for a user's optimizer, if the engine's own
+// values lie elsewhere or are narrower. If a unit's states rest on the host, this is pinned host
+// memory, taken for all units at once, since the driver takes long to pin memory. Otherwise it is
+// device memory, taken unit by unit. Its first content is undefined.
 //
 // Threads: one thread at a time. Ownership: borrows the shards and the device. Errors:
 // OutOfMemoryError.
@@ -19,13 +19,13 @@ namespace strata::engine {
 
 class ShardMemory {
  public:
-  // `wanted`: whether the unit will be asked for.
+  // `wanted`: whether of() will be called for the unit.
   using Wanted = std::function<bool(const Unit& unit)>;
   ShardMemory(OptimizerShards& shards, device::Device& device, memory::Kind kind, Wanted wanted)
       : shards_(shards), device_(device), kind_(kind), wanted_(std::move(wanted)) {}
 
   std::span<float> of(const Unit& unit);
-  // Gives back what is memory of the device, which no work uses any more.
+  // Frees the device memory, which no work uses any more.
   void free_on_device();
 
  private:

@@ -29,7 +29,7 @@ Bytes lease_of(std::span<const int> bits, Numel shard) {
   return pages(Bytes((shard.value + step - 1) / step * step / 8 * all));
 }
 
-// Of what an element's states take, by block.
+// The bits that each block of states holds for one element.
 std::vector<int> bits_of_states(plan::MasterForm form, DType moment) {
   const auto bits = static_cast<int>(size_of(moment).value) * 8;
   std::vector<int> all = {bits, bits};
@@ -38,7 +38,7 @@ std::vector<int> bits_of_states(plan::MasterForm form, DType moment) {
   return all;
 }
 
-// What one section of the configuration puts on drives.
+// The bytes that one section of the configuration puts on drives.
 struct Need {
   Bytes all;
   Bytes lease;  // of the unit that takes most

@@ -1,9 +1,9 @@
-// How much memory drives are staged through: what the configuration says, but not more than keeps
-// all that a rank has on them, so that nothing is read again. That is half again its bytes; and
-// where weights and states both rest there, so much that what may be leased at once holds any
-// unit's states whole: of a unit that an update takes in parts the weights, which gathers take
-// whole, would be read again each time. Pure arithmetic on the plan, the same for the engine and
-// for its forecast. Units: bytes of one rank, in whole pages.
+// The memory through which drives are staged: the configured budget, or less if less holds all
+// bytes of a rank on drives, so that nothing is read again. Less is one and a half times those
+// bytes. If weights and states both rest on drives, it is also enough that leases at once hold the
+// states of any unit whole. Otherwise an update would take such a unit in parts, and gathers, which
+// take weights whole, would read its weights again each time. Pure arithmetic on the plan, the same
+// for the engine and for its forecast. Units: bytes of one rank, in whole pages.
 #pragma once
 
 #include <span>
@@ -14,8 +14,8 @@
 
 namespace strata::engine {
 
-// Lowers the budgets of `options` to it, and to kLeastStaging at least. `shards`: parts that a unit
-// is cut into (ShardPlace::count).
+// Lowers the budgets of `options` to that memory, but not below kLeastStaging. `shards`: the parts
+// into which a unit is cut (ShardPlace::count).
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
                  const plan::ModelPlan& plan, UpdateRule rule, int shards);
 

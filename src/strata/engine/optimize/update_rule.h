@@ -1,4 +1,4 @@
-// Who updates the shards, and what masters of bf16 weights that leaves to be kept. Pure functions.
+// The rule that updates the shards, and the form of the masters that it needs. Pure functions.
 // Errors: ConfigError for settings that do not fit the rule.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace strata::engine {
 
 enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
 
-// An optimizer of the user's sees fp32 masters; ours works on weights and remainders, or rounds.
+// A user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
   if (rule == UpdateRule::kExternal && options.rounds_masters) {
     throw ConfigError(

@@ -23,7 +23,7 @@ struct InitPhase {
 
 class InitReport {
  public:
-  // Told what a phase has moved so far, of how much; called some times a second.
+  // Called some times a second with the bytes that a phase has moved so far, and with its total.
   using Progress = std::function<void(const std::string& phase, Bytes done, Bytes total)>;
 
   // Borrows the device, whose memory is watched.
@@ -48,7 +48,7 @@ class InitReport {
     bool open_ = true;
   };
 
-  // Takes part in the peaks; phases call it as they go.
+  // Updates the peaks; phases call it as they run.
   void sample();
   void set_progress(Progress progress) { progress_ = std::move(progress); }
   void set_tier(std::string tier, std::string reason) {

@@ -6,10 +6,10 @@
 // The meaning of `of_limit`. The limit is the best speed that a short measurement found: for copies
 // one way at a time (link_speed.h), for the drives behind all stores together
 // (offload/drive_limit.h); or the best speed of a reported step, if that is more. So the limit is
-// the speed of the link for a moment, alone. Ranks that share a link or a drive have their own
-// limits, each as found beside what the others did then, and together they may be above what there
-// is. A kernel that works on the host's memory counts as a copy of what it reads and writes, and is
-// slower than one.
+// the speed of the link for a moment, alone. Ranks that share a link or a drive measure their own
+// limits, each beside the others' traffic at that moment, and the sum may exceed the link's speed.
+// A kernel that works on the host's memory counts as a copy of the bytes that it reads and writes,
+// and is slower than a copy.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ namespace strata::engine {
 struct LinkUse {
   offload::Link link{};
   Bytes bytes;  // of the step
-  // In which at least one ran. Absent: of copies where the step was not timed. A drive's are those
-  // of transfers that ended in the step.
+  // The seconds in which at least one ran. Absent for copies if the step was not timed. For a
+  // drive, those of transfers that ended in the step.
   std::optional<double> seconds;
   std::optional<double> gb_per_s;        // absent: not known, or none ran
   std::optional<double> limit_gb_per_s;  // absent: not measured
@@ -37,9 +37,9 @@ struct LinkUse {
 };
 
 struct LinkReport {
-  std::vector<LinkUse> uses;  // of the links that there are
-  // That the host waited in fetch(), for reads and for room; that the compute stream waited for
-  // copies of states and gradients (absent: not timed). It waits for weights as for a gather.
+  std::vector<LinkUse> uses;  // of the existing links
+  // The host's wait in fetch(), for reads and for room, and the compute stream's wait for copies of
+  // states and gradients (absent: not timed). Its wait for weights counts as a wait for a gather.
   double fetch_wait = 0.0;
   std::optional<double> copy_wait;
   std::int64_t parts = 0;  // that stores lent in the step

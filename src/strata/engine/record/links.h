@@ -1,7 +1,7 @@
-// The links of one rank: has the recorder told what goes over them, knows their limits, and makes
+// The links of one rank: lets the recorder see the traffic over them, knows their limits, and makes
 // the report of a step. Threads: the engine's, one at a time. Ownership: borrows the device and the
-// recorder, which outlive it; keeps the stores. Errors: none; a limit that cannot be measured, as
-// on a drive that is full, is absent.
+// recorder, which outlive it; keeps the stores. Errors: none; if a limit cannot be measured, as on
+// a full drive, it is absent.
 #pragma once
 
 #include <array>
@@ -18,15 +18,15 @@ namespace strata::engine {
 
 class Links {
  public:
-  // `stores`: may be null. `offloads`: whether anything of the engine rests elsewhere than on the
-  // device; else there is nothing to report.
+  // `stores`: may be null. `offloads`: whether any state of the engine rests elsewhere than on the
+  // device; otherwise there is nothing to report.
   Links(device::Device& device, std::vector<std::shared_ptr<offload::StateStore>> stores,
         bool offloads, StepRecorder& recorder);
   ~Links();
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
-  // `measure`: measures the limits at the first call: the host waits for that some tenths of a
+  // `measure`: the first call measures the limits; the host waits for that for some tenths of a
   // second at most.
   std::optional<LinkReport> report(const StepRecord& record, bool measure);
 

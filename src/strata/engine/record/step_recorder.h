@@ -49,7 +49,7 @@ class StepRecorder final : public offload::LinkWatch {
 
   // Steps that begin from now on are timed, or not.
   void set_timed(bool timed) { wants_times_ = timed; }
-  // Told of every step as soon as its times are there.
+  // Called for every step as soon as its times are known.
   void set_listener(std::function<void(const StepRecord&)> listener) {
     listener_ = std::move(listener);
   }
@@ -59,22 +59,22 @@ class StepRecorder final : public offload::LinkWatch {
   }
 
   // --- steps ---
-  // Nothing within a step. `timed`: also where set_timed() is not.
+  // Does nothing within a step. `timed`: times this step even if set_timed() is off.
   void begin_step(bool timed);
   void end_step();
   std::int64_t next_step() const { return ended_ + 1; }
   // Ends the phase before it.
   void begin_phase(Activity phase);
   void end_phase();
-  // The device has come to the end of its work now: what times of this rank mean to others.
+  // The device has ended its work now: relates this rank's times to those of other ranks.
   void note_idle();
 
   // --- spans ---
   bool timing() const;  // within a step that is timed
   StepCounts& counts() { return counts_; }
-  // From here in the compute stream, which may be another's next call: Recordings may be moved.
+  // The span begins here in the present compute stream; it may end in another one.
   Recording begin(Activity activity, int label, Bytes bytes = {});
-  // To here in the compute stream, unless its end is known already.
+  // The span ends here in the compute stream, unless its end is known already.
   void end(const Recording& recording);
   void end(const Recording& recording, int label);
   template <typename Call>
@@ -83,8 +83,8 @@ class StepRecorder final : public offload::LinkWatch {
     std::forward<Call>(call)();
     end(recording);
   }
-  // Around the call that starts an operation of the collectives. It has its own times then, or
-  // lasts until end().
+  // Encloses the call that starts an operation of the collectives. The span then has the
+  // operation's own times, or lasts until end().
   Recording begin_transfer(Activity activity, int label, Bytes bytes);
   void started(const Recording& recording, comm::Work& work);
 
@@ -94,11 +94,11 @@ class StepRecorder final : public offload::LinkWatch {
   void note_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) override;
 
   // --- what was recorded ---
-  // Reads the times of the steps that the device has finished; `wait`: of all that have ended.
+  // Reads the times of the steps that the device has finished; `wait`: of all ended steps.
   void resolve(bool wait);
   void keep_records() { kept_.emplace(); }  // from now on, of 64 steps at most, until take_kept()
   std::vector<StepRecord> take_kept() { return std::exchange(kept_.value(), {}); }
-  // The last step whose times are there; null: none.
+  // The last step with known times; null: none.
   const StepRecord* last() const { return last_ ? &*last_ : nullptr; }
 
  private:

@@ -1,13 +1,14 @@
-// The timeline of some steps: a file in the JSON that ui.perfetto.dev and chrome://tracing read. A
-// process a rank, a track a kind of activity; a span is called after its unit, and says what it is,
-// its bytes and GB/s, and its step. Spans of one kind that overlap get tracks side by side.
+// The timeline of some steps: a file in the JSON format that ui.perfetto.dev and chrome://tracing
+// read. Each rank is a process, each kind of activity a track. A span has the name of its unit, and
+// shows its activity, its bytes and GB/s, and its step. Spans of one kind that overlap get tracks
+// side by side.
 //
-// After the last of its steps every rank gives its spans to rank 0, which writes the file: one for
-// all ranks, or the first kRanks. Times of ranks are brought together by the clocks of their hosts,
-// at a moment when the device is idle: exact to some 10 microseconds on one host, to the hosts' own
-// difference between hosts.
+// After the last of its steps every rank gives its spans to rank 0, which writes one file for all
+// ranks, or for the first kRanks. The clocks of the hosts align the ranks' times, at a moment when
+// the device is idle: exact to some 10 microseconds on one host, and between hosts to the
+// difference of their clocks.
 //
-// Threads: one at a time. Errors: none of files; problem() says why there is none.
+// Threads: one at a time. Errors: none of files; problem() has the reason for a missing file.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +26,11 @@ class StepTrace {
   static constexpr std::int64_t kWarmUp = 2;  // steps before the first that is traced
   static constexpr int kRanks = 16;           // the most ranks in the file
 
-  // `path` empty: there is none.
+  // An empty `path` means no timeline.
   StepTrace(std::string path, int steps) : path_(std::move(path)), last_(kWarmUp + steps) {}
 
-  // Around each step; the recorder is told which are to be timed. The end of the last one waits
-  // for the device, and is collective then.
+  // Called around each step; they tell the recorder which steps to time. The end of the last one
+  // waits for the device, and is collective.
   void begin_step(StepRecorder& recorder);
   void end_step(StepRecorder& recorder, comm::Collectives& collectives);
   // For a run that ends before its last step: rank 0 writes the spans that it has, unless the file

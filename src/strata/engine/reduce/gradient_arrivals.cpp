@@ -49,8 +49,8 @@ void GradientArrivals::begin_pass(std::span<const int> first_uses) {
   }
 }
 
-// `mine` may hold frozen units and repeat: the first occurrences of trainable ones count, as many
-// as they have turns. What it lacks comes last.
+// `mine` may repeat units and hold frozen ones. The first occurrences of each trainable unit count,
+// one for each of its turns. Missing units come last.
 void GradientArrivals::share_order(std::span<const int> mine) {
   std::vector<int> placed(units_.size());
   order_.clear();
@@ -75,7 +75,7 @@ void GradientArrivals::share_order(std::span<const int> mine) {
   }
 }
 
-// Whether what the unit's next turn waits for has come.
+// Whether all gradients for the unit's next turn have come.
 bool GradientArrivals::complete(const Progress& p) {
   if (p.turns == 1) return p.missing <= 0;
   return p.seen[0] > p.turns_over || p.expected[0] <= p.turns_over;
@@ -126,8 +126,8 @@ void GradientArrivals::end_pass() {
   share_order(order);
 }
 
-// What the first pass brought is expected from then on, and later the most that any pass brought:
-// a parameter that got nothing in the first pass is not waited for.
+// The gradients that the first pass brought are expected from then on; later, the most that any
+// pass brought. So no pass waits for a parameter that got nothing in the first one.
 void GradientArrivals::learn() {
   for (const int unit : order_) {
     Progress& p = of(unit);

@@ -1,14 +1,14 @@
-// Which gradients of a backward pass have come, and which unit is reduced next.
+// The gradients of a backward pass that have come, and the unit that is reduced next.
 //
-// A unit is complete when every gradient that is expected of it has come. Units are reduced in one
-// order that all ranks share, each as soon as it and those before it are complete, so that the
-// collectives match whatever each rank's autograd did. The first pass expects one gradient of each
-// parameter and reduces in the reverse of forward's order; what came in it, and in which order on
-// rank 0, is expected from then on. A unit that never becomes complete does not hold up more than
-// `most_waiting` bytes of complete ones: then it is reduced as it is.
+// A unit is complete when all gradients that are expected for it have come. All ranks reduce units
+// in one order, each unit as soon as it and those before it are complete, so that the collectives
+// match, whatever each rank's autograd did. The first pass expects one gradient of each parameter
+// and reduces in the reverse of forward's order. Later passes expect the gradients that came in it,
+// in their order on rank 0. If a unit does not become complete, at most `most_waiting` bytes of
+// complete units wait for it: then the unit is reduced without the missing gradients.
 //
-// A tile that several modules use, such as those of a head that is tied to its embedding, has
-// several turns in that order, one for each gradient: its first would otherwise wait for the last,
+// If several modules use a tile, as with a head that is tied to its embedding, the tile has several
+// turns in that order, one for each gradient. Otherwise its first gradient would wait for the last,
 // and all tiles with it.
 //
 // Threads: one thread at a time. Ownership: borrows the units and the collectives. Errors:

@@ -1,8 +1,9 @@
-// Flat gradient buffers: memory that peers can read, taken when a unit's first gradient arrives and
-// given back when its reduction is done. Buffers are kept for reuse by exact size (units repeat),
-// so after the first passes nothing is allocated. How many are in use at once depends on when
-// reductions end, so those of the busiest of the last passes are kept; the others are freed. The
-// first pass does not count once there is another: in an unforeseen order it may need many more.
+// Flat gradient buffers: memory that peers can read. A unit takes one when its first gradient
+// arrives, and gives it back when its reduction has ended. Free buffers are kept by exact size
+// (units repeat), so after the first passes nothing is allocated. The number in use at once depends
+// on when reductions end; so as many are kept as the busiest of the last passes used, and the
+// others are freed. The first pass does not count once there is another: its order is not known
+// before, so it may need many more.
 // Threads: one thread at a time. Ownership: a Buffer goes back to its pool, which must outlive it.
 #pragma once
 
@@ -23,8 +24,8 @@ class GradientBuffers {
   struct Allocation {
     std::unique_ptr<comm::SharedBuffer> memory;
     memory::Charge charge;
-    // Of this rank's part of the reduction that reads it, where that runs on a stream; null: of
-    // none that somebody has to wait for.
+    // The end of this rank's part of the reduction that reads the memory, if that part runs on a
+    // stream; null: there is nothing to wait for.
     std::unique_ptr<device::Event> read = nullptr;
   };
   using Buffer = std::unique_ptr<Allocation>;  // null: none
@@ -36,7 +37,7 @@ class GradientBuffers {
   Buffer take(Bytes bytes);
   void give_back(Buffer buffer);
   void end_pass();
-  // Frees what nobody has taken.
+  // Frees all buffers that are not in use.
   void free_unused();
   int allocations() const { return allocations_; }
 

@@ -68,7 +68,7 @@ void GradientCheck::read(int unit, bool allows_overflow, bool late,
   whole_.gather(take);
 }
 
-// Of gradients that were measured; throws where it is one skipped step too many.
+// Counts the last step if its gradients were not finite; throws if too many in a row were skipped.
 bool GradientCheck::skips(bool allows_overflow) {
   if (last_finding_.finite) in_a_row_ = 0;
   if (last_finding_.finite || allows_overflow) return !last_finding_.finite;
@@ -78,8 +78,8 @@ bool GradientCheck::skips(bool allows_overflow) {
   return true;
 }
 
-// True: no rank has late gradients to reduce, or unused parameters to complain of, and all know
-// what is left out.
+// True: no rank has late gradients to reduce, or unused parameters to report, and all ranks know
+// which parameters are left out.
 bool GradientCheck::agrees_in_texts() {
   const std::string more = "more";
   const bool something = !reducer_.late_units().empty() || reducer_.record().dropped() > 0 ||
@@ -100,16 +100,16 @@ bool GradientCheck::agrees_in_texts() {
   return true;
 }
 
-// What is frozen beside parameters that were unfrozen stays as it is in any case.
+// Parameters that are frozen beside unfrozen ones stay unchanged in any case.
 void GradientCheck::leave_out(std::vector<int> params) {
   if (options_.decay_unused)
     std::erase_if(params, [this](int param) { return weights_.param(param).trainable; });
   reducer_.shards().leave_out(std::move(params));
 }
 
-// The one all-reduce of a step. It also is the synchronisation before the shards change: whoever
-// takes part has finished its gathers. `first`: late gradients are still to be reduced. `reads`:
-// this rank wants to see the gradients, and does not step yet.
+// The one all-reduce of a step. It is also the synchronisation before the shards change: each rank
+// that takes part has finished its gathers. `first`: late gradients are still to be reduced.
+// `reads`: this rank reads the gradients, and does not step yet.
 std::vector<double> GradientCheck::totals(bool first, bool reads) {
   double sum = 0.0;
   double not_finite = 0.0;
@@ -171,14 +171,14 @@ int GradientCheck::first_not_finite() {
   return -1;
 }
 
-// Of the step that is being checked, or, late, of the one before.
+// Reports the step that is being checked or, if `late`, the one before.
 void GradientCheck::tell(bool late) {
   const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
   if (!one_too_many && std::exchange(told_, true)) return;
   const int mine = late ? norm_.first_not_finite() : first_not_finite();
   const std::vector<std::string> texts = collectives_.all_gather_text(
       mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
-  // Of finite gradients, too, the squares may add up to more than a number can be.
+  // Even if all gradients are finite, the sum of their squares may be too large for a number.
   const std::optional<std::size_t> first = comm::first_to_say(texts);
   const std::string where =
       first ? fmt::format("unit '{}' in the shard of rank {}", texts[*first], *first)
@@ -188,8 +188,8 @@ void GradientCheck::tell(bool late) {
                   late ? "the last step" : "this step");
   if (!one_too_many) {
     warning_ = fmt::format(
-        "{}, so the step is skipped: weights, optimizer and scheduler stay as they are. This is "
-        "said once; skipped_steps counts such steps, and more than {} in a row "
+        "{}, so the step is skipped: weights, optimizer and scheduler do not change. This message "
+        "comes once; skipped_steps counts such steps, and more than {} in a row "
         "(strata.max_skipped_steps) are an error. First found in: {}",
         what, options_.max_skipped_steps, where);
     return;

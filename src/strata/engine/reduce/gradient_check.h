@@ -1,24 +1,25 @@
-// What a step has to know of its gradients before it updates the weights: that ranks agree on what
-// is there, which parameters no rank gave one, their global norm, whether all are finite.
+// The facts about a step's gradients that are needed before the update: whether ranks agree on the
+// gradients that are there, the parameters for which no rank has a gradient, the global norm, and
+// whether all gradients are finite.
 //
-// Where the device runs ahead the host does not wait for the norm: check() then gives a place in
-// the device's memory from which the update reads its factor, and last_norm() and failed_late() say
-// later what it was.
+// On a device that runs ahead, the host does not wait for the norm: check() returns a place in the
+// device's memory from which the update reads its factor, and last_norm() and failed_late() report
+// the outcome later.
 //
-// Which parameters got no gradient is known to hosts: each rank's autograd has handed over those
-// that it has. So it needs no device. It travels with the exchange that is there anyway: with the
-// sums, as counts (PackedCounts), or, where the device has those, with the texts that say that no
-// rank has anything else to agree on; those are empty unless something was missing.
+// The hosts know which parameters got no gradient, since each rank's autograd has handed over all
+// others. So this needs no device. It travels with an exchange of every step: as counts beside the
+// sums (PackedCounts), or, if the device has the sums, in the texts by which ranks say that they
+// have nothing else to agree on; those are empty unless a gradient was missing.
 //
-// A step whose gradients are not finite is skipped and counted. The first one says where they were
-// found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
+// A step whose gradients are not finite is skipped and counted. The first such step reports where
+// they were found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
 //
-// A rank that wants to see the gradients (read()) needs all others, which may not want to. So it
-// meets them in the exchange that each of them comes to in any case, says there that it reads, and
-// they serve it. Where nobody reads that is one number more in the exchange.
+// A rank that reads the gradients (read()) needs all other ranks, and some of them may not read. So
+// it joins the exchange to which each of them comes in any case, and says there that it reads; then
+// they serve it. If no rank reads, this costs one more number in the exchange.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors, on every rank: NumericsError for
-// too many skipped steps, UsageError for parameters without a gradient where that is not allowed
+// too many skipped steps; UsageError for parameters without a gradient where that is not allowed,
 // and for ranks that dropped different gradients; the step's gradients are dropped. CommError.
 #pragma once
 
@@ -48,33 +49,31 @@ class GradientCheck {
   struct Outcome {
     bool applies = true;         // false: the step is skipped
     std::optional<double> norm;  // nullopt: not computed yet, and so is whether the step applies
-    // What multiplies every gradient. `late_factor`, in memory of the device, counts where it is
-    // not null.
+    // The factor of every gradient. If `late_factor` is not null, that device memory holds it.
     float factor = 1.0F;
     const float* late_factor = nullptr;
   };
-  // Collective: of the step's gradients. `allows_overflow`: some that are not finite are expected,
-  // however often, and nothing is said of them. `late`: the update can take a late factor.
+  // Collective, on the step's gradients. `allows_overflow`: gradients that are not finite are
+  // expected, however often, and are not reported. `late`: the update can take a late factor.
   Outcome check(double loss_scale, bool allows_overflow, bool late);
 
-  // Collective: brings the step's gradients together for this rank. The other ranks are here, too,
-  // or in check(), where they serve those that read and then go on. Where there is no other rank
-  // those of `unit` are enough.
+  // Collective: brings the step's gradients together for this rank. The other ranks call it, too,
+  // or check(), where they serve the reading ranks. A single rank needs only `unit`.
   void read(int unit, bool allows_overflow, bool late, const WholeGradients::Take& take);
 
   // Both are the last step's, and wait for the device where it has not computed them yet.
   double last_norm();
   bool last_applied();
-  // Of the last step whose norm is known; does not wait. 0 before the first.
+  // The norm of the last step with a known norm; does not wait. 0 before the first.
   double known_norm() const { return last_finding_.norm; }
-  // All steps so far. `wait`: for the device; else without the last one where that is not known.
+  // The skipped steps so far. `wait`: for the device; else the last step may be missing.
   std::int64_t skipped_steps(bool wait);
   // Takes the count of an earlier run, as if its last step had been applied.
   void set_skipped_steps(std::int64_t steps);
-  // Whether the last step had a late factor, was skipped, and tell_late() was not called since;
-  // waits likewise.
+  // Whether the last step had a late factor and was skipped, and tell_late() was not called since.
+  // Waits for the device as last_norm() does.
   bool failed_late();
-  // Collective, on every rank for which failed_late(). Throws where it was one too many.
+  // Collective, on every rank for which failed_late(). Throws after too many skipped steps.
   void tell_late();
   // The message on skipped steps that the user has not been told yet; empty: none.
   std::string take_warning() { return std::exchange(warning_, {}); }

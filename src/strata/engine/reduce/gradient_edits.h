@@ -1,10 +1,10 @@
-// What a script does, on this rank, to the gradients that a step has collected so far: drops all of
-// them or those of one parameter, or puts others in their place. Reduced ones and ones that wait
-// for a reduction go alike. The step then updates with what is left, and leaves alone the
-// parameters that no rank has a gradient of.
+// A script's edits, on this rank, to the gradients that a step has collected so far: it drops all
+// of them or those of one parameter, or puts others in their place. This includes reduced gradients
+// and those that wait for a reduction. The step then updates with the gradients that are left, and
+// leaves parameters without a gradient on any rank unchanged.
 //
-// Nothing here waits for other ranks. A rank that drops what was reduced already has to have all
-// others do the same: the next step finds out (GradientRecord::dropped()).
+// No edit waits for other ranks. If a rank drops reduced gradients, all others have to drop the
+// same ones: the next step checks that (GradientRecord::dropped()).
 //
 // Threads: one thread at a time, between backward passes. Ownership: borrows all. Errors:
 // OutOfMemoryError, DeviceError.
@@ -36,8 +36,8 @@ class GradientEdits {
   void drop_all();
   // `came`: it still counts as one that got a gradient, of zeroes.
   void drop(int unit, int slot, bool came);
-  // What this rank owns of the parameter has these fp32 values as its gradient; null where it owns
-  // none. The compute stream reads them.
+  // Sets this rank's part of the parameter's gradient to these fp32 values; null if this rank owns
+  // no part. The compute stream reads the values.
   void store(int unit, int slot, const float* values);
 
  private:

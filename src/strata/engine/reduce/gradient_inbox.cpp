@@ -112,8 +112,8 @@ std::unique_ptr<comm::Work> GradientInbox::reduce(int unit, const comm::Reductio
                                       device_);
 }
 
-// Nobody writes it into an inbox, so the sum has there whatever lay in the inbox before.
-// True: there is some.
+// No rank writes padding into an inbox, so the sum holds there whatever the inbox held before.
+// True: there is padding.
 bool GradientInbox::zero_padding(const plan::FlatLayout& layout, std::span<float> shard) {
   Numel end;
   bool any = false;

@@ -1,9 +1,9 @@
-// The gradients of one backward pass on their way to the ranks that add them up, where collectives
-// have an inbox: each goes there as soon as it has come, and no buffer of this rank's holds it.
-// What cannot go at once (a gradient that is the sum of several, one whose room is still taken)
-// waits in the caller's buffer and goes when its unit is reduced.
+// Sends the gradients of one backward pass to the ranks that add them up, where collectives have an
+// inbox. Each gradient goes there as soon as it has come, without a buffer of this rank. Some
+// gradients cannot go at once: the sum of several, or one whose room in the inbox is still taken.
+// They wait in the caller's buffer, and go when their unit is reduced.
 //
-// The inbox is made in the first pass, of as many bytes as may be under way; it is charged as
+// The first pass makes the inbox, with as many bytes as may be under way; they are charged as
 // gradients. Threads: one thread at a time. Ownership: owns the inbox. Errors: CommError;
 // OutOfMemoryError when the inbox is made.
 #pragma once

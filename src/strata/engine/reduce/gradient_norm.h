@@ -1,7 +1,8 @@
-// The global norm of a step's gradients where the device computes it and nobody waits: sums of
-// squares by unit, everybody's totals, and the factor that the update multiplies its gradients by,
-// which the update reads from the device's memory when it runs. Gradients that are not finite make
-// the factor NaN: the update then changes nothing, and finish() tells, as late as the caller asks.
+// The global norm of a step's gradients, computed by the device without a host wait: sums of
+// squares by unit, the totals of all ranks, and the factor by which the update multiplies its
+// gradients. The update reads the factor from the device's memory when it runs. Gradients that are
+// not finite make the factor NaN: the update then changes nothing, and finish() reports it, as late
+// as the caller asks.
 //
 // Threads: one thread at a time. Errors: CommError from the collectives; OutOfMemoryError.
 #pragma once

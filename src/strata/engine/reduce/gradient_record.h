@@ -1,8 +1,9 @@
-// What this rank remembers of the gradients of one step, beside their values: which parameters got
-// one, which was missing when its unit was reduced, and what a script has dropped of them since.
+// This rank's record of the gradients of one step, beside their values: which parameters got one,
+// which one was missing when its unit was reduced, and which ones a script has dropped since.
 //
-// What was reduced lies on all ranks in parts, so ranks must drop the same of it: dropped() is a
-// number by which they compare. What was not reduced yet is a rank's own, and so is dropping it.
+// Each rank holds a part of every reduced gradient, so ranks must drop the same ones: dropped() is
+// a number by which they compare. A gradient that was not reduced yet is this rank's own, and it
+// may drop that alone.
 //
 // Threads: one thread at a time. Pure bookkeeping. Errors: none.
 #pragma once

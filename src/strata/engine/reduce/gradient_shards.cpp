@@ -99,7 +99,7 @@ void GradientShards::settle(int unit) {
     device::Stream& stream = leaves ? *leaving_ : compute;
     fold_in(unit, stream);
     arrived_.push_back({std::move(shard.arriving), stream.record()});
-    // By number alone: how much is held must not depend on how fast it goes.
+    // By number alone: the memory that is held must not depend on the speed of the stream.
     while (arrived_.size() > kArrived) {
       arrived_.front().folded_in->wait();
       spare_.push_back(std::move(arrived_.front().memory));
@@ -141,7 +141,7 @@ void GradientShards::read_values(std::size_t first, std::size_t end, device::Str
   read();
 }
 
-// What the compute stream gets from here on finds all that was settled.
+// Work that the compute stream gets from here on finds all settled values.
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && !arrived_.empty())
     watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });

@@ -1,10 +1,10 @@
-// This rank's reduced gradients: one shard a trainable unit, accumulated over the micro-steps of a
-// step. Kept in the accumulation dtype; reductions arrive in fp32 and are rounded once each when
-// that is narrower. On the device, or in pinned host memory: then reductions arrive in memory of
-// the device and leave it unit by unit, beside what goes on there, and whoever uses the values
-// reaches them over the link. The bits are the same. Threads: one thread at a time. Memory: on the
-// device allocated at the first reduction of each unit, on the host at the first of all; kept
-// since. Errors: OutOfMemoryError.
+// This rank's reduced gradients: one shard for each trainable unit, accumulated over the
+// micro-steps of a step. Shards have the accumulation dtype; reductions arrive in fp32, and each is
+// rounded once if that dtype is narrower. Shards lie on the device or in pinned host memory. In the
+// second case reductions arrive in device memory and leave it unit by unit, beside other work of
+// the device; the optimizer then reaches the values over the link. The bits are the same. Threads:
+// one thread at a time. Memory: on the device allocated at the first reduction of each unit, on the
+// host at the first reduction of all; kept since. Errors: OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace strata::engine {
 
 class GradientShards {
  public:
-  // `tier`: of units that name none. `watch` is told of what leaves the device and comes back.
+  // `tier`: for units that name none. Notifies `watch` of bytes that leave the device or come.
   GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype, memory::Tier tier,
                  offload::LinkWatch& watch);
 
@@ -37,20 +37,20 @@ class GradientShards {
   void settle(int unit);
 
   bool filled(int unit) const { return shards_[static_cast<std::size_t>(unit)].filled; }
-  // Parameters without a gradient of any rank in this step, ascending: they stay as they are.
+  // The parameters without a gradient on any rank in this step, ascending. They do not change.
   void leave_out(std::vector<int> params) { left_out_ = std::move(params); }
   const std::vector<int>& left_out() const { return left_out_; }
   bool left_out(int param) const { return std::ranges::binary_search(left_out_, param); }
-  // fp32 of a filled shard; where the dtype is narrow until the next call with another unit.
+  // The fp32 values of a filled shard; if dtype() is narrow, until a call for another unit.
   std::span<float> values(int unit);
   std::vector<kernels::GradStats> statistics(std::span<const int> units);  // of filled shards
   // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
   // fills it, behind that. Where what has arrived is not all of it, squares() sums later, and so
   // with a tile that stays on the device: all of those at once.
   void measure(int unit, device::Stream& stream);
-  // By unit, in memory of the device, of what is filled; else 0. On the compute stream.
+  // By unit: the sum of squares, in device memory; 0 if not filled. On the compute stream.
   std::span<const double> squares();
-  // As they are kept, in dtype(), for who changes them in the compute stream; zeroes until then.
+  // The kept values, in dtype(), for changes in the compute stream; zeroes until filled.
   std::span<std::byte> change(int unit);
   DType dtype() const { return dtype_; }
   // Where the unit's rest; values() of narrow ones are on the device all the same.
@@ -59,8 +59,8 @@ class GradientShards {
   }
   std::size_t count() const { return shards_.size(); }  // units
   void clear();  // forgets all values and what is left out; the memory stays
-  // Values on the device go to the host for a while, and all memory there is free. Between passes;
-  // nothing but filled(), on_host() and clear() may be called until unpark(). Both may throw
+  // Between passes: moves values on the device to the host, and frees all their device memory.
+  // Until unpark() only filled(), on_host() and clear() may be called. Both calls may throw
   // OutOfMemoryError, and be called again: park() has done nothing then, unpark() a part.
   void park(bool pinned);
   void unpark();
@@ -85,7 +85,7 @@ class GradientShards {
   void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
   void fold_in(int unit, device::Stream& stream);
-  // Around a kernel of the stream that reads these shards, as far as they are on the host.
+  // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
   void read_values(std::size_t first, std::size_t end, device::Stream& stream,
                    const offload::LinkWatch::Call& read);
   void wait_for_arrived();
@@ -104,9 +104,9 @@ class GradientShards {
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
   std::deque<Arrived> arrived_;  // settled, and perhaps not folded in; the oldest first
-  std::vector<std::unique_ptr<device::Memory>> spare_;  // scratch that nobody uses
-  std::unique_ptr<device::Memory> squares_;             // a double by unit; null: nobody asked yet
-  std::unique_ptr<device::Memory> widened_;  // what values() hands out where the dtype is narrow
+  std::vector<std::unique_ptr<device::Memory>> spare_;  // unused scratch
+  std::unique_ptr<device::Memory> squares_;             // a double by unit; null: not asked for yet
+  std::unique_ptr<device::Memory> widened_;  // values() returns it where the dtype is narrow
 };
 
 }  // namespace strata::engine

@@ -173,7 +173,7 @@ std::optional<std::size_t> GradientWrites::push_missing(int unit) {
   follow_compute();  // which may have read the shard that is written next
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const auto slot = static_cast<int>(i);
-    // What lies in the buffer of a gradient that was pushed came later, and stays.
+    // If a gradient was pushed, a gradient in its buffer came later, and stays.
     if (inbox_.has(unit, slot)) continue;
     if (b.buffer != nullptr && b.written[i]) {
       inbox_.write(unit, slot, place_of(unit, slots[i]).data());

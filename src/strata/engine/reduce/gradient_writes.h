@@ -1,18 +1,18 @@
-// Writes gradients to where their reduction takes them from: a flat buffer of their unit, or the
-// memory of the ranks that add them up.
+// Writes gradients into the memory from which their reduction takes them: a flat buffer of their
+// unit, or memory of the ranks that add them up.
 //
-// A parameter's gradient is written once, converted to the buffer's dtype, at its place in its
-// unit's flat buffer. That dtype is the reduce dtype; or the unit's own, half the bytes, where
-// nothing is lost: gradients of 16 bits that no later pass adds to, and collectives that add them
-// up in fp32. Where ranks write into each other's memory (comm/inbox.h) a gradient goes straight to
-// the ranks that add it up instead, and the flat buffer is for those that cannot: the sum of
-// several, those of passes that do not reduce, and what comes after its unit was reduced.
+// A parameter's gradient is written once, converted to the buffer's dtype, to its offset in its
+// unit's flat buffer. That dtype is the reduce dtype. It is the unit's own dtype, with half the
+// bytes, if that loses nothing: for gradients of 16 bits to which no later pass adds, and
+// collectives that add them up in fp32. If ranks write into each other's memory (comm/inbox.h), a
+// gradient goes straight to the ranks that add it up. The flat buffer is then for gradients that
+// cannot: sums of several, those of passes that do not reduce, and those that come too late.
 //
 // On a device that runs ahead, gradients are written beside the model's kernels, on the stream of
 // the collectives, or on one of this object's own; a few are held until that is done.
 //
-// The gradient of a tile may be written by its caller instead, so that it exists once: place() says
-// where. It never goes into other ranks' memory, since that takes it in slices, from a copy.
+// The caller may write the gradient of a tile instead, to the address of place(), so that it exists
+// once. It never goes into other ranks' memory, since they take it in slices, from a copy.
 //
 // Threads: one thread at a time. Ownership: gradients are read during push() and write(), or held
 // by hold_until_written(). Errors: OutOfMemoryError for a buffer; CommError; DeviceError.
@@ -36,7 +36,7 @@
 
 namespace strata::engine {
 
-// Where the gradient of a parameter is written by whoever computes it.
+// The place to which a caller writes the gradient of a parameter.
 struct GradientPlace {
   std::byte* values = nullptr;
   DType dtype = DType::kFloat32;
@@ -61,13 +61,13 @@ class GradientWrites {
   void begin_pushing(std::span<const int> order);
   void end_pushing() { inbox_.end_pass(); }
   bool pushing() const { return inbox_.active(); }
-  // Later passes add to what the buffers hold: from now on they are of the reduce dtype, and what
-  // came too late for an earlier reduction is widened. set_narrow(): until a pass has reduced all.
+  // Later passes add to the values in the buffers: from now on these have the reduce dtype, and
+  // gradients that came too late are widened. set_narrow() ends that when all are reduced.
   void widen();
   void set_narrow() { wide_ = false; }
   bool wide() const { return wide_; }
 
-  // In which a unit's gradients travel: the same on every rank, since passes alone decide.
+  // The dtype in which a unit's gradients travel: it depends on passes alone, so all ranks agree.
   DType dtype(int unit) const { return dtype(unit, wide_); }
   Bytes bytes(int unit) const {
     return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
@@ -75,16 +75,16 @@ class GradientWrites {
 
   bool has_buffer(int unit) const { return of(unit).buffer != nullptr; }
   void open_buffer(int unit);
-  // One gradient of one parameter. push(): straight to where it is added up; false: it has to be
-  // written. write(): into the unit's buffer, where it is added to what lies there.
+  // One gradient of one parameter. push() sends it straight to the ranks that add it up; false: it
+  // has to be written. write() adds it to the unit's buffer.
   bool push(int unit, int slot, const std::byte* gradient, DType dtype);
   void write(int unit, int slot, const std::byte* gradient, DType dtype);
-  // In place of write(): the compute stream may write there from now on, until wrote(). Of a unit
-  // that has a buffer.
+  // Instead of write(), for a unit with a buffer: the compute stream may write to this place from
+  // now on, until wrote().
   GradientPlace place(int unit, int slot);
   void wrote(int unit, int slot);
-  // `owner` of a gradient of so many bytes is kept until it is written; null: the compute stream
-  // waits for that.
+  // Keeps `owner` of a gradient of `bytes` until the gradient is written. Null: the compute stream
+  // waits until then.
   void hold_until_written(std::shared_ptr<const void> owner, Bytes bytes);
 
   // Make a unit ready to be reduced: zeroes where no gradient came. write_missing() in its buffer,
@@ -92,23 +92,23 @@ class GradientWrites {
   // first slot that has elements, is trained and got no gradient.
   std::optional<std::size_t> write_missing(int unit);
   std::optional<std::size_t> push_missing(int unit);
-  // Collective: starts the reduction of what was written, or pushed; `reduction` says where to.
+  // Collective: starts the reduction of the written or pushed gradients into `reduction`.
   std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed);
-  // The buffer, for as long as that reads it. What was pushed has none, unless gradients in it went
-  // along; one that holds gradients that came too late stays.
+  // The buffer, for as long as the reduction reads it. A pushed unit has none, unless gradients in
+  // its buffer were pushed, too. A buffer with gradients that came too late stays.
   GradientBuffers::Buffer give_up_buffer(int unit, bool pushed);
 
   void drop(int unit, int slot) {  // forgets what was written of one parameter; between passes
     if (has_buffer(unit)) of(unit).written[static_cast<std::size_t>(slot)] = false;
   }
   void compute_follows();  // the compute stream's later work waits for everything written
-  // Forgets what was written, as drop() does after compute_follows(), whatever fails on the way.
+  // Forgets all written gradients, as drop() does after compute_follows(), despite any errors.
   FirstError abandon() noexcept;
   void drop();
 
-  // Between passes: what lies in buffers goes to the host for a while, and buffers and inbox are
-  // free. Until unpark() only drop() may be called. Both may throw OutOfMemoryError, and be called
-  // again: park() has done nothing then, unpark() a part. After a barrier.
+  // Between passes, after a barrier: moves the content of buffers to the host, and frees buffers
+  // and inbox. Until unpark() only drop() may be called. Both calls may throw OutOfMemoryError, and
+  // be called again: park() has done nothing then, unpark() a part.
   void park(bool pinned);
   void unpark();
 

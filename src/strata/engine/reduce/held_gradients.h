@@ -1,5 +1,5 @@
-// Gradients that their writer keeps until a stream has read them. What they were made of may be
-// used again after that: the compute stream waits for the reading before one is let go. Threads:
+// Gradients whose memory their writer keeps until a stream has read them. Other work may use that
+// memory afterwards: the compute stream waits for the reading before a gradient is let go. Threads:
 // one thread at a time. Ownership: shares the gradients' memory. Errors: DeviceError.
 #pragma once
 

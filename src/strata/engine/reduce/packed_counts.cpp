@@ -11,7 +11,7 @@ namespace strata::engine {
 PackedCounts::PackedCounts(std::size_t counts, int most)
     : counts_(counts),
       bits_(static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(most)))),
-      // Whole numbers of so many bits are exact in a double.
+      // A double holds whole numbers of up to this many bits exactly.
       per_double_(static_cast<std::size_t>(std::numeric_limits<double>::digits) / bits_) {
   STRATA_ASSERT(most >= 1);
 }

@@ -1,12 +1,12 @@
 // Takes gradients as autograd produces them and turns them into reduced, accumulated gradient
-// shards: says what follows what between the gradients that have come (GradientArrivals), where
-// they are written (GradientWrites), the reductions that run (ReductionsInFlight) and their results
-// (GradientShards).
+// shards. It orders the work of its parts: the gradients that have come (GradientArrivals), the
+// places where they are written (GradientWrites), the reductions that run (ReductionsInFlight), and
+// their results (GradientShards).
 //
-// A gradient that comes after its unit was reduced (a graph that differs from the last one) is
-// kept, and goes out with the next reduction or at the step. A parameter that got no gradient on
-// this rank contributes zeroes. Where there are several shard groups, micro-steps are added up
-// inside each, and over the groups in the last one of a step.
+// A gradient may come after its unit was reduced, if the graph differs from the last one. It is
+// kept, and goes with the next reduction or at the step. A parameter without a gradient on this
+// rank contributes zeroes. With several shard groups, micro-steps are added up inside each group,
+// and over the groups in the last micro-step of a step.
 //
 // Threads: one thread at a time. Ownership: gradients are read during add(), or held by it.
 // Errors: CommError, OutOfMemoryError, DeviceError; after a CommError the reducer is broken with
@@ -44,7 +44,7 @@ struct ReducerOptions {
   Bytes max_held{};       // of gradients that wait to be written; the newest may exceed it
 };
 
-// What becomes of a backward pass's gradients.
+// The use of a backward pass's gradients.
 enum class BackwardPass {
   kKeeps,    // they stay on this rank, whole, for a later pass
   kReduces,  // they are reduced; another pass of this step follows
@@ -61,23 +61,23 @@ class Reducer {
   // Collective between passes, after a barrier.
   void expect(int unit, int slot);
 
-  // A backward pass starts. `first_uses`: the units in the order in which forward first used them;
-  // the order of reductions, reversed, the first time (rank 0's counts).
+  // A backward pass starts. `first_uses`: the units in the order in which forward first used them.
+  // The first pass reduces in the reverse of that order, as rank 0 has it.
   void begin_backward(BackwardPass pass, std::span<const int> first_uses);
-  // One gradient of one parameter: contiguous, the parameter's number of elements. `owner`: what
+  // One gradient of one parameter: contiguous, with the parameter's number of elements. `owner`
   // keeps its memory; null: it is read in the order of the compute stream, before this returns.
   void add(int unit, int slot, const std::byte* gradient, DType dtype,
            std::shared_ptr<const void> owner);
-  // In place of add(), of a tile: its gradient is computed where begin_add() says, in the order of
-  // the compute stream, before end_add(). Nothing else is called in between but what gathers.
+  // Instead of add(), for a tile: the compute stream computes its gradient into the place of
+  // begin_add(), before end_add(). Only gathers may be called in between.
   GradientPlace begin_add(int unit, int slot);
   void end_add(int unit, int slot);
-  // Reduces what is left and waits for all. The shards are up to date afterwards.
+  // Reduces the remaining gradients and waits for all. The shards are up to date afterwards.
   void end_backward();
-  // A backward pass failed: what it left behind is dropped, so that the next one starts clean.
-  // Returns the first error that was met on the way, null for none: all is dropped in any case.
+  // A backward pass failed: drops its gradients, so that the next pass starts clean. Returns the
+  // first error on the way, or null; in any case all are dropped.
   std::exception_ptr abandon_backward() noexcept;
-  // Forgets the gradients of the step so far, reduced or not, and which parameter had none. Not
+  // Forgets the gradients of the step so far, reduced or not, and the parameters that had none. Not
   // during a backward pass.
   void drop_gradients();
 
@@ -94,12 +94,12 @@ class Reducer {
   // zeroes.
   void reduce_late();
 
-  // Collective, before a step: adds up over the groups what no last pass did.
+  // Collective, before a step: adds up over the groups all shards that no last pass has added up.
   void complete_groups();
 
-  // Memory of gradients that is free for a while, its values on the host; between passes, after a
-  // barrier. `shards`: of reduced ones. `buffers`: of those on their way into a reduction. Until
-  // unpark() only drop_gradients() may be called. GradientShards says what may be thrown.
+  // Between passes, after a barrier: frees memory of gradients, and keeps its values on the host.
+  // `shards`: of reduced gradients. `buffers`: of gradients on their way into a reduction. Until
+  // unpark() only drop_gradients() may be called. Throws as GradientShards does.
   void park(bool shards, bool buffers, bool pinned);
   void unpark();
 
@@ -114,8 +114,8 @@ class Reducer {
   void open_buffer(int unit);
   void note_got(int unit, std::size_t slot);
   void note_written(int unit, std::size_t slot);
-  // Whether its gradients may go straight to where they are added up. Those of a tile are written
-  // where its reduction reads them, and a tied one would be in a pass twice.
+  // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
+  // reads them, and a tied tile would occur twice in a pass.
   bool is_pushed(int unit) const { return !units_[static_cast<std::size_t>(unit)].spec.tile(); }
 
   std::vector<Unit>& units_;

@@ -21,16 +21,15 @@ class ReductionsInFlight {
   ReductionsInFlight(GradientBuffers& buffers, GradientShards& shards, StepRecorder& recorder)
       : buffers_(buffers), shards_(shards), recorder_(recorder) {}
 
-  // `buffer`: what the reduction reads; null: nothing of this rank's.
+  // `buffer`: the memory that the reduction reads; null: none of this rank's.
   void add(int unit, GradientBuffers::Buffer buffer, std::unique_ptr<comm::Work> work,
            StepRecorder::Recording recording);
-  // Has the collectives go on with what they have. Where ranks pull, this rank does the work, and
-  // its peers would wait for it until its next call.
+  // Lets the collectives continue with the started reductions. Where ranks pull, this rank does
+  // that work, and its peers would otherwise wait for it until its next call.
   void progress();
-  // Waits until buffers hold no more than `at_most`, and settles what is over.
+  // Waits until buffers hold at most `at_most`, and settles the ended reductions.
   void free_buffers(Bytes at_most);
-  // Settles a reduction of this unit that is under way, and those before it: its shard may be added
-  // to then.
+  // Settles all reductions up to this unit's, if that is under way: its shard may be added to then.
   void finish(int unit);
   // Waits for all, and settles them.
   void finish();

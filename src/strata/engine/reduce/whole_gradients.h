@@ -1,6 +1,6 @@
-// The reduced gradients of a step, whole: what all ranks hold of each unit, brought together for
-// who looks at them between backward and step. Nothing of it is kept, and a step that nobody looks
-// into costs nothing here.
+// The reduced gradients of a step, whole: gathers all ranks' shards of each unit for a script that
+// reads gradients between backward and step. It keeps none of them. A step whose gradients no
+// script reads costs nothing here.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors: CommError, OutOfMemoryError,
 // DeviceError.
@@ -25,10 +25,10 @@ class WholeGradients {
   // `flat`: fp32 values of the unit's layout, zeroes where no gradient is; readable in the compute
   // stream until this returns.
   using Take = std::function<void(const Unit& unit, const float* flat)>;
-  // Collective: reduces what still waits for it, and brings every trainable unit together, but
-  // tiles. `take` may be empty: others want them.
+  // Collective: reduces the gradients that still wait for it, and gathers every trainable unit
+  // except tiles. `take` may be empty: then only other ranks read them.
   void gather(const Take& take);
-  // The same of one unit, on the only rank; takes nothing where there is no gradient of it.
+  // The same for one unit, on the only rank; does not call `take` if the unit has no gradient.
   void take_shard(int unit, const Take& take);
 
  private:

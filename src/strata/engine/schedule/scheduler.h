@@ -1,5 +1,5 @@
-// A schedule and how far it has come: what the engine steps after every optimizer step that was
-// applied. Threads: one at a time. Owns its schedule. Errors: ConfigError, UsageError.
+// A schedule and its position. The engine steps it after every applied optimizer step. Threads: one
+// at a time. Owns its schedule. Errors: ConfigError, UsageError.
 #pragma once
 
 #include <cstdint>

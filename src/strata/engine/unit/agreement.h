@@ -1,6 +1,6 @@
-// One outcome for all ranks of something that each of them does for itself, such as reading its
-// part of a file. Without it a rank whose disk fails would leave while the others wait for it at
-// the next collective.
+// Gives all ranks one outcome of a step that each of them does for itself, such as reading its part
+// of a file. Otherwise a rank whose disk fails would leave, while the others wait for it at the
+// next collective.
 #pragma once
 
 #include <exception>
@@ -14,7 +14,7 @@
 namespace strata::engine {
 
 // An error of a rank: the name of its class ("IoError"; any other name stands for Error) and its
-// message. An empty kind: there was none.
+// message. An empty kind: no error.
 struct Failure {
   std::string kind;
   std::string message;

@@ -7,9 +7,9 @@
 
 namespace strata::engine {
 
-// Collective. Compares everybody's `text` with rank 0's, line by line. Returns on equality; else
-// throws ConfigError on every rank: the first differing line, what rank 0 has there, what the first
-// other rank has, and which ranks differ. `what` names the thing ("model", "configuration").
+// Collective. Compares every rank's `text` with rank 0's, line by line. If they differ, throws
+// ConfigError on every rank, with the first differing line, rank 0's text there, that of the first
+// other rank, and the ranks that differ. `what` names the thing ("model", "configuration").
 void require_same_text(comm::Collectives& collectives, const std::string& what,
                        const std::string& text);
 

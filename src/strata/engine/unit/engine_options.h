@@ -20,7 +20,7 @@ struct EngineOptions {
   // which keeps every unit's whole gradient in between. The first is the same bits at every stage.
   bool reduce_at_boundary = false;
   // Whether weights that stay whole are brought up to date beside the next forward, each unit when
-  // it is used, or before the step is over. Absent: the first where the device runs ahead.
+  // it is used; otherwise before the step ends. Absent: beside it where the device runs ahead.
   std::optional<bool> refresh_late;
   bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
@@ -30,33 +30,34 @@ struct EngineOptions {
   offload::StatePlace states;   // what the optimizer keeps, and masters
   offload::StatePlace weights;  // of units that are sharded (stage 3) and not persistent
   bool offloads_weights() const { return weights.offloads(); }
-  // Whether anything rests elsewhere than on the device.
+  // Whether any state rests elsewhere than on the device.
   bool offloads() const {
     return states.offloads() || weights.offloads() || gradient_tier == memory::Tier::kHost;
   }
-  // bf16 weights are updated in fp32 and rounded at each step: nothing of a master is kept. Their
-  // moments may be bf16 then, too.
+  // bf16 weights are updated in fp32 and rounded at each step, without any kept master. Then their
+  // moments may be bf16, too.
   bool rounds_masters = false;
   DType moment_dtype = DType::kFloat32;
-  // Gathered weights may hold this much; one scope's units are gathered even where they exceed it.
+  // The bound on gathered weights; the units of one scope are gathered even if they exceed it.
   Bytes max_live = 2_GiB;
-  // False: the unit that is used next is fetched while this one computes even where they exceed it.
+  // False: the next unit is prefetched while this one computes, even if they exceed the bound.
   bool max_live_is_hard = true;
-  // Gathered weights go when they are used again after more elements than that; absent: never so.
+  // Gathered weights are released if more elements than this come before their next use; absent:
+  // never.
   std::optional<Numel> max_reuse;
-  // The units of one scope may be fetched ahead together, even where they exceed `prefetch`.
+  // The units of one scope may be prefetched together, even if they exceed `prefetch`.
   bool fetches_scopes = true;
   Bytes prefetch = 128_MiB;        // how much is fetched ahead of its use: the next unit, or more
   Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
   bool allow_unused =
       true;  // false: a trainable parameter without a gradient is an error at the step
-  // A parameter that no rank gave a gradient in a step is updated with a gradient of zeroes, so
-  // that it decays and its momentum goes on. False: it is not updated, and the step does not count
-  // for it.
+  // A parameter for which no rank has a gradient in a step is updated with a gradient of zeroes, so
+  // that it decays and its momentum continues. False: it is not updated, and the step does not
+  // count for it.
   bool decay_unused = false;
-  // Whether the norm of the gradients is computed where they are, and no host waits for it. Absent:
-  // where the device runs ahead.
+  // Whether the norm of the gradients is computed in place, without a host wait. Absent: where the
+  // device runs ahead.
   std::optional<bool> late_norm;
   bool wants_late_norm(bool runs_ahead) const {
     return late_norm.value_or(runs_ahead) && check_finite;

@@ -1,7 +1,7 @@
 // The fp32 master weights of this rank's shards, in the form that suits weights and optimizer
-// (plan/master_form.h): what the StateStore keeps of them beside the weights. Threads: one thread
-// at a time. Ownership: borrows the units, the device and the store; keeps what is held leased.
-// Errors: those of the store.
+// (plan/master_form.h): the values that the StateStore keeps beside the weights. Threads: one
+// thread at a time. Ownership: borrows the units, the device and the store; keeps the leases of
+// held masters. Errors: those of the store.
 #pragma once
 
 #include <functional>
@@ -30,7 +30,7 @@ class MasterStates {
   // Takes the room of the next units, in their order; zero.
   void add(std::span<const Unit> units);
 
-  // Takes the room of a unit that was added while it was frozen, and makes its masters of its
+  // Takes the room of a unit that was frozen when it was added, and makes its masters from its
   // weights.
   void train(const Unit& unit);
 
@@ -47,19 +47,19 @@ class MasterStates {
   void for_each(int unit, Numel begin, Numel end, offload::Access access,
                 const std::function<void(const StateRange&)>& work);
 
-  // Queues: masters of the elements from `begin` on are these values, which kernels can read.
+  // Queues: masters of the elements from `begin` on take these values, which kernels can read.
   void make(int unit, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
-  // Queues: the weights of elements [begin, end) are their fp32 masters, rounded (for optimizers
+  // Queues: the weights of elements [begin, end) become their rounded fp32 masters (for optimizers
   // that know only masters).
   void round(int unit, Numel begin, Numel end);
   void round(int unit) { round(unit, Numel(), of(unit).layout.shard()); }
-  // Queues: fp32 masters beside weights that stay whole, which a script may have written since the
-  // last step, take what was written.
+  // Queues: fp32 masters beside weights that stay whole take the values that a script has written
+  // into these weights since the last step.
   void adopt_written(int unit);
-  // Keeps the unit's masters, which are fp32, in memory, at this place, for as long as this lives:
-  // the shard itself, or what the store has to keep leased.
+  // Keeps the unit's fp32 masters in memory, at this address, for as long as this lives: the shard
+  // itself, or a lease of the store.
   std::span<std::byte> hold(int unit);
-  // Gives back what hold() leased of all units.
+  // Gives back all leases of hold().
   void let_go();
 
  private:

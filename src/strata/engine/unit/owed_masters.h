@@ -1,6 +1,6 @@
-// Parts of shards that have been stored and whose fp32 masters have not been made of them yet. A
-// kernel between two copies leaves the link between host and device idle, so that masters of many
-// stores are made at once (Weights::make_masters()). Threads: one. Errors: none.
+// Parts of shards that were stored, and whose fp32 masters were not made from them yet. A kernel
+// between two copies leaves the link between host and device idle, so masters of many stores are
+// made at once (Weights::make_masters()). Threads: one. Errors: none.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class OwedMasters {
 
   void add(const Range& range) { ranges_.push_back(range); }
 
-  // All of them, by unit and place, neighbours as one; none is owed any more.
+  // Returns all of them, by unit and offset, with neighbours joined; then none is owed any more.
   std::vector<Range> take() {
     std::vector<Range> ranges = std::exchange(ranges_, {});
     std::ranges::sort(ranges, {}, [](const Range& r) { return std::tuple(r.unit, r.begin); });

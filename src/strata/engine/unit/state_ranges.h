@@ -1,7 +1,7 @@
-// The blocks of a StateStore that hold something of each element of a unit's shard (masters,
-// exp_avg, ...), and a walk over the shard in ranges of elements, of which all blocks are leased
-// together. A store that holds everything in memory lends the whole shard at once; one on a drive
-// lends what its memory has room for. Threads: one at a time. Errors: those of the store.
+// The blocks of a StateStore that hold a value for each element of a unit's shard (masters,
+// exp_avg, ...), and a walk over the shard in ranges of elements, in which all blocks are leased
+// together. A store in memory lends the whole shard at once; a store on a drive lends as much as
+// its memory has room for. Threads: one at a time. Errors: those of the store.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@ struct StateBlock {
   int bits = 32;  // of each element: a power of two
 };
 
-// Elements of a shard, and what is leased of each block, in the blocks' order. Each lease begins at
-// the element `first`, a multiple of 8.
+// Elements of a shard, and the lease of each block, in the blocks' order. Each lease begins at the
+// element `first`, a multiple of 8.
 struct StateRange {
   Numel first;
   Numel end;
@@ -35,8 +35,8 @@ inline constexpr Bytes kNoRangeLimit = Bytes(std::numeric_limits<std::int64_t>::
 
 // Calls `work` with ranges that cover elements [begin, end) of a shard of `numel` elements, and as
 // little beside them as the store allows. Work that it queues on the compute stream may still run
-// when it returns. `limit`: bytes of all blocks that a range holds at most, beside what the store
-// lends at once.
+// when this returns. `limit`: a range holds at most these bytes of all blocks; the store's own
+// limit holds, too.
 void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
                     Numel begin, Numel end, offload::Access access,
                     const std::function<void(const StateRange&)>& work,

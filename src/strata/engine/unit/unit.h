@@ -36,7 +36,7 @@ struct Unit {
   bool parked = false;                // `shard` and `resident` have no memory now (Weights::park())
   std::shared_ptr<void> memory = {};  // keeps `shard` and `resident`, also after the engine
 
-  // Parameters that are frozen in a unit that is trainable, since others of it were unfrozen.
+  // The frozen parameters of a trainable unit; others of it were unfrozen.
   std::vector<int> frozen = {};
 
   const std::string& name() const { return spec.name; }
@@ -44,7 +44,7 @@ struct Unit {
   bool trains(int param) const {
     return trainable() && std::ranges::find(frozen, param) == frozen.end();
   }
-  // Where its gradients rest: by its states' place, or where other units' do.
+  // The tier of its gradients: that of its states, or that of other units' gradients.
   memory::Tier gradient_tier(memory::Tier others) const {
     if (!spec.place.states) return others;
     return *spec.place.states == memory::Tier::kDevice ? memory::Tier::kDevice
@@ -54,22 +54,22 @@ struct Unit {
   bool expects(const plan::Slot& slot) const { return slot.numel.value > 0 && trains(slot.param); }
 };
 
-// The engine calls it when a unit's flat buffer gets memory and loses it. The torch layer
-// implements it and points the parameters there. Calls come from the engine's thread; attach() of
-// awaited units from any.
+// The engine calls it when a unit's flat buffer gets or loses memory. The torch layer implements it
+// and points the parameters there. Calls come from the engine's thread; attach() of pending units
+// from any thread.
 class ParameterViews {
  public:
   virtual ~ParameterViews() = default;
   virtual void attach(int unit, std::span<std::byte> flat) = 0;
   virtual void detach(int unit) = 0;
-  // Whether others than the engine hold views of an attached unit's memory that have to keep their
-  // values. Then leave() in place of detach() leaves them the memory, which `memory` keeps, and the
-  // engine uses it no more. detach() gives them a copy.
+  // Whether other code than the engine holds views of an attached unit's memory that have to keep
+  // their values. Then the engine calls leave() instead of detach(): the views keep the memory,
+  // which `memory` owns, and the engine uses it no more. detach() gives them a copy.
   virtual bool held(int /*unit*/) const { return false; }
   virtual void leave(int unit, std::shared_ptr<void> /*memory*/) { detach(unit); }
-  // The flat buffer of a unit that stays whole is being written; attach() tells when it is
-  // complete. Until then a reader of its parameters must be made to ask for it
-  // (Gatherer::complete()). False: some reader could not be, so this must not be left open.
+  // The flat buffer of a unit that stays whole is being written; attach() follows when it is
+  // complete. Until then a reader of its parameters must call Gatherer::complete() first. False:
+  // some reader cannot be made to, so the engine must complete the unit now.
   virtual bool await(int /*unit*/) { return false; }
 };
 

@@ -1,4 +1,4 @@
-// Lists of units or parameters, by their numbers, as ranks tell each other of them in texts.
+// Lists of units or parameters, by their numbers, as texts for other ranks.
 #pragma once
 
 #include <span>

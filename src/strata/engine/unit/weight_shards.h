@@ -1,9 +1,9 @@
-// The weights of this rank's shards. They rest in memory of the device, or, for offloaded units
+// The weights of this rank's shards. They rest in device memory or, for offloaded units
 // (Unit::offloaded), in a StateStore. All reads and writes of them go through this class, in pieces
 // as large as the store lends at once.
 //
 // Threads: one thread at a time. Ownership: borrows the units and the store. Errors: those of the
-// store; UsageError for weights that are parked.
+// store; UsageError while weights are parked.
 #pragma once
 
 #include <cstddef>
@@ -22,10 +22,10 @@ class WeightShards {
   WeightShards(const std::vector<Unit>& units, offload::StateStore* store)
       : units_(units), store_(store) {}
 
-  // Reserves room, zeroed, for those of the next units that are offloaded, in their order.
+  // Reserves zeroed room for the offloaded ones of the next units, in their order.
   void add(std::span<const Unit> units);
 
-  // Elements of a unit's shard, and where they are.
+  // Elements of a unit's shard, and their address.
   struct Piece {
     Numel begin;
     Numel end;
@@ -33,7 +33,7 @@ class WeightShards {
     offload::Lease* lease;  // of these bytes; null: they stay where they are
   };
   // Calls `work` with pieces that cover elements [begin, end). Work that it queues on the compute
-  // stream may still run when it returns.
+  // stream may still run when this returns.
   using Work = std::function<void(const Piece&)>;
   void for_each(int unit, Numel begin, Numel end, offload::Access access, const Work& work) const;
 

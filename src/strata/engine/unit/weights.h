@@ -3,9 +3,9 @@
 // the unit's whole flat buffer; and the fp32 master weights of the trainable shards, in the form
 // that suits the weights and the optimizer (plan/master_form.h).
 //
-// Values enter by store(), a piece of one parameter at a time, in any dtype: a rank keeps what
-// falls into its own shard, rounded once to the weight's dtype, with the master taken from the
-// unrounded value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
+// Values enter by store(), a range of one parameter at a time, in any dtype. A rank keeps the
+// values of its own shard, rounded once to the weight's dtype; the master takes the unrounded
+// value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,7 @@
 
 namespace strata::engine {
 
-// Where a rank keeps what is not in the collectives' memory.
+// The stores of values that are not in the collectives' memory.
 struct Stores {
   std::shared_ptr<offload::StateStore> states;   // masters, and what the optimizer keeps
   std::shared_ptr<offload::StateStore> weights;  // of offloaded units; null: there are none
@@ -59,7 +59,7 @@ class Weights {
   const Unit& unit_of(int param) const {
     return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
   }
-  // Throws UsageError for a parameter that is frozen, of which no gradient is wanted.
+  // Throws UsageError for a frozen parameter, which gets no gradient.
   const Unit& trainable_unit_of(int param) const;
   const plan::Slot& slot_of(int param) const;
   int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
@@ -67,29 +67,30 @@ class Weights {
   // Sets elements [begin, begin + numel) of `param`. Elements outside this rank's shard are
   // ignored. The source may be host or device memory, and may change when this returns.
   void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
-  // The same, queued on the device's compute stream: the source must stay until that is reached.
-  // `owed`: takes what masters can be made of the weights later, by make_masters(), instead of now.
+  // The same, queued on the device's compute stream: the source must stay until the stream has read
+  // it. If `owed` is given, it records the masters that make_masters() can make from the weights
+  // later, instead of now.
   void enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
                      DType source_dtype, OwedMasters* owed = nullptr);
-  // Queues the making of all masters that are owed. Until then they are what they were.
+  // Queues the making of all owed masters. Until then they have their old values.
   void make_masters(OwedMasters& owed);
-  // As enqueue_store(), and where the unit stays whole its other ranks' parts are written, too: no
-  // gather is needed when every rank does so for every value.
+  // As enqueue_store(), but also writes other ranks' parts of a unit that stays whole: no gather is
+  // needed when every rank does so for every value.
   void enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
                                 DType source_dtype);
   // Takes the memory of every unit that has none yet.
   void back_all();
 
-  // Parking: what is in memory of the device goes to the host for a while, all of it or nothing.
-  // Whether the collectives can give its memory back; also where there is none.
+  // Parking moves all values in device memory to the host for a while, or none. This tells whether
+  // the collectives can give that memory back; true if there is none.
   bool can_park() const { return memory_->buffer->releasable(); }
-  // Copies it, which may throw OutOfMemoryError; drop_copy() is the way back.
+  // Copies the values, and may throw OutOfMemoryError; drop_copy() undoes it.
   void copy_for_parking(bool pinned);
   void drop_copy() { parked_.reset(); }
-  // Gives the memory back to the device. No rank reads it any more. Units say that they are parked.
+  // Gives the memory back to the device, when no rank reads it any more. Units are `parked` then.
   void park();
-  // Takes the memory and the values back; may throw OutOfMemoryError, and be called again. Where
-  // bytes are is as it was. Units are parked until settle_unparked(), when all ranks have done so.
+  // Takes the memory and the values back, at the same addresses; may throw OutOfMemoryError, and be
+  // called again. Units are parked until settle_unparked(), when all ranks have done so.
   void unpark();
   void settle_unparked();
 
@@ -100,7 +101,7 @@ class Weights {
   // Both serve units that have their memory: all, after back_all().
   MasterStates& masters() { return masters_; }
   offload::StateStore& states() { return states_; }
-  // The weights themselves, of sharded units.
+  // The weights of sharded units.
   const WeightShards& shards() const { return shards_; }
 
  private:
