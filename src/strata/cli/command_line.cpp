@@ -24,13 +24,13 @@ namespace {
 
 using Json = nlohmann::json;
 
-// What all commands work with.
+// The state that all commands share.
 struct Session {
   Console& console;
   bool json = false;
   std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
 
-  // Names that are no UTF-8 are shown as far as they are.
+  // Bytes of names that are not UTF-8 are replaced.
   void show(const std::string& text, const Json& as_json) const {
     console.out << (json ? as_json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
                          : text);

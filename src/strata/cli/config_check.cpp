@@ -24,7 +24,7 @@ struct Group {
   std::string_view title;  // above the keys
 };
 
-// What needs a hand comes last, where a terminal stops.
+// Keys that need the user's attention come last, where a terminal's output ends.
 constexpr std::array<Group, 8> kGroups{{
     {Verdict::kHonoured, "honoured", "honoured"},
     {Verdict::kOwn, "own", "your own: no key of DeepSpeed or Strata"},

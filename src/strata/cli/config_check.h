@@ -1,6 +1,6 @@
-// What becomes of each key of a DeepSpeed configuration, as `strata check` shows it, and the same
-// configuration rewritten so that initialize() takes it. Threads: one. Errors: ConfigError for a
-// file that is no configuration; IoError where the rewritten one cannot be written.
+// `strata check`: the treatment of each key of a DeepSpeed configuration, and the same
+// configuration rewritten so that initialize() accepts it. Threads: one. Errors: ConfigError for a
+// file that is no configuration; IoError if the rewritten one cannot be written.
 #pragma once
 
 #include <CLI/CLI.hpp>

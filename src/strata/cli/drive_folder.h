@@ -1,7 +1,7 @@
 // A folder whose drive is to be measured: what file system it is of, whether a file fits, and the
 // file. Threads: one. Ownership: the file has no name, so that it is gone when it is closed,
-// whatever becomes of the process. Errors: UsageError where the folder cannot be meant: there is
-// none, nobody may write there, it is too full.
+// even if the process is killed. Errors: UsageError if the folder is missing, not writable or too
+// full.
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ class DriveFolder {
   // Past the page cache, where that is offered.
   const io::File& file() const { return file_; }
   bool direct() const;
-  // What to know about the figures; empty: nothing.
+  // A remark on the figures; empty: none.
   std::string remark() const;
 
  private:

@@ -18,7 +18,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Beyond what is under way, so many blocks wait for their turn.
+// The number of blocks that wait for their turn, beyond those under way.
 constexpr int kBlocksAhead = 2;
 constexpr double kAsGood = 1.03;
 

@@ -23,8 +23,8 @@ T element(std::span<const std::byte> bytes, std::size_t i) {
   return value;
 }
 
-// Wide enough for all integers: 64 bits and a sign. What is neither floating nor an integer is the
-// number that its byte is.
+// Wide enough for all integers: 64 bits and a sign. An element that is neither floating nor an
+// integer counts as the number of its byte.
 __extension__ using Wide = __int128;
 
 Wide integer_at(std::span<const std::byte> bytes, DType dtype, std::size_t i) {

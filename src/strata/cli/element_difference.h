@@ -1,7 +1,7 @@
 // How far two runs of elements are apart: the largest absolute difference, where it is, and how
 // many elements differ. A NaN equals a NaN, and is infinitely far from a number. Numbers are
 // compared as numbers: floating ones in fp64, which holds each of them exactly; integers by
-// themselves. Of what is no number to compute with (float8) only whether bytes are equal is known.
+// themselves. Elements of other types (float8) are compared by their bytes alone.
 // Threads: one. Memory: that of two runs in fp64. Errors: none.
 #pragma once
 

@@ -55,7 +55,7 @@ engine::UpdateRule rule_of(const engine::Config& config, std::vector<std::string
   return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
 }
 
-// What is planned with a default although a framework will fill in something else.
+// Remarks on settings that are planned with a default, and that a framework will fill in.
 void note_open(const engine::Config& config, std::vector<std::string>& remarks) {
   for (const engine::OpenSetting& setting : config.open) {
     if (setting.path == "bf16.enabled" || setting.path == "fp16.enabled") {
@@ -86,7 +86,7 @@ std::vector<plan::ParamSpec> specs_of(const NamedModel& model, const engine::Con
   return specs;
 }
 
-// Where nobody says how much a device has, nothing has to leave it.
+// Without a given size of the device, no value has to leave it.
 void note_unbounded(const engine::Config& config, const PlanRequest& request,
                     std::vector<std::string>& remarks) {
   if (!config.offload.automatic || config.offload.device_budget) return;

@@ -1,7 +1,7 @@
-// What each device of a job would hold at every stage, its host and its drive, and which of them
-// suffice, as `strata plan` shows it. The engine itself says so, run on a device without memory
-// (forecast/); only the model is as its files tell it (named_model.h). Values. Errors: ConfigError
-// for a configuration that is wrong, or does not suit so many ranks at its own stage; those of
+// `strata plan`: the memory that each device of a job would hold at every stage, its host and its
+// drive, and which of them suffice. The engine itself computes it, run on a device without memory
+// (forecast/); the model comes from its files (named_model.h). Values. Errors: ConfigError for a
+// configuration that is wrong, or does not suit this number of ranks at its own stage; those of
 // read_model().
 #pragma once
 
@@ -30,8 +30,7 @@ struct StagePlan {
   std::string refused;  // why there is no forecast: the configuration
   std::string lacking;  // or memory, where placement is automatic
 
-  // Of each rank, on the host or the drive: what is offloaded, and staging. Nothing where there is
-  // no forecast.
+  // The offloaded and staging bytes of each rank on the host or the drive. Zero without a forecast.
   Bytes held_on(memory::Tier tier, memory::Kind kind) const;
   Bytes total_on(memory::Tier tier) const;
 };
@@ -49,10 +48,10 @@ struct MemoryPlan {
   std::vector<std::string> remarks;
 
   const StagePlan& own() const { return stages[static_cast<std::size_t>(stage)]; }
-  // On the device. Absent where nobody said how much there is, or where the stage was refused.
+  // Whether the device suffices. Absent if its size was not given, or if the stage was refused.
   std::optional<bool> fits(int at_stage) const;
-  // Of the host or the drive what there is for each rank, and whether that suffices; absent where
-  // nobody said, or where there is no forecast.
+  // The room of each rank on the host or the drive, and whether it suffices. Absent if its size was
+  // not given, or if there is no forecast.
   std::optional<Bytes> room_on(memory::Tier tier) const;
   std::optional<bool> fits_on(memory::Tier tier, int at_stage) const;
   // Whatever was asked fits.
@@ -61,7 +60,7 @@ struct MemoryPlan {
 };
 
 MemoryPlan make_plan(const PlanRequest& request);
-// Of a model that is known already.
+// The same for a model that is known already.
 MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model);
 
 std::string text_of(const MemoryPlan& plan);

@@ -12,7 +12,7 @@ namespace {
 using Json = nlohmann::json;
 
 bool is_planned(memory::Kind kind) {
-  return kind != memory::Kind::kWorkspace;  // what kernels keep for themselves nobody plans
+  return kind != memory::Kind::kWorkspace;  // memory of kernels is not planned
 }
 
 std::string cell(const StagePlan& stage, Bytes bytes) {
@@ -53,7 +53,7 @@ void add_device(TextTable& table, const MemoryPlan& plan) {
               [&](int stage) { return plan.fits(stage); });
 }
 
-// Of the host or the drive: the kinds that it holds anything of, at any stage.
+// A row for each kind of which the host or the drive holds any bytes, at any stage.
 void add_tier(TextTable& table, const MemoryPlan& plan, memory::Tier tier, const char* name,
               const std::optional<Bytes>& room) {
   const auto holds = [&](const auto& of) {
@@ -82,7 +82,7 @@ TextTable table_of(const MemoryPlan& plan) {
   return table;
 }
 
-// Of host and drive, which the ranks of a host share.
+// Advice on host and drive, which the ranks of a host share.
 std::string shared_advice(const MemoryPlan& plan, memory::Tier tier, const char* what) {
   if (plan.fits_on(tier, plan.stage) != false) return "";
   return fmt::format("{} DOES NOT: {} of {} each are more than its {}\n", what,

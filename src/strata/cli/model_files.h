@@ -1,5 +1,6 @@
-// What a checkpoint's folder keeps of a model beside its weights: config.json and the like. Copied
-// as they are, each whole or not at all. Threads: one. Memory: one small buffer. Errors: IoError.
+// The files of a model in a checkpoint's folder beside its weights: config.json and the like. They
+// are copied unchanged, each whole or not at all. Threads: one. Memory: one small buffer. Errors:
+// IoError.
 #pragma once
 
 #include <string>

@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr Bytes kConfigBytesMax = 16_MiB;
-// What modules keep in buffers and write into files.
+// Names of buffers that modules write into files.
 constexpr std::array<std::string_view, 6> kBufferNames{"running_mean",        "running_var",
                                                        "num_batches_tracked", "inv_freq",
                                                        "masked_bias",         "position_ids"};
@@ -124,7 +124,7 @@ class TreeMaker {
   std::optional<int> embedding_;  // the first
 };
 
-// Of a Hugging Face folder; null where there is none that can be read.
+// The configuration of a Hugging Face folder; null if there is none that can be read.
 nlohmann::json read_config(const std::string& folder) {
   const std::string path = folder + "/config.json";
   std::error_code error;

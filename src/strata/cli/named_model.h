@@ -2,8 +2,9 @@
 // modules that dotted names make. "model.layers.0.mlp.up_proj.weight" is the parameter `weight` of
 // the module `model.layers.0.mlp.up_proj`; modules whose children are numbered are lists, and the
 // children of one list are taken to be of one class, so that blocks are found as in a live model.
-// Classes, what is frozen, and the order in which modules were made are not known: siblings are in
-// the order of counting, embeddings first, norms and heads last. What was assumed is said.
+// Classes, frozen parameters, and the order in which modules were made are not known: siblings are
+// in the order of counting, embeddings first, norms and heads last. The plan states its
+// assumptions.
 //
 // Values. Errors: UsageError for a folder without safetensors that says what to do instead; those
 // of format::CheckpointIndex and chosen_checkpoint.h.
@@ -33,8 +34,8 @@ struct NamedModel {
 // `tied_head`: a head shares the weight of the embedding, and has none of its own.
 NamedModel model_from_names(const std::vector<NamedTensor>& tensors, bool tied_head);
 
-// Of a Hugging Face folder or a .safetensors file, by headers alone; or of a training checkpoint,
-// which knows what is frozen.
+// Reads the headers of a Hugging Face folder or a .safetensors file; or a training checkpoint,
+// which knows the frozen parameters.
 NamedModel read_model(const std::string& path);
 
 }  // namespace strata::cli

@@ -1,6 +1,6 @@
-// How far a command is, as one line of a terminal that is written over: shown once the work has
-// lasted a second, at most ten times a second, and cleared at its end. Where nobody looks (no
-// terminal) nothing is written. Threads: one. Ownership: borrows the console.
+// A command's progress as one line of a terminal that is written over: shown once the work has
+// lasted a second, at most ten times a second, and cleared at its end. Without a terminal nothing
+// is written. Threads: one. Ownership: borrows the console.
 #pragma once
 
 #include <chrono>

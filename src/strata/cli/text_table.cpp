@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kGap = 2;
 
-// What a terminal shows of a UTF-8 text, where no sign is wide: its bytes but those that continue.
+// The columns of a UTF-8 text without wide characters: its bytes without continuation bytes.
 std::size_t columns_of(const std::string& text) {
   return static_cast<std::size_t>(std::ranges::count_if(
       text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80; }));

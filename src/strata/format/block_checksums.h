@@ -1,5 +1,5 @@
-// Checksums (XXH3, 64 bits) of a file in blocks of one size, the last one shorter. Whoever reads a
-// part of a file reads whole blocks and can tell which of them is not what was written. Blocks grow
+// Checksums (XXH3, 64 bits) of a file in blocks of one size, the last one shorter. A reader of a
+// part of a file reads whole blocks and can name a block that has changed. Blocks grow
 // with the file, so that a manifest stays small. Threads: one; a finished one is immutable. Errors:
 // UsageError for bytes that do not follow the last ones; what check() throws.
 #pragma once
@@ -25,13 +25,12 @@ class BlockChecksums {
   BlockChecksums(Bytes block, std::vector<std::uint64_t> sums)
       : block_(block), sums_(std::move(sums)) {}
 
-  // Of a file that will have so many bytes: 1 MiB, doubled until the file has at most 65,536
-  // blocks.
+  // The block for a file of `file_bytes`: 1 MiB, doubled until the file has at most 65,536 blocks.
   static Bytes block_for(Bytes file_bytes);
 
   Bytes block() const { return block_; }
   const std::vector<std::uint64_t>& sums() const { return sums_; }
-  // Whether these are the sums of a file of so many bytes.
+  // Whether these are the sums of a file of `file_bytes`.
   bool fits(Bytes file_bytes) const;
   // Sets the sums of the blocks that begin at `offset`, a multiple of a block; `bytes` are whole
   // blocks, or reach the end of the file. Blocks may come in any order.

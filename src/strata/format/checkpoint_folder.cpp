@@ -70,7 +70,7 @@ void require_replaceable(const std::string& folder, const std::string& tag) {
                   kManifestName, path));
 }
 
-// What is made here survives a failure of the power, as what is saved in it does.
+// The folders survive a power failure, as the files saved in them do.
 void make_with_parents(const std::string& folder, io::FolderCalls& calls) {
   std::vector<fs::path> missing;
   std::error_code error;
@@ -80,7 +80,7 @@ void make_with_parents(const std::string& folder, io::FolderCalls& calls) {
     try {
       calls.make_folder(missing.back());
     } catch (const IoError&) {
-      if (!fs::is_directory(missing.back(), error)) throw;  // else somebody was quicker
+      if (!fs::is_directory(missing.back(), error)) throw;  // else another process was quicker
     }
     calls.sync_folder(missing.back().parent_path());
   }
@@ -197,7 +197,7 @@ void NewCheckpoint::recover_replaced() {
     } else if (!fs::exists(fs::symlink_status(joined(folder_, tag), error))) {
       calls_.rename(path, joined(folder_, tag));
     } else {
-      continue;  // somebody's; whoever saves under this tag is told
+      continue;  // another program's; a save under this tag is an error
     }
     changed = true;
   }

@@ -49,8 +49,8 @@ struct NewCheckpointOptions {
 class NewCheckpoint {
  public:
   // Makes the folder if need be and takes its lock, so that of two jobs that save into one folder
-  // the second one fails; removes what a killed save has left. What has the tag's name, and no
-  // manifest, is refused here and again before it would be replaced.
+  // the second one fails. Removes the files of a killed save. A file or folder of the tag's name
+  // without a manifest is refused here, and again before it would be replaced.
   NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls);
   ~NewCheckpoint();
   NewCheckpoint(const NewCheckpoint&) = delete;
@@ -60,8 +60,8 @@ class NewCheckpoint {
   const std::string& staging() const { return staging_; }
   // A small file of the checkpoint, brought to disk.
   void write_text(const std::string& name, std::string_view text, io::IoEngine& io);
-  // The files are on disk: writes the manifest and gives everything its name. What cannot be
-  // removed afterwards (old checkpoints) is no error: the next save tries again.
+  // The files are on disk: writes the manifest and gives all files their names. An old checkpoint
+  // that cannot be removed afterwards is no error: the next save tries again.
   void publish(const Manifest& manifest, const NewCheckpointOptions& options, io::IoEngine& io);
 
  private:

@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// Of headers at once: every rank of a host reads all of them.
+// Headers that one rank reads at once: every rank of a host reads all of them.
 constexpr unsigned kReadersMax = 8;
 
 // A link into nowhere counts as missing; what cannot be asked for fails when it is opened, with

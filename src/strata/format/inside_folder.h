@@ -1,5 +1,5 @@
-// What a checkpoint consists of lies in its own folder. A link out of it may lead to what somebody
-// else changes or removes, or to what its reader should not see. Threads: safe everywhere. Errors:
+// All files of a checkpoint lie in its own folder. A link out of it may lead to a file that another
+// program changes or removes, or that its reader should not see. Threads: safe everywhere. Errors:
 // FormatError with both paths.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace strata::format {
 
-// The file at `path`, whatever links lead to it, lies in `folder` itself. What is not there passes:
-// opening it says so.
+// Checks that the file at `path`, after all links, lies in `folder` itself. A missing file passes:
+// opening it fails.
 void require_inside(const std::string& folder, const std::string& path);
 
 }  // namespace strata::format

@@ -76,7 +76,7 @@ struct Manifest {
   int world_size = 1;
   int stage = 0;
   // A JSON object: steps, loss scale, scheduler, param groups, the configuration, versions of
-  // libraries, the script's own state. The core keeps it as it is.
+  // libraries, the script's own state. The core keeps it unchanged.
   std::string training = "{}";
   std::vector<std::string> kinds;  // kValue first
   std::vector<ManifestTensor> tensors;
@@ -96,7 +96,7 @@ Manifest parse_manifest(std::string_view text, std::string_view path);
 // link out of the folder.
 Manifest read_manifest(const std::string& folder);
 
-// What one rank wrote, to be told to the one that makes the manifest of all.
+// The files and extents that one rank wrote, for the rank that makes the manifest of all.
 struct ManifestPart {
   std::vector<ManifestFile> files;
   std::vector<ManifestExtent> extents;  // file: place in `files`
@@ -105,8 +105,8 @@ std::string to_text(const ManifestPart& part);
 ManifestPart parse_manifest_part(std::string_view text);
 void append(Manifest& manifest, ManifestPart part);
 
-// Of what a file's byte at `offset` belongs to, for messages: "tensor 'lm_head.weight' (exp_avg)",
-// or "the header".
+// The owner of a file's byte at `offset`, for messages: "tensor 'lm_head.weight' (exp_avg)", or
+// "the header".
 std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offset);
 
 // Whether it can name a file in a folder and nothing else: no separators, not hidden, not empty, at

@@ -1,4 +1,4 @@
-// What must hold of a manifest whatever its JSON says; manifest.h has the rules. FormatError.
+// Checks the rules of a manifest (manifest.h), for any JSON. Errors: FormatError.
 #pragma once
 
 #include <string_view>

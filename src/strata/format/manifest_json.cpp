@@ -137,7 +137,7 @@ ManifestExtent extent_from(const Json& row, const Reader& reader) {
           Bytes(number(4)), Numel(number(5)), Numel(number(6))};
 }
 
-// What walks JSON calls itself at every level, and the stack is finite.
+// Functions that walk JSON call themselves at every level, and the stack is finite.
 constexpr int kNestingMax = 256;
 
 bool nests_too_deeply(std::string_view json) {

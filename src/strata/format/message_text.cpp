@@ -14,7 +14,7 @@ constexpr std::size_t kShownItemsMax = 10;
 
 std::string in_quotes(std::string_view text) {
   std::size_t cut = std::min(text.size(), kShownBytesMax);
-  // Not within a UTF-8 sequence: messages must stay valid UTF-8 for whoever shows them.
+  // Not within a UTF-8 sequence: messages must stay valid UTF-8.
   while (cut < text.size() && cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0U) == 0x80) {
     --cut;
   }

@@ -1,7 +1,7 @@
-// What an earlier save left of a model's weights in a folder, in whatever form readers look for
-// them: safetensors and files of torch.save, in one file or in shards with an index; also the
-// temporary files of saves that were killed. A reader takes one form and never looks at the others,
-// so a save that leaves them may not be what is loaded. Threads: any. Errors: IoError.
+// Weights of a model that an earlier save left in a folder, in every form that readers look for:
+// safetensors and files of torch.save, in one file or in shards with an index; also the temporary
+// files of killed saves. A reader takes one form and never looks at the others, so it may load an
+// older save that a new one leaves in place. Threads: any. Errors: IoError.
 #pragma once
 
 #include <set>

@@ -23,7 +23,7 @@ class RangeCover {
   // Claims the span (begin <= end, within the size). If a part of it was claimed before, claims
   // nothing and returns the first such part.
   std::optional<Span1d> claim(Span1d span);
-  // The first part that nobody claimed.
+  // The first part that was not claimed.
   std::optional<Span1d> first_gap() const;
   bool complete() const { return claimed_ == size_; }
   std::int64_t claimed() const { return claimed_; }

@@ -18,7 +18,7 @@ class RunningChecksum {
 
   void restart();
   void add(std::span<const std::byte> bytes);
-  // Of what was added since the last restart().
+  // The checksum of the bytes added since the last restart().
   std::uint64_t value() const;
 
  private:

@@ -1,5 +1,5 @@
-// A safetensors file opened for reading: its header is read and checked at once, its data is read
-// by whoever wants it, at TensorInfo::offset, through an IoEngine or io::read_fully. Threads:
+// A safetensors file opened for reading: its header is read and checked at once; callers read its
+// data at TensorInfo::offset, through an IoEngine or io::read_fully. Threads:
 // immutable after construction; safe everywhere. Ownership: holds the open file. Errors: IoError if
 // it cannot be read, FormatError if its header lies.
 #pragma once

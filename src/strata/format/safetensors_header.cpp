@@ -95,7 +95,7 @@ Entry read_entry(JsonScanner& scanner, std::string name, std::string_view path) 
   return entry;
 }
 
-// What the entry says, checked by itself: the size fits dtype and shape, the range fits the data.
+// The entry's tensor, checked by itself: the size fits dtype and shape, the range fits the data.
 TensorInfo explain(Entry entry, Bytes data_begin, Bytes data_bytes, std::string_view path) {
   const std::string& name = entry.name;
   const std::optional<Numel> numel = checked_numel(entry.shape);

@@ -30,7 +30,7 @@ struct SafetensorsWriter::State {
   std::string first_failure;
 };
 
-// Tells the writer's state how the write ended, whoever waits for it and even if nobody does.
+// Records in the writer's state how the write ended, even if no caller waits for it.
 class SafetensorsWriter::TrackedTransfer final : public io::Transfer {
  public:
   TrackedTransfer(std::shared_ptr<State> state, std::unique_ptr<io::Transfer> transfer)

@@ -1,6 +1,6 @@
 // Writes a model's tensors as a Hugging Face checkpoint folder: one model.safetensors, or shards of
 // a largest size with model.safetensors.index.json. Byte ranges of tensors come in any order. Until
-// finish() the folder's earlier checkpoint stays as it is. finish() first has every new file whole
+// finish() the folder's earlier checkpoint does not change. finish() first has every new file whole
 // on disk under a temporary name; then an index whose shards are about to be overwritten goes, so
 // that a crash within the renaming leaves a folder that says what it lacks and never a mix of two
 // checkpoints; then come the names, the new index, and last the removal of what an earlier save

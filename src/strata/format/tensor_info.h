@@ -1,4 +1,4 @@
-// What a safetensors file says of one tensor, and what a writer is told of one. Shapes come from
+// The description of one tensor in a safetensors file, for readers and writers. Shapes come from
 // files and are checked for overflow here. Values; safe everywhere.
 #pragma once
 

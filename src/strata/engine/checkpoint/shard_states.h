@@ -1,6 +1,6 @@
-// What training keeps of this rank's shards, by kinds, element by element: values (masters where
-// there are some, else weights) and what the optimizer keeps beside them. Saving copies from here
-// and loading stores here, whatever form and place the bytes have.
+// The training state of this rank's shards, by kinds, element by element: values (masters if there
+// are some, else weights) and the optimizer's states. Saving copies from here and loading stores
+// here, for any form and place of the bytes.
 //
 // Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
 // weights' own dtype: an fp64 weight holds all that its fp32 master has. "exp_avg", "exp_avg_sq":
@@ -40,8 +40,8 @@ class ShardStates {
   // host memory for transfers that stays until the stream has come so far.
   void enqueue_read(int unit, std::string_view kind, Numel first, Numel numel,
                     std::span<std::byte> target);
-  // Queues: elements of a parameter have these values, in any dtype; what this rank does not own is
-  // ignored. Of kValue masters follow. The optimizer has been prepared.
+  // Queues a store of elements of a parameter, in any dtype. Elements that this rank does not own
+  // are ignored. With kValue the masters follow. The optimizer must have been prepared.
   void enqueue_store(int param, std::string_view kind, Numel begin, Numel numel,
                      const std::byte* source, DType source_dtype);
   // Waits for what is queued.
