@@ -1,4 +1,4 @@
-// What a command line says of itself, and the small parts that commands share.
+// Tests the help of the command line, and the small parts that commands share.
 #include "strata/cli/command_line.h"
 
 #include <gmock/gmock.h>

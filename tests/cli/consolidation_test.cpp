@@ -40,7 +40,7 @@ class Consolidate : public ::testing::Test {
     return result;
   }
 
-  // What was saved of it, rounded once.
+  // The values that the checkpoint holds of the tensor, rounded once.
   std::vector<float> saved_values(const SavedTensor& tensor, DType dtype) const {
     const Numel numel = *format::checked_numel(tensor.shape);
     std::vector<float> values(numel.size());

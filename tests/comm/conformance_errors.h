@@ -85,7 +85,7 @@ TEST_P(CollectivesReportErrors, ARankThatLeavesAndGoesIsNotAStranger) {
   EXPECT_THAT(errors[2], told);
 }
 
-// Who waits in a last barrier is no rank that mixes operations up.
+// The error says that the rank in its last barrier has left, not that it mixes operations up.
 TEST_P(CollectivesReportErrors, ARankWhoseProgramEndsIsSaidToHaveLeft) {
   const auto errors = errors_on_ranks(3, [](Collectives& c) {
     c.barrier();

@@ -29,7 +29,7 @@ class GroupedRanks {
 
   using Change = std::function<std::unique_ptr<Collectives>(
       std::unique_ptr<Collectives>, RankNames, const std::shared_ptr<device::Device>&)>;
-  // What stands between a rank and its replicas, and between it and its group.
+  // set_network() wraps the collectives over replicas, set_inside() those within a group.
   void set_network(Change change) { network_ = std::move(change); }
   void set_inside(Change change) { within_ = std::move(change); }
 

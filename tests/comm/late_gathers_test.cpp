@@ -15,8 +15,8 @@
 namespace strata::comm::conformance {
 namespace {
 
-// What every rank comes to before slices change: when it has waited for its gather, or on the
-// device, when it has started it.
+// The sync point of all ranks before slices change. kAllReduce: a rank reaches it after it has
+// waited for its gather. kExchange: the device reaches it, after the rank has started its gather.
 enum class Meeting { kAllReduce, kExchange };
 
 class LateGathers : public testing::TestWithParam<Meeting> {};
@@ -149,7 +149,7 @@ TEST(LateGatherRounds, WhenTheyAreFinishedSlicesMayBeWritten) {
   });
 }
 
-// Of memory that only devices reach, by way of the host and without it.
+// The memory is one that only devices reach; the bytes go by way of the host, or without it.
 TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
   expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
   // Not under ThreadSanitizer: more than a piece.
@@ -184,8 +184,8 @@ float contribution(int rank, std::size_t index, int round) {
   return static_cast<float>(rank + 1 + round) + static_cast<float>(index % 7);
 }
 
-// What a reduction leaves in shared memory is read here, and gathered, with nothing in between but
-// the barrier. How many elements are wrong.
+// Reads the result of a reduction in shared memory, and gathers it, with only the barrier in
+// between. Returns the number of wrong elements.
 int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
   constexpr std::size_t kNumel = 500;
   constexpr Bytes kSlice(static_cast<std::int64_t>(kNumel * sizeof(float)));

@@ -1,6 +1,6 @@
 // Reductions as an engine makes them, on devices whose streams run late: contributions are written
-// on a stream of the caller's, into buffers that are used again, many reductions are on their way,
-// and nobody waits for a stream but other streams.
+// on a stream of the caller's, into buffers that are used again; many reductions run at once; and
+// only streams wait for streams.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -4,8 +4,8 @@
 //
 // It does what the CUDA device does, and takes what that takes: kernels reach memory of the device
 // and pinned host memory; a copy has read ordinary host memory when it returns, and one to it is
-// complete then. What memory holds at first is not zero. Freeing memory waits for nothing: work
-// that still uses it uses freed memory, which an address sanitizer shows. Threads, ownership:
+// complete then. New memory is not zero. Freeing memory does not wait: work that still uses the
+// memory uses freed memory, which an address sanitizer shows. Threads, ownership:
 // device.h; memory, streams and events may outlive the device. Errors: DeviceError from calls whose
 // kernel would reach ordinary host memory; work that throws ends the program.
 #pragma once
@@ -23,8 +23,9 @@ class LateDevice final : public CpuDevice {
   // `seed`: of the pace of its streams.
   explicit LateDevice(CpuDeviceOptions options = {}, std::uint64_t seed = 1);
 
-  // Work of a test's own, as the model's kernels are. What it reaches is the test's to keep; what
-  // it owns must not tell the host, by a count of owners for one, that it has run.
+  // Queues work of a test's own, as the model's kernels are. The test keeps the memory that the
+  // work reaches. The objects that it owns must not show the host that it has run, as a count of
+  // owners would.
   void enqueue(Stream& stream, std::function<void()> work);
 
   bool runs_ahead() const override { return true; }

@@ -74,7 +74,7 @@ std::string lack_in(Call call) {
   return "no error";
 }
 
-// What the device holds with nothing offloaded, and with everything: all that can be asked for.
+// The device's bytes with nothing offloaded (most), and with everything offloaded (least).
 Bytes most(int stage) {
   return placed(config_of(stage), {}).forecast.total;
 }

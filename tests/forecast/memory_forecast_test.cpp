@@ -102,7 +102,7 @@ void expect_held_as_foreseen(const FakeModel& model, const Case& c) {
   const MemoryForecast found = held(model, c);
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<Kind>(k);
-    // Reductions that are over before somebody waits for them free their buffers earlier; an inbox
+    // A reduction that ends before the engine waits for it frees its buffers earlier; an inbox
     // stays.
     if (kind == Kind::kGradients && !c.peers) {
       EXPECT_LE(found.of(kind), expected.of(kind));

@@ -41,7 +41,7 @@ class FaultyCalls final : public io::SystemCalls {
     const std::lock_guard lock(mutex_);
     return direct_calls_;
   }
-  // What direct transfers have moved.
+  // The bytes that direct transfers have moved.
   Bytes direct_bytes() {
     const std::lock_guard lock(mutex_);
     return direct_bytes_;

@@ -179,7 +179,7 @@ TEST(ProcessMemory, OfAProcessThatIsNotTheOneMeantIsRefused) {
   std::string text;
   for (const std::string& word : words) text += word + " ";
   EXPECT_THAT(failure_of([&] { ProcessMemory memory(text); }), HasSubstr("it has other memory"));
-  words[1] = "64";  // where nobody has anything
+  words[1] = "64";  // an address at which no process has memory
   text.clear();
   for (const std::string& word : words) text += word + " ";
   EXPECT_THAT(failure_of([&] { ProcessMemory memory(text); }),

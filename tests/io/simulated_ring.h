@@ -22,14 +22,14 @@
 
 namespace strata::testing {
 
-// What a test wants of a ring, and what it learns of it; both share it.
+// A test sets the ring's behaviour here, and reads its counts; the test and the ring share it.
 class RingWatch {
  public:
-  // From now on registering gives this errno.
+  // From now on registering fails with this errno.
   void refuse_regions(int code) {
     with([&] { region_code_ = code; });
   }
-  // After so many more requests, the ring serves no more.
+  // After this number of further requests, the ring serves no more.
   void break_after(int requests) {
     with([&] { left_ = requests; });
   }
@@ -48,7 +48,7 @@ class RingWatch {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return withdrawn_; });
   }
-  // Waits until so many requests are under way at once.
+  // Waits until `depth` requests are under way at once.
   void wait_for_depth(std::size_t depth) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return under_way_ >= depth; });

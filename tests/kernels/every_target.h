@@ -1,5 +1,5 @@
-// What the tests of the kernels share: a run under every instruction set that this processor and
-// this build have, and arrays of awkward numbers at awkward places. Single-threaded.
+// The tests of the kernels share these: a run under every instruction set that this processor and
+// this build have, and arrays of awkward numbers at awkward addresses. Single-threaded.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -154,7 +154,7 @@ TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
   EXPECT_EQ(device.ledger()->peak(memory::Tier::kHost, memory::Kind::kStaging), 96_KiB);
 }
 
-// What one of them does not need is the other's.
+// Two stores share an arena: one uses the room that the other does not need.
 TEST(NvmeWorkload, AStoreUsesTheRoomThatAnotherLeaves) {
   device::CpuDevice device;
   const auto arena = std::make_shared<StagingArena>(device, 96_KiB);

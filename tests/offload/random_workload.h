@@ -134,7 +134,7 @@ class RandomWorkload {
         use(parts, leases, writes);
         if (below(5) == 0) held_.push_back({parts, std::move(leases)});
       } catch (const UsageError& error) {
-        // What is held is in the way, or takes the room.
+        // Held leases overlap these parts, or take the room.
         EXPECT_FALSE(held_.empty()) << error.what();
       }
     });

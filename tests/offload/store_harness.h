@@ -111,7 +111,7 @@ struct LateDeviceHarness : LateAccess {
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 };
 
-// On a file, staged through so many pages.
+// Makes stores on a file, staged through kPages pages.
 template <int kPages, bool kVerify>
 class NvmeMaker {
  public:

@@ -53,7 +53,7 @@ struct Again : ::torch::autograd::Function<Again> {
     ::torch::autograd::backward({run(x)}, {gradients[0]});
     return {x.grad(), at::Tensor()};
   }
-  // Of this rank; what is saved in a graph can be no function.
+  // The functions of this rank's blocks. They are here because a graph cannot save a function.
   static std::vector<std::function<at::Tensor(const at::Tensor&)>>& runs() {
     static thread_local std::vector<std::function<at::Tensor(const at::Tensor&)>> runs;
     return runs;

@@ -46,7 +46,7 @@ std::vector<std::string> run_gloo(int world_size, std::chrono::milliseconds time
   return run_as_threads(world_size, make, body);
 }
 
-// What a rank makes of the bulk collectives and the control plane that they share.
+// Makes one rank's collectives from those of the bulk and the control plane that ranks share.
 using Combine = std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives> bulk,
                                                            std::shared_ptr<Collectives> control)>;
 
@@ -111,7 +111,7 @@ INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{
 
 // Rank 1 meets rank 0 for a reduction and goes instead; by then rank 0's collectives are gone, too.
 TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
-  constexpr double kDeadline = 15.0;  // seconds, which the test waits for: nobody answers rank 0
+  constexpr double kDeadline = 15.0;  // seconds; the test waits them out: no rank answers rank 0
   const int group = ++groups_made;
   LocalGroup ranks(2);
   const auto body = [&](Collectives& c) -> std::string {

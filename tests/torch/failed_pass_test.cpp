@@ -1,5 +1,5 @@
-// What a device that fails in the middle of a pass leaves behind: the first error reaches the
-// caller, nothing ends the process, and the engine says afterwards why it cannot go on.
+// A device fails in the middle of a pass: the first error reaches the caller, the process goes on,
+// and the engine says afterwards why it cannot go on.
 #include <gmock/gmock.h>
 
 #include <memory>

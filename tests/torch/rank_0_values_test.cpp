@@ -110,7 +110,7 @@ TEST(FromRank0, NothingIsTakenWhereTooMuchOfRank0sMemoryHasAnotherOrder) {
                           });
 }
 
-// Memory of which the system lets nobody see anything.
+// Memory that the system lets no process read.
 class Forbidden {
  public:
   explicit Forbidden(std::size_t bytes)

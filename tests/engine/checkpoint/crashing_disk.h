@@ -1,6 +1,6 @@
-// A disk that may fail: one operation with an error, or, at one operation, the power. What was
-// written since a file was last brought to disk may then be lost or torn, and what was done to
-// names since a folder was last brought to disk may be undone, from the last one on. It works on a
+// A disk that may fail: one operation ends with an error, or the power fails at one operation. The
+// power failure may lose or tear the bytes written to a file since its last sync; it may undo the
+// changes of names in a folder since the folder's last sync, the latest first. The disk works on a
 // real folder. Threads: safe everywhere.
 #pragma once
 
@@ -47,7 +47,7 @@ class CrashingDisk final : public io::FolderCalls {
   // For a test of the test: files are never brought to disk.
   void forget_syncs() { forgets_ = true; }
 
-  // What the power failure leaves; called when nobody uses the disk any more.
+  // Applies the losses of the power failure to the folder. Call it when no thread uses the disk.
   void restart() {
     const std::lock_guard lock(mutex_);
     for (const Written& written : written_) lose(written);

@@ -131,7 +131,8 @@ TEST_F(Damaged, AFlippedByteIsNamedOnEveryRank) {
                          HasSubstr("optimizer-00001-of-00002.safetensors"), HasSubstr("begin=0"))));
 }
 
-// What has come is of two states. Nothing is saved from that, at any stage, until all has come.
+// A part of the engine's values is of another state than the rest. The engine refuses to save them,
+// at any stage, until a load succeeds.
 TEST_F(Damaged, AnEngineThatHasLoadedAPartSavesNothingUntilItHasLoadedAll) {
   const std::string damaged = path("optimizer-00001-of-00002.safetensors");
   for (const int stage : {0, 2, 3}) {

@@ -153,7 +153,7 @@ TEST(ConfigReview, LeavesToYouWhatItCannotChoose) {
   EXPECT_THROW(review_config("{\"a\": "), ConfigError);
 }
 
-// What the parser says and what the review says are one.
+// The parser and the review say the same.
 TEST(ConfigReview, AgreesWithTheParserOnRealConfigurations) {
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(STRATA_REAL_CONFIGS)) {

@@ -1,4 +1,4 @@
-// "auto" that nobody replaced: where a default does, and where somebody has to choose.
+// Settings that are still "auto": some have a default, for others the user has to choose.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -45,7 +45,7 @@ inline Values noises(std::uint64_t seed, Numel numel) {
   return values;
 }
 
-// Of a dtype that is not floating-point: as many bytes that differ.
+// For a dtype that is not floating-point: bytes of the same size that differ from each other.
 inline std::vector<std::byte> rounded(const Values& values, DType dtype) {
   const Numel numel(values.size());
   std::vector<std::byte> bytes(bytes_of(numel, dtype).size());
@@ -206,7 +206,7 @@ class FakeRank {
   const memory::Ledger& ledger() const { return *device_->ledger(); }
   Views& views() { return views_; }
 
-  // Of parameters, what scopes are to see from now on.
+  // Sets the parameters' values that scopes are to see from now on.
   void expect_weights(std::vector<std::vector<std::byte>> weights) {
     expected_.push_back(std::move(weights));
   }

@@ -11,7 +11,7 @@
 
 namespace strata::engine::fake {
 
-// Something that fails once, after it has succeeded so many times.
+// A fault that occurs once, after a given number of successes.
 class Fault {
  public:
   void arm(int successes = 0) { left_ = successes; }

@@ -1,5 +1,5 @@
-// What scripts do with a step's gradients between backward and step, against the plain loop: they
-// drop them, all or one parameter's, put others in their place, and look at them.
+// Scripts use a step's gradients between backward and step: they drop them, all or one parameter's,
+// put others in their place, and look at them. The reference is the plain loop.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

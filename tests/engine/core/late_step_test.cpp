@@ -75,7 +75,7 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
   }
 }
 
-// Of so many scopes that gradients of the first are let go in the same pass.
+// The model has enough scopes that the engine frees gradients of the first ones in the same pass.
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereGradientsAreLetGo) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   Case c{DType::kFloat32, 2, 1, {}, 1.0, Over::kLatePeers};
@@ -83,7 +83,7 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereGradientsAreLetGo) {
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
-// So that each needs other weights first after a step.
+// Each rank then needs other weights first after a step.
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereRanksUseOtherUnits) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   for (const int world : {2, 3}) {
@@ -95,7 +95,8 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereRanksUseOtherUnits) {
   }
 }
 
-// Of rank 0 in the last of some steps, in which the model waits so often, too, and once after each.
+// The host waits that rank 0 counts in the last of several steps. The model itself waits `of_model`
+// times in each step, and once after it.
 std::int64_t host_waits(const FakeModel& model, int stage, int of_model) {
   std::int64_t waits = -1;
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {

@@ -1,4 +1,4 @@
-// What a step's report says of the links, where states rest elsewhere than on the device.
+// Tests the links in a step's report, where states lie elsewhere than on the device.
 #include "strata/engine/record/links.h"
 
 #include <gtest/gtest.h>
@@ -68,7 +68,7 @@ Held held_by(Engine& engine) {
   return held;
 }
 
-// Of two steps one after the other, when all goes its way.
+// The reports of two steps in a row of a training run without errors.
 struct Seen {
   StepReport before;
   StepReport after;
@@ -158,7 +158,7 @@ TEST(LinkReport, HasNoDrivesWhereNoneAreUsedAndNoCopiesWhereHostAndDeviceAreOne)
 TEST(LinkReport, WearGrowsByWhatAStepWrites) {
   const Seen seen = train(options_with(Tier::kNvme, nullptr), false);
   const Bytes grown = seen.after.links->wear[0].written - seen.before.links->wear[0].written;
-  // What is on its way at the end of one step is begun in it and worn by the next.
+  // A write that is in flight at the end of a step begins in that step and counts in the next.
   EXPECT_LE(grown.value, (seen.held.pages + kTightStaging).value);
   EXPECT_GE(grown.value, (seen.held.pages - kTightStaging).value);
 }

@@ -17,7 +17,7 @@ struct Pool {
   std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
   GradientBuffers buffers{"test", *collectives, ledger};
 
-  // A pass with so many buffers at once.
+  // A pass that uses `count` buffers at once.
   void use(int count) {
     std::vector<GradientBuffers::Buffer> taken;
     for (int i = 0; i < count; ++i) taken.push_back(buffers.take(4_KiB));

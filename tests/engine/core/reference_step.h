@@ -1,7 +1,7 @@
 // The whole training step, plainly: every rank's gradients whole, summed in the order of ranks (of
 // each shard group, then, at the step, of the groups), accumulated in fp32, one Adam over whole
-// parameters with the reference kernels. What the engine computes in shards must have the same
-// bits. Not for several threads.
+// parameters with the reference kernels. The engine's results, computed in shards, must have the
+// same bits. Not for several threads.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// What fails within a step's update, and within a backward pass that is given up: told once, to
-// whom it concerns, and nothing trains on weights of two steps.
+// Failures within a step's update, and within an abandoned backward pass: the ranks concerned get
+// the error once, and the engine does not train on weights of two steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
