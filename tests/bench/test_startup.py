@@ -25,7 +25,7 @@ def _start(*command):
 
 
 def _heed_interrupts():
-    """What a shell starts in the background ignores them, and so do its children."""
+    """A process that a shell starts in the background ignores interrupts, and so do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -37,7 +37,7 @@ def with_pth(folder, environment):
 
 
 def run(command, environment, code=0, timeout=400):
-    """What the command writes; it must end with ``code``."""
+    """Returns the output of the command, which must end with ``code``."""
     done = subprocess.run([str(part) for part in command], env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, timeout=timeout)  # fmt: skip
     assert done.returncode == code, done.stdout
@@ -45,15 +45,15 @@ def run(command, environment, code=0, timeout=400):
 
 
 def forked(world, main, folder, name, *arguments):
-    """What ``told_by_ranks`` tells of a job that calls ``main([folder, name, ...])`` on every rank. Its processes have
-    torch and transformers from the start, which import for seconds where a launcher starts them."""
+    """Runs a job that calls ``main([folder, name, ...])`` on every rank; returns its ``told_by_ranks``. Its processes
+    have torch and transformers from the start; under a launcher each of them would import for seconds."""
     arguments = [str(part) for part in (folder, name, *arguments)]
     run_ranks(world, main, arguments, timeout=400.0, env=RANKS_ON_THE_HOST)
     return told_by_ranks(folder, name, world)
 
 
 def told_by_ranks(folder, name, world):
-    """What each rank of a job has written to FOLDER/NAME.rank<n>.json."""
+    """The content of FOLDER/NAME.rank<n>.json, which each rank of a job has written."""
     return [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -4,8 +4,8 @@ It reduces in the engine's order. The gradient of a micro-step is the sum over r
 fp32, times 1/world; micro-steps add up; the norm is a sum of squares in fp64; weights are updated in fp32
 and rounded to the model's dtype. Between GPUs the sum is rounded to what the gradients were rounded to.
 
-The model is on the tests' device. What the engine's own kernels update is updated on the CPU here, whose
-arithmetic they have everywhere; other optimizers run where the model is, on both sides.
+The model is on the tests' device. The engine's own kernels have the CPU's arithmetic on every device, so their updates
+run on the CPU here; other optimizers run where the model is, on both sides.
 """
 
 import copy
@@ -84,7 +84,7 @@ class PlainTrainer:
         return losses
 
     def gradient_norm(self):
-        """Of the accumulated gradients, before clipping."""
+        """The norm of the accumulated gradients, before clipping."""
         squares = sum(g.double().square().sum().item() for g in self.sums)
         return math.sqrt(squares) / self.loss_scale
 

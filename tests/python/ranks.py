@@ -221,8 +221,8 @@ def _tail(path, size=6000):
 
 
 def _free_port():
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections. Workers of one run of
-    pytest take theirs from ranges of their own, each port once in a range: a rank listens only some time later."""
+    """A port without a listener, below those that the kernel gives to outgoing connections. Each worker of one run of
+    pytest has a range of its own, and takes a port of it once only: a rank listens only some time later."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     first = 15000 + worker % 17 * 1000
     while True:

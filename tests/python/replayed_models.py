@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from strata.zero import GatheredParameters, Init
 
-# Of each parameter, and there are some thousand: one in a million stays beyond this by chance.
+# For each parameter; there are some thousand. One in a million is beyond this by chance.
 LEVEL = 1e-6
 DEVIATIONS = 5.5  # of a mean and of a standard deviation, likewise
 SEED = 7
@@ -49,7 +49,7 @@ def largest_distance(ours, theirs):
 
 
 def unlike(ours, theirs):
-    """What of the distribution of ``ours`` is not that of ``theirs``, or ""."""
+    """Names a difference between the distributions of ``ours`` and ``theirs``; "" if there is none."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return f"{ours.dtype} {tuple(ours.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}"
     ours, theirs, n = ours.double(), theirs.double(), ours.numel()
@@ -62,7 +62,7 @@ def unlike(ours, theirs):
     spread = theirs.std().item()
     if (ours.mean() - theirs.mean()).abs().item() > DEVIATIONS * spread * math.sqrt(2 / n):
         return f"mean {ours.mean().item()} instead of {theirs.mean().item()}"
-    # Of normal values; those of a uniform distribution spread less.
+    # The bound is that of normal values; those of a uniform distribution spread less.
     if abs(ours.std().item() - spread) > DEVIATIONS * spread / math.sqrt(n):
         return f"deviation {ours.std().item()} instead of {spread}"
     # The largest of n normal values is rarely 1.8 times that of n others.

@@ -64,7 +64,7 @@ def _loss_of(tiny, step, rank, dtype):
 
 
 def _tokens(tiny, model, rank, dtype):
-    """What ``model`` generates, greedily, in evaluation mode."""
+    """The tokens that ``model`` generates, greedily, in evaluation mode."""
     prompt = tiny.prompt(torch.Generator().manual_seed(rank), rank)
     prompt = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
               for k, v in to_test_device(prompt).items()}
@@ -126,7 +126,7 @@ def _train_sharded(tiny, rank, dtype, setting):
 
 
 def _difference(sharded, plain):
-    """What of ``sharded`` is not as in ``plain``, or ""."""
+    """Names a difference between ``sharded`` and ``plain``; "" if there is none."""
     if sharded["losses"] != plain["losses"]:
         return f"losses {sharded['losses']} instead of {plain['losses']}"
     for ours, theirs in zip(sharded["norms"], plain["norms"]):

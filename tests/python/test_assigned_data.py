@@ -203,7 +203,7 @@ def test_a_parameter_can_be_made_of_a_managed_one(world):
 
 @contextmanager
 def _errors_into(path):
-    """What this process writes to stderr goes into a file."""
+    """Redirects this process's stderr to a file."""
     kept = os.dup(2)
     with open(path, "w") as file:
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""What scripts do around the pass, at stage 3 on two ranks: exceptions, several engines, hooks, evaluation."""
+"""Scripts' actions around the pass, at stage 3 on two ranks: exceptions, several engines, hooks, evaluation."""
 
 import pytest
 import strata

@@ -18,7 +18,7 @@ from torch import nn
 
 
 class Chains(nn.Module):
-    """What constructors do, element by element, to their own parameters and to those of others."""
+    """Constructors change their own parameters and those of other modules, element by element."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ MIB = 1 << 20
 
 
 def _peaks():
-    """Of constructing 64 MiB, and of the engine that takes them over."""
+    """The peaks of memory while 64 MiB are constructed, and while an engine adopts them."""
     _, world = rank_and_world()
     config = config_of_birth("1MiB", replay_above=1 << 20)
     torch.manual_seed(0)
@@ -124,7 +124,8 @@ def _peaks():
 @pytest.mark.skipif(ON_GPU, reason="bench/bench_birth.py measures it there")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_parameter_is_whole_nowhere(world):
-    """Neither as it is made nor as an engine takes it over, which cuts it elsewhere: a shard and two pieces."""
+    """No rank holds more than its shard and two chunks: neither while the constructor runs nor while an engine, whose
+    shards begin at other elements, adopts the parameter."""
     for peaks in run_ranks(world, _peaks):
         shard = 64 * MIB / world + 4 * 4096  # pages, of the small ones, too
         init = peaks["init"]
@@ -208,7 +209,7 @@ def _not_replayable():
         assert torch.allclose(q @ q.T, torch.eye(32), atol=1e-5)
     assert values["read"].eq(40.0).all() and values["list"].eq(1600.0).all()
     assert model.mask.sum() == 45 and values["rows"].std() > 0 and values["drawn"].gt(0).all()
-    assert model.noise.std() > 0.3  # what somebody still has is made real
+    assert model.noise.std() > 0.3  # a tensor that is still referenced is materialized
     if rank_and_world()[0] > 0:
         assert told == []
         return values

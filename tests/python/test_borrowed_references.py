@@ -1,4 +1,4 @@
-"""What modules return is looked at while Python runs, which may drop it meanwhile."""
+"""The engine looks at the outputs of modules while Python runs, which may drop them meanwhile."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What frameworks touch of ``deepspeed``, beside what Strata calls by the same names: on one and two ranks."""
+"""The names of ``deepspeed`` that frameworks use, beside Strata's objects of these names: on one and two ranks."""
 
 import base64
 import copy

@@ -50,7 +50,7 @@ class Core:
 
 @pytest.fixture(autouse=True)
 def hook(monkeypatch):
-    """What sys.excepthook was before, with its calls; nothing is watched before and after."""
+    """Puts a recorder in sys.excepthook, and returns its calls; no engine is watched before and after a test."""
     gc.collect()  # engines that tests before have dropped
     assert not departure._present
     monkeypatch.setattr(departure, "_last_error", None)
@@ -139,7 +139,7 @@ def _one_rank_runs_out_of_data(collectives):
                 raise ValueError("no more data")
             train_step(engine, batch[rank])
     except (ValueError, strata.CommError) as error:
-        sys.last_value = error  # as the interpreter does with an exception that nobody catches
+        sys.last_value = error  # as the interpreter does with an uncaught exception
         sys.excepthook(type(error), error, error.__traceback__)
         return f"{type(error).__name__}: {error}"
 

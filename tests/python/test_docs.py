@@ -1,4 +1,4 @@
-"""What the documents point at is there: pages, their headings, and the files of the tree that they name."""
+"""The targets of the documents' links exist: pages, their headings, and the files of the tree that they name."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What ``load_pretrained`` begins before ranks are connected: the import of the model's class, and the opening of the
-device. It overlaps, whatever fails in it is an error of the start, and nothing of it runs on."""
+"""``load_pretrained`` imports the model's class and opens the device while ranks are still connecting. A failure of
+either is an error of the start, and neither runs on after it."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
-"""What scripts do between a forward and the next one, together: in every cell of stage, precision, accumulation and
-offload, on one, two and three ranks, beside plain torch, to the bit.
+"""Scripts' usual calls between a forward and the next one, in sequence. They run in every cell of stage, precision,
+accumulation and offload, on one, two and three ranks, and are compared with plain torch bit by bit.
 
-Each cell is one engine, which goes through all of it; its ways of doing a thing are others in each cell."""
+Each cell has one engine, which makes all calls; each cell takes other ways to make a call."""
 
 import contextlib
 import itertools
@@ -101,7 +101,7 @@ class Cell:
 
 
 def _by_optimizer(cell):
-    """A2: whoever is asked to step."""
+    """A2: any of the objects may be asked to step."""
     for micro in range(cell.accumulation):
         tokens = next(cell.batches)
         cell.reference.micro_step(tokens, loss_of)

@@ -1,4 +1,4 @@
-"""What a newcomer runs first: the README's own loop and the demo, begun as a launcher begins them."""
+"""The programs that a newcomer runs first: the README's own loop and the demo, begun as a launcher begins them."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def launch(folder, world, script, *arguments, fails=False):
 
 
 def with_ranks_on_one_gpu(config):
-    """The configuration as it is; where ranks share a GPU, which users are told is a mistake, that this is meant."""
+    """Returns the configuration. Where ranks share a GPU, which is otherwise refused as a mistake, it allows that."""
     return config | ({"strata": {"collectives": "peer"}} if shares_a_gpu() else {})
 
 

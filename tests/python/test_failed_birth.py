@@ -76,7 +76,8 @@ def _watched_cores():
 
 
 def _left_over(replay_above, place, folder):
-    """What is there of failed constructors that somebody keeps: shards, files, MiB, and what the parameters say."""
+    """Failed constructors' modules are still referenced: returns their shards, files and MiB, and the message of their
+    parameters."""
     offload = {} if place == "none" else {"offload_param": {"device": place, "nvme_path": str(folder)}}
     config = config_of_birth("1MiB", replay_above, **offload)
     cores = _watched_cores()
@@ -175,8 +176,8 @@ def test_one_rank_frees_what_a_failed_constructor_made():
 
 
 def _others():
-    """What was built before, and what a constructor builds that goes on, keeps its values; and so do parts that were
-    built elsewhere."""
+    """A constructor fails. Modules built before it keep their values, and so do modules of a constructor that goes on,
+    and parts that were built elsewhere."""
     rank, world = rank_and_world()
     elsewhere = nn.Linear(8, 8)
     nn.init.constant_(elsewhere.weight, 5.0)

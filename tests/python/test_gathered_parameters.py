@@ -119,7 +119,7 @@ def test_modifying_contexts_nest():
 
 
 def _refused():
-    """An edit that is nobody's, or half of one."""
+    """An edit without a modifier rank is refused; an edit that ends half way is dropped."""
     rank, world = rank_and_world()
     for stage in range(4):
         for live_bytes in ("auto", 1):

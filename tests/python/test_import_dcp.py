@@ -1,4 +1,4 @@
-"""What FSDP2 saved with torch.distributed.checkpoint goes on under Strata with the same bits."""
+"""Training that FSDP2 saved with torch.distributed.checkpoint goes on under Strata with the same bits."""
 
 import io
 import os

@@ -171,7 +171,7 @@ def _told(source, out, **arguments):
 
 
 class Evil:
-    """What an attacker would put into a file."""
+    """An object that an attacker would put into a file."""
 
     def __reduce__(self):
         return os.mkdir, ("ran",)

@@ -1,4 +1,4 @@
-"""What the package imports, seen in fresh processes: a start waits for every module."""
+"""The modules that the package imports, seen in fresh processes: a start waits for every module."""
 
 import subprocess
 import sys

@@ -57,7 +57,7 @@ def _from_files(folder, checkpoint):
 
 
 def _assert_account(answers):
-    """What holds for any start-up; returns rank 0's report and its phases by name."""
+    """Asserts the properties of every start-up's report; returns rank 0's report and its phases by name."""
     report, lines, written = answers[0]
     assert report.keys() == KEYS
     assert all(phase.keys() == PHASE_KEYS for phase in report["phases"])
@@ -68,7 +68,7 @@ def _assert_account(answers):
     assert len(set(names)) == len(names) and names[0] == "connect" and names[-1] == "other"
     seconds = sum(phase["seconds"] for phase in report["phases"])
     assert all(phase["seconds"] >= 0 for phase in report["phases"])
-    # Of several ranks each phase is that of the slowest.
+    # With several ranks, each phase is that of the slowest rank.
     assert seconds >= report["seconds"] - 1e-6
     assert len(answers) > 1 or seconds == pytest.approx(report["seconds"])
     assert report["host_peak_bytes"] > 1 << 20 and report["device_growth_bytes"] >= 0

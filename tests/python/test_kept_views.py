@@ -26,7 +26,7 @@ from tiny_models import (
 
 
 def _overwrite_what_is_free():
-    """Memory that was given back is somebody else's."""
+    """Takes and overwrites memory that was given back."""
     gc.collect()
     return [torch.full((n,), 7.0) for n in (300, 600, 1200, 2400, 4800) for _ in range(50)]
 

@@ -67,7 +67,8 @@ def _killed_before(call, write):
 
 
 def _read(folder):
-    """What transformers takes from a folder: the first that is there. FileNotFoundError: it lacks something."""
+    """Reads the files that transformers would take from a folder: the first kind that is there. FileNotFoundError: a
+    file is missing."""
     from safetensors.torch import load_file
 
     for single, read in (("model.safetensors", load_file), ("pytorch_model.bin", torch.load)):

@@ -43,7 +43,7 @@ def _trained(engine, steps=2):
 
 
 def _said(engine, *arguments, **more):
-    """What the package logs while this loads."""
+    """The lines that the package logs while the engine loads a checkpoint."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -173,7 +173,7 @@ def _save(folder):
 
 
 def _with_few_descriptors(folder, spare, hard):
-    """What only this many more descriptors leave."""
+    """Loads with at most ``spare`` further file descriptors; the process may raise the limit unless it is ``hard``."""
     engine = make_engine(make_model(), config_of(3))
     engine.memory_report()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -1,4 +1,4 @@
-"""What the engine foresees of its device memory beside what its ledger then says, of real architectures."""
+"""The forecast of device memory beside the ledger of the engine that then trains, for real architectures."""
 
 import pytest
 import strata

@@ -1,5 +1,5 @@
-"""What a script may do in a micro-step, against plain torch: outputs of every shape, several losses, graphs that run
-inside others. Each by engine.backward(loss), by engine.module(x), and by autograd alone."""
+"""A script's micro-steps, against plain torch: outputs of every shape, several losses, graphs that run inside others.
+Each runs by engine.backward(loss), by engine.module(x), and by autograd alone."""
 
 from dataclasses import dataclass
 

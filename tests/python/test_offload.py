@@ -144,7 +144,8 @@ def test_checkpoints_move_between_places_of_weights(tmp_path):
 
 
 def _few_buffers(folder):
-    """Hundreds of tensors, one of them far larger than a buffer: what nobody has to know beforehand."""
+    """Hundreds of tensors, one of them far larger than a buffer: the user need not adapt buffer_count and buffer_size
+    to the model."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(32, 32) for _ in range(60)]
     model = torch.nn.Sequential(torch.nn.Embedding(200_000, 32), *layers)

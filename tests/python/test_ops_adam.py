@@ -115,7 +115,7 @@ def _moments(optimizer, parameter):
 
 
 def _deepspeeds_step(weight, gradient, m, v, step, lr, betas, eps, decay, decoupled, correct):
-    """What DeepSpeed's CPUAdam documents, in fp64."""
+    """The update that DeepSpeed's CPUAdam documents, in fp64."""
     if not decoupled:
         gradient = gradient + decay * weight
     m.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])

@@ -122,7 +122,7 @@ CLEARED = (
 
 
 def _cleared():
-    """What ReLoRA and staged training do between stages."""
+    """Clears the optimizer's states, as ReLoRA and staged training do between stages."""
     rank, world = rank_and_world()
     for stage, dtype, rule, clear in itertools.product((0, 3), ("fp32", "bf16"), ("adamw", "momentum"), CLEARED):
         reference = PlainTrainer(make_model(), world, RULES[rule], DTYPES[dtype])

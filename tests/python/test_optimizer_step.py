@@ -56,7 +56,7 @@ WAYS = {
 
 
 def _ways(stages, accumulations, dtypes, ways):
-    """Bits of plain torch, whoever is asked to step."""
+    """Training has the bits of plain torch, whether the script asks the engine or the optimizer to step."""
     rank, world = rank_and_world()
     grid = itertools.product(stages, accumulations, dtypes, ways, (adamw, lambda p: torch.optim.SGD(p, lr=0.05)))
     for stage, accumulation, dtype, way, rule in grid:

@@ -58,7 +58,7 @@ def test_optimizers_of_torch_run_on_the_shards(name):
 
 
 class _Uncorrected(torch.optim.Optimizer):
-    """Adam whose moments count as they are."""
+    """Adam without the correction of its moments' bias."""
 
     def __init__(self, parameters, decoupled):
         super().__init__(parameters, {"lr": 0.01, "decay": 0.1, "decoupled": decoupled})

@@ -43,7 +43,7 @@ def _ends(how, collectives, own_group):
     engine = make_engine(make_model(), config_of(3, strata={"collectives": collectives}))
     train_step(engine, make_batches(1, world)[0][rank])
     ring = [engine, distributed.group.WORLD]
-    ring.append(ring)  # nobody but the collector frees this
+    ring.append(ring)  # only the garbage collector frees this
     sys.modules["what this program has"] = ring
     assert _reduced(1) == world and gloo_threads() > 0
     ENDS[how](engine)

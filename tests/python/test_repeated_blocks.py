@@ -60,7 +60,8 @@ def _described(found):
 
 
 def _answers(model, listed, monkeypatch):
-    """What ``model_tensors`` gives, and how many names it asked transformers about; with blocks, and without."""
+    """Returns the result of ``model_tensors``, and how many names it asked transformers about; with blocks, and
+    without."""
     parameters, buffers = state_names(model)
     answers = []
     for patterns_with_numbers in (repeated_blocks._NUMBER_IN_PATTERN, repeated_blocks.re.compile("")):

@@ -1,4 +1,4 @@
-"""Saving checkpoints: what is kept of the script, what is refused, beside training, and when somebody dies."""
+"""Saving checkpoints: the script's state, refused calls, saving beside training, and a rank or writer that dies."""
 
 import argparse
 import json
@@ -169,7 +169,7 @@ def test_saves_beside_training(world, stage, dtype, tmp_path):
 
 
 def _writer_fails(folder):
-    """What the writer of one rank could not do is said on every rank, by the next call; the one before stays."""
+    """A failure of one rank's writer is an error of the next call on every rank; the checkpoint before stays."""
     rank, _ = rank_and_world()
     engine = make_engine(make_model(), config_of(3, checkpoint={"async": True}))
     engine.save_checkpoint(folder, tag="good")

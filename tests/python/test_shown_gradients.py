@@ -97,7 +97,7 @@ def _cases(world):
 
 
 def _edits(every):
-    """Of the grid's cases each ``every``-th, another one for each world."""
+    """Takes every ``every``-th case of the grid, other ones for each world size."""
     rank, world = rank_and_world()
     batches = iter(make_batches(4000, world))
     for number, (config, dtype, accumulation) in enumerate(_cases(world)):
@@ -137,7 +137,7 @@ def test_what_a_script_does_to_it_counts(world):
 
 
 def _kinds_of_precision():
-    """fp16 shows it times the loss scale, sums that are narrower than fp32 as they are."""
+    """In fp16 the shown gradient is multiplied by the loss scale; a sum narrower than fp32 is shown unchanged."""
     for more in ({"fp16": {"enabled": True, "initial_scale_power": 8}},
                  {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}):
         rank, world = rank_and_world()

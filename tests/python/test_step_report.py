@@ -1,4 +1,4 @@
-"""What the engine tells of its steps: the report of the last one, the timeline, and ranges of torch's profiler."""
+"""The engine's account of its steps: the report of the last one, the timeline, and ranges of torch's profiler."""
 
 import io
 import json
@@ -217,7 +217,8 @@ def test_ranges_of_torchs_profiler_carry_the_names_of_units():
 
 
 def _links(folder):
-    """Of steps whose optimizer states are on the host or on a drive, through memory for a part of them."""
+    """The links in reports of steps whose optimizer states are on the host or on a drive. The staging memory holds only
+    a part of the states."""
     rows = 24_000  # 4.6 MB of states a rank: more than the 3 MiB of staging that a rank has at least
     for place in ("cpu", "nvme"):
         model = torch.nn.Sequential(torch.nn.Embedding(rows, 48), torch.nn.Linear(48, 96), torch.nn.Linear(96, 40))

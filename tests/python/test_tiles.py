@@ -187,7 +187,7 @@ def test_an_optimizer_of_the_users_goes_on_with_other_tiles_at_other_ranks(tmp_p
 
 
 def _few_at_once(rows):
-    """Of a weight of so many rows, in tiles of 64."""
+    """Returns the memory held and the memory forecast for a weight of ``rows`` rows, in tiles of 64."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(rows, 64), nn.Linear(64, rows)).to(test_device())
     model[1].weight = model[0].weight

@@ -1,4 +1,5 @@
-"""What a process holds when an engine cuts what is whole in zero.Init's shards, or on the host, into tiles."""
+"""The memory of a process whose engine cuts parameters into tiles that are whole in zero.Init's shards, or on the host.
+"""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ def victim(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where somebody else may leave links."""
+    """A folder in which another user may leave links."""
     (tmp_path / "shared").mkdir()
     return tmp_path / "shared"
 

@@ -1,4 +1,4 @@
-"""zero.Init: models that are sharded as they are built."""
+"""zero.Init shards models while their constructors run."""
 
 import gc
 import weakref
@@ -160,7 +160,7 @@ def _never_whole():
         tower = Tower()
         assert _sharded(tower)
     assert Counted.most_built <= 1 and Counted.most <= 1, (Counted.most_built, Counted.most)
-    # What somebody has in hand stays whole until the constructor is over.
+    # A parameter that the script still references stays whole until the constructor is over.
     with Init(config_dict_or_path=config_of(3)):
 
         class Holding(nn.Module):
@@ -317,7 +317,8 @@ def _wrong():
 
 
 def _no_room_at_the_end():
-    """What is without memory, and in use when the constructors are over, cannot be made real."""
+    """A deferred tensor that is in use when the constructors are over, and for which there is no memory, cannot be
+    materialized."""
     plain = nn.Linear.__init__, nn.Module.__init__, nn.Module.__dict__.get("__init_subclass__")
     kept = []
 

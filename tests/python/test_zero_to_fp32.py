@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 
 def _save(folder):
-    """What rank 0 had, as numpy arrays, by name."""
+    """Returns rank 0's values, as numpy arrays, by name."""
     rank, _ = rank_and_world()
     torch.manual_seed(0)
     model = Model().bfloat16()

@@ -148,7 +148,7 @@ def greatest_distance(found, wanted):
 
 
 def differences(framework, folder, case):
-    """What is compared of one case: [(what, greatest difference from DeepSpeed, allowed)]."""
+    """The comparisons of one case: [(name, greatest difference from DeepSpeed, allowed difference)]."""
     told = {job: json.loads((folder / f"{job}.json").read_text())[case] for job in JOBS_OF[framework]}
     allowed = RELATIVE["bf16" if "bf16" in case else "fp32"]
     for rank, theirs in enumerate(told["deepspeed-first"]):

@@ -3,8 +3,8 @@
 
     python tests/soak/upstream/deepspeed_touches.py DEEPSPEED
 
-prints each test with its reason. What a test touches is what stands in it, in its decorators, and in the functions,
-classes and fixtures of its file that it names. Helpers in other files, which many tests share, are not followed.
+prints each test with its reason. A test touches the names in its body, in its decorators, and in the functions, classes
+and fixtures of its file that it names. Helpers in other files, which many tests share, are not followed.
 """
 
 import ast
@@ -160,7 +160,7 @@ class Source:
         return None
 
     def _reached(self, node, methods):
-        """What of this file ``node`` names: functions, classes, fixtures, methods of its own class."""
+        """The parts of this file that ``node`` names: functions, classes, fixtures, methods of its own class."""
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id in self._found:
                 yield self._found[part.id]
@@ -213,7 +213,7 @@ class Source:
         return f"the private attribute {node.attr}"
 
     def _replaced(self, call):
-        """Of monkeypatch.setattr() and mock.patch() on DeepSpeed's own."""
+        """The reason, if ``call`` is monkeypatch.setattr() or mock.patch() on a part of DeepSpeed; None otherwise."""
         function = call.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
         if name not in _REPLACING or not call.args:

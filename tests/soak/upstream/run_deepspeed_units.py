@@ -2,9 +2,10 @@
 
     python tests/soak/upstream/run_deepspeed_units.py DEEPSPEED [--each N] [--jobs N] [--report FILE] [FILE ...]
 
-Files are below ``tests/unit`` of the checkout; without any, all. What is not counted was decided from the sources,
-before any outcome (``deepspeed_internals.txt``): files of features that Strata does not have, and tests that ask for
-internals, do not run. Prints a table of files and counts, and what did not pass with its reason. Outcomes:
+FILE is below ``tests/unit`` of the checkout; without any, all files run. ``deepspeed_internals.txt`` lists the tests
+that do not count; the list was made from the sources, before any outcome. Files of features that Strata does not have,
+and tests that ask for internals, do not run. The program prints a table of files and counts, and each test that did not
+pass with its reason. Outcomes:
 
     passed, failed
     not offered   an error that names a feature that Strata does not have
@@ -32,7 +33,7 @@ import deepspeed_touches
 HERE = Path(__file__).resolve().parent
 KINDS = ("passed", "failed", "not offered", "internals", "skipped")
 _NOT_OFFERED = re.compile(r"Strata does not offer|not supported \(")
-# What a failure says where a test meets internals on a way that its source does not show: by helpers, say.
+# Texts of failures where a test uses internals in a way that its source does not show: by helpers, for example.
 _INTERNALS = re.compile(
     r"Strata does not offer internals of DeepSpeed|stands in for DeepSpeed here, does not know it|"
     r"object has no attribute '_[a-z]|" + "|".join(pattern for pattern, _ in deepspeed_touches.table()["text"])
