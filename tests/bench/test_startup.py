@@ -1,4 +1,4 @@
-"""The comparison of starts: every engine on one checkpoint beside the limit, and what it shows when it is stopped."""
+"""The comparison of starts: every engine on one checkpoint beside the limit, and its output when it is stopped."""
 
 import importlib.util
 import json

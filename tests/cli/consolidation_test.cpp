@@ -1,4 +1,4 @@
-// `strata consolidate`: what it writes is what was trained, and what is wrong leaves OUT as it was.
+// `strata consolidate`: it writes the trained weights, and on an error it leaves OUT unchanged.
 #include "strata/cli/consolidation.h"
 
 #include <gmock/gmock.h>

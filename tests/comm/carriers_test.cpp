@@ -1,4 +1,4 @@
-// The one choice of carriers, as a table, and what it promises.
+// The one choice of transports, as a table, and its promises.
 #include "strata/comm/carriers.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Conformance: what goes wrong ends in a CommError that names ranks, on every rank, and never in a
+// Conformance: every failure ends in a CommError that names ranks, on every rank, and never in a
 // hang.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Ranks as threads in shard groups: every rank's GroupedCollectives, of two LocalGroups' or of what
-// the caller makes of them on the rank's device.
+// Ranks as threads in shard groups. Every rank has GroupedCollectives, made from two LocalGroups or
+// from collectives that the caller makes of them on the rank's device.
 #pragma once
 
 #include <deque>

@@ -1,6 +1,5 @@
-// Gathers of slices that change again and again, on devices whose streams run late: what keeps an
-// update from what peers still read of the values before it, and a gather from values that are not
-// there yet.
+// Gathers of slices that change again and again, on devices whose streams run late: an update waits
+// until peers have read the values before it, and a gather waits until the new values are there.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -77,7 +76,7 @@ class Gathering {
   std::atomic<int> wrong_ = 0;
 };
 
-// On three peers; `body` tells how much of what it read was wrong.
+// Runs `body` on three peers; it returns the number of wrong elements that it has read.
 void expect_nothing_wrong(const std::function<int(Collectives&, device::LateDevice&)>& body) {
   constexpr int kWorld = 3;
   LocalGroup group(kWorld);

@@ -33,7 +33,7 @@ float part(int rank, std::size_t index, int round) {
       101);
 }
 
-// One rank, and what its "model" has found wrong.
+// One rank, and the count of wrong elements that its "model" has found.
 class Caller {
  public:
   Caller(Collectives& collectives, device::LateDevice& device, bool shares_stream)

@@ -30,7 +30,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-// Notes what the channel tells.
+// Records the channel's notifications.
 class Notes final : public PeerChannel::Service {
  public:
   std::optional<SharedParts> share(const std::string& key, std::size_t) override {

@@ -1,4 +1,4 @@
-// Streams of different ranks that wait for each other: what ends such a wait besides the flag.
+// Streams of different ranks wait for each other: other events than the flag may end such a wait.
 #include <gmock/gmock.h>
 
 #include <atomic>

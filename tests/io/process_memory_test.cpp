@@ -125,7 +125,7 @@ TEST(ProcessMemory, IsReadInAnotherProcess) {
   EXPECT_TRUE(equal_everywhere(std::make_shared<ProcessMemory>(other.text()), model));
 }
 
-// Where the system wants a permission, this is what needs it.
+// Some systems want a permission for this read.
 TEST(ProcessMemory, IsReadByAChildOfTheSameParent) {
   const Model model;
   const OtherProcess other(model);

@@ -1,7 +1,8 @@
 // A RequestRing that serves requests itself, by SystemCalls (faulty_calls.h has some that
 // misbehave), as freely as a kernel may: in any order, some now and some later, with EAGAIN for
-// what was not to block, and wakes that bring nothing; all from a seed. It checks what the engine
-// promises: no more requests than it has room for, and only registered memory by its number.
+// requests that must not block, and wakes that bring nothing; all from a seed. It checks the
+// engine's promises: no more requests than there is room for, and only registered memory by its
+// number.
 // Threads: as RequestRing; the functions of tests from anywhere.
 #pragma once
 

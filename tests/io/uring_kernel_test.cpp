@@ -1,4 +1,4 @@
-// The engine over the kernel's io_uring, and what is taken where the kernel refuses it.
+// The engine over the kernel's io_uring, and the engine chosen where the kernel refuses it.
 #include <linux/capability.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>

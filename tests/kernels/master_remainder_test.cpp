@@ -12,7 +12,7 @@
 namespace strata::kernels {
 namespace {
 
-// A whole shard's remainder, filled with what no result may keep.
+// A whole shard's remainder, filled with bytes that no result may keep.
 struct Stored {
   explicit Stored(std::size_t numel)
       : memory(remainder_bytes(Numel(numel)).size(), std::byte{0xA5}),

@@ -91,7 +91,7 @@ TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
   EXPECT_GT(failures, 5);
 }
 
-// Kernels work on what was given back already.
+// Kernels still work on parts whose leases were returned.
 TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
   for (unsigned seed = 1; seed <= 20 && !HasFailure(); ++seed) {
     SCOPED_TRACE(seed);

@@ -1,7 +1,7 @@
-// A seeded user of a store who knows what every block must hold: fetches parts of blocks, one or
-// several together, in rounds of one order and at random, holds some for a while, writes, adds
-// blocks, and compares. An IoError may come where `may_fail`; what is lent all the same must be
-// right. Threads: one.
+// A seeded user of a store that knows the content of every block. It fetches parts of blocks, one
+// or several together, in rounds of one order and at random, holds some for a while, writes, adds
+// blocks, and compares. With `may_fail` an IoError may come; parts that are leased all the same
+// must hold the right bytes. Threads: one.
 #pragma once
 
 #include <gtest/gtest.h>

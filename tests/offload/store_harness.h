@@ -1,4 +1,4 @@
-// Stores as the conformance tests make them, and what several tests of stores need.
+// Stores as the conformance tests make them, and helpers of several tests of stores.
 #pragma once
 
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
-// How values get into the engine, where the ways differ from what a model on the CPU meets by
-// itself; and what a start that fails leaves. Ranks are threads of this process.
+// The ways in which values get into the engine, apart from those that a model on the CPU takes by
+// default; and the state that a failed start leaves. Ranks are threads of this process.
 #include "strata/torch/start/adoption.h"
 
 #include <gmock/gmock.h>
@@ -73,7 +73,7 @@ TEST_P(HostIntakeAtStage, WhatIsStoredIsGatheredWhileTheRestIsLookedAt) {
   });
 }
 
-// Rank 2 holds the same slices as rank 0, who then does not keep any of its blocks alone.
+// Rank 2 holds the same slices as rank 0, which then does not keep any of its blocks alone.
 TEST_P(HostIntakeAtStage, AReplicaOfTheFirstRanksSliceIsComparedWithIt) {
   constexpr int kWorld = 4;
   constexpr int kParam = 6;

@@ -11,7 +11,7 @@
 namespace strata::engine {
 namespace {
 
-// Makes what is expected at once, as a device does that pins memory.
+// Allocates expected memory at once, as a device does that pins memory.
 class PinningDevice final : public device::CpuDevice {
  public:
   void expect_host(Bytes bytes, memory::Kind kind) override {

@@ -26,7 +26,7 @@ class CrashingDisk final : public io::FolderCalls {
  public:
   enum class Fault { kNone, kError, kPower };
 
-  // `graveyard`: an empty folder for what is removed, until that is on disk.
+  // `graveyard`: an empty folder that keeps removed files until their removal is on disk.
   CrashingDisk(unsigned seed, std::string graveyard)
       : random_(seed), graveyard_(std::move(graveyard)) {}
 

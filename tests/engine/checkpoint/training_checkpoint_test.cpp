@@ -1,5 +1,5 @@
-// Checkpoints that training goes on from: whatever world size and stage saved one, any other loads
-// the same bits; what is damaged is named and changes nothing.
+// Training continues from a checkpoint: any world size and stage loads the bits that another one
+// saved. The engine names a damaged file, and a failed load changes nothing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16,
                                          DType::kFloat64)));
 
-// One saved checkpoint of two ranks, bf16, stage 3, and what loading it after a change says.
+// One saved checkpoint of two ranks, bf16, stage 3, and the message of a load after a change.
 class Damaged : public ::testing::Test {
  protected:
   void SetUp() override {

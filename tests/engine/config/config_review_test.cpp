@@ -1,4 +1,4 @@
-// A configuration key by key, and what it is rewritten to.
+// A configuration key by key, and its rewritten form.
 #include "strata/engine/config/config_review.h"
 
 #include <gmock/gmock.h>

@@ -31,7 +31,7 @@ std::vector<std::string> on_ranks(
   return run_ranks(world, body);
 }
 
-// The message of what `call` throws as an Error of this class.
+// The message of the Error of this class that `call` throws.
 template <typename Class, typename Call>
 std::string message_of(Call&& call) {
   try {

@@ -95,7 +95,7 @@ inline plan::ModelBuilder small_builder(DType dtype) {
   return b;
 }
 
-// The same with parameters of several dtypes side by side; what is frozen is quantized.
+// The same with parameters of several dtypes side by side; the frozen ones are quantized.
 inline plan::ModelBuilder mixed_builder() {
   plan::ModelBuilder b = small_builder(DType::kFloat32);
   constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat64, DType::kFloat16};
@@ -150,11 +150,11 @@ struct RankOptions {
   bool keeps_gradients = true;
   std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
   std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // what its passes run; null: all
-  // Where it keeps what is offloaded; null: as the engine's options say.
+  // Makes the stores of offloaded blocks; null: the engine's options decide.
   std::function<Stores(device::Device&)> stores = nullptr;
 };
 
-// One rank: model, engine and what they stand on.
+// One rank: a model, an engine, and the device and collectives that they use.
 class FakeRank {
  public:
   FakeRank(const FakeModel& model, const RankOptions& options,
@@ -283,7 +283,7 @@ class FakeRank {
     gatherer().release(unit.id);
     return result;
   }
-  // For the host to read what lies on the device.
+  // After it the host may read memory of the device.
   void settle() { compute_.settle(); }
 
  private:
@@ -323,7 +323,7 @@ class FakeRank {
 
 using Body = std::function<void(int rank, std::shared_ptr<comm::Collectives>)>;
 
-// Runs a body on ranks that are threads. Returns what each threw: its message, or "".
+// Runs a body on ranks that are threads. Returns the message of each rank's error, or "".
 inline std::vector<std::string> run_ranks(int world, const Body& body) {
   comm::CommOptions options;
   options.timeout = std::chrono::seconds(60);

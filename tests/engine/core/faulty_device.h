@@ -1,6 +1,7 @@
-// A CPU device that says it runs ahead, and fails where a test tells it to: once, with the error
-// that a device gives. Its streams are in order all the same. Threads: one, but for what
-// device::CpuDevice allows. Errors: DeviceError and OutOfMemoryError that say "injected".
+// A CPU device that says it runs ahead, and fails at a call that a test chooses: once, with the
+// error that a device gives. Its streams are in order all the same. Threads: one, except for calls
+// that device::CpuDevice allows from several. Errors: DeviceError and OutOfMemoryError that say
+// "injected".
 #pragma once
 
 #include <memory>

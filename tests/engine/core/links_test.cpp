@@ -45,7 +45,7 @@ struct Held {
   Bytes states;
   Bytes pages;  // of the states, on a drive
   Bytes gradients;
-  Bytes padding;  // of these: what no parameter has
+  Bytes padding;  // of the gradients: bytes that belong to no parameter
 };
 
 Held held_by(Engine& engine) {
@@ -109,8 +109,8 @@ TEST(LinkReport, HasWhatTheConfigurationImplies) {
   const Bytes gradients = seen.held.gradients * 2 - seen.held.padding;
   EXPECT_EQ(report.uses[0].bytes, seen.held.states + gradients);
   EXPECT_EQ(report.uses[1].bytes, seen.held.states + seen.held.gradients);
-  // Some of the states stay in memory, but each is written; what is still in memory at the end of a
-  // step is written in the next.
+  // Some of the states stay in memory, but the drive gets each of them; states that are still in
+  // memory at the end of a step are written in the next.
   EXPECT_GT(report.uses[2].bytes, 0_B);
   EXPECT_LT(report.uses[2].bytes, seen.held.pages);
   EXPECT_LE(report.uses[3].bytes, seen.held.pages + kTightStaging);

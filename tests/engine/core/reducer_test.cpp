@@ -10,7 +10,7 @@ namespace {
 constexpr memory::Tier kDevice = memory::Tier::kDevice;
 constexpr memory::Kind kGradients = memory::Kind::kGradients;
 
-// Buffers of one rank, and what they hold.
+// Buffers of one rank, and the bytes that they hold.
 struct Pool {
   comm::LocalGroup group{1};
   std::unique_ptr<comm::Collectives> collectives = group.rank(0);
@@ -74,7 +74,7 @@ TEST(Reducer, AGradientThatNeverComesDoesNotKeepAllOthersInMemory) {
     options.engine.max_reducing = unit;
     FakeRank rank(model, options, std::move(collectives));
     for (int pass = 0; pass < 3; ++pass) {
-      // Now this, now that parameter is missing: what was learned never holds.
+      // Another parameter is missing in each pass, so the learned order never holds.
       const int missing = pass == 1 ? 5 : model.count() - 1;
       rank.forward();
       rank.backward(true, [&](int p) {

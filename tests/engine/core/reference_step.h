@@ -76,7 +76,7 @@ class ReferenceStep {
     return norm;
   }
 
-  // Drops what was added since the last step.
+  // Drops the gradients added since the last step.
   void forget() {
     forget_accumulated();
     forget_kept();

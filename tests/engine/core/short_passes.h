@@ -1,5 +1,4 @@
-// Passes and steps of a FakeRank where it does not matter what is trained. For tests of when units
-// have memory.
+// Passes and steps of a FakeRank whose values do not matter, for tests of when units have memory.
 #pragma once
 
 #include <functional>

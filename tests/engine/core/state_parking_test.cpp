@@ -1,5 +1,5 @@
-// States that leave the device between passes and come back: the bits of training, and what is said
-// while they are away.
+// States that leave the device between passes and come back: the bits of training, and the errors
+// of calls while they are away.
 #include "strata/engine/state_parking.h"
 
 #include <gmock/gmock.h>
@@ -34,7 +34,7 @@ TEST(StateParking, LeavesAloneWhatRestsElsewhere) {
   }
 }
 
-// Evaluation goes on while only what steps need is away.
+// Evaluation goes on while only the states that steps need are away.
 TEST(StateParking, LetsForwardAndBackwardRunWithoutOptimizerStates) {
   const FakeModel model(small_builder(DType::kBFloat16));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {

@@ -28,7 +28,7 @@ class StepTraceFile : public testing::Test {
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
   std::string path() const { return (folder_ / "trace.json").string(); }
-  // Trains on two ranks; what trace().problem() was on rank 0.
+  // Trains on two ranks; returns rank 0's trace().problem().
   std::string train(int stage, int steps, const std::string& path) const {
     RankOptions options;
     options.engine.stage = stage;

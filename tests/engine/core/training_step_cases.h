@@ -1,5 +1,5 @@
-// The engine's whole step against the plain one of reference_step.h: what the ranks do, and what
-// joins them.
+// The engine's whole step against the plain one of reference_step.h: the ranks' actions, and the
+// transport between them.
 #pragma once
 
 #include <gtest/gtest.h>

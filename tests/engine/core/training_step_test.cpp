@@ -133,7 +133,7 @@ TEST(TrainingStepOrder, MayDifferOnEveryRankAndInEveryPass) {
   };
   Case c{DType::kFloat32, 3, 2, {}, 1.0};
   expect_bits_of_reference(model, c, script);
-  // Now units are reduced before they are complete, and what comes late goes out by itself: the
+  // The engine now reduces units before they are complete, and late gradients by themselves: the
   // same bits, since halves of these gradients add up exactly.
   c.world = 2;
   c.options.engine.max_reducing = 1_KiB;
@@ -170,7 +170,8 @@ TEST(TrainingStepOrder, AGradientThatComesAfterItsUnitWasReducedStillCounts) {
       for (int i = 0; i < 3; ++i) {
         by_rank.push_back(all_gradients(model, step, 0, i));
         late_by_rank.emplace_back(model.params.size());
-        // One rank only, and not in the first pass, which learns what to expect.
+        // One rank only, and not in the first pass, in which the engine learns which gradients
+        // come.
         if (i == 1 && step > 0) late_by_rank.back()[late] = noises(77, model.numel(late));
       }
       rank.forward();
