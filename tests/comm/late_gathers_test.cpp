@@ -164,7 +164,7 @@ TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
       const auto bytes = memory->bytes().first(kSizes[round % 4]);
       const int root = round % c.world_size();
       device.enqueue(device.compute_stream(), [bytes, rank = c.rank(), round] {
-        fill(bytes, rank, round);  // also what is replaced
+        fill(bytes, rank, round);  // fills also the bytes that the broadcast replaces
       });
       c.broadcast(bytes, root);
       device.enqueue(device.compute_stream(), [&wrong, bytes, root, round] {

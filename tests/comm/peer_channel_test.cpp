@@ -212,7 +212,7 @@ TEST(PeerChannel, ARankWithoutDescriptorsCannotBeReached) {
       [&](Script&) {
         spare.emplace(::dup(0));
         limit.to_what_is_open();
-        spare.reset();  // what this rank connects with
+        spare.reset();  // the socket of this rank's connection
       },
       [&] { limit.restore(); });
   EXPECT_THAT(meeting.error, AllOf(HasSubstr("rank 0 cannot be reached by the others"),

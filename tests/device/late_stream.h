@@ -46,7 +46,7 @@ class LatePoint {
 class LateWorker {
  public:
   explicit LateWorker(std::uint64_t seed);
-  ~LateWorker();  // runs what was pushed
+  ~LateWorker();  // runs the pushed tasks
   LateWorker(const LateWorker&) = delete;
   LateWorker& operator=(const LateWorker&) = delete;
 
@@ -66,7 +66,7 @@ class LateWorker {
   int until_change_ = 0;    // tasks of this pace
   CpuDevice hands_;
   Node* last_;   // of the thread that pushes
-  Node* first_;  // of the thread that runs: what ran last
+  Node* first_;  // of the thread that runs: the task that ran last
   std::atomic<std::uint32_t> pushed_ = 0;
   std::thread thread_;
 };

@@ -62,7 +62,7 @@ class FaultyCalls final : public io::SystemCalls {
   static constexpr std::int64_t kSector = 512;
   struct Verdict {
     bool let_through;
-    std::int64_t value;  // bytes to move, or what to return instead
+    std::int64_t value;  // bytes to move, or the result to return instead
   };
 
   template <typename Call>

@@ -15,7 +15,7 @@ using testing::RandomWorkload;
 struct Outcome {
   int errors = 0;
   int failed_writes = 0;
-  std::string flush;  // what the last flush threw
+  std::string flush;  // the error of the last flush
   StoreCounts counts;
 };
 

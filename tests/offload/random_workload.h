@@ -20,7 +20,7 @@ namespace strata::testing {
 class RandomWorkload {
  public:
   struct Options {
-    Bytes room = 64_KiB;     // what is fetched together at most
+    Bytes room = 64_KiB;     // most parts of one fetch
     Bytes largest = 40_KiB;  // block
     int operations = 120;
     bool may_fail = false;

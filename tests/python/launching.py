@@ -1,5 +1,5 @@
-"""Starts jobs as users do: by `strata run`, or by torchrun, each rank in a process of its own; or sooner, where how
-they start is not what is tested."""
+"""Starts jobs as users do: by `strata run`, or by torchrun, each rank in a process of its own. Tests that do not test
+the start itself have a faster one."""
 
 import json
 import os

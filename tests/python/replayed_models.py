@@ -23,7 +23,7 @@ def config_of_birth(piece="1KiB", replay_above=0, **more):
 
 
 def values_under_init(build, seed, **settings):
-    """{name: whole value} of what ``build()`` makes under zero.Init. Collective."""
+    """{name: whole value} of the model that ``build()`` makes under zero.Init. Collective."""
     torch.manual_seed(seed)
     with Init(config_dict_or_path=config_of_birth(**settings)):
         model = build()

@@ -1,4 +1,4 @@
-"""The stand-in for ``deepspeed``: what finds it, what it costs, what it refuses. Each in a fresh process."""
+"""The stand-in for ``deepspeed``: imports that find it, its cost, and its refusals. Each test has a fresh process."""
 
 import subprocess
 import sys

@@ -199,7 +199,7 @@ def _by_safetensors(values, folder):
 
 
 def _parameter(values):
-    return torch.nn.Parameter(values, requires_grad=False)  # is no view, which would keep what it is one of
+    return torch.nn.Parameter(values, requires_grad=False)  # is no view: a view would keep its base
 
 
 def _by_torch(values, folder):

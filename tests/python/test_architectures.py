@@ -144,7 +144,7 @@ def _difference(sharded, plain):
 
 
 def _compare():
-    """{(model, dtype, setting): (what differs or "", {unit: bytes}, peak of gathered bytes)}, on every rank."""
+    """{(model, dtype, setting): (difference or "", {unit: bytes}, peak of gathered bytes)}, on every rank."""
     import strata
 
     warnings.simplefilter("ignore")

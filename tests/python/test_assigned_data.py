@@ -1,5 +1,5 @@
-"""Parameters that a script gives other memory (``p.data = tensor`` and its kin) or makes parameters of: what is written
-counts, or is an error that says what to write."""
+"""A script gives parameters other memory (``p.data = tensor`` and its kin), or makes parameters of them. The engine
+uses the written values, or raises an error that says how to write them."""
 
 import os
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from torch.nn.utils import parametrizations, parameters_to_vector, vector_to_par
 
 
 class _Pair:
-    """An engine and plain torch, which start from what ``write`` makes of the plain model."""
+    """An engine and plain torch, both started from the plain model that ``write`` has changed."""
 
     def __init__(self, stage, write=lambda model: None):
         self.rank, self.world = rank_and_world()

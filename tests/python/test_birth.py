@@ -44,7 +44,7 @@ class Chains(nn.Module):
 
 
 def _is_as_told(values):
-    """The chains' values, by what torch promises of each operation."""
+    """Asserts the chains' values, by torch's promises for each operation."""
     linear, bound = values["linear.weight"], 1 / math.sqrt(48)
     assert linear[:, 4:9][:2].eq(-1).all() and linear[5:, :4].abs().max() <= bound
     assert linear[2:5].ge(5).all() and linear[2:5].lt(6).all() and len(linear[2:5].unique()) > 100
@@ -150,7 +150,7 @@ def test_shards_on_the_host_and_on_drives_have_the_same_values(tmp_path):
 
 def _taken_over():
     found = []
-    for piece in ("16", "8MiB"):  # what is larger than 32 pieces is sent in such, the rest is gathered
+    for piece in ("16", "8MiB"):  # a value larger than 32 chunks is sent in chunks, the others are gathered
         config = config_of_birth(piece) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
         torch.manual_seed(5)
         with Init(config_dict_or_path=config):

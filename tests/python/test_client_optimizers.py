@@ -1,4 +1,4 @@
-"""Optimizers of the user's: which may update parts of parameters, which need whole ones, and what they keep."""
+"""Optimizers of the user's: some may update parts of parameters, others need whole ones; and their states."""
 
 import itertools
 import pickle
@@ -15,7 +15,8 @@ from tiny_models import (
 
 
 class LayerScaled(torch.optim.SGD):
-    """LAMB's kind: a step's length goes by the norms of whole tensors. Keeps what has the shape of no parameter."""
+    """Of LAMB's kind: a step's length depends on the norms of whole tensors. One of its states has a shape that is no
+    parameter's."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -75,7 +75,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def theirs():
-    """{name: {"arguments": [str] or None of a property, "value": what a getter says of an empty configuration}}."""
+    """{name: {"arguments": [str] or None of a property, "value": a getter's value for an empty configuration}}."""
     pytest.importorskip("deepspeed")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "STRATA_COMPAT": ""}
     done = subprocess.run([sys.executable, "-c", _WALK], env=environment, capture_output=True, text=True, timeout=120)

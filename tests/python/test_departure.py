@@ -157,7 +157,7 @@ def test_cores_that_share_collectives_meet_the_others_once():
 def _ends_while_the_other_goes_on(folder):
     leaving, went_on = Path(folder) / "leaving", Path(folder) / "went on"
     rank, _ = rank_and_world()
-    if rank == 0:  # what is registered first is called last
+    if rank == 0:  # the function registered first is called last
         atexit.register(lambda: (Path(folder) / "left").write_text(str(went_on.exists())))
     with strata.zero.Init():
         model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
@@ -169,7 +169,7 @@ def _ends_while_the_other_goes_on(folder):
     else:
         while not leaving.exists():
             os.sched_yield()
-        for _ in range(10_000):  # ample for one who would not wait
+        for _ in range(10_000):  # ample for a rank that does not wait
             os.sched_yield()
         went_on.write_text("")
     return values

@@ -88,7 +88,7 @@ def test_a_folder_that_is_not_there_is_asked_of_nobody_else(monkeypatch):
 
 
 def _errors_of(path, configs):
-    """[(class, message)] of what loading raises, or None; a case has a configuration for each rank."""
+    """[(class, message)] of the error that loading raises, or None; a case has a configuration for each rank."""
     errors = []
     for of_ranks in configs:
         try:

@@ -97,7 +97,7 @@ class Cell:
         self.end_step()
 
 
-# --- what scripts do, each a step ---
+# --- actions of scripts, each a step ---
 
 
 def _by_optimizer(cell):
@@ -188,8 +188,8 @@ def _written(cell):
 
 
 def _take_masters(cell):
-    """The engine's Adam keeps what a master has more than its weight beside that, also where the weight was written,
-    and GatheredParameters makes masters of weights: both are what rounds to the weight."""
+    """Gives the reference the engine's masters. The engine's Adam keeps a master's remainder, also where a script wrote
+    the weight, and GatheredParameters makes masters of written weights; both masters round to the weight."""
     for parameter, weight, master in zip(cell.engine.module.parameters(), cell.reference.parameters,
                                          cell.reference.masters):
         kept = strata.utils.safe_get_full_fp32_param(parameter)
@@ -199,7 +199,7 @@ def _take_masters(cell):
 
 
 def _resumed(cell):
-    """A4: another engine goes on from what was saved by hand."""
+    """A4: another engine goes on from states that the script saved by hand."""
     state, weights = _through_a_file(cell.engine.optimizer.state_dict()), full_parameters(cell.engine.module)
     cell.engine.destroy()
     cell.engine, cell.steps = cell.make_engine(seed=3), 0
@@ -212,7 +212,7 @@ def _resumed(cell):
 
 
 def _samples(cell):
-    """A9: what is counted."""
+    """A9: the count of samples."""
     assert cell.engine.global_samples == cell.steps * 4 * cell.world * cell.accumulation, cell.where
     cell.step()
 

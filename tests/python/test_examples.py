@@ -23,7 +23,8 @@ dataset = [{"input_ids": torch.arange(16) + i, "labels": torch.arange(16) + i} f
 
 
 def launch(folder, world, script, *arguments, fails=False):
-    """Runs ``script`` on ``world`` ranks with torchrun's environment; what each wrote. Ranks share a single GPU."""
+    """Runs ``script`` on ``world`` ranks with torchrun's environment; returns each rank's output. Ranks share a single
+    GPU."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -63,7 +63,7 @@ class Instead(nn.Module):
 
 
 def _watched_cores():
-    """Weak references to what shards from now on."""
+    """Returns a list that gets a weak reference to every sharding core made from now on."""
     cores, made = [], Births._make_core
 
     def make(births, *arguments):
@@ -138,7 +138,7 @@ def _behind(folder):
         def __init__(self):
             super().__init__()
             self.inner = nn.Linear(16, 16)
-            nn.init.ones_(self.inner.weight)  # which reads what rank 0 has
+            nn.init.ones_(self.inner.weight)  # which reads rank 0's values
             while rank == 1 and not (folder / "failed").exists():
                 time.sleep(0.01)
             raise ValueError("half way")
@@ -205,7 +205,7 @@ def test_what_others_built_is_whole_after_a_failure(world):
 
 
 def _failing_ends():
-    """Which of what a context does at its end failed, and what it left of itself."""
+    """Lets each action at the end of a context fail in turn; returns the action's class and its leftovers."""
     found = []
     for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (Looks, "close"), (Births, "close")):
         constructor, end = nn.Linear.__dict__["__init__"], getattr(kind, name)

@@ -1,4 +1,4 @@
-"""The account of start-up: complete, the same on every rank, written by one; and what people see of it."""
+"""The account of start-up: complete, the same on every rank, written by one; and the lines that users see."""
 
 import gc
 import io
@@ -96,7 +96,7 @@ def test_a_checkpoint_gives_an_account_of_its_start(tmp_path, world):
     assert report["tier"] == "born_flat"
     assert {"open checkpoint", "build model", "plan", "make engine", "read", "all-gather"} <= phases.keys()
     size = os.path.getsize(tmp_path / "model" / "model.safetensors")
-    assert size / world / 2 < phases["read"]["bytes"] <= size  # each rank reads what it is responsible for
+    assert size / world / 2 < phases["read"]["bytes"] <= size  # each rank reads the files that it is responsible for
     assert phases["read"]["gb_per_s"] > 0
     reading = report["reading"]  # the files are small: nothing is timed
     assert reading["way"] == "buffered" and reading["reason"] and reading["direct_gb_per_s"] is None
@@ -169,7 +169,7 @@ def test_a_link_that_waits_beside_the_report_is_not_followed(tmp_path):
     assert (tmp_path / "start.json").stat().st_mode == victim.stat().st_mode
 
 
-# --- what people see ---
+# --- lines that users see ---
 
 
 def _account(**seconds):

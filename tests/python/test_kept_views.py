@@ -90,7 +90,7 @@ def _keep_views():
                 for loaded, value in zip(torch.load(file), expected["state dict"], strict=True):
                     assert same_bits(loaded, value)
                 del filler
-            else:  # whole: they share memory with what is trained, as in plain torch
+            else:  # whole: they share memory with the trained parameters, as in plain torch
                 train_step(engine, batches[1, rank])
                 values = full_parameters(model)
                 trained = [v for v in values.values() if v.numel() > 1]

@@ -1,5 +1,5 @@
-"""Weights that are written into a folder with others: what a reader finds is one model whole, whenever the writer
-ends, and the new one alone afterwards."""
+"""Weights are written into a folder that holds others. A reader finds one whole model, whenever the writer ends, and
+only the new one afterwards."""
 
 import contextlib
 import ctypes

@@ -27,14 +27,14 @@ SETTINGS = {
 
 
 def _planned_peaks(engine):
-    """{kind: peak bytes} of the device, but for what its kernels keep for themselves."""
+    """{kind: peak bytes} of the device, without the memory that its kernels keep for themselves."""
     peaks = {kind: peak for (tier, kind), (_, peak) in engine.memory_report().items() if tier == "device"}
     peaks["total"] -= peaks.pop("workspace")
     return peaks
 
 
 def _train(name, dtype):
-    """{setting: (forecast before training, {kind: peak bytes} after some steps, bytes of what is no block's)}."""
+    """{setting: (forecast before training, {kind: peak bytes} after some steps, bytes outside blocks)}."""
     rank, _ = rank_and_world()
     tiny, found = MODELS[name], {}
     for setting, (stage, section, reentrant) in SETTINGS.items():

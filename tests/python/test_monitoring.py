@@ -64,7 +64,7 @@ class FakeWriter:
 
 
 def fake_packages():
-    """Stand-ins of tensorboard, wandb and comet_ml; [what was called]."""
+    """Stand-ins of tensorboard, wandb and comet_ml; returns the list of calls."""
     calls = []
     tensorboard = types.ModuleType("torch.utils.tensorboard")
     tensorboard.SummaryWriter = FakeWriter

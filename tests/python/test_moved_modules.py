@@ -61,7 +61,7 @@ def _train(stage, dtype, born):
         loss = loss_of(engine, tokens[rank])
         move("before backward")
         engine.backward(loss)
-        if stage < 3 or world == 1:  # elsewhere gradients are in shards, and what copies them is told so
+        if stage < 3 or world == 1:  # elsewhere gradients are in shards, and an error tells code that copies them
             move("before the step")
         engine.step()
         move("after the step")

@@ -181,7 +181,8 @@ def test_buffers_follow_the_tensors(world, tmp_path):
 
 
 def _default_buffers(folder):
-    """By which DeepSpeed takes gigabytes: no more of it than keeps what is on the drive, which is not read again."""
+    """With the default buffers DeepSpeed takes gigabytes. The engine takes no more staging memory than caches the
+    states on the drive, and does not read them again."""
     config = all_offloaded("nvme", "nvme", folder)
     for section in ("offload_param", "offload_optimizer"):
         del config["zero_optimization"][section]["buffer_count"], config["zero_optimization"][section]["buffer_size"]
@@ -192,7 +193,7 @@ def _default_buffers(folder):
     assert staged == engine.memory_forecast("host")["staging"] - RING and peak >= staged
     on_drive = report["nvme", "total"][0]
     largest = 81 / 8 * 30_000 * 48 / engine.world_size  # bytes of the embedding's states on a rank
-    kept = max(1.5 * on_drive, 2 * 3 * 1.02 * largest)  # a third of what weights and states share is leased
+    kept = max(1.5 * on_drive, 2 * 3 * 1.02 * largest)  # a third of the memory that weights and states share is leased
     assert STAGING < on_drive < staged < kept + STAGING, (staged, on_drive)
     assert engine.step_report()["offload"]["links"]["read"]["bytes"] == 0
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Param groups, optimizers of the user, schedules, boundaries: what a script does around the step."""
+"""A script's calls around the step: param groups, optimizers of the user, schedules, boundaries."""
 
 import math
 import warnings

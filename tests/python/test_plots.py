@@ -1,4 +1,4 @@
-"""The README's pictures: they say what the stored figures say, in light and dark, and refuse what they cannot draw."""
+"""The README's pictures: they show the stored figures, in light and dark; figures that cannot be drawn are refused."""
 
 import copy
 import json

@@ -74,7 +74,7 @@ def _filled_in(document, world):
 
 
 def _redirected(document, folder):
-    """The same with folders of this test for what it writes."""
+    """The same configuration, with this test's folders for its output."""
     zero = document.get("zero_optimization", {})
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("nvme_path"):
@@ -115,7 +115,7 @@ def _take_two_steps(document, folder):
 
 
 def _outcomes(paths, folder):
-    """{file: in words what it did, or the message of its refusal}."""
+    """{file: the outcome in words, or the message of its refusal}."""
     told = {}
     for path in paths:
         try:

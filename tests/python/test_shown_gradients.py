@@ -1,5 +1,5 @@
-"""``p.grad`` between backward and step: what it is, that edits of it count, who may look, and what it is where
-gradients are sharded. Against plain torch."""
+"""``p.grad`` between backward and step, against plain torch: its value, edits of it, code that may read it, and its
+value where gradients are sharded."""
 
 import copy
 import io
@@ -64,8 +64,8 @@ EDITS = (_look, _clip, _clip_by_value, _scale_the_data, _noise, _replace, _drop_
 
 
 def _edited(reference, edit):
-    """Does ``edit`` to the reference's gradients, as torch shows them in the model's dtype. Elements that it leaves as
-    they were keep what they had in fp32."""
+    """Does ``edit`` to the reference's gradients, as torch shows them in the model's dtype. Elements that it does not
+    change keep their fp32 value."""
     shown = []
     for parameter, total in zip(reference.parameters, reference.sums):
         shown.append(torch.nn.Parameter(torch.empty_like(parameter)))

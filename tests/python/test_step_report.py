@@ -102,7 +102,7 @@ def _trace(stage, path, steps, accumulation=1, when_started=lambda: None):
 
 
 def _spans(path):
-    """{rank: {what: {name}}} and [event]."""
+    """{rank: {category: {name}}} and [event]."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     names = defaultdict(lambda: defaultdict(set))
     for event in events:
@@ -248,7 +248,7 @@ def _check_links(place, device, reports, states, folder):
     if place == "cpu":
         assert after["drives"] == []
         return
-    pending = 3 * 2**20 if device == "cuda" else 0  # of the staging memory: what the next step writes
+    pending = 3 * 2**20 if device == "cuda" else 0  # of the staging memory: states that the next step writes
     for report in (before, after):
         read, write = (report["links"][link] for link in ("read", "write"))
         assert abs(write["bytes"] - states) <= pending
@@ -268,7 +268,7 @@ def test_what_goes_to_drives_is_what_the_configuration_implies(tmp_path):
             assert ({"drive read", "drive write"} <= of_rank.keys()) == (place == "nvme")
 
 
-# --- what people see ---
+# --- lines that users see ---
 
 
 def _account(timed=True):

@@ -1,4 +1,4 @@
-"""Parameters that are used in tiles, trained against plain torch; their names and shapes stay what they were."""
+"""Parameters that are used in tiles, trained against plain torch; their names and shapes do not change."""
 
 import copy
 
@@ -40,7 +40,7 @@ def _require_close(ours, theirs, dtype):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         mine = ours[name].to(value.device)
-        if dtype == "bf16":  # a rounding may decide on which side of 0 what goes through relu is
+        if dtype == "bf16":  # a rounding may decide the sign of an input of relu
             assert (mine.float() - value.float()).abs().mean() < 2e-3, name
         else:
             torch.testing.assert_close(mine, value, **TOLERANCE[dtype], msg=lambda m: f"{name}: {m}")

@@ -19,7 +19,7 @@ MODULES = ("embedding", "up", "head")
 
 
 def _hook(model, seen):
-    """Hooks of every kind, which change what goes through."""
+    """Hooks of every kind, which change inputs, outputs and gradients."""
 
     def note(kind, name, value):
         seen.append((kind, name, None if value is None else value.detach().cpu().clone()))

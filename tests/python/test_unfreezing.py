@@ -165,7 +165,7 @@ def test_a_group_that_is_added_trains_with_its_values(own):
 
 
 def _alone():
-    """One rank unfreezes what the other does not."""
+    """One rank unfreezes a parameter that the other does not."""
     rank, world = rank_and_world()
     engine = _engine(2, "fp32", 1, None)
     batches = make_batches(2, world)

@@ -1,5 +1,5 @@
-"""``zero_grad()`` drops what a step has collected, as in plain torch, by whatever name it is called and wherever the
-gradients are; and costs the script nothing between steps."""
+"""``zero_grad()`` drops the gradients that a step has collected, as in plain torch, by whatever name a script calls it
+and wherever the gradients are. Between steps it costs nothing."""
 
 import pytest
 import strata

@@ -79,7 +79,7 @@ def config_of(stage, dtype="fp32", accumulation=1, clipping=0.0, live_bytes="aut
         **DTYPE_SECTIONS[dtype],
     }
     if live_bytes != "auto":
-        # Nothing beyond what is in use stays gathered; nothing is kept whole because it is small.
+        # Only parameters in use stay gathered, and no parameter stays whole because it is small.
         config["strata"] = {"max_live_bytes": live_bytes}
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if optimizer:

@@ -93,7 +93,7 @@ def trainer_of(way, kind, path, tokenizer, adapter, out):
 
 
 def trainer_class(way, base):
-    """``base``, or what makes one that trains sharded."""
+    """``base``, or a subclass of it that trains sharded."""
     if way != "strata":
         return base
     from strata.integrations.transformers import StrataTrainerMixin

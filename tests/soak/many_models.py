@@ -77,7 +77,7 @@ def _names(text, suffix):
     return [name if name.endswith("Model") else name + suffix for name in text.split()]
 
 
-# {class of transformers: what its batches are}
+# {class of transformers: the kind of its batches}
 MODELS = {
     **dict.fromkeys(_names(_TEXT, "ForCausalLM"), "text"),
     **dict.fromkeys(_names(_MASKED, "ForMaskedLM"), "masked"),

@@ -48,7 +48,7 @@ def environment_of(framework, way):
     more = {
         "PATH": f"{FOLDER / framework / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(Path(strata.__file__).absolute().parents[1]) if way == "strata" else "",  # links, in a build
-        "TORCH_EXTENSIONS_DIR": str(FOLDER / "torch_extensions"),  # what DeepSpeed compiles for its ranks of the CPU
+        "TORCH_EXTENSIONS_DIR": str(FOLDER / "torch_extensions"),  # DeepSpeed compiles these for its ranks of the CPU
         "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "AXOLOTL_DO_NOT_TRACK": "1",
         "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2",  # of LLaMA-Factory
     }  # fmt: skip
@@ -87,7 +87,7 @@ COMMANDS = {
 
 
 def by_command(framework, folder, way, phase):
-    """Trains every case; by case, what Trainer has logged of each step."""
+    """Trains every case; returns Trainer's log of each step, by case."""
     told = {}
     for case in CASES[framework]:
         out, first = folder / f"{way}-{phase}-{case}", folder / f"{way}-first-{case}"

@@ -1,7 +1,7 @@
-// The conformance suite of the Collectives seam on c10d's gloo: alone, and as what carries the bulk
-// data of DeviceCollectives, whose device is the CPU here, also with peers for gathers or
-// reductions. A Python module, since gloo's process
-// groups are made in Python; ranks are threads of one process, each with its own group.
+// The conformance suite of the Collectives seam on c10d's gloo: alone, and as the transport of bulk
+// in DeviceCollectives, whose device is the CPU here, also with peers for gathers or reductions. It
+// is a Python module, since Python makes gloo's process groups; ranks are threads of one process,
+// each with its own group.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>

@@ -76,8 +76,8 @@ inline std::vector<at::Tensor> values_in(ShardedModel& model) {
   return values;
 }
 
-// On every rank: a live engine, and the parameters of another model, three times what the engine
-// has; more blocks of them than the ring holds at once.
+// Runs `body` on every rank with a live engine and the parameters of another model. Their values
+// are three times the engine's, and they have more blocks than the ring holds at once.
 inline void on_live_engines(
     int world, int stage,
     const std::function<void(ShardedModel&, const std::vector<ModelParameter>&)>& body) {

@@ -102,7 +102,7 @@ class CrashingDisk final : public io::FolderCalls {
   void sync_folder(const std::string& /*path*/) override {
     const std::lock_guard lock(mutex_);
     next("sync_folder");
-    names_.clear();  // a journal holds what came before, too
+    names_.clear();  // a journal holds earlier changes, too
   }
   void rename(const std::string& from, const std::string& to) override {
     const std::lock_guard lock(mutex_);
@@ -199,7 +199,7 @@ class CrashingDisk final : public io::FolderCalls {
   bool forgets_ = false;
   bool can_exchange_ = true;
   std::vector<Written> written_;              // not on disk yet
-  std::vector<std::function<void()>> names_;  // what undoes them, in their order
+  std::vector<std::function<void()>> names_;  // undo the changes, in their order
 };
 
 // Reads and writes the disk's files, short and interrupted now and then as `calls` are.

@@ -149,7 +149,7 @@ struct RankOptions {
   // Until they were read; else they are read before add_gradient() returns.
   bool keeps_gradients = true;
   std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
-  std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // what its passes run; null: all
+  std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // its passes' scopes; null: all
   // Makes the stores of offloaded blocks; null: the engine's options decide.
   std::function<Stores(device::Device&)> stores = nullptr;
 };

@@ -45,7 +45,7 @@ class FaultyDevice final : public device::CpuDevice {
   Fault records;      // of events, on any of its streams
   Fault adam_steps;   // segments that an optimizer updates
   Fault gathered;     // allocations for gathered weights
-  bool ahead = true;  // what runs_ahead() says
+  bool ahead = true;  // the value of runs_ahead()
 
   bool runs_ahead() const override { return ahead; }
   device::Stream& compute_stream() override { return compute_; }

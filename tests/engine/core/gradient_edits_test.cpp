@@ -268,7 +268,7 @@ TEST(GradientEdits, ARankThatReadsIsServedByThoseThatStep) {
             const Gradients& mine = by_rank[static_cast<std::size_t>(r)];
             if (reduced) {
               pass(rank, mine, way, true);
-            } else {  // what waits for its reduction is reduced for the reader
+            } else {  // gradients that wait for their reduction are reduced for the reader
               rank.forward();
               rank.backward(
                   false, [&](int p) { rank.add(p, *mine[static_cast<std::size_t>(p)]); },

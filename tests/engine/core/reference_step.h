@@ -219,8 +219,8 @@ class ReferenceStep {
   std::vector<std::vector<std::byte>> weights_;  // in their own dtype
   std::vector<Values> exp_avg_;
   std::vector<Values> exp_avg_sq_;
-  std::vector<Values> accumulated_;            // reduced, of this step
-  std::vector<std::vector<Values>> of_group_;  // by shard group and parameter: what it has reduced
+  std::vector<Values> accumulated_;                        // reduced, of this step
+  std::vector<std::vector<Values>> of_group_;              // by shard group and parameter, reduced
   std::vector<std::vector<std::vector<std::byte>>> kept_;  // by rank and parameter
   std::vector<bool> came_;           // by parameter: some rank had a gradient in this step
   std::vector<std::int64_t> steps_;  // by parameter

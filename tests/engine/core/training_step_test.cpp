@@ -55,7 +55,7 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
   const FakeModel model(small_builder(DType::kFloat32));
   Case c{DType::kFloat32, 3, 2, {}, 1.0};
   c.options.engine.stage = GetParam();
-  c.options.engine.max_live = 1_B;      // nothing but what is in use
+  c.options.engine.max_live = 1_B;      // only units in use
   c.options.engine.max_reducing = 1_B;  // every reduction waits for the last one
   expect_bits_of_reference(model, c, plain_script(model));
 }

@@ -57,7 +57,7 @@ def stood_in():
 
 
 def is_interface(name, checkout):
-    """Whether ``name``, such as "deepspeed.zero.Init", or what it is an attribute of, is DeepSpeed's interface."""
+    """Whether ``name``, such as "deepspeed.zero.Init", or a part of it before a dot, is DeepSpeed's interface."""
     path = name.removeprefix("deepspeed").removeprefix(".")
     names = importlib.import_module("strata.compat.names")
     for alias, target in names.ALIASES.items():
@@ -96,7 +96,7 @@ class Source:
         self._lines = text.split("\n")
         self._tree = ast.parse(text)
         self._aliases = {}  # {name here: full name}
-        self._found = {}  # {name: what defines it}
+        self._found = {}  # {name: its definition}
         self.absent = set()
         for node in ast.walk(self._tree):
             self._note_import(node)
@@ -187,7 +187,7 @@ class Source:
         return None
 
     def _full(self, node):
-        """"deepspeed.comm.barrier" of ``dist.barrier``; None of what begins with no import."""
+        """"deepspeed.comm.barrier" for ``dist.barrier``; None for a name that does not begin with an import."""
         if isinstance(node, ast.Name):
             return self._aliases.get(node.id)
         above = self._full(node.value) if isinstance(node, ast.Attribute) else None

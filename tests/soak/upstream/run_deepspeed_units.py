@@ -10,8 +10,8 @@ pass with its reason. Outcomes:
     passed, failed
     not offered   an error that names a feature that Strata does not have
     internals     by the rule, counted in test functions; or a failure whose text names internals, counted in tests
-    skipped       by the test, or where it does not pass with DeepSpeed itself on this machine either, on which what
-                  failed is tried (not with --alone)
+    skipped       by the test; or a failed test that does not pass with DeepSpeed itself on this machine either (not
+                  with --alone, which does not try DeepSpeed)
 
 ``--each`` runs that many parametrisations of one test function at most. The exit code is 1 where less than nine of ten
 of passed and failed pass.
@@ -40,7 +40,7 @@ _INTERNALS = re.compile(
 )
 _LIMIT = 3000  # seconds for one process of pytest
 _TOGETHER = 8  # files in one
-_ORDERLY = (0, 1, 5)  # what pytest returns: all passed, some failed, there was no test
+_ORDERLY = (0, 1, 5)  # exit statuses of pytest: all passed, some failed, there was no test
 
 
 class Unit:
@@ -133,7 +133,7 @@ def outcomes(units, checkout, each, alone):
 
 
 def table(rows):
-    """Lines of a table of files, and of what did not pass."""
+    """Lines of a table of files, and of the tests that did not pass."""
     counts = collections.defaultdict(collections.Counter)
     for name, kind, _ in rows:
         counts[name.partition("::")[0]][kind] += 1

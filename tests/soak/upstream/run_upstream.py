@@ -59,7 +59,7 @@ def run(checkout, cache, strata, words):
 
 
 def judged(name, outcome, why):
-    """(outcome, why) of a test, with what cannot pass set apart from what failed."""
+    """(outcome, why) of a test; tests that cannot pass have another outcome than failed ones."""
     short = name.rpartition("::")[2]
     for start, reason in NOT_APPLICABLE.items():
         if short.startswith(start) and outcome == "failed":
