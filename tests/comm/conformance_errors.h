@@ -175,7 +175,7 @@ TEST_P(CollectivesReportErrors, AskingThrowsWhatEveryLaterCallThrows) {
   EXPECT_THAT(results, testing::Each(testing::HasSubstr("first reason")));
 }
 
-// As ranks do that are between two steps.
+// Ranks between two steps call require_usable().
 TEST_P(CollectivesReportErrors, AskingTakesPartInNothing) {
   on_ranks(2, [](Collectives& c) {
     for (int i = 0; i < 3 * (c.rank() + 1); ++i) c.require_usable();

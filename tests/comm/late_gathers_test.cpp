@@ -112,7 +112,7 @@ void work_long() {
   for (std::uint64_t i = 0; i < 300'000; ++i) sum = sum + i;
 }
 
-// As a script does, between gathers and the next meeting of all ranks.
+// A script writes slices so, between gathers and the next sync point of all ranks.
 TEST(LateGatherRounds, WhenTheyAreFinishedSlicesMayBeWritten) {
   expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
     constexpr std::size_t kBytes = 3000;

@@ -21,7 +21,7 @@ inline std::shared_ptr<device::LateDevice> late_device(int rank) {
                                               static_cast<std::uint64_t>(rank) * 1000 + 1);
 }
 
-// In and across groups.
+// Makes peers the transport within and across groups.
 inline void join_by_peers(GroupedRanks& ranks, std::chrono::milliseconds timeout) {
   const auto peers = [timeout](std::unique_ptr<Collectives> control, RankNames names,
                                const std::shared_ptr<device::Device>& device) {

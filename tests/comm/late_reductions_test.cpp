@@ -137,7 +137,7 @@ class Caller {
 
 class LateReductions : public testing::TestWithParam<Places> {
  protected:
-  // On every rank, in groups of peers or, where there is one group, peers.
+  // Runs `body` on every rank, over groups of peers; over plain peers if there is one group.
   static void run(const std::function<void(Caller&)>& body) {
     const Places places = GetParam();
     CommOptions options;

@@ -197,7 +197,7 @@ void LateDevice::fill_zero(std::span<std::byte> target, Stream& stream) {
 void LateDevice::cast(std::byte* target, DType target_dtype, const std::byte* source,
                       DType source_dtype, Numel numel, Stream& stream) {
   if (numel.value == 0) return;
-  // As on CUDA, where it is a copy then.
+  // A cast to the same dtype is a copy, as on CUDA.
   if (target_dtype == source_dtype) {
     const std::size_t bytes = bytes_of(numel, target_dtype).size();
     return copy({target, bytes}, {source, bytes}, stream);

@@ -117,7 +117,7 @@ class LateStream final : public Stream {
   LateStream& operator=(const LateStream&) = delete;
 
   void push(LateTask task) { worker_->push(std::move(task)); }
-  // As synchronize(), and is not counted.
+  // As synchronize(), but not counted as a host wait.
   void finish();
   std::unique_ptr<Event> record() override;
   std::unique_ptr<TimedEvent> record_timed() override;

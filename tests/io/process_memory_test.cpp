@@ -169,7 +169,7 @@ TEST(ProcessMemory, SaysWhatIsWrongWithAProcessThatHasEnded) {
               HasSubstr("it has ended, or is on another host"));
 }
 
-// Whose number is the same, on another host or in another namespace.
+// A process on another host or in another namespace may have the same number.
 TEST(ProcessMemory, OfAProcessThatIsNotTheOneMeantIsRefused) {
   const Model model;
   const OfferedMemory offered(model.spans());

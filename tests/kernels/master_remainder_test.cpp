@@ -40,7 +40,8 @@ TEST(MasterRemainder, WithTheRoundedValueIsTheValueForEveryUpperHalf) {
   }
 }
 
-// Whatever the remainder of the number before: zeroes above all, below which there is no number.
+// The remainder may be that of any number before; zeroes matter most, since no number is below
+// them.
 TEST(MasterRemainder, OfTheWeightBeforeLeavesAMasterThatRoundsToTheOneWritten) {
   for (std::uint32_t high = 0; high <= 0xFFFFU; ++high) {
     const BFloat16 weight{static_cast<std::uint16_t>(high)};

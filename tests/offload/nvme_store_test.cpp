@@ -31,7 +31,7 @@ struct NvmeStoreTest : ::testing::Test {
         device,
         NvmeStoreOptions{.arena = arena, .file = make_block_file(io, path), .verify = verify});
   }
-  // On a drive that takes no time.
+  // Makes a store on a drive that takes no time.
   void make_prompt(int pages, bool read_ahead) {
     arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
     store = std::make_unique<NvmeStore>(

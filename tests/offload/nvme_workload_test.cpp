@@ -68,7 +68,7 @@ TEST(NvmeWorkload, TransfersThatFailAreToldAndNeverLendWrongBytes) {
   EXPECT_GT(failures, 50);
 }
 
-// Through an engine, whose system calls are short, are interrupted and meet a bad place.
+// The store uses an engine whose system calls are short, are interrupted, or fail at one offset.
 TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
   const testing::TemporaryFolder folder;
   device::CpuDevice device;
@@ -119,8 +119,8 @@ TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
   }
 }
 
-// As the states' store and the weights' do: each leases its share while the other does, whatever
-// lies in between.
+// The states' store and the weights' store work so: each leases its share while the other does,
+// with any calls in between.
 TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
   device::CpuDevice device;
   const auto arena = std::make_shared<StagingArena>(device, 96_KiB);

@@ -15,7 +15,7 @@ RANKS_ON_THE_HOST = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_N
 
 
 def environment_of(**more):
-    """That of this process, for models on the CPU."""
+    """The environment of this process, for models on the CPU."""
     kept = {name: value for name, value in os.environ.items() if name not in ("STRATA_COMPAT", "RANK", "WORLD_SIZE")}
     kept["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     return {**kept, **RANKS_ON_THE_HOST, "STRATA_PYTHON": sys.executable, **more}

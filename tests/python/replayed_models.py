@@ -44,7 +44,7 @@ def distance(ours, theirs):
 
 
 def largest_distance(ours, theirs):
-    """Which two samples of one distribution pass with a probability of ``LEVEL``."""
+    """The distance that two samples of one distribution exceed with a probability of ``LEVEL``."""
     return math.sqrt(-math.log(LEVEL / 2) / 2 * (ours + theirs) / (ours * theirs))
 
 

@@ -182,7 +182,7 @@ def _write_adapter(root, config, folder):
 
 
 def _methods(root, folder):
-    """Each is loaded, trained for a step and saved; PEFT makes the same model from its own and from the engine's file."""
+    """Each is loaded, trained for a step and saved; PEFT makes the same model from its own and the engine's file."""
     ids = to_test_device(torch.arange(12)[None])
     for name in METHODS:
         engine, *_ = strata.load_pretrained(folder / name, _config(3), model_parameters=_trainable)

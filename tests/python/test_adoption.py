@@ -1,4 +1,4 @@
-"""How the values of a live model get into the engine: rank 0's, whatever the others were built with."""
+"""The engine adopts rank 0's values of a live model, whatever values the other ranks' models have."""
 
 import gc
 import os

@@ -191,7 +191,7 @@ def test_the_units_are_the_blocks_of_the_architecture(compared, name):
 @pytest.mark.parametrize("setting", [s for s, (_, section, _) in SETTINGS.items() if section is NOTHING_STAYS])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_block_at_a_time_is_gathered(compared, name, setting):
-    """Also in the backward pass of a decoder, whose blocks have the encoder's output in common."""
+    """This holds also in the backward pass of a decoder, whose blocks share the encoder's output."""
     _, units, peak = compared[0][name, "fp32", setting]
     pages = {unit: -(-size // 4096) * 4096 for unit, size in units.items()}
     blocks = MODELS[name].blocks

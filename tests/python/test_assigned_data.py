@@ -215,7 +215,7 @@ def _errors_into(path):
 
 
 def _converted(folder):
-    """As trainers convert embeddings and norms, whose values then are elsewhere."""
+    """Converts embeddings and norms as trainers do; the values then are in other memory."""
     rank, world = rank_and_world()
     config = config_of(3, "bf16", live_bytes=1)
     for number, born in enumerate((True, False)):

@@ -1,4 +1,4 @@
-"""Parameters that are born without memory within zero.Init, and replayed piece by piece."""
+"""Deferred initialization: parameters are built without memory within zero.Init, and replayed chunk by chunk."""
 
 import logging
 import math
@@ -80,7 +80,7 @@ def _chains():
 
 
 def test_values_depend_neither_on_ranks_nor_on_pieces():
-    """Those of rank 0's seed."""
+    """All ranks have the values of rank 0's seed."""
     found = [values for world in (1, 2, 3) for values in run_ranks(world, _chains)]
     for values in found[1:]:
         assert differences(values, found[0]) == []
@@ -169,7 +169,7 @@ def test_an_engine_takes_values_over_in_pieces_and_at_once(world):
 
 
 class Rotations(nn.Module):
-    """Not element by element."""
+    """Its constructor computes values that depend on whole tensors, not on single elements."""
 
     def __init__(self):
         super().__init__()

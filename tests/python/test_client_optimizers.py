@@ -39,7 +39,7 @@ class Clipping(torch.optim.SGD):
 
 
 def _filled(parameters):
-    """Without the parameter of no elements, whose gradient the engine does not have."""
+    """Leaves out the parameter without elements, for which the engine has no gradient."""
     return [p for p in parameters if p.numel()]
 
 
@@ -70,7 +70,7 @@ def _trained_whole(stages, dtypes, accumulations, names):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_optimizer_that_needs_whole_parameters_gets_them(world):
-    """At stage 0, and on one rank: to the bits of plain torch."""
+    """At stage 0, and on one rank, training has the bits of plain torch."""
     run_ranks(world, _trained_whole, (0, 3) if world == 1 else (0,), ("bf16",) if world == 2 else ("fp32",), (2,),
               list(WHOLE))
 

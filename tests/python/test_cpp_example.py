@@ -1,4 +1,4 @@
-"""The C++ example as a user meets it: built against an installed package, run as one process a rank."""
+"""The C++ example as a user sees it: built against an installed package, run as one process a rank."""
 
 import json
 import os

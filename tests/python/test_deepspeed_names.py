@@ -67,7 +67,7 @@ def _engine_at(stage):
 
 
 def _hooks_go_and_come(engine, offload):
-    """As TRL does around generation."""
+    """Removes and restores the hooks as TRL does around generation."""
     assert offload.module is engine.module and list(engine.module.ds_external_parameters()) == []
     with sharding.GatheredParameters(engine.module.parameters()):
         for parameter in engine.module.parameters():

@@ -1,4 +1,4 @@
-"""How a rank leaves the others: quietly at the end of the program, with a word where an exception ends it."""
+"""A rank leaves the others quietly at the end of the program, and with a message where an exception ends it."""
 
 import atexit
 import gc

@@ -27,7 +27,7 @@ RULES = {"adamw": adamw, "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momen
 
 
 def _places(stage, rule, drive):
-    """Where the optimizer's state rests: [the section of the configuration]."""
+    """The placements of the optimizer's state: [the section of the configuration]."""
     if stage == 0:
         return [{}]
     cpu = {"offload_optimizer": {"device": "cpu"}}
@@ -65,7 +65,7 @@ class Cell:
         return ways[self.number % len(ways)]
 
     def micro_step(self, loss_function=loss_of):
-        """One whose gradients count, up to its step()."""
+        """A micro-step whose gradients count, up to its step()."""
         tokens = next(self.batches)
         expected = self.reference.micro_step(tokens, loss_function)
         loss = loss_function(self.engine, tokens[self.rank])
@@ -74,7 +74,7 @@ class Cell:
         assert returned.item() == (loss / self.accumulation).item()
 
     def dropped_micro_steps(self):
-        """Those before a step's last one, of which nothing shall be left."""
+        """The micro-steps before a step's last one; the script drops all of their gradients later."""
         for _ in range(self.accumulation - 1):
             self.engine.backward(loss_of(self.engine, next(self.batches)[self.rank]))
             self.engine.step()

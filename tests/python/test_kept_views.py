@@ -119,7 +119,7 @@ def test_views_of_every_kind_outlive_the_release_and_the_engine(world):
 
 
 def _keep_while_a_graph_is_pending(collectives):
-    """On rank 0 alone, which must not have the ranks gather different things."""
+    """Rank 0 alone keeps views; ranks must still gather the same units."""
     rank, world = rank_and_world()
     batches = make_batches(5, world)
     model = make_model()

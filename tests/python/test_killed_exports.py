@@ -18,7 +18,7 @@ from tiny_models import config_of, make_batches, make_engine, make_model, same_b
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the numbers of x86-64's system calls")
 
-# That change which names a folder has: rename, unlink, renameat, unlinkat, renameat2.
+# System calls that change a folder's names: rename, unlink, renameat, unlinkat, renameat2.
 CALLS = {82, 87, 264, 263, 316}
 TRACEME, PEEKUSER, SYSCALL, SETOPTIONS, GOOD_AND_EXITKILL = 0, 3, 24, 0x4200, 0x100001
 NUMBER_OF_CALL = 15 * 8  # in the registers

@@ -1,4 +1,4 @@
-"""Persistent buffers of models that are loaded born flat: they move to the device before they are read."""
+"""Persistent buffers of models that are loaded sharded: they move to the device before they are read."""
 
 import strata
 import torch

@@ -188,5 +188,5 @@ def test_an_optimizer_of_the_users_is_foreseen_but_for_what_it_keeps():
     for forecast, report in run_ranks(2, _with_an_optimizer_of_its_own):
         for kind in ("master weights", "gradient shards", "weights"):
             assert report["device", kind][1] == forecast[kind] > 0
-        # It reads the gradients where they were reduced: there is no second copy of them.
+        # The optimizer reads the gradients where they were reduced: there is no second copy of them.
         assert report["device", "gradient shards"][1] == report["device", "master weights"][1]

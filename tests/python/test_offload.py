@@ -205,7 +205,7 @@ def test_buffers_are_no_larger_than_what_is_staged(world, tmp_path):
 
 
 def _starts(folder):
-    """Nothing is left behind by engines that come and go: no file, descriptor or memory."""
+    """Engines that come and go leave no file, descriptor or memory behind."""
 
     def resident():
         with open("/proc/self/status") as status:
@@ -271,7 +271,7 @@ def test_what_cannot_be_is_told_on_every_rank(tmp_path):
 
 
 def test_what_is_offloaded_is_foreseen(tmp_path):
-    """By ``strata.memory_forecast``, for a job that does not run."""
+    """The values of ``strata.memory_forecast``, for a job that does not run."""
     with torch.device("meta"):
         model = make_model()
     told = {

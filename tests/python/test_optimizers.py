@@ -116,7 +116,7 @@ class _Failing(torch.optim.SGD):
 
 
 def test_an_optimizer_that_fails_keeps_no_gradients():
-    """They are lent: the engine's memory, which goes on to other use."""
+    """Gradients are views of the engine's memory, which the engine uses again."""
     model = make_model()
     optimizer = _Failing(model.parameters(), lr=0.05)
     engine, *_ = strata.initialize(model=model, config=config_of(2, optimizer=False), optimizer=optimizer)

@@ -29,7 +29,7 @@ KINDS = ("weights", "gathered weights", "gradients", "gradient shards", "master 
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """As scripts bring it from DeepSpeed."""
+    """The enumeration that scripts bring from DeepSpeed."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 FROZEN = ("embedding", "layers.0", "layers.2")
-# Before which step which parameters are unfrozen, or frozen (again).
+# By step: the parameters that are unfrozen, or frozen (again), before it.
 CHANGES = {2: (("layers.0.up",), True), 3: (("layers.0", "embedding"), True), 5: (("layers.1", "layers.0.up"), False),
            6: (("layers.0", "layers.1", "layers.2"), True)}  # fmt: skip
 STEPS = 8

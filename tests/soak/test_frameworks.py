@@ -43,7 +43,7 @@ RELATIVE = {
 
 
 def environment_of(framework, way):
-    """That of a user of the framework's environment, in which Strata is installed; and offline, on the CPU."""
+    """The environment of a user of the framework, in which Strata is installed; offline, on the CPU."""
     found = {name: value for name, value in os.environ.items() if name not in ("STRATA_COMPAT", "RANK", "WORLD_SIZE")}
     more = {
         "PATH": f"{FOLDER / framework / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -135,13 +135,13 @@ def weights_in(folder):
 
 
 def greatest_difference(found, wanted):
-    """Between two lists of numbers, relative."""
+    """The greatest relative difference between two lists of numbers."""
     assert len(found) == len(wanted) > 0 and len(set(wanted)) > 1, "nothing is learned"
     return max(abs(one - other) / abs(other) for one, other in zip(found, wanted))
 
 
 def greatest_distance(found, wanted):
-    """Between tensors of one name, relative."""
+    """The greatest relative distance between two tensors of the same name."""
     kinds = [{name: (value.shape, value.dtype) for name, value in them.items()} for them in (found, wanted)]
     assert kinds[0] == kinds[1]
     return max(((found[n] - w).double().norm() / w.double().norm()).item() for n, w in wanted.items())

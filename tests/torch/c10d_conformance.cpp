@@ -109,7 +109,7 @@ INSTANTIATE_TEST_SUITE_P(Split, OneSidedGathers, testing::Values(split_backend(t
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesMoveData, testing::Values(Backend{"gloo", run_gloo}));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{"gloo", run_gloo}));
 
-// Rank 1 meets rank 0 for a reduction and goes instead; by then rank 0's collectives are gone, too.
+// Rank 1 comes to rank 0's reduction and ends instead; by then rank 0's collectives are gone, too.
 TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
   constexpr double kDeadline = 15.0;  // seconds; the test waits them out: no rank answers rank 0
   const int group = ++groups_made;

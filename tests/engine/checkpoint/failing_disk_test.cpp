@@ -1,6 +1,6 @@
-// Whatever fails while a checkpoint is being saved, at once or beside training, and whenever:
-// afterwards the folder holds the old one or the new one, whole, and the next save works. By seed;
-// STRATA_FAULT_SEEDS says how many, of each way.
+// One operation fails while a checkpoint is saved, at once or beside training. Afterwards the
+// folder holds the old checkpoint or the new one, whole, and the next save works. Seeds choose the
+// failure; STRATA_FAULT_SEEDS is the number of seeds for each way of saving.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -50,7 +50,7 @@ class Job {
     return outcomes[0].empty() ? outcomes[1] : outcomes[0];
   }
 
-  // By which states the newest checkpoint holds; a text in place of an error.
+  // Says which states the newest checkpoint holds; the message, if there is an error.
   std::string newest() {
     try {
       return look_at_newest();

@@ -97,7 +97,7 @@ class Damaged : public ::testing::Test {
 
   std::string path(const std::string& name) const { return folder_.path() + "/t/" + name; }
 
-  // By rank, from one that has other states, which must stay where `stays`.
+  // The message of a load, by rank. The engine has other states; if `stays`, they must stay.
   std::vector<std::string> load_errors(bool stays = true, int world = 2) {
     return testing::on_ranks(world, [&](const auto& ranks) {
       TrainedRank rank(ranks, DType::kBFloat16, 3);

@@ -1,4 +1,4 @@
-// Where a FakeRank's model computes: at once on a CPU device; on a LateDevice some time later, in
+// A FakeRank's model computes here: on a CPU device at once; on a LateDevice some time later, in
 // the order of the compute stream, as the kernels of a GPU's model do. Threads: its rank's.
 // Ownership: memory() may outlive this.
 #pragma once

@@ -133,7 +133,7 @@ class Views final : public ParameterViews {
  private:
   bool can_await_;
   std::vector<std::span<std::byte>> flat_;
-  // Not of bool: other threads read other units.
+  // Not vector<bool>: other threads read other units.
   std::vector<char> attached_;
   std::vector<char> awaited_;
 };
@@ -144,9 +144,9 @@ struct RankOptions {
   std::string settings;
   std::optional<Bytes> memory_limit = std::nullopt;
   bool can_await = false;  // the parameters' readers
-  // Before weights have values, as where these come from files: states are there first then.
+  // The optimizer's states are made before weights have values, as where these come from files.
   bool prepares_first = false;
-  // Until they were read; else they are read before add_gradient() returns.
+  // Gradients stay until they were read; else they are read before add_gradient() returns.
   bool keeps_gradients = true;
   std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
   std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // its passes' scopes; null: all

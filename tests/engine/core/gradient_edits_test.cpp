@@ -13,7 +13,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// How passes of a step reduce, over which ranks, and where the reduced gradients are kept.
+// The way in which passes of a step reduce, the ranks, and the tier of the reduced gradients.
 struct Way {
   bool reduces = true;
   bool at_boundary = false;

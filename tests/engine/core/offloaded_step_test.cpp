@@ -1,4 +1,4 @@
-// Where optimizer states and gradients rest changes no bit of a step.
+// The placement of optimizer states and gradients changes no bit of a step.
 #include <gtest/gtest.h>
 
 #include "engine/core/offloaded_cases.h"

@@ -145,7 +145,7 @@ TEST(TrainingStepOrder, AParameterUnusedOnOneRankContributesZeroes) {
   Script script = plain_script(model);
   script.gradients = [&](int step, int micro, int rank) {
     Gradients gradients = all_gradients(model, step, micro, rank);
-    // In the first pass, in later ones, and now and then.
+    // Rank 1 lacks a gradient in every step, rank 2 in step 1, and all ranks lack one in step 2.
     if (rank == 1) gradients[1].reset();
     if (rank == 2 && step == 1) gradients[5].reset();
     if (step == 2) gradients[0].reset();

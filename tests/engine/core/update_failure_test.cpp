@@ -82,7 +82,8 @@ TEST(UpdateFailure, OfOneRanksOptimizerIsEveryRanksAndALoadMendsIt) {
   }
 }
 
-// While other units are updated those that are needed first are fetched: ranks meet in between.
+// The update gathers the units that are needed first while it updates others: ranks reach sync
+// points in between.
 TEST(UpdateFailure, BetweenTheMeetingsOfAnUpdateLosesNobody) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   for (const int stage : {2, 3}) {

@@ -108,7 +108,7 @@ def environment_of(checkout, strata):
 
 
 def judged(outcome, why):
-    """One of ``KINDS``."""
+    """Returns the test's kind, one of ``KINDS``."""
     if outcome == "failed" and _INTERNALS.search(why):
         return "internals"
     return "not offered" if outcome == "failed" and _NOT_OFFERED.search(why) else outcome
