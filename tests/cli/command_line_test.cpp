@@ -81,7 +81,7 @@ TEST(TextTable, LinesUp) {
   EXPECT_EQ(count_of(1000, "file"), "1,000 files");
 }
 
-// A clock that stands still until it is told.
+// A clock that advances only when the test moves it.
 class ProgressTest : public ::testing::Test {
  protected:
   std::ostringstream out_;

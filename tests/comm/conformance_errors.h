@@ -204,7 +204,7 @@ TEST_P(CollectivesReportErrors, NamesARankThatDoesNotComeWithinTheTimeout) {
         if (c.rank() != 1) {
           c.barrier();
         } else {
-          // Lives, and takes no part until it hears that another rank has given up.
+          // This rank lives, and takes no part until it learns that another rank has failed.
           for (;;) c.require_usable();
         }
       },

@@ -40,7 +40,7 @@ TEST(MasterRemainder, WithTheRoundedValueIsTheValueForEveryUpperHalf) {
   }
 }
 
-// The remainder may be that of any number before; zeroes matter most, since no number is below
+// The remainder may be that of any weight before. Zeroes are the hard case: no number is below
 // them.
 TEST(MasterRemainder, OfTheWeightBeforeLeavesAMasterThatRoundsToTheOneWritten) {
   for (std::uint32_t high = 0; high <= 0xFFFFU; ++high) {

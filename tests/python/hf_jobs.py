@@ -1,4 +1,4 @@
-"""Hugging Face jobs under whatever ``deepspeed`` is in this process: DeepSpeed, or Strata in its place.
+"""Hugging Face jobs under the ``deepspeed`` of this process: DeepSpeed, or Strata in its place.
 
     strata run --num_gpus N hf_jobs.py FOLDER NAME CASE...
 

@@ -86,8 +86,8 @@ def _build_all(builders, piece):
 
 
 def compare_worlds(builders):
-    """Asserts that every model has the same values on 1, 2 and 3 ranks, whatever the piece, and that they have the
-    distribution of a plainly built one's.
+    """Asserts that every model has the same values on 1, 2 and 3 ranks with any size of chunks, and that they have the
+    distribution of a plainly built model's.
 
     Args:
         builders: {name: a function of a module's top level that makes a model}.

@@ -1,4 +1,4 @@
-"""Checkpoints of training: going on equals never having stopped, whatever ranks and stage go on."""
+"""Training that continues from a checkpoint, on any ranks and at any stage, equals training that never stopped."""
 
 
 import numpy

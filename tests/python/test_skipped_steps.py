@@ -1,4 +1,4 @@
-"""fp32 and bf16: a step whose gradients are not finite is skipped everywhere, counted, and told of once."""
+"""fp32 and bf16: a step whose gradients are not finite is skipped on every rank, counted, and logged once."""
 
 import logging
 

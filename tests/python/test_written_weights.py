@@ -69,7 +69,7 @@ def _written(stages, dtypes, accumulations, rules):
 
 
 def _follow(reference, all_of_it=False):
-    """Masters of weights that were written; ``all_of_it``: of all, as where a modifier makes them everybody's."""
+    """Masters of written weights; ``all_of_it``: of all, as where a modifier rank's values go to all ranks."""
     with torch.no_grad():
         for parameter, master in zip(reference.parameters, reference.masters):
             written = parameter.to(master.device)

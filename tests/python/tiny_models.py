@@ -111,7 +111,7 @@ def full_parameters(model):
 
 
 def differences(ours, theirs):
-    """Names whose values are not the same bits, whatever devices they are on."""
+    """Names whose values have different bits, on any devices."""
     assert ours.keys() == theirs.keys()
     return [n for n in ours if not same_bits(ours[n], theirs[n])]
 

@@ -1,5 +1,5 @@
-"""SFT, DPO and GRPO of TRL at stage 3, under whatever ``deepspeed`` is in this process or under ``StrataTrainerMixin``,
-or of plain TRL.
+"""SFT, DPO and GRPO of TRL at stage 3, under the ``deepspeed`` of this process or under ``StrataTrainerMixin``; or of
+plain TRL.
 
     torchrun ... trl_jobs.py FOLDER NAME deepspeed|strata|plain CASE...
 

@@ -1,5 +1,5 @@
-// Backward passes that autograd runs alone: when they begin and end, and that they train as those
-// that the engine is told of.
+// Backward passes that autograd runs without a call of the engine: their begin and end, and that
+// they train as passes by the engine's own call.
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>

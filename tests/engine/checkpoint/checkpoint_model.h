@@ -1,5 +1,5 @@
 // A small sharded model for tests of loading and saving: uneven parameters in two units, ranks as
-// threads, values that can be told apart by place.
+// threads, values that differ by position.
 #pragma once
 
 #include <algorithm>
