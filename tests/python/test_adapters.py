@@ -67,7 +67,7 @@ def _lora(seed):
 
 
 def _trained_adapter(folder):
-    """{excluded: saved names}; training continues with the same bits."""
+    """{excluded: {name: array}} of the saved states, which later training must continue from bit by bit."""
     engine = strata.initialize(model=_lora(seed=1), config=_config(3))[0]
     saved = {}
     ids = torch.arange(12, device=engine.device)[None]

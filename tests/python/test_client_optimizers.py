@@ -15,8 +15,8 @@ from tiny_models import (
 
 
 class LayerScaled(torch.optim.SGD):
-    """Of LAMB's kind: a step's length depends on the norms of whole tensors. One of its states has a shape that is no
-    parameter's."""
+    """An optimizer like LAMB: a step's length depends on the norms of whole tensors. One of its states has a shape that
+    is no parameter's."""
 
     @torch.no_grad()
     def step(self, closure=None):

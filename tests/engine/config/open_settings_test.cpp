@@ -47,7 +47,7 @@ TEST(OpenSettings, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
   EXPECT_EQ(problem_of(c, "optim"), "none");
   EXPECT_NE(problem_of(c, ""), "none");
   EXPECT_EQ(c.open.size(), 9U);
-  EXPECT_EQ(c.optimizer->adam.lr, 1e-3);  // a program may read settings that training does not need
+  EXPECT_EQ(c.optimizer->adam.lr, 1e-3);  // the default of an open setting may be read
   EXPECT_FALSE(c.scheduler.has_value());
 }
 
