@@ -11,4 +11,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the machine's cores
 if os.environ.get("STRATA_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models on the CPU stay there
 else:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic

@@ -1,4 +1,4 @@
-"""bench/cold.py runs every engine and tells when its first step was made."""
+"""bench/cold.py runs every engine and reports the time of its first step."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""bench/host_waits.py counts at every stage; on the CPU nobody waits."""
+"""bench/host_waits.py counts at every stage; on the CPU the count is zero."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""bench/nvme_story.py: GRPO trains with weights on a drive behind few small buffers; figures of each step are told."""
+"""bench/nvme_story.py: GRPO trains with weights on a drive behind few small buffers, and reports figures of a step."""
 
 import importlib.util
 import json

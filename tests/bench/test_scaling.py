@@ -1,4 +1,4 @@
-"""The arithmetic of scaling: against counts by hand, against measured points, and what the page shows."""
+"""The arithmetic of scaling: against counts by hand, against measured points, and as the page shows it."""
 
 import json
 import sys

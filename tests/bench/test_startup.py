@@ -1,4 +1,4 @@
-"""The comparison of starts: every engine on one checkpoint beside the limit, and what it shows when it is stopped."""
+"""The comparison of starts: every engine on one checkpoint beside the limit, and its output when it is stopped."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def _start(*command):
 
 
 def _heed_interrupts():
-    """What a shell starts in the background ignores them, and so do its children."""
+    """A process that a shell starts in the background ignores interrupts, and so do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""The comparison of steps: what it reports, that it goes on when an engine does not, and its arithmetic."""
+"""The comparison of steps: its report, its arithmetic, and that it goes on when an engine fails."""
 
 import argparse
 import importlib.util
@@ -34,7 +34,7 @@ OPTIONS = {"device": "cpu", "cores": 2}
 
 
 def run_bench(folder, *arguments, program="run.py"):
-    """(exit code, what it printed, the JSON) of a run on a tiny model."""
+    """(exit code, output, the JSON) of a run on a tiny model."""
     command = [sys.executable, BENCH / "step" / program, "--model", "tiny-moe", "--world", WORLD, "--device", "cpu"]
     command += ["--seq", 16, "--steps", STEPS, "--warmup", WARMUP, "--json", folder / "step.json", *arguments]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))

@@ -1,5 +1,5 @@
-// Reading in pieces: whatever the sizes of pieces and blocks, all bytes come once and in order, and
-// every block that is wrong is named.
+// Reading in chunks: with any sizes of chunks and blocks, all bytes come once and in order, and the
+// reader names every wrong block.
 #include "strata/checkpoint/reader.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
-// A checkpoint that is written from whole tensors, one after the other: what is in it, and what is
-// left of one that is not finished.
+// A checkpoint that is written from whole tensors, one after the other: its content, and the files
+// that an unfinished one leaves.
 #include "strata/checkpoint/writer.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// What a command line says of itself, and the small parts that commands share.
+// Tests the help of the command line, and the small parts that commands share.
 #include "strata/cli/command_line.h"
 
 #include <gmock/gmock.h>
@@ -81,7 +81,7 @@ TEST(TextTable, LinesUp) {
   EXPECT_EQ(count_of(1000, "file"), "1,000 files");
 }
 
-// A clock that stands still until it is told.
+// A clock that advances only when the test moves it.
 class ProgressTest : public ::testing::Test {
  protected:
   std::ostringstream out_;

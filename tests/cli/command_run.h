@@ -1,4 +1,4 @@
-// Runs a command line as main() does, and keeps what it wrote. Values.
+// Runs a command line as main() does, and keeps its output. Values.
 #pragma once
 
 #include <nlohmann/json.hpp>

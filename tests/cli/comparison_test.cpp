@@ -25,7 +25,7 @@ class Diff : public ::testing::Test {
     saved_.write(folder_ / "a");
     other_.ranks = 3;
   }
-  // Of `a` and of what other_ is now.
+  // Compares `a` with the present state of other_.
   CommandRun diff(std::vector<std::string> more = {}) {
     other_.write(folder_ / "b");
     std::vector<std::string> arguments{"diff", folder_ / "a", folder_ / "b"};

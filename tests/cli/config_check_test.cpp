@@ -1,4 +1,5 @@
-// `strata check`: what people and programs read of a configuration, and the file that is written.
+// `strata check`: its output about a configuration, for people and for programs, and the file that
+// it writes.
 #include "strata/cli/config_check.h"
 
 #include <gmock/gmock.h>

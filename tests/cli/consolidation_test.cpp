@@ -1,4 +1,4 @@
-// `strata consolidate`: what it writes is what was trained, and what is wrong leaves OUT as it was.
+// `strata consolidate`: it writes the trained weights, and on an error it leaves OUT unchanged.
 #include "strata/cli/consolidation.h"
 
 #include <gmock/gmock.h>
@@ -40,7 +40,7 @@ class Consolidate : public ::testing::Test {
     return result;
   }
 
-  // What was saved of it, rounded once.
+  // The values that the checkpoint holds of the tensor, rounded once.
   std::vector<float> saved_values(const SavedTensor& tensor, DType dtype) const {
     const Numel numel = *format::checked_numel(tensor.shape);
     std::vector<float> values(numel.size());

@@ -1,4 +1,5 @@
-// `strata bench-io`: what it moves, what it says of folders, and which figures it recommends.
+// `strata bench-io`: the bytes that it moves, its words about folders, and the figures that it
+// recommends.
 #include "strata/cli/drive_speed.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// What `strata inspect` says of a whole checkpoint, and that it names everything that is wrong.
+// Tests the output of `strata inspect` for a whole checkpoint, and that it names every defect.
 #include "strata/cli/inspection.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,5 @@
-// `strata plan`: a model as its files tell it, and what the engine would hold of it.
+// `strata plan`: a model as its files describe it, and the memory that the engine would hold for
+// it.
 #include "strata/cli/memory_plan.h"
 
 #include <gmock/gmock.h>

@@ -38,7 +38,7 @@ std::vector<std::byte> bytes_of_part(const SavedCheckpoint& saved, const Part& p
   return bytes;
 }
 
-// What rank `rank` writes of the kinds [first, last).
+// The parts of the kinds [first, last) that rank `rank` writes.
 std::vector<Part> parts_of(const SavedCheckpoint& saved, int rank, std::size_t first,
                            std::size_t last) {
   std::vector<Part> parts;

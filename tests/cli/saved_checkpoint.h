@@ -1,6 +1,6 @@
-// A training checkpoint for tests: written to a folder of its own, by a writer that knows nothing
-// but the manifest and the layout of safetensors; tensors are cut evenly over ranks, each in a file
-// for values and one for what the optimizer keeps. Threads: one. Units: elements.
+// A training checkpoint for tests. A writer that knows only the manifest and the layout of
+// safetensors writes it to a folder of its own. It cuts tensors evenly over ranks; each rank has a
+// file for values and one for the optimizer's states. Threads: one. Units: elements.
 #pragma once
 
 #include <filesystem>

@@ -1,4 +1,4 @@
-// Joining the carriers that were chosen, where one of them fails or the other is faster.
+// Ranks join the chosen transports; one of them fails, or the other is faster.
 #include "strata/comm/combined/carrier_join.h"
 
 #include <gmock/gmock.h>

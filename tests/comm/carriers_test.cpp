@@ -1,4 +1,4 @@
-// The one choice of carriers, as a table, and what it promises.
+// The one choice of transports, as a table, and its promises.
 #include "strata/comm/carriers.h"
 
 #include <gmock/gmock.h>
@@ -53,14 +53,14 @@ TEST(Carriers, OfAShardGroup) {
   const Case cases[] = {
       {{}, {1, true}, false, kAlone},
       {{Kind::kPeer}, {1, true}, true, kAlone},
-      // On the host strata.collectives says it all.
+      // On the host, strata.collectives alone decides.
       {{}, host, false, memory()},
       {{}, hosts, false, backend()},
       {{Kind::kShm}, host, false, memory()},
       {{Kind::kShm}, hosts, false, memory()},
       {{Kind::kC10d}, host, false, backend()},
       {{Kind::kPeer}, host, false, memory(kPeer, kPeer)},
-      // Between GPUs bulk data goes beside it.
+      // Between GPUs, bulk has a transport of its own beside the control plane.
       {{}, host, true, memory(kAuto, kAuto)},
       {{}, hosts, true, backend(kNccl)},
       {{Kind::kShm}, host, true, memory(kNccl, kNccl)},

@@ -89,7 +89,7 @@ class CollectiveNetwork : public Collectives {
 
   std::shared_ptr<Collectives> ranks_;
   RankNames names_;
-  int sent_ = 0;  // so many things, on every rank
+  int sent_ = 0;  // buffers made by copied(); the same number on every rank
 };
 
 }  // namespace strata::comm::conformance

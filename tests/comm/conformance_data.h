@@ -62,7 +62,7 @@ TEST_P(CollectivesMoveData, GathersWhatEveryRankHasPutInPlace) {
                         round);
       }
     }
-    c.barrier();  // a rank that is done may hold what others read
+    c.barrier();  // a rank that is done may hold memory that others read
   });
 }
 
@@ -214,7 +214,7 @@ TEST_P(CollectivesMoveData, FinishesAReductionWhileAnotherRankIsInABarrier) {
     float result = 0;
     auto work = c.reduce_scatter(
         {source.get(), 0_B, DType::kFloat32, std::span(&result, 1), 1.0F, false}, "crossing");
-    if (c.rank() == 0) work->wait();  // needs the others' part, who are in the barrier
+    if (c.rank() == 0) work->wait();  // needs the other ranks, which are in the barrier
     c.barrier();
     work->wait();
     require(result == 3.0F, "sum");

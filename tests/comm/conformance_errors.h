@@ -1,4 +1,4 @@
-// Conformance: what goes wrong ends in a CommError that names ranks, on every rank, and never in a
+// Conformance: every failure ends in a CommError that names ranks, on every rank, and never in a
 // hang.
 #pragma once
 
@@ -85,7 +85,7 @@ TEST_P(CollectivesReportErrors, ARankThatLeavesAndGoesIsNotAStranger) {
   EXPECT_THAT(errors[2], told);
 }
 
-// Who waits in a last barrier is no rank that mixes operations up.
+// The error says that the rank in its last barrier has left, not that it mixes operations up.
 TEST_P(CollectivesReportErrors, ARankWhoseProgramEndsIsSaidToHaveLeft) {
   const auto errors = errors_on_ranks(3, [](Collectives& c) {
     c.barrier();
@@ -175,7 +175,7 @@ TEST_P(CollectivesReportErrors, AskingThrowsWhatEveryLaterCallThrows) {
   EXPECT_THAT(results, testing::Each(testing::HasSubstr("first reason")));
 }
 
-// As ranks do that are between two steps.
+// Ranks between two steps call require_usable().
 TEST_P(CollectivesReportErrors, AskingTakesPartInNothing) {
   on_ranks(2, [](Collectives& c) {
     for (int i = 0; i < 3 * (c.rank() + 1); ++i) c.require_usable();
@@ -204,7 +204,7 @@ TEST_P(CollectivesReportErrors, NamesARankThatDoesNotComeWithinTheTimeout) {
         if (c.rank() != 1) {
           c.barrier();
         } else {
-          // Lives, and takes no part until it hears that another rank has given up.
+          // This rank lives, and takes no part until it learns that another rank has failed.
           for (;;) c.require_usable();
         }
       },

@@ -26,7 +26,7 @@ TEST_P(OneSidedGathers, NeedNoOtherRank) {
     fill(a->local(), c.rank());
     fill(b->local(), c.rank());
     c.barrier();
-    // Each rank another number of times and in another order; the last one not at all.
+    // Each rank gathers another number of times and in another order; the last one not at all.
     for (int i = c.rank() + 1; i < c.world_size(); ++i) {
       gather_from_all(c, *(i % 2 == 0 ? a : b), 2500);
       gather_from_all(c, *a, 3000);
@@ -100,7 +100,7 @@ TEST_P(OneSidedGathers, ServeAReductionThatTheOwnerOfTheBufferWaitsFor) {
   });
 }
 
-// Between two phases: the memory goes, and comes back with other values.
+// The memory goes between two phases, and comes back with other values.
 TEST_P(OneSidedGathers, ReadWhatABufferHoldsWhoseMemoryWasAway) {
   on_worlds([](Collectives& c) {
     const std::size_t bytes = 9000;

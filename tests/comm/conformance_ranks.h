@@ -1,4 +1,4 @@
-// What the conformance tests share: the backend under test, and ways to fill and check bytes.
+// The conformance tests share these: the backend under test, and ways to fill and check bytes.
 #pragma once
 
 #include <fmt/format.h>

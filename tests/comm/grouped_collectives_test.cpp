@@ -26,8 +26,8 @@ INSTANTIATE_TEST_SUITE_P(OneGroup, CollectivesMoveData, testing::Values(one_grou
 INSTANTIATE_TEST_SUITE_P(OneGroup, CollectivesReportErrors, testing::Values(one_group()));
 INSTANTIATE_TEST_SUITE_P(OneGroup, OneSidedGathers, testing::Values(one_group()));
 
-// What joins replicas: memory that they read, or a network; or peers on devices whose streams run
-// late, which join groups, too.
+// The parameter names the transport between replicas: memory that they read, a network, or peers on
+// devices whose streams run late; those peers are the transport within groups, too.
 class ShardGroupsTest : public testing::TestWithParam<const char*> {
  protected:
   static std::vector<std::string> run(int world_size, int group_size, const RankBody& body,

@@ -1,5 +1,5 @@
-// Ranks as threads in shard groups: every rank's GroupedCollectives, of two LocalGroups' or of what
-// the caller makes of them on the rank's device.
+// Ranks as threads in shard groups. Every rank has GroupedCollectives, made from two LocalGroups or
+// from collectives that the caller makes of them on the rank's device.
 #pragma once
 
 #include <deque>
@@ -29,7 +29,7 @@ class GroupedRanks {
 
   using Change = std::function<std::unique_ptr<Collectives>(
       std::unique_ptr<Collectives>, RankNames, const std::shared_ptr<device::Device>&)>;
-  // What stands between a rank and its replicas, and between it and its group.
+  // set_network() wraps the collectives over replicas, set_inside() those within a group.
   void set_network(Change change) { network_ = std::move(change); }
   void set_inside(Change change) { within_ = std::move(change); }
 

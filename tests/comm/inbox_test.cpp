@@ -64,8 +64,8 @@ TEST(InboxRing, WhatIsExpectedNextComesBehindWhatHasBegunAndAfterIt) {
 
 constexpr std::size_t kPiece = 7;  // elements of a gradient
 
-// What rank `rank` contributes to element `i` of contribution `index` of a pass: small whole
-// numbers, of which sums are exact in every dtype. Some gradients nobody has.
+// The term of rank `rank` in element `i` of contribution `index` of a pass: a small whole number,
+// so that sums are exact in every dtype. Some gradients are zero on every rank.
 float value_of(int rank, int pass, std::size_t index, std::size_t i) {
   const std::size_t piece = i / kPiece;
   if ((piece + index + static_cast<std::size_t>(rank)) % 5 == 0) return 0.0F;

@@ -1,6 +1,5 @@
-// Gathers of slices that change again and again, on devices whose streams run late: what keeps an
-// update from what peers still read of the values before it, and a gather from values that are not
-// there yet.
+// Gathers of slices that change again and again, on devices whose streams run late: an update waits
+// until peers have read the values before it, and a gather waits until the new values are there.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -15,8 +14,8 @@
 namespace strata::comm::conformance {
 namespace {
 
-// What every rank comes to before slices change: when it has waited for its gather, or on the
-// device, when it has started it.
+// The sync point of all ranks before slices change. kAllReduce: a rank reaches it after it has
+// waited for its gather. kExchange: the device reaches it, after the rank has started its gather.
 enum class Meeting { kAllReduce, kExchange };
 
 class LateGathers : public testing::TestWithParam<Meeting> {};
@@ -77,7 +76,7 @@ class Gathering {
   std::atomic<int> wrong_ = 0;
 };
 
-// On three peers; `body` tells how much of what it read was wrong.
+// Runs `body` on three peers; it returns the number of wrong elements that it has read.
 void expect_nothing_wrong(const std::function<int(Collectives&, device::LateDevice&)>& body) {
   constexpr int kWorld = 3;
   LocalGroup group(kWorld);
@@ -113,7 +112,7 @@ void work_long() {
   for (std::uint64_t i = 0; i < 300'000; ++i) sum = sum + i;
 }
 
-// As a script does, between gathers and the next meeting of all ranks.
+// A script writes slices so, between gathers and the next sync point of all ranks.
 TEST(LateGatherRounds, WhenTheyAreFinishedSlicesMayBeWritten) {
   expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
     constexpr std::size_t kBytes = 3000;
@@ -149,7 +148,7 @@ TEST(LateGatherRounds, WhenTheyAreFinishedSlicesMayBeWritten) {
   });
 }
 
-// Of memory that only devices reach, by way of the host and without it.
+// The memory is one that only devices reach; the bytes go by way of the host, or without it.
 TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
   expect_nothing_wrong([](Collectives& c, device::LateDevice& device) {
   // Not under ThreadSanitizer: more than a piece.
@@ -165,7 +164,7 @@ TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
       const auto bytes = memory->bytes().first(kSizes[round % 4]);
       const int root = round % c.world_size();
       device.enqueue(device.compute_stream(), [bytes, rank = c.rank(), round] {
-        fill(bytes, rank, round);  // also what is replaced
+        fill(bytes, rank, round);  // fills also the bytes that the broadcast replaces
       });
       c.broadcast(bytes, root);
       device.enqueue(device.compute_stream(), [&wrong, bytes, root, round] {
@@ -184,8 +183,8 @@ float contribution(int rank, std::size_t index, int round) {
   return static_cast<float>(rank + 1 + round) + static_cast<float>(index % 7);
 }
 
-// What a reduction leaves in shared memory is read here, and gathered, with nothing in between but
-// the barrier. How many elements are wrong.
+// Reads the result of a reduction in shared memory, and gathers it, with only the barrier in
+// between. Returns the number of wrong elements.
 int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
   constexpr std::size_t kNumel = 500;
   constexpr Bytes kSlice(static_cast<std::int64_t>(kNumel * sizeof(float)));

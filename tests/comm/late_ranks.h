@@ -1,5 +1,5 @@
 // Ranks, which are threads, on devices whose streams run late: peer collectives, alone or in shard
-// groups; and what tests of the host's need to use them, HostResults.
+// groups; and HostResults, with which tests of the host's memory use them.
 // Threads, errors: collectives.h.
 #pragma once
 
@@ -21,7 +21,7 @@ inline std::shared_ptr<device::LateDevice> late_device(int rank) {
                                               static_cast<std::uint64_t>(rank) * 1000 + 1);
 }
 
-// In and across groups.
+// Makes peers the transport within and across groups.
 inline void join_by_peers(GroupedRanks& ranks, std::chrono::milliseconds timeout) {
   const auto peers = [timeout](std::unique_ptr<Collectives> control, RankNames names,
                                const std::shared_ptr<device::Device>& device) {
@@ -34,9 +34,9 @@ inline void join_by_peers(GroupedRanks& ranks, std::chrono::milliseconds timeout
   ranks.set_network(peers);
 }
 
-// Brings the result of a reduction from memory of the device to the host's, where a test wants it,
-// once it is complete; the compute stream is then done, so that the host may write again what the
-// operation has read.
+// Copies the complete result of a reduction from the device's memory to the host's, for tests that
+// read it there. The compute stream has then ended its work, so the host may overwrite the
+// operation's source.
 class HostResult final : public Work {
  public:
   HostResult(device::Device& device, std::unique_ptr<device::Memory> there, std::span<float> here)
@@ -46,7 +46,7 @@ class HostResult final : public Work {
   ~HostResult() override {
     try {
       wait();
-    } catch (const Error&) {  // as documented: who wants the error calls wait()
+    } catch (const Error&) {  // as documented, only wait() reports the error
       work_.reset();
     }
     settle();

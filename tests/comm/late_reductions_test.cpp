@@ -1,6 +1,6 @@
 // Reductions as an engine makes them, on devices whose streams run late: contributions are written
-// on a stream of the caller's, into buffers that are used again, many reductions are on their way,
-// and nobody waits for a stream but other streams.
+// on a stream of the caller's, into buffers that are used again; many reductions run at once; and
+// only streams wait for streams.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -33,7 +33,7 @@ float part(int rank, std::size_t index, int round) {
       101);
 }
 
-// One rank, and what its "model" has found wrong.
+// One rank, and the count of wrong elements that its "model" has found.
 class Caller {
  public:
   Caller(Collectives& collectives, device::LateDevice& device, bool shares_stream)
@@ -137,7 +137,7 @@ class Caller {
 
 class LateReductions : public testing::TestWithParam<Places> {
  protected:
-  // On every rank, in groups of peers or, where there is one group, peers.
+  // Runs `body` on every rank, over groups of peers; over plain peers if there is one group.
   static void run(const std::function<void(Caller&)>& body) {
     const Places places = GetParam();
     CommOptions options;

@@ -30,7 +30,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-// Notes what the channel tells.
+// Records the channel's notifications.
 class Notes final : public PeerChannel::Service {
  public:
   std::optional<SharedParts> share(const std::string& key, std::size_t) override {
@@ -59,11 +59,11 @@ class Notes final : public PeerChannel::Service {
   std::string message_;
 };
 
-// What rank 1 has of its connections to rank 0.
+// The connections of rank 1 to rank 0.
 struct Script {
   std::string address;    // of rank 0
   FileDescriptor asking;  // to rank 0
-  FileDescriptor asked;   // of rank 0, who asks through it
+  FileDescriptor asked;   // rank 0 asks through it
 
   void send(std::string_view line) const {
     ASSERT_TRUE(send_message(asking.get(), line, {})) << line;
@@ -175,7 +175,7 @@ TEST(PeerChannel, AConnectionThatIsNoRankOfTheJobIsIgnored) {
     }
   });
   EXPECT_EQ(meeting.error, "");
-  EXPECT_THROW(connect_to(meeting.script.address), CommError);  // nobody comes later
+  EXPECT_THROW(connect_to(meeting.script.address), CommError);  // no rank may connect later
   for (int i = 0; i < 3; ++i) {
     meeting.script.send("Q 0 nweights");
     EXPECT_EQ(meeting.script.receive(), "N");
@@ -212,7 +212,7 @@ TEST(PeerChannel, ARankWithoutDescriptorsCannotBeReached) {
       [&](Script&) {
         spare.emplace(::dup(0));
         limit.to_what_is_open();
-        spare.reset();  // what this rank connects with
+        spare.reset();  // the socket of this rank's connection
       },
       [&] { limit.restore(); });
   EXPECT_THAT(meeting.error, AllOf(HasSubstr("rank 0 cannot be reached by the others"),

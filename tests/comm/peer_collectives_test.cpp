@@ -60,7 +60,7 @@ std::vector<std::string> on_peers(int world_size, const RankBody& body) {
   return run_peers(world_size, std::chrono::seconds(60), body);
 }
 
-// A clock that counts what its device has done.
+// A clock that counts the operations of its device.
 class OperationTime final : public device::TimedEvent {
  public:
   explicit OperationTime(int operations) : operations_(operations) {}
@@ -157,7 +157,7 @@ TEST(PeerCollectives, KnowWhenBytesMovedWhereTheyAreAsked) {
   EXPECT_THAT(results, testing::Each(""));
 }
 
-// Counts what the collectives copy.
+// Counts the copies that the collectives make.
 class CountingDevice final : public device::CpuDevice {
  public:
   void copy(std::span<std::byte> target, std::span<const std::byte> source,

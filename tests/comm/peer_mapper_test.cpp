@@ -1,4 +1,4 @@
-// What of their peers' memory ranks have mapped, and when: counted by their devices.
+// Devices count how much of their peers' memory ranks have mapped, and when.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ class MappedBytes {
     const std::lock_guard lock(mutex_);
     return bytes_ == wanted;
   }
-  // Whether it comes to be so many.
+  // Waits until `wanted` bytes are mapped; false after a minute.
   bool become(Bytes wanted) {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, std::chrono::seconds(60), [&] { return bytes_ == wanted; });

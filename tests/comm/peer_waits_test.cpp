@@ -1,4 +1,4 @@
-// Streams of different ranks that wait for each other: what ends such a wait besides the flag.
+// Streams of different ranks wait for each other: other events than the flag may end such a wait.
 #include <gmock/gmock.h>
 
 #include <atomic>
@@ -33,7 +33,7 @@ TEST(FlagWatch, NamesAPeerOnlyWhereOneWaitLastsAllLooksOfATimeout) {
   EXPECT_FALSE(watch.look());
 }
 
-// Writes as many flags as it is told, and then none before it is let go: a rank that is stopped.
+// Writes the given number of flags, then none until let_go(): stands for a rank that has stopped.
 class HeldDevice final : public device::CpuDevice {
  public:
   void hold_after(int flags) { left_ = flags; }

@@ -1,5 +1,5 @@
-// Runs one function on N ranks, as threads or as forked processes, and collects what each returned.
-// A rank that throws is reported as "threw: <message>", a process that died as "died: signal 9".
+// Runs one function on N ranks, as threads or as forked processes, and collects their results. A
+// rank that throws is reported as "threw: <message>", a process that died as "died: signal 9".
 #pragma once
 
 #include <functional>

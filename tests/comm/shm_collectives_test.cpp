@@ -43,7 +43,7 @@ std::size_t files_in_dev_shm() {
   return count;
 }
 
-// Runs three ranks of which rank 1 is killed; returns what each reported.
+// Runs three ranks, and kills rank 1; returns every rank's report.
 std::vector<std::string> run_with_a_death(const std::function<void(Collectives&)>& die,
                                           const std::function<void(Collectives&)>& survive) {
   return run_shm(3, std::chrono::minutes(30), [&](Collectives& c) {
@@ -144,7 +144,7 @@ TEST(ShmCollectives, RefuseToStartWhereOneRankIsAlone) {
               testing::ThrowsMessage<CommError>(testing::HasSubstr("missing: 1 of 2")));
 }
 
-// Answers every exchange with what the test says the peers said.
+// Answers every exchange with the texts that the test gives as the peers'.
 class ScriptedBootstrap final : public Bootstrap {
  public:
   explicit ScriptedBootstrap(std::string peer) : peer_(std::move(peer)) {}

@@ -77,7 +77,7 @@ TEST_P(SplitCollectivesTest, PromiseWhatThePartsDo) {
 }
 
 TEST_P(SplitCollectivesTest, NameARankThatGathersAndOneThatReduces) {
-  if (GetParam() == PeersCarry::kGathers) return;  // a gather of peers needs nobody
+  if (GetParam() == PeersCarry::kGathers) return;  // a gather of peers is one-sided
   const auto errors = errors_on(2, [](Collectives& c) {
     auto buffer = c.allocate("layers", 64_B);
     std::vector<std::byte> flat(64);

@@ -76,7 +76,7 @@ TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
             kernels::grad_stats_reference(values).sum_of_squares);
 }
 
-// Somebody else in this process keeps nearly all of a device for reuse.
+// Another library of this process keeps nearly all of a device for reuse.
 TEST(CudaDevice, WhatOthersKeepUnusedIsGivenBackBeforeADeviceIsFull) {
   if (cuda_device_count() == 0) GTEST_SKIP() << "this machine has no cuda device";
   constexpr Bytes kLeft = 256_MiB;

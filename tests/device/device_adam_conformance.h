@@ -1,5 +1,6 @@
-// What Adam of every Device must give, as a typed suite; beside device_kernels_conformance.h. A
-// device joins by its harness (see device_conformance.h) and one line:
+// The results that Adam of every Device must give, as a typed suite; beside
+// device_kernels_conformance.h. A device joins by its harness (see device_conformance.h) and one
+// line:
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceAdamConformance, CpuHarness);
 #pragma once
 

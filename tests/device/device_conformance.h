@@ -1,8 +1,8 @@
-// What every Device must do, as a typed suite; what it must compute is
-// device_kernels_conformance.h. A device joins by a harness type and one line:
+// Every Device must pass this typed suite; device_kernels_conformance.h has the results that it
+// must compute. A device joins by a harness type and one line:
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceConformance, CpuHarness);
 // The harness is default-constructible and has
-//   static constexpr std::string_view kName;      what name() says
+//   static constexpr std::string_view kName;      the value of name()
 //   std::unique_ptr<device::Device> make(std::optional<Bytes> memory_limit);  null: none here, skip
 // The suite reaches device memory through Device::copy alone, so that the memory may lie anywhere.
 #pragma once

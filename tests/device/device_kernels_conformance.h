@@ -1,5 +1,5 @@
-// What the kernels of every Device must give: the results of the host's, as a typed suite. A device
-// joins by its harness (see device_conformance.h) and one line:
+// The kernels of every Device must give the results of the host's kernels; this is a typed suite. A
+// device joins by its harness (see device_conformance.h) and one line:
 //   INSTANTIATE_TYPED_TEST_SUITE_P(Cpu, DeviceKernelsConformance, CpuHarness);
 #pragma once
 

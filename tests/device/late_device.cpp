@@ -30,8 +30,8 @@ class Known {
   std::span<const std::byte> memory_;
 };
 
-// From the heap, where sanitizers see what uses it after it was freed. `charge` counts its bytes,
-// in pages that nobody touches.
+// From the heap, where sanitizers see a use after it was freed. `charge` counts its bytes: memory
+// of the same size whose pages stay untouched.
 class LateMemory final : public Memory {
  public:
   explicit LateMemory(std::unique_ptr<Memory> charge)
@@ -108,7 +108,7 @@ class LateRegistration final : public HostRegistration {
   Known known_;
 };
 
-// What a kernel takes; null: nothing.
+// Throws if no kernel reaches the memory; null is no memory.
 void require_reachable(const void* pointer) {
   if (pointer != nullptr && reach_of(pointer) == Reach::kOrdinary)
     throw DeviceError("a kernel was given ordinary host memory, which no kernel of a GPU reaches");
@@ -197,7 +197,7 @@ void LateDevice::fill_zero(std::span<std::byte> target, Stream& stream) {
 void LateDevice::cast(std::byte* target, DType target_dtype, const std::byte* source,
                       DType source_dtype, Numel numel, Stream& stream) {
   if (numel.value == 0) return;
-  // As on CUDA, where it is a copy then.
+  // A cast to the same dtype is a copy, as on CUDA.
   if (target_dtype == source_dtype) {
     const std::size_t bytes = bytes_of(numel, target_dtype).size();
     return copy({target, bytes}, {source, bytes}, stream);

@@ -1,11 +1,11 @@
-// A CPU device that runs ahead: work of a stream is done some time after the call that queued it,
-// in a thread of the stream's, so that only events order streams, as on a GPU. With it a missing
-// wait_for() shows without a GPU: in wrong values, and under a race detector as a race.
+// A CPU device that runs ahead: a stream runs its work some time after the call that queued it, in
+// a thread of its own, so that only events order streams, as on a GPU. A missing wait_for() then
+// shows without a GPU: as wrong values, and under a race detector as a race.
 //
-// It does what the CUDA device does, and takes what that takes: kernels reach memory of the device
-// and pinned host memory; a copy has read ordinary host memory when it returns, and one to it is
-// complete then. What memory holds at first is not zero. Freeing memory waits for nothing: work
-// that still uses it uses freed memory, which an address sanitizer shows. Threads, ownership:
+// It behaves as the CUDA device, and accepts the same memory: kernels reach memory of the device
+// and pinned host memory; when a copy from or to ordinary host memory returns, it has read that
+// memory, or is complete. New memory is not zero. Freeing memory does not wait: work that still
+// uses the memory uses freed memory, which an address sanitizer shows. Threads, ownership:
 // device.h; memory, streams and events may outlive the device. Errors: DeviceError from calls whose
 // kernel would reach ordinary host memory; work that throws ends the program.
 #pragma once
@@ -23,8 +23,9 @@ class LateDevice final : public CpuDevice {
   // `seed`: of the pace of its streams.
   explicit LateDevice(CpuDeviceOptions options = {}, std::uint64_t seed = 1);
 
-  // Work of a test's own, as the model's kernels are. What it reaches is the test's to keep; what
-  // it owns must not tell the host, by a count of owners for one, that it has run.
+  // Queues work of a test's own, as the model's kernels are. The test keeps the memory that the
+  // work reaches. The objects that it owns must not show the host that it has run, as a count of
+  // owners would.
   void enqueue(Stream& stream, std::function<void()> work);
 
   bool runs_ahead() const override { return true; }

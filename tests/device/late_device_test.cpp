@@ -23,7 +23,8 @@ INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceConformance, LateHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceKernelsConformance, LateHarness);
 INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceAdamConformance, LateHarness);
 
-// Two numbers on a device, and a flag for which its streams wait: what is behind it has not run.
+// Two numbers on a device, and a flag for which its streams wait: work queued after that wait has
+// not run.
 struct Held {
   LateDevice device;
   std::unique_ptr<Memory> memory =

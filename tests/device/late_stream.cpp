@@ -19,8 +19,8 @@ static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
 constexpr timespec kLookAgain{0, 1'000'000};
 
-// Sleeps while the word is as it was seen, at most for so long (null: ever). Flags are shared
-// between mappings of one file, which the system tells by its pages.
+// Sleeps while the word has the value that was seen, at most for the given time (null: for ever).
+// Flags are shared between mappings of one file; the system recognizes a flag by the file's pages.
 void sleep_on(const Word& word, std::uint32_t seen, const timespec* most) {
   ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, most, nullptr, 0);
 }

@@ -3,10 +3,10 @@
 //
 // A race detector must see the order between streams that events make, and no other. So nothing
 // here lets a thread that queues work know, even by a lock, how far the thread that runs it has
-// come: queues have no locks, sleepers are woken by the system, and what the two share is freed at
-// the end only. Threads: Stream's; LateChip is internally synchronised. Ownership: LateChip is
-// shared by all that belongs to a device and may outlive it; it ends when nobody holds it, after
-// all work is done. Errors: work that throws ends the program.
+// come: queues have no locks, the system wakes sleepers, and memory that the two share is freed at
+// the end only. Threads: Stream's; LateChip is internally synchronised. Ownership: all objects of a
+// device share its LateChip, which may outlive the device; it ends with its last owner, after all
+// work is done. Errors: work that throws ends the program.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,7 @@ class LatePoint {
 class LateWorker {
  public:
   explicit LateWorker(std::uint64_t seed);
-  ~LateWorker();  // runs what was pushed
+  ~LateWorker();  // runs the pushed tasks
   LateWorker(const LateWorker&) = delete;
   LateWorker& operator=(const LateWorker&) = delete;
 
@@ -66,12 +66,12 @@ class LateWorker {
   int until_change_ = 0;    // tasks of this pace
   CpuDevice hands_;
   Node* last_;   // of the thread that pushes
-  Node* first_;  // of the thread that runs: what ran last
+  Node* first_;  // of the thread that runs: the task that ran last
   std::atomic<std::uint32_t> pushed_ = 0;
   std::thread thread_;
 };
 
-// What all LateDevices of the process know, as a driver does: memory that streams reach.
+// The memory that streams reach; all LateDevices of the process share it, as a driver's knowledge.
 class LateMemoryMap {
  public:
   enum class Reach { kDevice, kPinned, kOrdinary };
@@ -98,7 +98,7 @@ class LateChip {
   HostWaits& waits() { return *waits_; }
   LatePoint& make_point();
   std::unique_ptr<LateWorker> make_worker();
-  // A stream that is gone leaves its work to be done, and nobody waits for it.
+  // Takes the worker of a stream that has ended; its work runs on, and no call waits for it.
   void retire(std::unique_ptr<LateWorker> worker);
 
  private:
@@ -117,7 +117,7 @@ class LateStream final : public Stream {
   LateStream& operator=(const LateStream&) = delete;
 
   void push(LateTask task) { worker_->push(std::move(task)); }
-  // As synchronize(), and is not counted.
+  // As synchronize(), but not counted as a host wait.
   void finish();
   std::unique_ptr<Event> record() override;
   std::unique_ptr<TimedEvent> record_timed() override;
@@ -129,8 +129,8 @@ class LateStream final : public Stream {
   std::unique_ptr<LateWorker> worker_;
 };
 
-// Returns when *flag has reached `value`. Whoever writes it through this device wakes the sleeper;
-// the host, which may, too, does not.
+// Returns when *flag has reached `value`. A write through this device wakes the sleeper; a write by
+// the host, which is allowed, too, does not.
 void await_flag(const Flag& flag, std::uint32_t value);
 void raise_flag(Flag& flag, std::uint32_t value);
 

@@ -1,4 +1,5 @@
-// Placement that the engine chooses: what is used least leaves first, as far as the room goes.
+// Placement that the engine chooses: it offloads the least used states first, until the rest has
+// room.
 #include "strata/forecast/auto_placement.h"
 
 #include <gmock/gmock.h>
@@ -74,7 +75,7 @@ std::string lack_in(Call call) {
   return "no error";
 }
 
-// What the device holds with nothing offloaded, and with everything: all that can be asked for.
+// The device's bytes with nothing offloaded (most), and with everything offloaded (least).
 Bytes most(int stage) {
   return placed(config_of(stage), {}).forecast.total;
 }
@@ -149,8 +150,8 @@ TEST(AutoPlacement, FillsTheHostBeforeTheDrive) {
                     HasSubstr("staging 51.8 MiB"), HasSubstr("of its device")));
 }
 
-// Where the device runs ahead what is offloaded is staged on it, which takes more than one unit's
-// states leave.
+// A device that runs ahead stages offloaded states in its memory. The stage takes more bytes than
+// offloading one unit's states frees.
 TEST(AutoPlacement, CountsTheStageOfWhatLeavesAGpu) {
   const auto gpu = [](const Room& room) {
     return placed(config_of(3), room, engine::UpdateRule::kAdamW, true);

@@ -1,4 +1,4 @@
-// What would carry the bytes of a job that does not run.
+// Tests which transport a forecast assumes for a job that does not run.
 #include "strata/forecast/job_traits.h"
 
 #include <gmock/gmock.h>

@@ -102,7 +102,7 @@ void expect_held_as_foreseen(const FakeModel& model, const Case& c) {
   const MemoryForecast found = held(model, c);
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<Kind>(k);
-    // Reductions that are over before somebody waits for them free their buffers earlier; an inbox
+    // A reduction that ends before the engine waits for it frees its buffers earlier; an inbox
     // stays.
     if (kind == Kind::kGradients && !c.peers) {
       EXPECT_LE(found.of(kind), expected.of(kind));
@@ -153,8 +153,8 @@ TEST(MemoryForecast, OfBoundsOfZeroIsTheUnitInUse) {
   }
 }
 
-// Where every gradient goes at once there is the inbox and no buffer: room for what may be under
-// way and for the largest unit.
+// If every gradient is reduced at once, there is an inbox and no buffer. The inbox has room for the
+// gradients that may be under way and for the largest unit.
 TEST(MemoryForecast, OfPeersHasRoomForWhatIsUnderWayAndAUnit) {
   const FakeModel model = blocks(DType::kBFloat16);
   Bytes largest;
@@ -252,7 +252,7 @@ TEST(MemoryForecast, OfAnOptimizerOfTheUsersHasItsMastersAndGradientsOnce) {
       forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
   EXPECT_EQ(forecast.of(Kind::kMasterWeights), forecast.of(Kind::kGradientShards));
   EXPECT_EQ(forecast.of(Kind::kOptimizerState), 0_B);
-  // It reads fp32: of what is kept in a narrower type it gets a copy.
+  // The user's optimizer reads fp32: it gets a copy of gradients that are kept in a narrower type.
   training.options.accumulation_dtype = DType::kBFloat16;
   const MemoryForecast narrow =
       forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));

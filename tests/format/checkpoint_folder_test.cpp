@@ -58,7 +58,7 @@ TEST(CheckpointFolder, NamesAFileThatHasItsName) {
               HasSubstr("cannot make a folder"));
 }
 
-// Whatever it is: a folder of the user's, a file, a link, a checkpoint of another library.
+// The name may belong to a folder of the user's, a file, a link, or another library's checkpoint.
 TEST(CheckpointFolder, ReplacesNothingButCheckpoints) {
   const testing::TemporaryFolder folder;
   std::filesystem::create_directories(folder / "data");
@@ -73,7 +73,7 @@ TEST(CheckpointFolder, ReplacesNothingButCheckpoints) {
   EXPECT_EQ(testing::content_of(folder / "data/mine"), "text");
 }
 
-// Nor what came while its files were written.
+// Another program took the name while the checkpoint's files were written.
 TEST(CheckpointFolder, ReplacesNothingThatCameMeanwhile) {
   const testing::TemporaryFolder folder;
   RecordedCalls calls;

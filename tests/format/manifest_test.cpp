@@ -1,5 +1,5 @@
-// The manifest of a training checkpoint: what is written is read back, and nothing that is damaged
-// is believed.
+// The manifest of a training checkpoint: a written one is read back unchanged, and a damaged one is
+// refused.
 #include "strata/format/manifest.h"
 
 #include <gmock/gmock.h>

@@ -124,8 +124,8 @@ std::string mutated(std::string text, std::mt19937& random) {
   return text;
 }
 
-// Whatever the bytes, either they are refused with a message, or every tensor lies within the file
-// and all together cover the data.
+// The reader refuses arbitrary bytes with a message, or every tensor lies within the file and all
+// together cover the data.
 void expect_refused_or_sound(const std::string& content, const std::string& path) {
   try {
     const auto start =

@@ -1,4 +1,4 @@
-// Transfers past the page cache: which bytes go that way, and what happens where they cannot.
+// Transfers past the page cache: the bytes that go that way, and the fallback where they cannot.
 #include <filesystem>
 
 #include "io/direct_transfers.h"

@@ -1,6 +1,6 @@
-// An IoEngine whose transfers go past the page cache, by another engine: through memory that lies
-// to blocks as the range does to the file's. Bytes to write are copied there first, those that were
-// read are copied from there. Whatever an engine promises must hold of direct transfers, too.
+// An IoEngine whose transfers go past the page cache, by another engine. They go through memory
+// that is aligned to blocks as the range is in the file: bytes to write are copied there first, and
+// read bytes are copied from there. Direct transfers must keep all promises of an engine, too.
 // Threads: as IoEngine.
 #pragma once
 

@@ -41,7 +41,7 @@ class FaultyCalls final : public io::SystemCalls {
     const std::lock_guard lock(mutex_);
     return direct_calls_;
   }
-  // What direct transfers have moved.
+  // The bytes that direct transfers have moved.
   Bytes direct_bytes() {
     const std::lock_guard lock(mutex_);
     return direct_bytes_;
@@ -62,7 +62,7 @@ class FaultyCalls final : public io::SystemCalls {
   static constexpr std::int64_t kSector = 512;
   struct Verdict {
     bool let_through;
-    std::int64_t value;  // bytes to move, or what to return instead
+    std::int64_t value;  // bytes to move, or the result to return instead
   };
 
   template <typename Call>

@@ -1,4 +1,4 @@
-// FolderCalls that do what the kernel does, for tests that change some of them. Threads: safe
+// FolderCalls that forward to the kernel, for tests that change some of them. Threads: safe
 // everywhere.
 #pragma once
 

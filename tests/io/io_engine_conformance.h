@@ -1,7 +1,8 @@
-// What every IoEngine must do. An implementation is tested by a type with `static constexpr Bytes
-// kPiece` (how it cuts transfers, so that the sizes here straddle it) and `static
-// std::unique_ptr<io::IoEngine> make()`, given to INSTANTIATE_TYPED_TEST_SUITE_P(Name,
-// IoEngineConformance, Type). make() throws EngineNotHere where the system has none of the kind.
+// Every IoEngine must pass this suite. A test of an implementation defines a type with
+// `static constexpr Bytes kPiece` (how the engine cuts transfers, so that the sizes here straddle
+// it) and `static std::unique_ptr<io::IoEngine> make()`, and gives it to
+// INSTANTIATE_TYPED_TEST_SUITE_P(Name, IoEngineConformance, Type). make() throws EngineNotHere
+// where the system has no such engine.
 #pragma once
 
 #include <gmock/gmock.h>

@@ -125,7 +125,7 @@ TEST(ProcessMemory, IsReadInAnotherProcess) {
   EXPECT_TRUE(equal_everywhere(std::make_shared<ProcessMemory>(other.text()), model));
 }
 
-// Where the system wants a permission, this is what needs it.
+// Some systems want a permission for this read.
 TEST(ProcessMemory, IsReadByAChildOfTheSameParent) {
   const Model model;
   const OtherProcess other(model);
@@ -169,7 +169,7 @@ TEST(ProcessMemory, SaysWhatIsWrongWithAProcessThatHasEnded) {
               HasSubstr("it has ended, or is on another host"));
 }
 
-// Whose number is the same, on another host or in another namespace.
+// A process on another host or in another namespace may have the same number.
 TEST(ProcessMemory, OfAProcessThatIsNotTheOneMeantIsRefused) {
   const Model model;
   const OfferedMemory offered(model.spans());
@@ -179,7 +179,7 @@ TEST(ProcessMemory, OfAProcessThatIsNotTheOneMeantIsRefused) {
   std::string text;
   for (const std::string& word : words) text += word + " ";
   EXPECT_THAT(failure_of([&] { ProcessMemory memory(text); }), HasSubstr("it has other memory"));
-  words[1] = "64";  // where nobody has anything
+  words[1] = "64";  // an address at which no process has memory
   text.clear();
   for (const std::string& word : words) text += word + " ";
   EXPECT_THAT(failure_of([&] { ProcessMemory memory(text); }),

@@ -1,7 +1,8 @@
 // A RequestRing that serves requests itself, by SystemCalls (faulty_calls.h has some that
 // misbehave), as freely as a kernel may: in any order, some now and some later, with EAGAIN for
-// what was not to block, and wakes that bring nothing; all from a seed. It checks what the engine
-// promises: no more requests than it has room for, and only registered memory by its number.
+// requests that must not block, and wakes that bring nothing; all from a seed. It checks the
+// engine's promises: no more requests than there is room for, and only registered memory by its
+// number.
 // Threads: as RequestRing; the functions of tests from anywhere.
 #pragma once
 
@@ -22,14 +23,14 @@
 
 namespace strata::testing {
 
-// What a test wants of a ring, and what it learns of it; both share it.
+// A test sets the ring's behaviour here, and reads its counts; the test and the ring share it.
 class RingWatch {
  public:
-  // From now on registering gives this errno.
+  // From now on registering fails with this errno.
   void refuse_regions(int code) {
     with([&] { region_code_ = code; });
   }
-  // After so many more requests, the ring serves no more.
+  // After this number of further requests, the ring serves no more.
   void break_after(int requests) {
     with([&] { left_ = requests; });
   }
@@ -48,7 +49,7 @@ class RingWatch {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return withdrawn_; });
   }
-  // Waits until so many requests are under way at once.
+  // Waits until `depth` requests are under way at once.
   void wait_for_depth(std::size_t depth) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return under_way_ >= depth; });

@@ -17,7 +17,7 @@ using io::Striping;
 TEST(Striping, EveryByteLiesOnceWhateverTheRange) {
   constexpr std::int64_t kBytes = 5000;
   const Striping striping({1, 2.5, 0.7}, 96_B);
-  // Where each byte lies, by runs of one byte.
+  // The place of each byte, from ranges of one byte.
   std::vector<std::pair<std::size_t, std::int64_t>> places;
   for (std::int64_t byte = 0; byte < kBytes; ++byte) {
     const auto runs = striping.runs_of(Bytes(byte), 1_B);

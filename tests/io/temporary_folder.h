@@ -1,4 +1,4 @@
-// A folder of a test's own under the system's temporary folder, removed with what is in it.
+// A folder of a test's own under the system's temporary folder, removed with its content.
 #pragma once
 
 #include <stdlib.h>

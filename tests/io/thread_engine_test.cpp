@@ -24,7 +24,7 @@ struct OneThreadEngine {
   }
 };
 
-// Short transfers and EINTR in three calls of four: nobody above may notice.
+// Short transfers and EINTR in three calls of four: the engine must hide them from its caller.
 struct FaultyThreadEngine {
   static constexpr Bytes kPiece = 300_B;
   static std::unique_ptr<io::IoEngine> make() {

@@ -36,7 +36,7 @@ struct OneAtATimeUring {
   }
 };
 
-// Short transfers, EINTR and EAGAIN: nobody above may notice.
+// Short transfers, EINTR and EAGAIN: the engine must hide them from its caller.
 struct FaultyUring {
   static constexpr Bytes kPiece = 300_B;
   static std::unique_ptr<io::IoEngine> make() {

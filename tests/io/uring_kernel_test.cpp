@@ -1,4 +1,4 @@
-// The engine over the kernel's io_uring, and what is taken where the kernel refuses it.
+// The engine over the kernel's io_uring, and the engine chosen where the kernel refuses it.
 #include <linux/capability.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -91,7 +91,7 @@ TEST_F(UringKernel, ManyDirectTransfersOfRegisteredMemory) {
   EXPECT_TRUE(std::ranges::equal(source.bytes(), target.bytes()));
 }
 
-// On a thread of its own, whose rights do not come back.
+// Runs `action` on a thread of its own, since a thread does not get dropped rights back.
 template <typename Action>
 void in_a_thread(Action&& action) {
   std::thread(action).join();
@@ -138,7 +138,7 @@ TEST_F(UringKernel, IsWhatIsTakenWhereItIs) {
   EXPECT_EQ(chosen.refused, "");
 }
 
-// Without the right to lock more memory than the limit.
+// Takes from this thread the right to lock more memory than the limit.
 bool drop_locking_right() {
   __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
   std::array<__user_cap_data_struct, 2> rights{};

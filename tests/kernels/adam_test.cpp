@@ -132,7 +132,7 @@ struct SplitTensor {
   }
 };
 
-// As the fp32 masters would be, with halves that rounding sends up and down among them.
+// The masters are those of fp32. Some lie half-way between two weights, and round up or down.
 TEST(AdamStep, WithARemainderGivesTheBitsOfFp32Masters) {
   for_every_target([] {
     for (const AdamScalars& scalars : variants()) {

@@ -218,7 +218,7 @@ TEST(SumInOrder, OneNegativeZeroStaysOne) {
   for (const float value : sum) EXPECT_TRUE(std::signbit(value));
 }
 
-// Every third weight is somebody else's; the others are what the masters round to.
+// A script has written every third weight; the others are the rounded masters.
 TEST(AdoptWritten, GivesTheBitsOfTheReferenceOnEveryTarget) {
   for (const DType dtype : {DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     for (const std::size_t numel : kSizes) {

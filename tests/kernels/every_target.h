@@ -1,5 +1,5 @@
-// What the tests of the kernels share: a run under every instruction set that this processor and
-// this build have, and arrays of awkward numbers at awkward places. Single-threaded.
+// The tests of the kernels share these: a run under every instruction set that this processor and
+// this build have, and arrays of awkward numbers at awkward addresses. Single-threaded.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ void for_every_target(Check&& check) {
   EXPECT_GT(seen, 0);
 }
 
-// Normal numbers of many magnitudes with, here and there, what breaks careless kernels.
+// Normal numbers of many magnitudes, and here and there numbers that break careless kernels.
 inline std::vector<float> awkward_numbers(std::size_t numel, std::uint32_t seed) {
   constexpr float kSpecials[] = {0.0F,
                                  -0.0F,

@@ -8,8 +8,8 @@
 namespace strata::kernels {
 namespace {
 
-// The neighbours of `value` among the 16-bit numbers decide what the right rounding is: neither may
-// be nearer, and of two equally near ones the even one must have been taken.
+// The neighbours of `value` among the 16-bit numbers decide on the right rounding: neither may be
+// nearer, and where two are equally near, the result must be the even one.
 template <typename Small, typename From>
 void expect_nearest_even(float value, From from) {
   const Small rounded = from(value);

@@ -12,7 +12,7 @@
 namespace strata::kernels {
 namespace {
 
-// A whole shard's remainder, filled with what no result may keep.
+// A whole shard's remainder, filled with bytes that no result may keep.
 struct Stored {
   explicit Stored(std::size_t numel)
       : memory(remainder_bytes(Numel(numel)).size(), std::byte{0xA5}),
@@ -40,7 +40,8 @@ TEST(MasterRemainder, WithTheRoundedValueIsTheValueForEveryUpperHalf) {
   }
 }
 
-// Whatever the remainder of the number before: zeroes above all, below which there is no number.
+// The remainder may be that of any weight before. Zeroes are the hard case: no number is below
+// them.
 TEST(MasterRemainder, OfTheWeightBeforeLeavesAMasterThatRoundsToTheOneWritten) {
   for (std::uint32_t high = 0; high <= 0xFFFFU; ++high) {
     const BFloat16 weight{static_cast<std::uint16_t>(high)};

@@ -31,7 +31,7 @@ std::vector<float> replayed(const Recipe& recipe, std::int64_t begin = 0,
   return values;
 }
 
-// What trunc_normal_ of torch does, then a row of zeroes, then a block of columns.
+// The operators of torch's trunc_normal_, then a row of zeroes, then a block of columns.
 Recipe awkward_recipe() {
   Recipe recipe{step(RecipeOp::kUniform, -0.9544997F, 0.9544997F, 0x123456789ABCDEFULL),
                 step(RecipeOp::kErfinv),

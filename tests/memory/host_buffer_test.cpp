@@ -59,7 +59,7 @@ TEST(HostBuffer, GivesBackThePagesThatLieWhollyInARange) {
   const Bytes page = page_size();
   HostBuffer buffer(page * 3, {.huge_pages = false});
   std::ranges::fill(buffer.bytes(), std::byte{7});
-  give_back_pages(buffer.bytes().subspan(1));  // not the first page: a byte of it is somebody's
+  give_back_pages(buffer.bytes().subspan(1));  // not the first page: its first byte is in use
   EXPECT_EQ(buffer.bytes()[0], std::byte{7});
   EXPECT_EQ(buffer.bytes()[page.size() - 1], std::byte{7});
   EXPECT_EQ(buffer.bytes()[page.size()], std::byte{0});

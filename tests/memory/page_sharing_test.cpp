@@ -32,7 +32,7 @@ class Pages {
   void* memory_;
 };
 
-// A process that has what this one has until it goes.
+// A child process that shares this one's memory until it ends.
 class Fork {
  public:
   Fork() {

@@ -98,7 +98,8 @@ TEST_F(DeviceStageTest, TakesNothingBackThatWasOnlyRead) {
   EXPECT_EQ(lease->bytes().front(), std::byte{0});
 }
 
-// As after a fault of a GPU, with copies that are held and others on their way back.
+// The device is lost, as after a fault of a GPU, while copies are held and others are on their way
+// back.
 TEST(LostDevice, EndsItsStageAndTheCopiesWithoutEndingTheProcess) {
   device::LosableDevice device;
   const auto store = MemoryStore::on_host({.device = &device});

@@ -1,9 +1,10 @@
-// A BlockFile in memory whose transfers happen late: some when their Transfer is asked whether it
-// is done, the others when it is waited for, as the seed says. Until then memory to read into holds
-// anything, and what is written is what memory holds when it happens, so that whoever uses memory
-// or ranges of the file too early finds wrong bytes. Overlapping transfers in flight end the test.
-// Some transfers fail, of which the file says how many. A prompt one is not late. By its times each
-// ran when the one before had ended, at 1 GB/s. Threads: one.
+// A BlockFile in memory whose transfers happen late: the seed decides whether a transfer happens
+// when the caller asks its Transfer for its end, or when the caller waits for it. Until then the
+// target of a read holds arbitrary bytes, and a write takes the bytes that its source holds when it
+// happens. So a caller that uses memory or ranges of the file too early finds wrong bytes.
+// Overlapping transfers in flight end the test. Some transfers fail; the file counts them. The
+// transfers of a prompt file are not late. Their reported times are those of transfers in a row at
+// 1 GB/s. Threads: one.
 #pragma once
 
 #include <gtest/gtest.h>

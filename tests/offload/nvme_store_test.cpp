@@ -31,7 +31,7 @@ struct NvmeStoreTest : ::testing::Test {
         device,
         NvmeStoreOptions{.arena = arena, .file = make_block_file(io, path), .verify = verify});
   }
-  // On a drive that takes no time.
+  // Makes a store on a drive that takes no time.
   void make_prompt(int pages, bool read_ahead) {
     arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
     store = std::make_unique<NvmeStore>(
@@ -57,11 +57,11 @@ struct NvmeStoreTest : ::testing::Test {
     EXPECT_TRUE(std::ranges::all_of(lease->bytes(), [&](std::byte b) { return b == first; }));
     return static_cast<int>(first);
   }
-  // Of what fetch() throws.
+  // The message of the error that fetch() throws.
   std::string message_of(BlockId block) {
     return testing::message_of<IoError>([&] { store->fetch(block, Access::kRead); });
   }
-  // What is in memory makes room.
+  // Evicts all that is in memory.
   void crowd_out() { read(add(1, arena->budget()).front()); }
 
   testing::TemporaryFolder folder;
@@ -113,7 +113,7 @@ TEST_F(NvmeStoreTest, ARoundIsReadAheadAndKeepsAShareOfThePartsInMemory) {
     const StoreCounts moved = store->counts() - learned;
     EXPECT_EQ(moved.parts, 36);
     EXPECT_EQ(moved.writes, 36);
-    // Of eight places one is lent, two are read ahead.
+    // There is room for eight; one is leased, two are prefetched.
     EXPECT_LE(moved.reads, 3 * 7);
     EXPECT_GE(moved.reads, 3 * 4);
     EXPECT_EQ(moved.parts_ready, read_ahead ? moved.parts : moved.parts - moved.reads);

@@ -15,7 +15,7 @@ using testing::RandomWorkload;
 struct Outcome {
   int errors = 0;
   int failed_writes = 0;
-  std::string flush;  // what the last flush threw
+  std::string flush;  // the error of the last flush
   StoreCounts counts;
 };
 
@@ -68,7 +68,7 @@ TEST(NvmeWorkload, TransfersThatFailAreToldAndNeverLendWrongBytes) {
   EXPECT_GT(failures, 50);
 }
 
-// Through an engine, whose system calls are short, are interrupted and meet a bad place.
+// The store uses an engine whose system calls are short, are interrupted, or fail at one offset.
 TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
   const testing::TemporaryFolder folder;
   device::CpuDevice device;
@@ -91,7 +91,7 @@ TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
   EXPECT_GT(failures, 5);
 }
 
-// Kernels work on what was given back already.
+// Kernels still work on parts whose leases were returned.
 TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
   for (unsigned seed = 1; seed <= 20 && !HasFailure(); ++seed) {
     SCOPED_TRACE(seed);
@@ -119,8 +119,8 @@ TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
   }
 }
 
-// As the states' store and the weights' do: each leases its share while the other does, whatever
-// lies in between.
+// The states' store and the weights' store work so: each leases its share while the other does,
+// with any calls in between.
 TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
   device::CpuDevice device;
   const auto arena = std::make_shared<StagingArena>(device, 96_KiB);
@@ -154,7 +154,7 @@ TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
   EXPECT_EQ(device.ledger()->peak(memory::Tier::kHost, memory::Kind::kStaging), 96_KiB);
 }
 
-// What one of them does not need is the other's.
+// Two stores share an arena: one uses the room that the other does not need.
 TEST(NvmeWorkload, AStoreUsesTheRoomThatAnotherLeaves) {
   device::CpuDevice device;
   const auto arena = std::make_shared<StagingArena>(device, 96_KiB);

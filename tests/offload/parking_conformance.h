@@ -1,5 +1,5 @@
-// What every StateStore must do while memory of the device is somebody else's: a typed suite over
-// the harnesses of state_store_conformance.h.
+// Every StateStore must pass this typed suite, in which its memory of the device serves other uses
+// for a while. The harnesses are those of state_store_conformance.h.
 #pragma once
 
 #include <vector>

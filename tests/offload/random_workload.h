@@ -1,7 +1,7 @@
-// A seeded user of a store who knows what every block must hold: fetches parts of blocks, one or
-// several together, in rounds of one order and at random, holds some for a while, writes, adds
-// blocks, and compares. An IoError may come where `may_fail`; what is lent all the same must be
-// right. Threads: one.
+// A seeded user of a store that knows the content of every block. It fetches parts of blocks, one
+// or several together, in rounds of one order and at random, holds some for a while, writes, adds
+// blocks, and compares. With `may_fail` an IoError may come; parts that are leased all the same
+// must hold the right bytes. Threads: one.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ namespace strata::testing {
 class RandomWorkload {
  public:
   struct Options {
-    Bytes room = 64_KiB;     // what is fetched together at most
+    Bytes room = 64_KiB;     // most parts of one fetch
     Bytes largest = 40_KiB;  // block
     int operations = 120;
     bool may_fail = false;
@@ -134,7 +134,7 @@ class RandomWorkload {
         use(parts, leases, writes);
         if (below(5) == 0) held_.push_back({parts, std::move(leases)});
       } catch (const UsageError& error) {
-        // What is held is in the way, or takes the room.
+        // Held leases overlap these parts, or take the room.
         EXPECT_FALSE(held_.empty()) << error.what();
       }
     });

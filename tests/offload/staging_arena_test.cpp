@@ -12,7 +12,7 @@
 namespace strata::offload {
 namespace {
 
-// Has extents, and gives one back whenever it is asked.
+// Has extents, and gives one back whenever the arena asks for it.
 class Hoard final : public StagingArena::Holder {
  public:
   explicit Hoard(StagingArena& arena, StagingArena::Effort effort = StagingArena::Effort::kNone,

@@ -1,4 +1,4 @@
-// What every StateStore must do, as a typed suite. A store joins by a harness type and one line:
+// Every StateStore must pass this typed suite. A store joins by a harness type and one line:
 //   INSTANTIATE_TYPED_TEST_SUITE_P(OnHost, StateStoreConformance, HostHarness);
 // The harness is default-constructible and has
 //   static constexpr memory::Tier kTier;         the tier the store says it is
@@ -40,7 +40,7 @@ class StateStoreConformance : public ::testing::Test {
     return content;
   }
 
-  // What the whole block's content has there.
+  // The bytes of `part` in the content of the whole block.
   static Content cut(const Content& content, const Part& part) {
     const auto begin = content.begin() + static_cast<std::ptrdiff_t>(part.begin.value);
     return Content(begin, begin + static_cast<std::ptrdiff_t>(part.bytes().value));

@@ -1,4 +1,4 @@
-// Stores as the conformance tests make them, and what several tests of stores need.
+// Stores as the conformance tests make them, and helpers of several tests of stores.
 #pragma once
 
 #include <fmt/format.h>
@@ -111,7 +111,7 @@ struct LateDeviceHarness : LateAccess {
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 };
 
-// On a file, staged through so many pages.
+// Makes stores on a file, staged through kPages pages.
 template <int kPages, bool kVerify>
 class NvmeMaker {
  public:

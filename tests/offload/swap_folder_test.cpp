@@ -125,9 +125,9 @@ TEST(SwapFolder, PathsThatWillNotDoAreNamedWithTheReason) {
   EXPECT_THAT(message(root / "missing"), HasSubstr("mount the drive"));
   EXPECT_THAT(message(root.write("file", "")), HasSubstr("is not a folder"));
   EXPECT_THAT(message(""), HasSubstr("path= "));
-  // Nobody makes folders there.
+  // No user can make a folder there.
   EXPECT_THAT(message("/proc"), HasSubstr("cannot make a folder for states on a drive; choose"));
-  if (::geteuid() == 0) return;  // who may write everywhere
+  if (::geteuid() == 0) return;  // root may write everywhere
   ::chmod(root.path().c_str(), 0500);
   EXPECT_THAT(message(root.path()), HasSubstr("errno=13"));
   ::chmod(root.path().c_str(), 0700);

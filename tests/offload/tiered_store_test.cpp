@@ -1,4 +1,4 @@
-// A store of several tiers: all of what is added together has room, or none of it is there.
+// A store of several tiers: blocks that are added together all have room, or none of them is added.
 #include "strata/offload/tiered_store.h"
 
 #include <gtest/gtest.h>

@@ -44,7 +44,7 @@ std::vector<ParamSpec> random_model(std::mt19937& random, DType dtype) {
   return model;
 }
 
-// What each element of the flat buffer is: parameter and element of it, or padding (-1).
+// The content of one element of the flat buffer: an element of a parameter, or padding (-1).
 struct Element {
   int slot = -1;
   std::int64_t index = 0;

@@ -14,7 +14,7 @@ def adamw(parameters):
 
 
 def told(engine, loss):
-    """A backward pass that the engine is told of."""
+    """A backward pass by the engine's own call."""
     engine.backward(loss)
 
 

@@ -62,7 +62,7 @@ def make_engine(library, stage, dtype, seed, accumulation=1):
 
 
 def losses_of(engine, steps, ranks):
-    """Of each of ``ranks``' micro-batches, in every step."""
+    """The loss of each micro-batch of ``ranks``, in every step."""
     losses = []
     for step in steps:
         for rank in ranks:

@@ -67,7 +67,7 @@ def prepare_rank():
         _wait_without_spinning()
         import strata.ranks.runtime
 
-        # Users are told that ranks on one GPU are a mistake, unless they ask for "peer".
+        # The engine refuses ranks on one GPU as a mistake, unless the user asks for "peer".
         strata.ranks.runtime._device_identity = lambda device: f"{device.type} of process {os.getpid()}"
 
 

@@ -1,9 +1,9 @@
-"""Hugging Face jobs under whatever ``deepspeed`` is in this process: DeepSpeed, or Strata in its place.
+"""Hugging Face jobs under the ``deepspeed`` of this process: DeepSpeed, or Strata in its place.
 
     strata run --num_gpus N hf_jobs.py FOLDER NAME CASE...
 
-writes FOLDER/NAME.rank<n>.json: by case, losses of this rank's micro-batches, gradient norms, and what was found on the
-way. FOLDER/model is a checkpoint of transformers.
+writes FOLDER/NAME.rank<n>.json: by case, losses of this rank's micro-batches, gradient norms, and the case's other
+findings. FOLDER/model is a checkpoint of transformers.
 """
 
 import copy
@@ -241,7 +241,7 @@ def run_loop(folder, out, case):
 
 def run_loading(folder, out, case):
     """By model: names whose values under stage 3 are not those of plain ``from_pretrained``; those that are whole on
-    every rank afterwards; and what was said."""
+    every rank afterwards; and the messages."""
     told = {}
     for name in ("llama", "qwen3_moe", "tied", "pickled"):
         path, said = f"{out}-{name}", []

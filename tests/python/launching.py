@@ -1,5 +1,5 @@
-"""Starts jobs as users do: by `strata run`, or by torchrun, each rank in a process of its own; or sooner, where how
-they start is not what is tested."""
+"""Starts jobs as users do: by `strata run`, or by torchrun, each rank in a process of its own. Tests that do not test
+the start itself have a faster one."""
 
 import json
 import os
@@ -15,7 +15,7 @@ RANKS_ON_THE_HOST = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_N
 
 
 def environment_of(**more):
-    """That of this process, for models on the CPU."""
+    """The environment of this process, for models on the CPU."""
     kept = {name: value for name, value in os.environ.items() if name not in ("STRATA_COMPAT", "RANK", "WORLD_SIZE")}
     kept["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     return {**kept, **RANKS_ON_THE_HOST, "STRATA_PYTHON": sys.executable, **more}
@@ -37,7 +37,7 @@ def with_pth(folder, environment):
 
 
 def run(command, environment, code=0, timeout=400):
-    """What the command writes; it must end with ``code``."""
+    """Returns the output of the command, which must end with ``code``."""
     done = subprocess.run([str(part) for part in command], env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, timeout=timeout)  # fmt: skip
     assert done.returncode == code, done.stdout
@@ -45,15 +45,15 @@ def run(command, environment, code=0, timeout=400):
 
 
 def forked(world, main, folder, name, *arguments):
-    """What ``told_by_ranks`` tells of a job that calls ``main([folder, name, ...])`` on every rank. Its processes have
-    torch and transformers from the start, which import for seconds where a launcher starts them."""
+    """Runs a job that calls ``main([folder, name, ...])`` on every rank; returns its ``told_by_ranks``. Its processes
+    have torch and transformers from the start; under a launcher each of them would import for seconds."""
     arguments = [str(part) for part in (folder, name, *arguments)]
     run_ranks(world, main, arguments, timeout=400.0, env=RANKS_ON_THE_HOST)
     return told_by_ranks(folder, name, world)
 
 
 def told_by_ranks(folder, name, world):
-    """What each rank of a job has written to FOLDER/NAME.rank<n>.json."""
+    """The content of FOLDER/NAME.rank<n>.json, which each rank of a job has written."""
     return [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -50,7 +50,7 @@ def all_offloaded(param, states, folder, dtype="bf16", **zero):
 
 
 def make_model(rows=30_000):
-    """By default with more states on each of three ranks than the least that they are staged through."""
+    """A model that has by default more states on each of three ranks than the smallest staging memory."""
     torch.manual_seed(11)
     return torch.nn.Sequential(
         torch.nn.Embedding(rows, 48), torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 40)

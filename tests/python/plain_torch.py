@@ -1,11 +1,11 @@
-"""Training as plain torch does it, for all ranks in one process: what the engine is compared with.
+"""Training as plain torch does it, for all ranks in one process. Tests compare the engine with it.
 
 It reduces in the engine's order. The gradient of a micro-step is the sum over ranks, in rank order, in
 fp32, times 1/world; micro-steps add up; the norm is a sum of squares in fp64; weights are updated in fp32
-and rounded to the model's dtype. Between GPUs the sum is rounded to what the gradients were rounded to.
+and rounded to the model's dtype. Between GPUs the sum is rounded to the dtype of the rounded gradients.
 
-The model is on the tests' device. What the engine's own kernels update is updated on the CPU here, whose
-arithmetic they have everywhere; other optimizers run where the model is, on both sides.
+The model is on the tests' device. The engine's own kernels have the CPU's arithmetic on every device, so their updates
+run on the CPU here; other optimizers run where the model is, on both sides.
 """
 
 import copy
@@ -24,12 +24,12 @@ class PlainTrainer:
     Args:
         model: copied, and cast to ``dtype``; None: its parameters keep theirs, and are updated in fp32.
         make_optimizer: from fp32 parameters, in the order of ``model.parameters()``, to an optimizer.
-        reduce_dtype: what gradients are rounded to before they are summed.
-        grad_accum_dtype: what the sum over micro-steps is kept in.
-        group_size: ranks of a shard group. Each group adds up its own, and over the groups once: at the step.
-        groups_at_once: over the groups after every micro-step, as also where sums are kept in less than fp32.
-        decay_unused: whether a parameter without a gradient is updated with one of zeroes; else it has none.
-        on_host: whether the update is the host's whatever optimizer it is, as where its states rest there.
+        reduce_dtype: gradients are rounded to it before they are summed.
+        grad_accum_dtype: the dtype of the sum over micro-steps.
+        group_size: ranks of a shard group. Each group adds up its own gradients; the groups add up once, at the step.
+        groups_at_once: the groups add up after every micro-step, as also where sums are kept in less than fp32.
+        decay_unused: whether a parameter without a gradient is updated with one of zeroes; else it is not updated.
+        on_host: whether the host runs the update of any optimizer, as where its states lie on the host.
     """
 
     def __init__(self, model, world, make_optimizer, dtype=torch.float32, clipping=0.0, accumulation=1,
@@ -84,7 +84,7 @@ class PlainTrainer:
         return losses
 
     def gradient_norm(self):
-        """Of the accumulated gradients, before clipping."""
+        """The norm of the accumulated gradients, before clipping."""
         squares = sum(g.double().square().sum().item() for g in self.sums)
         return math.sqrt(squares) / self.loss_scale
 

@@ -32,11 +32,11 @@ _context = None
 
 
 class RankFailure(AssertionError):
-    """A rank hung, or ended without an answer, or raised what cannot be pickled."""
+    """A rank hung, or ended without an answer, or raised an error that cannot be pickled."""
 
 
 def run_ranks(world, function, *args, timeout=120.0, may_die=(), env=None, alone=False):
-    """[what ``function(*args)`` returned on rank 0, 1, ...], called once on each of ``world`` processes.
+    """[result of ``function(*args)`` on rank 0, 1, ...], called once on each of ``world`` processes.
 
     The environment is that of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Where a
     rank raises, its exception is raised here, with its traceback and the tail of its output as notes. The
@@ -65,7 +65,7 @@ def run_ranks(world, function, *args, timeout=120.0, may_die=(), env=None, alone
 
 
 class _Job:
-    """The processes of one call, and what they have answered so far."""
+    """The processes of one call, and their answers so far."""
 
     def __init__(self, world, function, args, folder, env):
         self._name = function.__name__
@@ -221,8 +221,8 @@ def _tail(path, size=6000):
 
 
 def _free_port():
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections. Workers of one run of
-    pytest take theirs from ranges of their own, each port once in a range: a rank listens only some time later."""
+    """A port without a listener, below those that the kernel gives to outgoing connections. Each worker of one run of
+    pytest has a range of its own, and takes a port of it once only: a rank listens only some time later."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     first = 15000 + worker % 17 * 1000
     while True:

@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from strata.zero import GatheredParameters, Init
 
-# Of each parameter, and there are some thousand: one in a million stays beyond this by chance.
+# For each parameter; there are some thousand. One in a million is beyond this by chance.
 LEVEL = 1e-6
 DEVIATIONS = 5.5  # of a mean and of a standard deviation, likewise
 SEED = 7
@@ -23,7 +23,7 @@ def config_of_birth(piece="1KiB", replay_above=0, **more):
 
 
 def values_under_init(build, seed, **settings):
-    """{name: whole value} of what ``build()`` makes under zero.Init. Collective."""
+    """{name: whole value} of the model that ``build()`` makes under zero.Init. Collective."""
     torch.manual_seed(seed)
     with Init(config_dict_or_path=config_of_birth(**settings)):
         model = build()
@@ -44,12 +44,12 @@ def distance(ours, theirs):
 
 
 def largest_distance(ours, theirs):
-    """Which two samples of one distribution pass with a probability of ``LEVEL``."""
+    """The distance that two samples of one distribution exceed with a probability of ``LEVEL``."""
     return math.sqrt(-math.log(LEVEL / 2) / 2 * (ours + theirs) / (ours * theirs))
 
 
 def unlike(ours, theirs):
-    """What of the distribution of ``ours`` is not that of ``theirs``, or ""."""
+    """Names a difference between the distributions of ``ours`` and ``theirs``; "" if there is none."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return f"{ours.dtype} {tuple(ours.shape)} instead of {theirs.dtype} {tuple(theirs.shape)}"
     ours, theirs, n = ours.double(), theirs.double(), ours.numel()
@@ -62,7 +62,7 @@ def unlike(ours, theirs):
     spread = theirs.std().item()
     if (ours.mean() - theirs.mean()).abs().item() > DEVIATIONS * spread * math.sqrt(2 / n):
         return f"mean {ours.mean().item()} instead of {theirs.mean().item()}"
-    # Of normal values; those of a uniform distribution spread less.
+    # The bound is that of normal values; those of a uniform distribution spread less.
     if abs(ours.std().item() - spread) > DEVIATIONS * spread / math.sqrt(n):
         return f"deviation {ours.std().item()} instead of {spread}"
     # The largest of n normal values is rarely 1.8 times that of n others.
@@ -86,8 +86,8 @@ def _build_all(builders, piece):
 
 
 def compare_worlds(builders):
-    """Asserts that every model has the same values on 1, 2 and 3 ranks, whatever the piece, and that they have the
-    distribution of a plainly built one's.
+    """Asserts that every model has the same values on 1, 2 and 3 ranks with any size of chunks, and that they have the
+    distribution of a plainly built model's.
 
     Args:
         builders: {name: a function of a module's top level that makes a model}.

@@ -2,8 +2,8 @@
 
     torchrun ... strata_trainer_jobs.py FOLDER NAME plain|strata|deepspeed CASE...
 
-writes FOLDER/NAME.rank<n>.json: by case, losses of this rank's micro-batches, gradient norms, and what was found on the
-way. FOLDER/model is a checkpoint of transformers, FOLDER/experts one with fused experts.
+writes FOLDER/NAME.rank<n>.json: by case, losses of this rank's micro-batches, gradient norms, and the case's other
+findings. FOLDER/model is a checkpoint of transformers, FOLDER/experts one with fused experts.
 """
 
 import json
@@ -93,7 +93,7 @@ def run_resumed(kind, folder, out, case):
 
 
 def refusals(folder, out):
-    """{what is wrong: what was said}."""
+    """{error: its message}."""
     said = {}
 
     def attempt(name, config=None, **more):

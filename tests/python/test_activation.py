@@ -1,4 +1,4 @@
-"""The stand-in for ``deepspeed``: what finds it, what it costs, what it refuses. Each in a fresh process."""
+"""The stand-in for ``deepspeed``: imports that find it, its cost, and its refusals. Each test has a fresh process."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_frameworks_find_it_and_nothing_else_is_imported():
 
 
 def test_the_switch_imports_a_handful_of_modules():
-    """It is in the start of every process: each costs about a millisecond, goal 30."""
+    """Every process imports them at its start: each module costs about a millisecond; the goal for all is 30."""
     script = "import sys; first = set(sys.modules); import strata.compat.deepspeed; print(*(set(sys.modules) - first))"
     imported = python(script).split()
     assert "strata.compat.activation" in imported and len(imported) <= 15, imported

@@ -67,7 +67,7 @@ def _lora(seed):
 
 
 def _trained_adapter(folder):
-    """{excluded: what was saved}, bits of all that training goes on from."""
+    """{excluded: {name: array}} of the saved states, which later training must continue from bit by bit."""
     engine = strata.initialize(model=_lora(seed=1), config=_config(3))[0]
     saved = {}
     ids = torch.arange(12, device=engine.device)[None]
@@ -182,7 +182,7 @@ def _write_adapter(root, config, folder):
 
 
 def _methods(root, folder):
-    """Each is loaded, trained for a step and saved; PEFT makes the same model of what it wrote and of what we did."""
+    """Each is loaded, trained for a step and saved; PEFT makes the same model from its own and the engine's file."""
     ids = to_test_device(torch.arange(12)[None])
     for name in METHODS:
         engine, *_ = strata.load_pretrained(folder / name, _config(3), model_parameters=_trainable)

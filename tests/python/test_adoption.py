@@ -1,4 +1,4 @@
-"""How the values of a live model get into the engine: rank 0's, whatever the others were built with."""
+"""The engine adopts rank 0's values of a live model, whatever values the other ranks' models have."""
 
 import gc
 import os
@@ -199,7 +199,7 @@ def _by_safetensors(values, folder):
 
 
 def _parameter(values):
-    return torch.nn.Parameter(values, requires_grad=False)  # is no view, which would keep what it is one of
+    return torch.nn.Parameter(values, requires_grad=False)  # is no view: a view would keep its base
 
 
 def _by_torch(values, folder):

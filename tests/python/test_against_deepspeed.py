@@ -22,7 +22,7 @@ STAGES = (1, 2, 3)
 LR = 1e-3
 
 # Relative of losses, relative of norms, absolute of weights. Both engines run the same forward and backward on
-# equal weights, so what differs is rounding at the end of a step: the norm's sum in fp32 or fp64 (1e-7 of it), and
+# equal weights, so only roundings at the end of a step differ: the norm's sum in fp32 or fp64 (1e-7 of it), and
 # fp32 roundings of AdamW, which move a weight whose gradient is nearly zero by a part of lr (measured: 2e-6). In
 # bf16 such a difference is seen only where it tips a weight's rounding: 2^-8 of it, and some of the loss.
 # Under autocast it is seen where it tips the rounding of a product.

@@ -64,7 +64,7 @@ def _loss_of(tiny, step, rank, dtype):
 
 
 def _tokens(tiny, model, rank, dtype):
-    """What ``model`` generates, greedily, in evaluation mode."""
+    """The tokens that ``model`` generates, greedily, in evaluation mode."""
     prompt = tiny.prompt(torch.Generator().manual_seed(rank), rank)
     prompt = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
               for k, v in to_test_device(prompt).items()}
@@ -126,7 +126,7 @@ def _train_sharded(tiny, rank, dtype, setting):
 
 
 def _difference(sharded, plain):
-    """What of ``sharded`` is not as in ``plain``, or ""."""
+    """Names a difference between ``sharded`` and ``plain``; "" if there is none."""
     if sharded["losses"] != plain["losses"]:
         return f"losses {sharded['losses']} instead of {plain['losses']}"
     for ours, theirs in zip(sharded["norms"], plain["norms"]):
@@ -144,7 +144,7 @@ def _difference(sharded, plain):
 
 
 def _compare():
-    """{(model, dtype, setting): (what differs or "", {unit: bytes}, peak of gathered bytes)}, on every rank."""
+    """{(model, dtype, setting): (difference or "", {unit: bytes}, peak of gathered bytes)}, on every rank."""
     import strata
 
     warnings.simplefilter("ignore")
@@ -191,7 +191,7 @@ def test_the_units_are_the_blocks_of_the_architecture(compared, name):
 @pytest.mark.parametrize("setting", [s for s, (_, section, _) in SETTINGS.items() if section is NOTHING_STAYS])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_block_at_a_time_is_gathered(compared, name, setting):
-    """Also in the backward pass of a decoder, whose blocks have the encoder's output in common."""
+    """This holds also in the backward pass of a decoder, whose blocks share the encoder's output."""
     _, units, peak = compared[0][name, "fp32", setting]
     pages = {unit: -(-size // 4096) * 4096 for unit, size in units.items()}
     blocks = MODELS[name].blocks

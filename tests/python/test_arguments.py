@@ -1,4 +1,4 @@
-"""Batches that lie on the host: the engine brings them to the model, whatever holds them."""
+"""The engine moves batches from the host to the model's device, whatever container holds them."""
 
 import collections
 import dataclasses
@@ -75,7 +75,7 @@ def test_gradients_flow_back_to_a_host_tensor():
 
 
 class Generating(torch.nn.Module):
-    """Tells on which device its arguments came."""
+    """Records the device of its arguments."""
 
     def __init__(self):
         super().__init__()

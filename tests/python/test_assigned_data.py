@@ -1,5 +1,5 @@
-"""Parameters that a script gives other memory (``p.data = tensor`` and its kin) or makes parameters of: what is written
-counts, or is an error that says what to write."""
+"""A script gives parameters other memory (``p.data = tensor`` and its kin), or makes parameters of them. The engine
+uses the written values, or raises an error that says how to write them."""
 
 import os
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from torch.nn.utils import parametrizations, parameters_to_vector, vector_to_par
 
 
 class _Pair:
-    """An engine and plain torch, which start from what ``write`` makes of the plain model."""
+    """An engine and plain torch, both started from the plain model that ``write`` has changed."""
 
     def __init__(self, stage, write=lambda model: None):
         self.rank, self.world = rank_and_world()
@@ -203,7 +203,7 @@ def test_a_parameter_can_be_made_of_a_managed_one(world):
 
 @contextmanager
 def _errors_into(path):
-    """What this process writes to stderr goes into a file."""
+    """Redirects this process's stderr to a file."""
     kept = os.dup(2)
     with open(path, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -215,7 +215,7 @@ def _errors_into(path):
 
 
 def _converted(folder):
-    """As trainers convert embeddings and norms, whose values then are elsewhere."""
+    """Converts embeddings and norms as trainers do; the values then are in other memory."""
     rank, world = rank_and_world()
     config = config_of(3, "bf16", live_bytes=1)
     for number, born in enumerate((True, False)):

@@ -1,4 +1,4 @@
-"""The section torch_autocast: forward within torch.autocast, parameters as they are."""
+"""The section torch_autocast: forward runs within torch.autocast, and parameters keep their dtype."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What scripts do around the pass, at stage 3 on two ranks: exceptions, several engines, hooks, evaluation."""
+"""Scripts' actions around the pass, at stage 3 on two ranks: exceptions, several engines, hooks, evaluation."""
 
 import pytest
 import strata
@@ -24,7 +24,7 @@ BOUNDS = pytest.mark.parametrize("live_bytes", ["auto", 1])
 
 
 class Throws(TinyModel):
-    """Throws in the middle of its second block when told to."""
+    """Throws in the middle of its second block when the test asks for it."""
 
     armed = False
 

@@ -1,4 +1,4 @@
-"""Parameters that are born without memory within zero.Init, and replayed piece by piece."""
+"""Deferred initialization: parameters are built without memory within zero.Init, and replayed chunk by chunk."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from torch import nn
 
 
 class Chains(nn.Module):
-    """What constructors do, element by element, to their own parameters and to those of others."""
+    """Constructors change their own parameters and those of other modules, element by element."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Chains(nn.Module):
 
 
 def _is_as_told(values):
-    """The chains' values, by what torch promises of each operation."""
+    """Asserts the chains' values, by torch's promises for each operation."""
     linear, bound = values["linear.weight"], 1 / math.sqrt(48)
     assert linear[:, 4:9][:2].eq(-1).all() and linear[5:, :4].abs().max() <= bound
     assert linear[2:5].ge(5).all() and linear[2:5].lt(6).all() and len(linear[2:5].unique()) > 100
@@ -80,7 +80,7 @@ def _chains():
 
 
 def test_values_depend_neither_on_ranks_nor_on_pieces():
-    """Those of rank 0's seed."""
+    """All ranks have the values of rank 0's seed."""
     found = [values for world in (1, 2, 3) for values in run_ranks(world, _chains)]
     for values in found[1:]:
         assert differences(values, found[0]) == []
@@ -101,7 +101,7 @@ MIB = 1 << 20
 
 
 def _peaks():
-    """Of constructing 64 MiB, and of the engine that takes them over."""
+    """The peaks of memory while 64 MiB are constructed, and while an engine adopts them."""
     _, world = rank_and_world()
     config = config_of_birth("1MiB", replay_above=1 << 20)
     torch.manual_seed(0)
@@ -124,7 +124,8 @@ def _peaks():
 @pytest.mark.skipif(ON_GPU, reason="bench/bench_birth.py measures it there")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_parameter_is_whole_nowhere(world):
-    """Neither as it is made nor as an engine takes it over, which cuts it elsewhere: a shard and two pieces."""
+    """No rank holds more than its shard and two chunks: neither while the constructor runs nor while an engine, whose
+    shards begin at other elements, adopts the parameter."""
     for peaks in run_ranks(world, _peaks):
         shard = 64 * MIB / world + 4 * 4096  # pages, of the small ones, too
         init = peaks["init"]
@@ -149,7 +150,7 @@ def test_shards_on_the_host_and_on_drives_have_the_same_values(tmp_path):
 
 def _taken_over():
     found = []
-    for piece in ("16", "8MiB"):  # what is larger than 32 pieces is sent in such, the rest is gathered
+    for piece in ("16", "8MiB"):  # a value larger than 32 chunks is sent in chunks, the others are gathered
         config = config_of_birth(piece) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
         torch.manual_seed(5)
         with Init(config_dict_or_path=config):
@@ -168,7 +169,7 @@ def test_an_engine_takes_values_over_in_pieces_and_at_once(world):
 
 
 class Rotations(nn.Module):
-    """Not element by element."""
+    """Its constructor computes values that depend on whole tensors, not on single elements."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +209,7 @@ def _not_replayable():
         assert torch.allclose(q @ q.T, torch.eye(32), atol=1e-5)
     assert values["read"].eq(40.0).all() and values["list"].eq(1600.0).all()
     assert model.mask.sum() == 45 and values["rows"].std() > 0 and values["drawn"].gt(0).all()
-    assert model.noise.std() > 0.3  # what somebody still has is made real
+    assert model.noise.std() > 0.3  # a tensor that is still referenced is materialized
     if rank_and_world()[0] > 0:
         assert told == []
         return values

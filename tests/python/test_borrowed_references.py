@@ -1,4 +1,4 @@
-"""What modules return is looked at while Python runs, which may drop it meanwhile."""
+"""The engine looks at the outputs of modules while Python runs, which may drop them meanwhile."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ print("alive")
 
 @pytest.mark.parametrize("container", ["list", "dict"])
 def test_an_output_may_go_while_it_is_looked_at(container):
-    """With an allocator that overwrites what is freed, so that who uses it ends."""
+    """The allocator overwrites freed memory, so a use of it ends the process."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", SCRIPT, container], env=environment, capture_output=True, text=True)

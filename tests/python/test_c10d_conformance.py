@@ -21,7 +21,7 @@ def run_suite():
         timeout = datetime.timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
         backend = dist.ProcessGroupGloo(dist.PrefixStore(str(group), store), rank, world_size, timeout)
-        # A rank that ends at once must not close what another is still connecting to.
+        # A rank that ends at once must not close a socket to which another is still connecting.
         store.set(f"{group} connected {rank}", "")
         store.wait([f"{group} connected {r}" for r in range(world_size)])
         return backend, store

@@ -58,7 +58,7 @@ def _bits(gather, reduce):
 @needs_a_gpu_each
 @pytest.mark.parametrize("gather, reduce", SPLIT)
 def test_two_carriers_have_the_bits_of_plain_torch(gather, reduce):
-    """Of two terms there is one sum, in any order."""
+    """Two terms have the same sum in any order."""
     run_ranks(2, _bits, gather, reduce)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of training: going on equals never having stopped, whatever ranks and stage go on."""
+"""Training that continues from a checkpoint, on any ranks and at any stage, equals training that never stopped."""
 
 
 import numpy
@@ -50,7 +50,7 @@ def _resumed(folder, stages, dtype, accumulation):
 
         torch.manual_seed(2)
         second = make_engine(make_model(), config)
-        train_step(second, batches[-1][rank])  # what it had before must not matter
+        train_step(second, batches[-1][rank])  # its earlier values must not matter
         for _ in range(accumulation - 1):
             train_step(second, batches[-1][rank])
         path, client_state = second.load_checkpoint(f"{folder}/{stage}")

@@ -175,14 +175,14 @@ def _loaded(folder, zero, found):
 
 
 def test_checkpoints_move_between_places_ranks_and_stages(tmp_path):
-    """What is kept is saved, read and set, and training goes on with it; lent memory comes back."""
+    """Offloaded states are saved, read and set, and training goes on with them; lent memory comes back."""
     for i, (saving, loading) in enumerate([(_zero(2), {"stage": 3}), ({"stage": 3}, _zero(1)), (_zero(3), _zero(2))]):
         found = run_ranks(2, _saved, f"{tmp_path}/{i}", saving)[0]
         run_ranks(1 + 2 * (i % 2), _loaded, f"{tmp_path}/{i}", loading, found)
 
 
 def _partly():
-    """Of two units out of three the states are on the device."""
+    """The states of two units out of three are on the device."""
     rank, world = rank_and_world()
     engine = _engine("momentum", "bf16", zero=_zero(2, ratio=0.4))
     reference = PlainTrainer(make_model(), world, RULES["momentum"], dtype=torch.bfloat16, on_host=True)

@@ -1,4 +1,4 @@
-"""Optimizers of the user's: which may update parts of parameters, which need whole ones, and what they keep."""
+"""Optimizers of the user's: some may update parts of parameters, others need whole ones; and their states."""
 
 import itertools
 import pickle
@@ -15,7 +15,8 @@ from tiny_models import (
 
 
 class LayerScaled(torch.optim.SGD):
-    """LAMB's kind: a step's length goes by the norms of whole tensors. Keeps what has the shape of no parameter."""
+    """An optimizer like LAMB: a step's length depends on the norms of whole tensors. One of its states has a shape that
+    is no parameter's."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -38,7 +39,7 @@ class Clipping(torch.optim.SGD):
 
 
 def _filled(parameters):
-    """Without the parameter of no elements, whose gradient the engine does not have."""
+    """Leaves out the parameter without elements, for which the engine has no gradient."""
     return [p for p in parameters if p.numel()]
 
 
@@ -69,7 +70,7 @@ def _trained_whole(stages, dtypes, accumulations, names):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_optimizer_that_needs_whole_parameters_gets_them(world):
-    """At stage 0, and on one rank: to the bits of plain torch."""
+    """At stage 0, and on one rank, training has the bits of plain torch."""
     run_ranks(world, _trained_whole, (0, 3) if world == 1 else (0,), ("bf16",) if world == 2 else ("fp32",), (2,),
               list(WHOLE))
 

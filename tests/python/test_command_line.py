@@ -1,4 +1,4 @@
-"""The program ``strata``: that it is there, starts quickly, and says what the Python face says."""
+"""The program ``strata``: it is installed, starts quickly, and says the same as the Python face."""
 
 import json
 import os
@@ -162,7 +162,7 @@ def _saved_training(folder):
 
 def test_training_is_inspected_consolidated_and_compared(tmp_path):
     run_ranks(2, _saved_training, str(tmp_path))
-    # Neither when it starts nor later does it load what takes seconds to load.
+    # It never loads modules that take seconds to load, neither at its start nor later.
     for command in (["--help"], ["inspect", str(tmp_path / "run")]):
         log = tmp_path / "loaded"
         subprocess.run([find_program(), *command], check=True, capture_output=True,

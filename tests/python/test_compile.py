@@ -1,4 +1,4 @@
-"""engine.compile: the losses and weights of the model as it is, and clear words for what it cannot do."""
+"""engine.compile: the losses and weights are those without it; it refuses in clear words where it cannot compile."""
 
 import pytest
 import strata
@@ -9,7 +9,7 @@ from tiny_models import config_of, full_parameters, loss_of, make_batches, make_
 
 
 class _Graphs:
-    """A backend of torch.compile that runs graphs as they are, and counts them."""
+    """A backend of torch.compile that runs graphs unchanged, and counts them."""
 
     def __init__(self):
         self.made = 0

@@ -1,4 +1,4 @@
-"""Where configurations come from, and what ``initialize`` still wants of them; no ranks are needed."""
+"""The sources of configurations, and the settings that ``initialize`` requires; no ranks are needed."""
 
 import base64
 import sys

@@ -1,4 +1,4 @@
-"""The C++ example as a user meets it: built against an installed package, run as one process a rank."""
+"""The C++ example as a user sees it: built against an installed package, run as one process a rank."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def program():
 
 
 def free_port():
-    """A port that nobody listens at."""
+    """A port without a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -71,7 +71,7 @@ def start(program, environment, *arguments):
 
 
 def run_ranks(program, world_size, *arguments):
-    """What rank 0 printed; every rank must have ended well."""
+    """Returns the output of rank 0; every rank must end without an error."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(program, {**shared, "RANK": str(rank)}, *arguments) for rank in range(world_size)]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]

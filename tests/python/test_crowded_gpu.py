@@ -16,7 +16,7 @@ pytestmark = [needs_a_gpu_each, pytest.mark.skipif(not ON_GPU, reason="ranks on 
 WIDTH = 8192
 CROWDED = 1  # the rank whose GPU is shared
 
-# A process that takes memory until so many bytes are free, says so, and holds it until its input ends.
+# A process that takes memory until the given number of bytes is free, says so, and holds it until its input ends.
 NEIGHBOUR = """
 import sys, torch
 torch.cuda.set_device(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What only a GPU can show, on one of them: STRATA_TEST_DEVICE=cuda. The other tests run there, too."""
+"""Behaviour that only a GPU can show, on one of them: STRATA_TEST_DEVICE=cuda. The other tests run there, too."""
 
 import copy
 

@@ -36,7 +36,7 @@ INTERNAL = {
     "is_first_weights_partition_group": "says who writes one of DeepSpeed's checkpoint files",
     "print_forward_breakdown": "prints times of layers of experts, which are not offered",
 }
-# What differs from DeepSpeed on a configuration that says nothing, and why.
+# Values that differ from DeepSpeed's under a configuration that does not set them, and why.
 OTHER_DEFAULTS = {
     "aio_config": "the engine's own queue depth; two settings that have no effect are left out",
     "curriculum_learning_config": "a feature that is off says no more than that",
@@ -75,7 +75,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def theirs():
-    """{name: {"arguments": [str] or None of a property, "value": what a getter says of an empty configuration}}."""
+    """{name: {"arguments": [str] or None of a property, "value": a getter's value for an empty configuration}}."""
     pytest.importorskip("deepspeed")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "STRATA_COMPAT": ""}
     done = subprocess.run([sys.executable, "-c", _WALK], env=environment, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""What frameworks touch of ``deepspeed``, beside what Strata calls by the same names: on one and two ranks."""
+"""The names of ``deepspeed`` that frameworks use, beside Strata's objects of these names: on one and two ranks."""
 
 import base64
 import copy
@@ -67,7 +67,7 @@ def _engine_at(stage):
 
 
 def _hooks_go_and_come(engine, offload):
-    """As TRL does around generation."""
+    """Removes and restores the hooks as TRL does around generation."""
     assert offload.module is engine.module and list(engine.module.ds_external_parameters()) == []
     with sharding.GatheredParameters(engine.module.parameters()):
         for parameter in engine.module.parameters():

@@ -1,4 +1,4 @@
-"""How a rank leaves the others: quietly at the end of the program, with a word where an exception ends it."""
+"""A rank leaves the others quietly at the end of the program, and with a message where an exception ends it."""
 
 import atexit
 import gc
@@ -50,7 +50,7 @@ class Core:
 
 @pytest.fixture(autouse=True)
 def hook(monkeypatch):
-    """What sys.excepthook was before, with its calls; nothing is watched before and after."""
+    """Puts a recorder in sys.excepthook, and returns its calls; no engine is watched before and after a test."""
     gc.collect()  # engines that tests before have dropped
     assert not departure._present
     monkeypatch.setattr(departure, "_last_error", None)
@@ -139,7 +139,7 @@ def _one_rank_runs_out_of_data(collectives):
                 raise ValueError("no more data")
             train_step(engine, batch[rank])
     except (ValueError, strata.CommError) as error:
-        sys.last_value = error  # as the interpreter does with an exception that nobody catches
+        sys.last_value = error  # as the interpreter does with an uncaught exception
         sys.excepthook(type(error), error, error.__traceback__)
         return f"{type(error).__name__}: {error}"
 
@@ -157,7 +157,7 @@ def test_cores_that_share_collectives_meet_the_others_once():
 def _ends_while_the_other_goes_on(folder):
     leaving, went_on = Path(folder) / "leaving", Path(folder) / "went on"
     rank, _ = rank_and_world()
-    if rank == 0:  # what is registered first is called last
+    if rank == 0:  # the function registered first is called last
         atexit.register(lambda: (Path(folder) / "left").write_text(str(went_on.exists())))
     with strata.zero.Init():
         model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
@@ -169,7 +169,7 @@ def _ends_while_the_other_goes_on(folder):
     else:
         while not leaving.exists():
             os.sched_yield()
-        for _ in range(10_000):  # ample for one who would not wait
+        for _ in range(10_000):  # ample for a rank that does not wait
             os.sched_yield()
         went_on.write_text("")
     return values

@@ -1,4 +1,4 @@
-"""What the documents point at is there: pages, their headings, and the files of the tree that they name."""
+"""The targets of the documents' links exist: pages, their headings, and the files of the tree that they name."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 NAMED = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+(?:\.(?:h|cpp|py))?)/?`")
-# Where a name of a page may begin; "" is the root of the tree.
+# The folders in which a page's name of a file may begin; "" is the root of the tree.
 FOLDERS = ("", "src/strata", "python/strata", "python")
 
 

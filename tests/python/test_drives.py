@@ -1,4 +1,4 @@
-"""Drives under what is offloaded: several of them, and how they are read and written."""
+"""Drives of offloaded states: several of them, and how they are read and written."""
 
 import os
 

@@ -1,5 +1,5 @@
-"""What ``load_pretrained`` begins before ranks are connected: the import of the model's class, and the opening of the
-device. It overlaps, whatever fails in it is an error of the start, and nothing of it runs on."""
+"""``load_pretrained`` imports the model's class and opens the device while ranks are still connecting. A failure of
+either is an error of the start, and neither runs on after it."""
 
 import os
 import subprocess
@@ -88,7 +88,7 @@ def test_a_folder_that_is_not_there_is_asked_of_nobody_else(monkeypatch):
 
 
 def _errors_of(path, configs):
-    """[(class, message)] of what loading raises, or None; a case has a configuration for each rank."""
+    """[(class, message)] of the error that loading raises, or None; a case has a configuration for each rank."""
     errors = []
     for of_ranks in configs:
         try:

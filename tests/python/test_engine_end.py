@@ -1,4 +1,4 @@
-"""What is left of an engine that is destroyed, or dropped."""
+"""An engine that is destroyed, or dropped, leaves nothing behind."""
 
 import copy
 import gc
@@ -95,7 +95,7 @@ def _dropped():
             if optimizer:
                 train_step(engine, make_batches(1, world)[0][rank])
             core, module = weakref.ref(engine.core), weakref.ref(engine.module)
-            engine.core.wait_for_all()  # nobody reads from a peer whose engine goes
+            engine.core.wait_for_all()  # no rank may read from a peer whose engine has ended
             del engine
             gc.collect()
             assert core() is None and module() is None, f"stage {stage}"

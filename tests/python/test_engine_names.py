@@ -164,7 +164,8 @@ def test_what_scripts_read_on_the_engine(world, tmp_path):
 
 
 def _states_at(stage, dtype):
-    """What plain torch has after the same steps is what the functions read; what they set is what training takes."""
+    """The functions read the values that plain torch has after the same steps, and training uses the values they
+    set."""
     rank, world = rank_and_world()
     model = make_model()
     model.layers[0].up.bias.requires_grad_(False)

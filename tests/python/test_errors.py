@@ -1,4 +1,4 @@
-"""Bad input: the message, on every rank, within seconds; and what still works afterwards."""
+"""Bad input: the message, on every rank, within seconds; and the calls that still work afterwards."""
 
 import os
 import signal
@@ -241,7 +241,7 @@ def test_calls_out_of_order(stage):
 
 
 def train_until_one_dies(config, victim):
-    """(what a surviving rank is told, after how many seconds): ``victim`` kills itself in the third step."""
+    """(message on a surviving rank, seconds until it): ``victim`` kills itself in the third step."""
     rank, world = rank_and_world()
     engine = make_engine(make_model(), config)
     started = None

@@ -1,7 +1,7 @@
-"""What scripts do between a forward and the next one, together: in every cell of stage, precision, accumulation and
-offload, on one, two and three ranks, beside plain torch, to the bit.
+"""Scripts' usual calls between a forward and the next one, in sequence. They run in every cell of stage, precision,
+accumulation and offload, on one, two and three ranks, and are compared with plain torch bit by bit.
 
-Each cell is one engine, which goes through all of it; its ways of doing a thing are others in each cell."""
+Each cell has one engine, which makes all calls; each cell takes other ways to make a call."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ RULES = {"adamw": adamw, "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momen
 
 
 def _places(stage, rule, drive):
-    """Where the optimizer's state rests: [the section of the configuration]."""
+    """The placements of the optimizer's state: [the section of the configuration]."""
     if stage == 0:
         return [{}]
     cpu = {"offload_optimizer": {"device": "cpu"}}
@@ -65,7 +65,7 @@ class Cell:
         return ways[self.number % len(ways)]
 
     def micro_step(self, loss_function=loss_of):
-        """One whose gradients count, up to its step()."""
+        """A micro-step whose gradients count, up to its step()."""
         tokens = next(self.batches)
         expected = self.reference.micro_step(tokens, loss_function)
         loss = loss_function(self.engine, tokens[self.rank])
@@ -74,7 +74,7 @@ class Cell:
         assert returned.item() == (loss / self.accumulation).item()
 
     def dropped_micro_steps(self):
-        """Those before a step's last one, of which nothing shall be left."""
+        """The micro-steps before a step's last one; the script drops all of their gradients later."""
         for _ in range(self.accumulation - 1):
             self.engine.backward(loss_of(self.engine, next(self.batches)[self.rank]))
             self.engine.step()
@@ -97,11 +97,11 @@ class Cell:
         self.end_step()
 
 
-# --- what scripts do, each a step ---
+# --- actions of scripts, each a step ---
 
 
 def _by_optimizer(cell):
-    """A2: whoever is asked to step."""
+    """A2: any of the objects may be asked to step."""
     for micro in range(cell.accumulation):
         tokens = next(cell.batches)
         cell.reference.micro_step(tokens, loss_of)
@@ -188,8 +188,8 @@ def _written(cell):
 
 
 def _take_masters(cell):
-    """The engine's Adam keeps what a master has more than its weight beside that, also where the weight was written,
-    and GatheredParameters makes masters of weights: both are what rounds to the weight."""
+    """Gives the reference the engine's masters. The engine's Adam keeps a master's remainder, also where a script wrote
+    the weight, and GatheredParameters makes masters of written weights; both masters round to the weight."""
     for parameter, weight, master in zip(cell.engine.module.parameters(), cell.reference.parameters,
                                          cell.reference.masters):
         kept = strata.utils.safe_get_full_fp32_param(parameter)
@@ -199,7 +199,7 @@ def _take_masters(cell):
 
 
 def _resumed(cell):
-    """A4: another engine goes on from what was saved by hand."""
+    """A4: another engine goes on from states that the script saved by hand."""
     state, weights = _through_a_file(cell.engine.optimizer.state_dict()), full_parameters(cell.engine.module)
     cell.engine.destroy()
     cell.engine, cell.steps = cell.make_engine(seed=3), 0
@@ -212,7 +212,7 @@ def _resumed(cell):
 
 
 def _samples(cell):
-    """A9: what is counted."""
+    """A9: the count of samples."""
     assert cell.engine.global_samples == cell.steps * 4 * cell.world * cell.accumulation, cell.where
     cell.step()
 

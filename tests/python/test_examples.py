@@ -1,4 +1,4 @@
-"""What a newcomer runs first: the README's own loop and the demo, begun as a launcher begins them."""
+"""The programs that a newcomer runs first: the README's own loop and the demo, begun as a launcher begins them."""
 
 import json
 import os
@@ -23,7 +23,8 @@ dataset = [{"input_ids": torch.arange(16) + i, "labels": torch.arange(16) + i} f
 
 
 def launch(folder, world, script, *arguments, fails=False):
-    """Runs ``script`` on ``world`` ranks with torchrun's environment; what each wrote. Ranks share a single GPU."""
+    """Runs ``script`` on ``world`` ranks with torchrun's environment; returns each rank's output. Ranks share a single
+    GPU."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -48,7 +49,7 @@ def launch(folder, world, script, *arguments, fails=False):
 
 
 def with_ranks_on_one_gpu(config):
-    """The configuration as it is; where ranks share a GPU, which users are told is a mistake, that this is meant."""
+    """Returns the configuration. Where ranks share a GPU, which is otherwise refused as a mistake, it allows that."""
     return config | ({"strata": {"collectives": "peer"}} if shares_a_gpu() else {})
 
 

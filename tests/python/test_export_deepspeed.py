@@ -23,7 +23,7 @@ from tiny_models import rank_and_world
 
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"),
-    pytest.mark.xdist_group("export_deepspeed"),  # which share what was saved
+    pytest.mark.xdist_group("export_deepspeed"),  # tests of this file share the checkpoint
 ]
 CASES = [(1, "bf16"), (2, "fp32"), (3, "bf16")]
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-4}  # of losses, as test_against_deepspeed.py has them

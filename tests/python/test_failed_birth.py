@@ -63,7 +63,7 @@ class Instead(nn.Module):
 
 
 def _watched_cores():
-    """Weak references to what shards from now on."""
+    """Returns a list that gets a weak reference to every sharding core made from now on."""
     cores, made = [], Births._make_core
 
     def make(births, *arguments):
@@ -76,7 +76,8 @@ def _watched_cores():
 
 
 def _left_over(replay_above, place, folder):
-    """What is there of failed constructors that somebody keeps: shards, files, MiB, and what the parameters say."""
+    """Failed constructors' modules are still referenced: returns their shards, files and MiB, and the message of their
+    parameters."""
     offload = {} if place == "none" else {"offload_param": {"device": place, "nvme_path": str(folder)}}
     config = config_of_birth("1MiB", replay_above, **offload)
     cores = _watched_cores()
@@ -137,7 +138,7 @@ def _behind(folder):
         def __init__(self):
             super().__init__()
             self.inner = nn.Linear(16, 16)
-            nn.init.ones_(self.inner.weight)  # which reads what rank 0 has
+            nn.init.ones_(self.inner.weight)  # which reads rank 0's values
             while rank == 1 and not (folder / "failed").exists():
                 time.sleep(0.01)
             raise ValueError("half way")
@@ -175,8 +176,8 @@ def test_one_rank_frees_what_a_failed_constructor_made():
 
 
 def _others():
-    """What was built before, and what a constructor builds that goes on, keeps its values; and so do parts that were
-    built elsewhere."""
+    """A constructor fails. Modules built before it keep their values, and so do modules of a constructor that goes on,
+    and parts that were built elsewhere."""
     rank, world = rank_and_world()
     elsewhere = nn.Linear(8, 8)
     nn.init.constant_(elsewhere.weight, 5.0)
@@ -204,7 +205,7 @@ def test_what_others_built_is_whole_after_a_failure(world):
 
 
 def _failing_ends():
-    """Which of what a context does at its end failed, and what it left of itself."""
+    """Lets each action at the end of a context fail in turn; returns the action's class and its leftovers."""
     found = []
     for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (Looks, "close"), (Births, "close")):
         constructor, end = nn.Linear.__dict__["__init__"], getattr(kind, name)

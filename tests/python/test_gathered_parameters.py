@@ -84,7 +84,7 @@ def _modified_by(modifier, dtype):
     with torch.no_grad():
         changed.head.weight.fill_(0.5 + modifier)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if dtype == "bf16":  # the masters of what was not touched are fp32; those of the head are what was written
+    if dtype == "bf16":  # masters of untouched weights keep their fp32 values; those of the head have the written ones
         assert torch.equal(full_parameters(model)["head.weight"], changed.head.weight.bfloat16())
     reference = PlainTrainer(changed, WORLD, adamw, dtypes[dtype])
     for tokens in make_batches(2, WORLD):
@@ -119,7 +119,7 @@ def test_modifying_contexts_nest():
 
 
 def _refused():
-    """An edit that is nobody's, or half of one."""
+    """An edit without a modifier rank is refused; an edit that ends half way is dropped."""
     rank, world = rank_and_world()
     for stage in range(4):
         for live_bytes in ("auto", 1):
@@ -185,7 +185,7 @@ def test_what_was_gathered_is_released_at_the_end_unless_a_scope_uses_it():
 
 
 def _saved_by_autograd():
-    """The backward of what was computed with gathered parameters has them again."""
+    """The backward of a value that was computed with gathered parameters has them again."""
     rank, _ = rank_and_world()
     engine = _engine()
     head, norm = engine.module.head.weight, dict(engine.module.named_parameters())["layers.0.norm.weight"]

@@ -72,7 +72,7 @@ class Checkpointed(TinyModel):
     def forward(self, tokens):
         hidden = self.embedding(tokens)
         if not hidden.requires_grad:
-            hidden.requires_grad_()  # what makes reentrant checkpoints of frozen inputs work in plain torch
+            hidden.requires_grad_()  # makes reentrant checkpoints of frozen inputs work in plain torch
         hidden = checkpoint(self.layers[0], hidden, use_reentrant=self.reentrant)
         if self.nested:
             hidden = checkpoint(self._pair, hidden, use_reentrant=self.reentrant)

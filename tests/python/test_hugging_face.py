@@ -1,8 +1,8 @@
 """Trainer, Accelerate and PEFT over ``deepspeed``, once DeepSpeed itself and once Strata in its place.
 
-Each of both runs all cases in one job a world size; Strata's start as its users start jobs. Ten steps each: `make soak`
-has twenty (STRATA_TRAINER_STEPS). What is compared is fp32: both compute the
-same forward and backward, and differ in the last bits of the norm and the update (measured: 2e-7 relative).
+Each library runs all cases in one job a world size; Strata's jobs start as its users start them. A case has ten steps;
+`make soak` has twenty (STRATA_TRAINER_STEPS). The comparison is in fp32: both compute the same forward and backward,
+and differ in the last bits of the norm and the update (measured: 2e-7 relative).
 """
 
 import re
@@ -29,8 +29,8 @@ CASES = {
     2: ["loop-1", "loop-3", "trainer-1", "trainer-2", "trainer-3", "trainer-3-offload", "lora-2", "lora-3", "olora-3"],
 }  # fmt: skip
 RESUMED = ["trainer-2", "trainer-3", "trainer-3-offload", "olora-3"]
-# What DeepSpeed would compile an optimizer for, and what one engine evaluates and another trains then: the numbers are
-# those of DeepSpeed's trainer-3.
+# DeepSpeed would compile an optimizer for the first case; in the second one engine evaluates, and then another trains.
+# The numbers of both are those of DeepSpeed's trainer-3.
 AS_STAGE_3 = ["cpuadam-3", "evaluated-3"]
 RELATIVE = 1e-5
 EITHER = [(world, case) for world, cases in CASES.items() for case in cases]

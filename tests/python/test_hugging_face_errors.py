@@ -1,4 +1,4 @@
-"""What goes wrong over the stand-in is said by who knows it: Trainer's, Accelerate's and PEFT's own words survive."""
+"""Errors over the stand-in keep the message of the library that found them: Trainer's, Accelerate's or PEFT's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What FSDP2 saved with torch.distributed.checkpoint goes on under Strata with the same bits."""
+"""Training that FSDP2 saved with torch.distributed.checkpoint goes on under Strata with the same bits."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from tiny_models import rank_and_world
 
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="FSDP2 over gloo on the CPU"),
-    pytest.mark.xdist_group("import_dcp"),  # which share what FSDP2 saved
+    pytest.mark.xdist_group("import_dcp"),  # tests of this file share FSDP2's checkpoint
 ]
 STEPS = 3
 
@@ -92,7 +92,7 @@ def _fsdp(folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(folder, what each rank told)."""
+    """(folder, each rank's answer)."""
     folder = tmp_path_factory.mktemp("dcp")
     return folder, run_ranks(2, _fsdp, str(folder))
 
@@ -214,7 +214,7 @@ def _overlapping(folder, key, change):
 
 
 def test_pieces_must_cover_a_tensor_and_not_overlap(saved, tmp_path):
-    """A sum of their sizes is no cover: what two pieces write twice, another place lacks."""
+    """The sum of the pieces' sizes does not prove that they cover the tensor: two may overlap and leave a gap."""
     import dataclasses
 
     folder = shutil.copytree(saved[0] / "whole", tmp_path / "overlapping")

@@ -21,7 +21,7 @@ from tiny_models import rank_and_world
 
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"),
-    pytest.mark.xdist_group("import_deepspeed"),  # which share what DeepSpeed saved
+    pytest.mark.xdist_group("import_deepspeed"),  # tests of this file share DeepSpeed's checkpoints
 ]
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-4}  # of losses, as test_against_deepspeed.py has them
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(folder of DeepSpeed's checkpoints, what each rank told)."""
+    """(folder of DeepSpeed's checkpoints, each rank's answer)."""
     folder = tmp_path_factory.mktemp("deepspeed")
     return folder, run_ranks(WORLD, train_with_deepspeed, str(folder), timeout=400.0, env={"DS_ACCELERATOR": "cpu"})
 
@@ -87,7 +87,7 @@ def test_an_imported_checkpoint_goes_on_to_deepspeedslosses_of(saved, imported, 
                 wanted = expected[0]
             assert losses == pytest.approx(wanted, rel=TOLERANCES[dtype]), (stage, dtype)
             assert losses[0] != pytest.approx(losses[-1], rel=1e-3), "training must have changed something"
-            common = masters.keys() & expected[1].keys()  # at stage 1 DeepSpeed's tool loses what is frozen
+            common = masters.keys() & expected[1].keys()  # at stage 1 DeepSpeed's tool loses frozen parameters
             assert len(common) >= 5 or (stage, dtype) == (1, "bf16")
             for name in common:
                 assert numpy.array_equal(masters[name], expected[1][name]), (stage, dtype, name)
@@ -160,7 +160,7 @@ def test_universal_checkpoints(saved, imported, stage, tmp_path):
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
 
 
-# --- what is not imported, and says why ---
+# --- checkpoints that are refused, with the reason ---
 
 
 def _told(source, out, **arguments):
@@ -171,7 +171,7 @@ def _told(source, out, **arguments):
 
 
 class Evil:
-    """What an attacker would put into a file."""
+    """An object that an attacker would put into a file."""
 
     def __reduce__(self):
         return os.mkdir, ("ran",)

@@ -1,4 +1,4 @@
-"""What the package imports, seen in fresh processes: a start waits for every module."""
+"""The modules that the package imports, seen in fresh processes: a start waits for every module."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def test_an_import_begins_nothing():
 
 
 def test_what_not_every_script_uses_is_imported_when_it_is_asked_for():
-    """Every script waits for what is imported at once, about a millisecond each."""
+    """Every script waits for the modules that the package imports at once, about a millisecond each."""
     assert _of_strata(_modules_after("import sys, strata")) == {"strata"}
     modules = _modules_after("import sys, strata; strata.initialize")
     ours = _of_strata(modules)

@@ -1,4 +1,4 @@
-"""The account of start-up: complete, the same on every rank, written by one; and what people see of it."""
+"""The account of start-up: complete, the same on every rank, written by one; and the lines that users see."""
 
 import gc
 import io
@@ -57,7 +57,7 @@ def _from_files(folder, checkpoint):
 
 
 def _assert_account(answers):
-    """What holds for any start-up; returns rank 0's report and its phases by name."""
+    """Asserts the properties of every start-up's report; returns rank 0's report and its phases by name."""
     report, lines, written = answers[0]
     assert report.keys() == KEYS
     assert all(phase.keys() == PHASE_KEYS for phase in report["phases"])
@@ -68,7 +68,7 @@ def _assert_account(answers):
     assert len(set(names)) == len(names) and names[0] == "connect" and names[-1] == "other"
     seconds = sum(phase["seconds"] for phase in report["phases"])
     assert all(phase["seconds"] >= 0 for phase in report["phases"])
-    # Of several ranks each phase is that of the slowest.
+    # With several ranks, each phase is that of the slowest rank.
     assert seconds >= report["seconds"] - 1e-6
     assert len(answers) > 1 or seconds == pytest.approx(report["seconds"])
     assert report["host_peak_bytes"] > 1 << 20 and report["device_growth_bytes"] >= 0
@@ -96,7 +96,7 @@ def test_a_checkpoint_gives_an_account_of_its_start(tmp_path, world):
     assert report["tier"] == "born_flat"
     assert {"open checkpoint", "build model", "plan", "make engine", "read", "all-gather"} <= phases.keys()
     size = os.path.getsize(tmp_path / "model" / "model.safetensors")
-    assert size / world / 2 < phases["read"]["bytes"] <= size  # each rank reads what it is responsible for
+    assert size / world / 2 < phases["read"]["bytes"] <= size  # each rank reads the files that it is responsible for
     assert phases["read"]["gb_per_s"] > 0
     reading = report["reading"]  # the files are small: nothing is timed
     assert reading["way"] == "buffered" and reading["reason"] and reading["direct_gb_per_s"] is None
@@ -169,7 +169,7 @@ def test_a_link_that_waits_beside_the_report_is_not_followed(tmp_path):
     assert (tmp_path / "start.json").stat().st_mode == victim.stat().st_mode
 
 
-# --- what people see ---
+# --- lines that users see ---
 
 
 def _account(**seconds):

@@ -20,7 +20,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Its constructor changes what a child has made; with ``fails`` one of its layers is given up half way."""
+    """Its constructor changes a child's parameters; with ``fails`` one of its layers' constructors fails half way."""
 
     def __init__(self, fails=False):
         super().__init__()
@@ -45,7 +45,7 @@ def _built(replay_above, values_come_later, **arguments):
     with Init(config_dict_or_path=config_of_birth(replay_above=replay_above)) as context:
         context._births.values_come_later = values_come_later
         model = Layers(**arguments)
-    assert model.layers[2].norm.weight.numel() == WIDTH  # read, so whole, and what its module has with it
+    assert model.layers[2].norm.weight.numel() == WIDTH  # read, so whole; so are its module's other parameters
     assert [n for n, p in model.named_parameters() if p.numel()] == [f"layers.2.norm.{n}" for n in ("weight", "bias")]
     cores = {id(owner_of(p)[0]) for p in model.parameters()}
     with GatheredParameters(list(model.parameters())):

@@ -26,7 +26,7 @@ from tiny_models import (
 
 
 def _overwrite_what_is_free():
-    """Memory that was given back is somebody else's."""
+    """Takes and overwrites memory that was given back."""
     gc.collect()
     return [torch.full((n,), 7.0) for n in (300, 600, 1200, 2400, 4800) for _ in range(50)]
 
@@ -90,7 +90,7 @@ def _keep_views():
                 for loaded, value in zip(torch.load(file), expected["state dict"], strict=True):
                     assert same_bits(loaded, value)
                 del filler
-            else:  # whole: they share memory with what is trained, as in plain torch
+            else:  # whole: they share memory with the trained parameters, as in plain torch
                 train_step(engine, batches[1, rank])
                 values = full_parameters(model)
                 trained = [v for v in values.values() if v.numel() > 1]
@@ -119,7 +119,7 @@ def test_views_of_every_kind_outlive_the_release_and_the_engine(world):
 
 
 def _keep_while_a_graph_is_pending(collectives):
-    """On rank 0 alone, which must not have the ranks gather different things."""
+    """Rank 0 alone keeps views; ranks must still gather the same units."""
     rank, world = rank_and_world()
     batches = make_batches(5, world)
     model = make_model()

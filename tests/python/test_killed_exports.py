@@ -1,5 +1,5 @@
-"""Weights that are written into a folder with others: what a reader finds is one model whole, whenever the writer
-ends, and the new one alone afterwards."""
+"""Weights are written into a folder that holds others. A reader finds one whole model, whenever the writer ends, and
+only the new one afterwards."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ from tiny_models import config_of, make_batches, make_engine, make_model, same_b
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the numbers of x86-64's system calls")
 
-# That change which names a folder has: rename, unlink, renameat, unlinkat, renameat2.
+# System calls that change a folder's names: rename, unlink, renameat, unlinkat, renameat2.
 CALLS = {82, 87, 264, 263, 316}
 TRACEME, PEEKUSER, SYSCALL, SETOPTIONS, GOOD_AND_EXITKILL = 0, 3, 24, 0x4200, 0x100001
 NUMBER_OF_CALL = 15 * 8  # in the registers
@@ -67,7 +67,8 @@ def _killed_before(call, write):
 
 
 def _read(folder):
-    """What transformers takes from a folder: the first that is there. FileNotFoundError: it lacks something."""
+    """Reads the files that transformers would take from a folder: the first kind that is there. FileNotFoundError: a
+    file is missing."""
     from safetensors.torch import load_file
 
     for single, read in (("model.safetensors", load_file), ("pytorch_model.bin", torch.load)):

@@ -1,4 +1,4 @@
-"""Persistent buffers of models that are loaded born flat: they move to the device before they are read."""
+"""Persistent buffers of models that are loaded sharded: they move to the device before they are read."""
 
 import strata
 import torch
@@ -24,7 +24,7 @@ class _WithNorm(transformers.PreTrainedModel):
 
 
 def _move_as_to_a_gpu(tree, device):
-    """On the CPU, what the move to a GPU does: modules get other tensors."""
+    """Acts on the CPU like a move to a GPU: modules get other tensors."""
     copies = {id(b): b.clone() for _, module, _ in tree.modules for b in module._buffers.values()}
     for _, module, _ in tree.modules:
         module._buffers.update({name: copies[id(b)].to(device) for name, b in module._buffers.items()})

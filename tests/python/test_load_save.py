@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face models: loaded into shards, saved from shards, bit for bit what plain
+"""Checkpoints of Hugging Face models, loaded into shards and saved from shards, have the bits that plain
 transformers loads; and every way in which a checkpoint can fail to fit."""
 
 import json
@@ -229,7 +229,7 @@ def test_any_module_loads_by_its_names(tmp_path):
 
 
 def _errors_of(cases, strict=False):
-    """[(class, message)] of what loading raises, or None; a case has a path for each rank, or one for all."""
+    """[(class, message)] of the error that loading raises, or None; a case has a path for each rank, or one for all."""
     errors = []
     for paths in cases:
         try:
@@ -245,7 +245,7 @@ def _errors_of(cases, strict=False):
 NORM = "model.layers.1.input_layernorm.weight"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
-MISFITS = [  # model, tensor, what it is instead, words of the message
+MISFITS = [  # model, tensor, its replacement, words of the message
     ("llama", NORM, None, [NORM, "missing"]),
     ("llama", NORM, torch.ones(31), [NORM, "31", "32"]),
     ("llama", NORM, torch.ones(32, dtype=torch.int32), [NORM, "int32"]),

@@ -1,5 +1,5 @@
-"""Loading checkpoints of training into what is not quite the model that saved them: nothing is stored then, or what
-fits is, as asked."""
+"""Loading training checkpoints into a model that differs from the one that saved them: the engine stores nothing, or,
+if the script asks for it, the parts that fit."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def _trained(engine, steps=2):
 
 
 def _said(engine, *arguments, **more):
-    """What the package logs while this loads."""
+    """The lines that the package logs while the engine loads a checkpoint."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -118,7 +118,7 @@ def _other_groups(folder):
     assert differences(full_parameters(engine.module), before) == [] and engine.global_steps == 0
     engine.load_checkpoint(folder, tag="t", load_optimizer_states=False)
     assert engine.global_steps == 2
-    # A part of the script's that refuses its state comes after the weights: what is there then is of two runs.
+    # The scheduler refuses its state after the weights were loaded: the engine then holds values of two runs.
     engine.lr_scheduler = Refusing(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)
     engine.save_checkpoint(folder, tag="scheduled")
     with pytest.raises(ValueError, match="not mine"):
@@ -173,7 +173,7 @@ def _save(folder):
 
 
 def _with_few_descriptors(folder, spare, hard):
-    """What only this many more descriptors leave."""
+    """Loads with at most ``spare`` further file descriptors; the process may raise the limit unless it is ``hard``."""
     engine = make_engine(make_model(), config_of(3))
     engine.memory_report()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -128,7 +128,7 @@ class Discriminator(nn.Sequential):
 
 
 def _gan_step(nets, steps, backward, drop, noise, real):
-    """What the usual script does; the generator's pass goes through the discriminator, and leaves gradients there."""
+    """A step of the usual script; the generator's pass goes through the discriminator, and leaves gradients there."""
     generator, discriminator = nets
     drop(1)
     backward(1, -discriminator(real).mean())

@@ -10,7 +10,7 @@ WIDTH, BLOCKS = 64, 6
 
 
 def _kinds(engine):
-    """{kind: bytes held}, of what is planned."""
+    """{kind: bytes held}, without the kernels' workspace."""
     report = engine.memory_report().items()
     return {kind: held for (tier, kind), (held, _) in report if held and kind not in ("total", "workspace")}
 
@@ -49,7 +49,7 @@ def test_each_rank_holds_its_share(world, dtype):
     for told in run_ranks(world, _shares, dtype, live):
         shard, peaks = told["shard"], told["peaks"]
         assert peaks["weights"] <= told["width"] * shard + 4096 * len(told["units"])  # units start on pages
-        # Beside bf16 weights, what they lack of fp32: 17 bits, each unit's in whole lines of the cache.
+        # Beside bf16 weights, their remainders: 17 bits each, a unit's in whole lines of the cache.
         masters = 17 * shard // 8 if dtype == "bf16" else 0
         assert masters <= peaks.get("master weights", 0) <= masters + 63 * len(told["units"]) * bool(masters)
         assert peaks["optimizer state"] == 8 * shard
@@ -106,11 +106,11 @@ def test_steps_allocate_nothing_new(live_bytes, accumulation):
         assert all(held <= forecast[kind] for kind, held in after.items())
 
 
-WIDE = 256  # so that a weight of a block is more than what shares a unit
+WIDE = 256  # so that a weight of a block is larger than parameters that share a unit
 
 
 def _gathered_at_a_time(sequential, more=None):
-    """{what: bytes}, with what the last step used, of a model of which nothing stays gathered."""
+    """{name: bytes}, with the last step's use, of a model of which nothing stays gathered."""
     bounds = {"stage3_allgather_sequential": sequential, "stage3_max_live_parameters": 1}
     config = config_of(3, zero_optimization={"stage": 3, **bounds, **(more or {})})
     engine = make_engine(make_model(width=WIDE, blocks=BLOCKS), config)

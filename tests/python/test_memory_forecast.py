@@ -1,4 +1,4 @@
-"""What the engine foresees of its device memory beside what its ledger then says, of real architectures."""
+"""The forecast of device memory beside the ledger of the engine that then trains, for real architectures."""
 
 import pytest
 import strata
@@ -27,14 +27,14 @@ SETTINGS = {
 
 
 def _planned_peaks(engine):
-    """{kind: peak bytes} of the device, but for what its kernels keep for themselves."""
+    """{kind: peak bytes} of the device, without the memory that its kernels keep for themselves."""
     peaks = {kind: peak for (tier, kind), (_, peak) in engine.memory_report().items() if tier == "device"}
     peaks["total"] -= peaks.pop("workspace")
     return peaks
 
 
 def _train(name, dtype):
-    """{setting: (forecast before training, {kind: peak bytes} after some steps, bytes of what is no block's)}."""
+    """{setting: (forecast before training, {kind: peak bytes} after some steps, bytes outside blocks)}."""
     rank, _ = rank_and_world()
     tiny, found = MODELS[name], {}
     for setting, (stage, section, reentrant) in SETTINGS.items():
@@ -188,5 +188,5 @@ def test_an_optimizer_of_the_users_is_foreseen_but_for_what_it_keeps():
     for forecast, report in run_ranks(2, _with_an_optimizer_of_its_own):
         for kind in ("master weights", "gradient shards", "weights"):
             assert report["device", kind][1] == forecast[kind] > 0
-        # It reads the gradients where they were reduced: there is no second copy of them.
+        # The optimizer reads the gradients where they were reduced: there is no second copy of them.
         assert report["device", "gradient shards"][1] == report["device", "master weights"][1]

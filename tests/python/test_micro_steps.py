@@ -1,5 +1,5 @@
-"""What a script may do in a micro-step, against plain torch: outputs of every shape, several losses, graphs that run
-inside others. Each by engine.backward(loss), by engine.module(x), and by autograd alone."""
+"""A script's micro-steps, against plain torch: outputs of every shape, several losses, graphs that run inside others.
+Each runs by engine.backward(loss), by engine.module(x), and by autograd alone."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Plain:
 
 
 class Shapes(TinyModel):
-    """Gives its logits in a container, beside what needs no gradients."""
+    """Gives its logits in a container, beside values that need no gradients."""
 
     def __init__(self, shape="tensor"):
         super().__init__()
@@ -134,7 +134,7 @@ def _of(loss_function):
     return lambda model, tokens, backward: backward(loss_function(model, tokens))
 
 
-# name -> (class, keywords, what a micro-step does; ``backward(loss, ...)`` is the trainer's)
+# name -> (class, keywords, the micro-step; ``backward(loss, ...)`` is the trainer's)
 MICRO_STEPS = {
     "two losses": (ReadsOutside, {}, _two_losses),
     "a graph twice": (ReadsOutside, {}, _graph_twice),

@@ -1,4 +1,4 @@
-"""How a model is described to the engine: as torch itself walks it."""
+"""The description of a model for the engine has the order in which torch itself walks the model."""
 
 import torch
 from strata.model.model_input import ModelTree, describe_modules, describe_parameters

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics of every monitor, lines of times, the profile of a step, transfers."""
+"""The output of a run while it trains: metrics of every monitor, lines of times, the profile of a step, transfers."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from tiny_models import config_of, loss_of, make_batches, make_engine, make_mode
 
 
 class Lines(logging.Handler):
-    """What the logger says, as text."""
+    """Collects the logger's messages as text."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class FakeWriter:
 
 
 def fake_packages():
-    """Stand-ins of tensorboard, wandb and comet_ml; [what was called]."""
+    """Stand-ins of tensorboard, wandb and comet_ml; returns the list of calls."""
     calls = []
     tensorboard = types.ModuleType("torch.utils.tensorboard")
     tensorboard.SummaryWriter = FakeWriter

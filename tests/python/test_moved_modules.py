@@ -1,5 +1,5 @@
-"""Modules that are moved to where they are, or converted to the dtype that they have, whenever a script does so: torch
-copies parameters then ("cpu:0" is another device than "cpu" to it), and training goes on to the same bits."""
+"""A script moves modules to the device on which they are, or converts them to the dtype that they have, at any time.
+torch then copies parameters ("cpu:0" is another device than "cpu" to it), and training goes on to the same bits."""
 
 import itertools
 
@@ -61,7 +61,7 @@ def _train(stage, dtype, born):
         loss = loss_of(engine, tokens[rank])
         move("before backward")
         engine.backward(loss)
-        if stage < 3 or world == 1:  # elsewhere gradients are in shards, and what copies them is told so
+        if stage < 3 or world == 1:  # elsewhere gradients are in shards, and an error tells code that copies them
             move("before the step")
         engine.step()
         move("after the step")

@@ -1,4 +1,4 @@
-"""tools/newest_environment.sh: what an environment finds that stands on others. No package is asked for elsewhere."""
+"""tools/newest_environment.sh: an environment finds the packages of the environments under it. Tests run offline."""
 
 import subprocess
 import sys

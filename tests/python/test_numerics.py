@@ -1,6 +1,6 @@
 """Stages 0-3, 1 to 4 ranks, three precisions, accumulation and clipping against plain torch.
 
-What is claimed, and asserted as equal bits: the loss of every micro-step on every rank, and every weight
+The tests assert equal bits: the loss of every micro-step on every rank, and every weight
 after every optimizer step, are those of a plain torch loop that reduces in the same order, whatever the stage, the
 number of ranks and the precision. That is possible because gathered weights are ordinary contiguous views (the
 same kernels run on the same values), the sum over ranks is taken in rank order in fp32, and the optimizer
@@ -79,7 +79,7 @@ def test_fewer_elements_than_ranks(world):
 
 
 def _defaults_of_torch_at_world_one(name):
-    """The user's loop as it is usually written: foreach where torch chooses it."""
+    """The user's loop in its usual form: foreach where torch chooses it."""
     choose = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
@@ -128,7 +128,7 @@ def test_reduced_and_accumulated_in_the_dtypes_of_the_configuration():
 
 
 def _over_the_process_group():
-    """Of two terms there is one sum, so also the order of the backend gives the same bits."""
+    """Two terms have the same sum in any order, so the order of the backend gives the same bits, too."""
     _, world = rank_and_world()
     for stage in range(4):
         for dtype in ("fp32", "bf16"):

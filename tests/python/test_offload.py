@@ -144,7 +144,8 @@ def test_checkpoints_move_between_places_of_weights(tmp_path):
 
 
 def _few_buffers(folder):
-    """Hundreds of tensors, one of them far larger than a buffer: what nobody has to know beforehand."""
+    """Hundreds of tensors, one of them far larger than a buffer: the user need not adapt buffer_count and buffer_size
+    to the model."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(32, 32) for _ in range(60)]
     model = torch.nn.Sequential(torch.nn.Embedding(200_000, 32), *layers)
@@ -180,7 +181,8 @@ def test_buffers_follow_the_tensors(world, tmp_path):
 
 
 def _default_buffers(folder):
-    """By which DeepSpeed takes gigabytes: no more of it than keeps what is on the drive, which is not read again."""
+    """With the default buffers DeepSpeed takes gigabytes. The engine takes no more staging memory than caches the
+    states on the drive, and does not read them again."""
     config = all_offloaded("nvme", "nvme", folder)
     for section in ("offload_param", "offload_optimizer"):
         del config["zero_optimization"][section]["buffer_count"], config["zero_optimization"][section]["buffer_size"]
@@ -191,7 +193,7 @@ def _default_buffers(folder):
     assert staged == engine.memory_forecast("host")["staging"] - RING and peak >= staged
     on_drive = report["nvme", "total"][0]
     largest = 81 / 8 * 30_000 * 48 / engine.world_size  # bytes of the embedding's states on a rank
-    kept = max(1.5 * on_drive, 2 * 3 * 1.02 * largest)  # a third of what weights and states share is leased
+    kept = max(1.5 * on_drive, 2 * 3 * 1.02 * largest)  # a third of the memory that weights and states share is leased
     assert STAGING < on_drive < staged < kept + STAGING, (staged, on_drive)
     assert engine.step_report()["offload"]["links"]["read"]["bytes"] == 0
     engine.destroy()
@@ -203,7 +205,7 @@ def test_buffers_are_no_larger_than_what_is_staged(world, tmp_path):
 
 
 def _starts(folder):
-    """Nothing is left behind by engines that come and go: no file, descriptor or memory."""
+    """Engines that come and go leave no file, descriptor or memory behind."""
 
     def resident():
         with open("/proc/self/status") as status:
@@ -269,7 +271,7 @@ def test_what_cannot_be_is_told_on_every_rank(tmp_path):
 
 
 def test_what_is_offloaded_is_foreseen(tmp_path):
-    """By ``strata.memory_forecast``, for a job that does not run."""
+    """The values of ``strata.memory_forecast``, for a job that does not run."""
     with torch.device("meta"):
         model = make_model()
     told = {

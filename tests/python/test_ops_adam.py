@@ -56,7 +56,7 @@ def _assert_same(ours, theirs):
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
 def test_steps_are_those_of_torch(kind, decoupled):
-    """To the bit, given one square root for both."""
+    """The bits are torch's, given one square root for both."""
     ours, theirs = _layouts(), _layouts()
     optimizer = kind(ours, **SETTINGS, **{"adamw_mode" if kind is DeepSpeedCPUAdam else "adam_w_mode": decoupled})
     reference = MODES[decoupled](theirs, foreach=False, **SETTINGS)
@@ -115,7 +115,7 @@ def _moments(optimizer, parameter):
 
 
 def _deepspeeds_step(weight, gradient, m, v, step, lr, betas, eps, decay, decoupled, correct):
-    """What DeepSpeed's CPUAdam documents, in fp64."""
+    """The update that DeepSpeed's CPUAdam documents, in fp64."""
     if not decoupled:
         gradient = gradient + decay * weight
     m.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
@@ -168,7 +168,7 @@ def test_autograd_sees_that_weights_have_changed():
 
 
 def test_param_groups_of_torch_are_taken_as_they_are():
-    """As accelerate passes them: lr and weight decay as arguments, the rest within the groups."""
+    """accelerate passes lr and weight decay as arguments, and the rest within the groups."""
     ours, theirs = _layouts(), _layouts()
     source = torch.optim.AdamW([{"params": ours[:4], "betas": (0.8, 0.9)}, {"params": ours[4:], "weight_decay": 0.0}],
                                lr=1e-2, foreach=False, capturable=False)  # fmt: skip

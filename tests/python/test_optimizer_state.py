@@ -46,7 +46,7 @@ def _set_weights(engine, values):
 
 
 def _resumed(stages, dtypes, rules):
-    """Whether weights come first or the optimizer does: the bits of training that went on."""
+    """The script loads the weights first, or the optimizer: both ways give the bits of uninterrupted training."""
     rank, world = rank_and_world()
     batches = make_batches(4, world)
     for stage, dtype, rule in itertools.product(stages, dtypes, rules):
@@ -81,7 +81,7 @@ def test_training_resumes_from_states_that_were_saved_by_hand(world):
 
 @pytest.mark.skipif(ON_GPU, reason="torch's Adam rounds in another way on GPUs")
 def test_the_state_of_one_rank_is_torchs():
-    """Both ways: torch's loads here, and this one loads there."""
+    """The engine's optimizer loads torch's state, and torch's optimizer loads the engine's."""
     batches = [step[0] for step in make_batches(4, 1)]
     plain, engine = make_model(), _engine(2, "fp32", "adamw")
     optimizer = adamw(plain.parameters())
@@ -122,7 +122,7 @@ CLEARED = (
 
 
 def _cleared():
-    """What ReLoRA and staged training do between stages."""
+    """Clears the optimizer's states, as ReLoRA and staged training do between stages."""
     rank, world = rank_and_world()
     for stage, dtype, rule, clear in itertools.product((0, 3), ("fp32", "bf16"), ("adamw", "momentum"), CLEARED):
         reference = PlainTrainer(make_model(), world, RULES[rule], DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""``optimizer.step()``: what scripts and frameworks call in place of ``engine.step()``, or beside it."""
+"""``optimizer.step()``, which scripts and frameworks call in place of ``engine.step()``, or beside it."""
 
 import copy
 import itertools
@@ -56,7 +56,7 @@ WAYS = {
 
 
 def _ways(stages, accumulations, dtypes, ways):
-    """Bits of plain torch, whoever is asked to step."""
+    """Training has the bits of plain torch, whether the script asks the engine or the optimizer to step."""
     rank, world = rank_and_world()
     grid = itertools.product(stages, accumulations, dtypes, ways, (adamw, lambda p: torch.optim.SGD(p, lr=0.05)))
     for stage, accumulation, dtype, way, rule in grid:
@@ -100,7 +100,7 @@ def _mistakes():
     engine.optimizer.step()
     with pytest.raises(strata.UsageError, match="without a backward pass"):
         engine.optimizer.step()
-    engine.step()  # what the optimizer has done
+    engine.step()  # the optimizer has made this update already
     assert engine.global_steps == 1
     engine.backward(loss_of(engine, tokens))
     engine.step()
@@ -147,7 +147,7 @@ def test_the_optimizer_skips_a_step_as_the_engine_does():
 
 
 def test_backward_returns_the_loss_divided_by_the_accumulation_steps():
-    """DeepSpeed's: what scripts add up and log."""
+    """As with DeepSpeed; scripts add it up and log it."""
     tokens = make_batches(1, 1)[0][0]
     engine = make_engine(make_model(), config_of(1, accumulation=4))
     loss = loss_of(engine, tokens)

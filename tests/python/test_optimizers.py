@@ -1,4 +1,4 @@
-"""Param groups, optimizers of the user, schedules, boundaries: what a script does around the step."""
+"""A script's calls around the step: param groups, optimizers of the user, schedules, boundaries."""
 
 import math
 import warnings
@@ -58,7 +58,7 @@ def test_optimizers_of_torch_run_on_the_shards(name):
 
 
 class _Uncorrected(torch.optim.Optimizer):
-    """Adam whose moments count as they are."""
+    """Adam without the correction of its moments' bias."""
 
     def __init__(self, parameters, decoupled):
         super().__init__(parameters, {"lr": 0.01, "decay": 0.1, "decoupled": decoupled})
@@ -116,7 +116,7 @@ class _Failing(torch.optim.SGD):
 
 
 def test_an_optimizer_that_fails_keeps_no_gradients():
-    """They are lent: the engine's memory, which goes on to other use."""
+    """Gradients are views of the engine's memory, which the engine uses again."""
     model = make_model()
     optimizer = _Failing(model.parameters(), lr=0.05)
     engine, *_ = strata.initialize(model=model, config=config_of(2, optimizer=False), optimizer=optimizer)

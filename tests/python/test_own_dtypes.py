@@ -1,7 +1,7 @@
 """Without a precision each parameter keeps its own dtype: trained beside plain torch, loaded, saved, foreseen.
 
-Trainable parameters are updated in fp32 and rounded to their dtype, as under bf16 and fp16; what is frozen stays as it
-is, to the bit, also where its values are no floating-point numbers.
+Trainable parameters are updated in fp32 and rounded to their dtype, as under bf16 and fp16. Frozen ones keep every bit,
+also where their values are no floating-point numbers.
 """
 
 import json

@@ -1,5 +1,5 @@
 """Backward passes as scripts for plain torch write them, against plain torch: loss.backward() in all its forms,
-outputs of every shape, and what counts as a step. Each job sweeps the stages."""
+outputs of every shape, and the passes that make a step. Each job sweeps the stages."""
 
 import copy
 import inspect

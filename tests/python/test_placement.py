@@ -1,4 +1,4 @@
-"""Single parameters placed by rules, and all of them by the engine itself; and the table of what went where."""
+"""Rules place single parameters, or the engine places all of them; and the table of placements."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""The README's pictures: they say what the stored figures say, in light and dark, and refuse what they cannot draw."""
+"""The README's pictures: they show the stored figures, in light and dark; figures that cannot be drawn are refused."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ ABOUT = dict.fromkeys(plots.ABOUT, "told")
 
 
 def texts_of(svg):
-    """What a reader sees, line by line."""
+    """The text of the picture, line by line."""
     return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
@@ -105,7 +105,7 @@ def test_bars_are_as_long_as_their_values_and_inside_the_picture(tmp_path):
 
 
 def contrast(one, other):
-    """Of two colours, as WCAG 2 counts it."""
+    """The contrast of two colours, as WCAG 2 defines it."""
     def luminance(colour):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]

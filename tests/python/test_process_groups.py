@@ -1,5 +1,5 @@
-"""When a program ends no thread of gloo is left, which could want an interpreter that has gone, whatever still refers
-to an engine or to a group."""
+"""When a program ends, no thread of gloo is left, whatever still refers to an engine or to a group: such a thread could
+need an interpreter that has ended."""
 
 import atexit
 import gc
@@ -25,12 +25,12 @@ ENDS = {
 
 
 def gloo_threads():
-    """How many threads of this process work for groups of gloo."""
+    """The number of this process's threads that work for groups of gloo."""
     return sum((task / "comm").read_text().startswith("pt_gloo") for task in Path("/proc/self/task").iterdir())
 
 
 def _reduced(value):
-    """By the default group, as scripts do it: a thread of gloo releases the tensor, which Python owns."""
+    """Reduces over the default group, as scripts do: a thread of gloo releases the tensor, which Python owns."""
     tensor = torch.tensor(float(value))
     distributed.all_reduce(tensor)
     return tensor.item()
@@ -43,7 +43,7 @@ def _ends(how, collectives, own_group):
     engine = make_engine(make_model(), config_of(3, strata={"collectives": collectives}))
     train_step(engine, make_batches(1, world)[0][rank])
     ring = [engine, distributed.group.WORLD]
-    ring.append(ring)  # nobody but the collector frees this
+    ring.append(ring)  # only the garbage collector frees this
     sys.modules["what this program has"] = ring
     assert _reduced(1) == world and gloo_threads() > 0
     ENDS[how](engine)

@@ -1,4 +1,4 @@
-"""Which lines of the logger a process shows by itself, and beside whose."""
+"""The lines of the logger that a process shows by itself, also beside other handlers."""
 
 import logging
 import subprocess

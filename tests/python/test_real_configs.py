@@ -38,15 +38,15 @@ def _is_auto(value):
 
 
 class _Arguments(types.SimpleNamespace):
-    """Of Trainer, what its configuration asks for."""
+    """The arguments of Trainer that its configuration uses."""
 
     def get_warmup_steps(self, num_training_steps):
         return self.warmup_steps
 
 
 def _filled_in(document, world):
-    """What Trainer makes of "auto", by transformers' own code. Its check that other values are those of Trainer's
-    arguments is left out, since there is no Trainer whose arguments they could be."""
+    """Replaces "auto" as Trainer does, by transformers' own code. Trainer's check that other values agree with its
+    arguments is left out, since there is no Trainer here."""
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -74,7 +74,7 @@ def _filled_in(document, world):
 
 
 def _redirected(document, folder):
-    """The same with folders of this test for what it writes."""
+    """The same configuration, with this test's folders for its output."""
     zero = document.get("zero_optimization", {})
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("nvme_path"):
@@ -86,7 +86,7 @@ def _redirected(document, folder):
 
 
 def _take_two_steps(document, folder):
-    """What trained, in words."""
+    """Trains two steps; returns a description of the training, in words."""
     rank, world = rank_and_world()
     filled = _is_auto(document) or not any("batch_size" in key for key in document)
     config = _filled_in(document, world) if filled else document
@@ -115,7 +115,7 @@ def _take_two_steps(document, folder):
 
 
 def _outcomes(paths, folder):
-    """{file: in words what it did, or the message of its refusal}."""
+    """{file: the outcome in words, or the message of its refusal}."""
     told = {}
     for path in paths:
         try:
@@ -166,7 +166,8 @@ def test_each_trains_or_names_a_feature_that_strata_does_not_have(tmp_path):
 
 
 def test_what_the_program_rewrites_starts(tmp_path):
-    """What it calls refused is refused, and what it writes instead trains; the others it leaves as they are."""
+    """The engine refuses the settings that the program calls refused, and trains with those that the program writes
+    instead; the program leaves other configurations unchanged."""
     program, rewritten = find_program(), []
     for path in FILES:
         out = tmp_path / path.name

@@ -1,5 +1,5 @@
-"""Weights that stay whole and are brought up to date beside the next forward: who reads a parameter between
-a step and that forward, by whatever way, sees the new values, or an error that says how to."""
+"""The lazy all-gather of weights that stay whole runs beside the next forward. A script that reads a parameter between
+a step and that forward, in any way, sees the new values, or an error that says how to get them."""
 
 import copy
 import io
@@ -114,7 +114,7 @@ def _other_tensor_objects():
     taken = weight.data  # while it is awaited; read when it is not
     assert _awaited(weight) and _awaited(taken)
     step(second)
-    # Its owner would not wait for what is written below it, so the weight was complete when the step ended.
+    # A read of `taken` would not wait for a lazy all-gather, so the weight was complete when the step ended.
     assert torch.equal(taken, reference.values()["head.weight"]) and not _awaited(taken)
     view = weight.detach()
     step(third)

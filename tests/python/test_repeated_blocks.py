@@ -60,7 +60,8 @@ def _described(found):
 
 
 def _answers(model, listed, monkeypatch):
-    """What ``model_tensors`` gives, and how many names it asked transformers about; with blocks, and without."""
+    """Returns the result of ``model_tensors``, and how many names it asked transformers about; with blocks, and
+    without."""
     parameters, buffers = state_names(model)
     answers = []
     for patterns_with_numbers in (repeated_blocks._NUMBER_IN_PATTERN, repeated_blocks.re.compile("")):
@@ -114,7 +115,7 @@ def test_more_layers_than_the_model_has_are_not_alike(monkeypatch):
     more = [(n.replace(".0.", f".{i}."), *described) for i in (LAYERS, LAYERS + 1) for n, described in shape_of.items()]
     (with_blocks, asked), (without, _) = _answers(model, _checkpoint(model) + more, monkeypatch)
     assert with_blocks == without and len(with_blocks[1]) == len(more)
-    assert len(asked) == 2  # the last layer is not what the first one is
+    assert len(asked) == 2  # the last layer differs from the first one
 
 
 def test_a_rule_for_one_layer_has_every_name_asked_about(monkeypatch):

@@ -1,4 +1,4 @@
-"""bf16_master_weights_and_grads and bf16_optimizer_states: what the update keeps is rounded after each step."""
+"""bf16_master_weights_and_grads and bf16_optimizer_states: the update's states are rounded after each step."""
 
 import pytest
 import strata

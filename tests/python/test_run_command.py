@@ -138,13 +138,13 @@ def test_the_command_line_teaches_it(capsys, tmp_path):
 
 
 def run_commands(*commands):
-    """In a process of its own, whose signals it handles."""
+    """Runs the commands from a process of its own, since run_together() handles the process's signals."""
     text = f"from strata.compat.launcher import run_together; raise SystemExit(run_together({commands!r}))"
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
 
 
 def test_the_hosts_of_a_job_end_together(tmp_path):
-    """One that fails ends the others, which would wait for ever; its exit code is the job's."""
+    """A host that fails ends the others, which would wait for ever; its exit code is the job's."""
     os.mkfifo(tmp_path / "never")
     assert run_commands(["cat", str(tmp_path / "never")], ["sh", "-c", "exit 7"]).returncode == 7
     assert run_commands(["true"], ["true"]).returncode == 0

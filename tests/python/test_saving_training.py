@@ -1,4 +1,4 @@
-"""Saving checkpoints: what is kept of the script, what is refused, beside training, and when somebody dies."""
+"""Saving checkpoints: the script's state, refused calls, saving beside training, and a rank or writer that dies."""
 
 import argparse
 import json
@@ -131,7 +131,7 @@ NORM = 16 if ON_GPU else 0
 
 
 def _beside_training(folder, stage, dtype):
-    """Saves beside training hold what training had when it called, and training goes on with the same bits."""
+    """A save beside training holds the states at the time of the call, and training goes on with the same bits."""
     rank, world = rank_and_world()
     config = config_of(stage, dtype, live_bytes=1, checkpoint={"async": True, "keep": 3})
     batches = make_batches(6, world)
@@ -169,7 +169,7 @@ def test_saves_beside_training(world, stage, dtype, tmp_path):
 
 
 def _writer_fails(folder):
-    """What the writer of one rank could not do is said on every rank, by the next call; the one before stays."""
+    """A failure of one rank's writer is an error of the next call on every rank; the checkpoint before stays."""
     rank, _ = rank_and_world()
     engine = make_engine(make_model(), config_of(3, checkpoint={"async": True}))
     engine.save_checkpoint(folder, tag="good")
@@ -214,7 +214,7 @@ def _killed(folder, asynchronous, victim, delay):
 
 
 def _each_step():
-    """By steps taken: what training keeps then, as arrays."""
+    """{steps taken: the training states then, as arrays}."""
     rank, world = rank_and_world()
     engine = make_engine(make_model(), config_of(3))
     kept = {}
@@ -239,7 +239,7 @@ def _whole(folders, expected):
         for tag in strata._C.whole_checkpoints(folder):
             engine.load_checkpoint(folder, tag=tag)
             assert_as_trained(engine)
-        engine.save_checkpoint(folder, tag="after")  # what the dead one left is no hindrance
+        engine.save_checkpoint(folder, tag="after")  # files that the dead writer left are no hindrance
         assert not [name for name in os.listdir(folder) if name.endswith(".partial")]
         engine.destroy()
 

@@ -49,7 +49,7 @@ def test_a_state_dict_brings_another_one_to_the_same_place(name):
 
 def test_arguments_may_be_positional_and_subclassed():
     class Own(schedule.WarmupDecayLR):
-        """Of a script."""
+        """A script's own subclass."""
 
     by_name = schedule.WarmupDecayLR(_optimizer(), total_num_steps=9, warmup_min_lr=0.1, warmup_max_lr=0.3,
                                      warmup_num_steps=2, warmup_type="linear")

@@ -59,7 +59,7 @@ def test_groups_have_the_bits_of_plain_torch(world, group, dtype):
 @needs_a_gpu_each
 @pytest.mark.parametrize("world, group", [(2, 1), (4, 2)])
 def test_groups_over_the_process_group(world, group):
-    """Of two terms there is one sum, so also the order of the backend gives the same bits."""
+    """Two terms have the same sum in any order, so the order of the backend gives the same bits, too."""
     run_ranks(world, _matrix, group, "bf16", "c10d")
 
 

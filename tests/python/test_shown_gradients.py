@@ -1,5 +1,5 @@
-"""``p.grad`` between backward and step: what it is, that edits of it count, who may look, and what it is where
-gradients are sharded. Against plain torch."""
+"""``p.grad`` between backward and step, against plain torch: its value, edits of it, code that may read it, and its
+value where gradients are sharded."""
 
 import copy
 import io
@@ -64,8 +64,8 @@ EDITS = (_look, _clip, _clip_by_value, _scale_the_data, _noise, _replace, _drop_
 
 
 def _edited(reference, edit):
-    """Does ``edit`` to the reference's gradients, as torch shows them in the model's dtype. Elements that it leaves as
-    they were keep what they had in fp32."""
+    """Does ``edit`` to the reference's gradients, as torch shows them in the model's dtype. Elements that it does not
+    change keep their fp32 value."""
     shown = []
     for parameter, total in zip(reference.parameters, reference.sums):
         shown.append(torch.nn.Parameter(torch.empty_like(parameter)))
@@ -97,7 +97,7 @@ def _cases(world):
 
 
 def _edits(every):
-    """Of the grid's cases each ``every``-th, another one for each world."""
+    """Takes every ``every``-th case of the grid, other ones for each world size."""
     rank, world = rank_and_world()
     batches = iter(make_batches(4000, world))
     for number, (config, dtype, accumulation) in enumerate(_cases(world)):
@@ -137,7 +137,7 @@ def test_what_a_script_does_to_it_counts(world):
 
 
 def _kinds_of_precision():
-    """fp16 shows it times the loss scale, sums that are narrower than fp32 as they are."""
+    """In fp16 the shown gradient is multiplied by the loss scale; a sum narrower than fp32 is shown unchanged."""
     for more in ({"fp16": {"enabled": True, "initial_scale_power": 8}},
                  {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}):
         rank, world = rank_and_world()

@@ -1,4 +1,4 @@
-"""fp32 and bf16: a step whose gradients are not finite is skipped everywhere, counted, and told of once."""
+"""fp32 and bf16: a step whose gradients are not finite is skipped on every rank, counted, and logged once."""
 
 import logging
 
@@ -123,7 +123,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_an_advance_of_a_scheduler_can_be_taken_back(name, tensor):
-    """What a GPU needs, which tells only later that it skipped an update."""
+    """The engine undoes the advance where a GPU reports a skipped update only later."""
     optimizers = [
         torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=torch.tensor(0.1) if tensor else 0.1)
         for _ in range(2)

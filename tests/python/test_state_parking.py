@@ -29,7 +29,7 @@ KINDS = ("weights", "gathered weights", "gradients", "gradient shards", "master 
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """As scripts bring it from DeepSpeed."""
+    """The enumeration that scripts bring from DeepSpeed."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -128,7 +128,7 @@ def _all_stages(folder):
 
 
 def _some_states(folder):
-    """Evaluation and saving between two phases, while what only steps need is away."""
+    """Evaluation and saving between two phases, while the states that only steps need are away."""
     rank, world = rank_and_world()
     engine = make_engine(make_model(), config_of(3, "bf16", zero_optimization=SHARDED))
     batches = make_batches(3, world)

@@ -1,4 +1,4 @@
-"""What the engine tells of its steps: the report of the last one, the timeline, and ranges of torch's profiler."""
+"""The engine's account of its steps: the report of the last one, the timeline, and ranges of torch's profiler."""
 
 import io
 import json
@@ -102,7 +102,7 @@ def _trace(stage, path, steps, accumulation=1, when_started=lambda: None):
 
 
 def _spans(path):
-    """{rank: {what: {name}}} and [event]."""
+    """{rank: {category: {name}}} and [event]."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     names = defaultdict(lambda: defaultdict(set))
     for event in events:
@@ -217,7 +217,8 @@ def test_ranges_of_torchs_profiler_carry_the_names_of_units():
 
 
 def _links(folder):
-    """Of steps whose optimizer states are on the host or on a drive, through memory for a part of them."""
+    """The links in reports of steps whose optimizer states are on the host or on a drive. The staging memory holds only
+    a part of the states."""
     rows = 24_000  # 4.6 MB of states a rank: more than the 3 MiB of staging that a rank has at least
     for place in ("cpu", "nvme"):
         model = torch.nn.Sequential(torch.nn.Embedding(rows, 48), torch.nn.Linear(48, 96), torch.nn.Linear(96, 40))
@@ -247,7 +248,7 @@ def _check_links(place, device, reports, states, folder):
     if place == "cpu":
         assert after["drives"] == []
         return
-    pending = 3 * 2**20 if device == "cuda" else 0  # of the staging memory: what the next step writes
+    pending = 3 * 2**20 if device == "cuda" else 0  # of the staging memory: states that the next step writes
     for report in (before, after):
         read, write = (report["links"][link] for link in ("read", "write"))
         assert abs(write["bytes"] - states) <= pending
@@ -267,7 +268,7 @@ def test_what_goes_to_drives_is_what_the_configuration_implies(tmp_path):
             assert ({"drive read", "drive write"} <= of_rank.keys()) == (place == "nvme")
 
 
-# --- what people see ---
+# --- lines that users see ---
 
 
 def _account(timed=True):

@@ -1,5 +1,5 @@
-"""``StrataTrainer`` against plain Trainer on the same ranks, in fp32, and what DeepSpeed itself fails at: LoRA on fused
-experts.
+"""``StrataTrainer`` against plain Trainer on the same ranks, in fp32; and LoRA on fused experts, at which DeepSpeed
+itself fails.
 
 Ten steps each: `make soak` has twenty (STRATA_TRAINER_STEPS). Both compute the same forward and backward, and differ
 in the last bits of sums over ranks and of the update.
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("strata_trainer_jobs.py")
 CASES = {1: ["full-3"], 2: ["full-1", "full-3", "evaluated-3", "lora-3", "experts-3"]}
-# It knows of no stage. Where it evaluates before it trains, it leaves its ranks to train each by itself.
+# Plain Trainer has no stage. If it evaluates before it trains, each of its ranks then trains by itself.
 PLAIN = {1: ["full-3"], 2: ["full-3", "lora-3", "experts-3"]}
 EITHER = [(world, case) for world, cases in CASES.items() for case in cases]
 RESUMED = ["full-3", "lora-3"]

@@ -1,4 +1,4 @@
-"""The supported versions of transformers: named once, refused outside, and what is used of them is there.
+"""The supported versions of transformers: one place names them, others are refused, and all used parts of them exist.
 
 `make test-newest` runs these tests, and those of loading and saving, with the newest version.
 """

@@ -13,7 +13,7 @@ from strata.model.products import is_widened_by_blas, write_product
 from strata.model.tiles import Tiles
 from strata.tiles import functions, grouped
 
-# Of the size of what is compared: a sum in another order, and a rounding or two.
+# Relative tolerances: a sum in another order, and a rounding or two.
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are used in tiles, trained against plain torch; their names and shapes stay what they were."""
+"""Parameters that are used in tiles, trained against plain torch; their names and shapes do not change."""
 
 import copy
 
@@ -40,7 +40,7 @@ def _require_close(ours, theirs, dtype):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         mine = ours[name].to(value.device)
-        if dtype == "bf16":  # a rounding may decide on which side of 0 what goes through relu is
+        if dtype == "bf16":  # a rounding may decide the sign of an input of relu
             assert (mine.float() - value.float()).abs().mean() < 2e-3, name
         else:
             torch.testing.assert_close(mine, value, **TOLERANCE[dtype], msg=lambda m: f"{name}: {m}")
@@ -187,7 +187,7 @@ def test_an_optimizer_of_the_users_goes_on_with_other_tiles_at_other_ranks(tmp_p
 
 
 def _few_at_once(rows):
-    """Of a weight of so many rows, in tiles of 64."""
+    """Returns the memory held and the memory forecast for a weight of ``rows`` rows, in tiles of 64."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(rows, 64), nn.Linear(64, rows)).to(test_device())
     model[1].weight = model[0].weight

@@ -1,4 +1,4 @@
-"""What a process holds when an engine cuts what is whole in zero.Init's shards, or on the host, into tiles."""
+"""Memory of a process whose engine cuts parameters into tiles that are whole in zero.Init's shards, or on the host."""
 
 from pathlib import Path
 
@@ -36,8 +36,8 @@ def _model():
 
 
 def _start():
-    """[MiB at the most, MiB in the end] of data above what is there with zero.Init's shards, in the second of two
-    starts, and whether values are the same."""
+    """[peak MiB, MiB in the end] of data beyond zero.Init's shards, in the second of two starts; the engine's bytes on
+    the device; and whether values are the same."""
     for _ in range(2):  # buffers and libraries are there after the first
         model = _model()
         wanted = full_parameters(model)["weight"].clone()
@@ -56,9 +56,9 @@ def _start():
 @pytest.mark.skipif(ON_GPU, reason="bench/bench_birth.py measures it there")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_cut_holds_one_more_shard_at_the_most_and_none_in_the_end(world):
-    """Where a process has a second one, it is a part of what the gradient and the moments take later."""
+    """A second shard for a while takes less memory than the gradient and the moments take later."""
     shard = 64 / world
     for (most, end), (held, peak), same in run_ranks(world, _start):
         assert same
-        assert most < shard + 8 and end < 8, (most, end)  # pieces of 1 MiB, and what lists and threads take
+        assert most < shard + 8 and end < 8, (most, end)  # chunks of 1 MiB, and the memory of lists and threads
         assert held <= shard * MIB + 32 * 4096 and peak <= held + 2 * MIB

@@ -19,7 +19,7 @@ MODULES = ("embedding", "up", "head")
 
 
 def _hook(model, seen):
-    """Hooks of every kind, which change what goes through."""
+    """Hooks of every kind, which change inputs, outputs and gradients."""
 
     def note(kind, name, value):
         seen.append((kind, name, None if value is None else value.detach().cpu().clone()))
@@ -139,7 +139,7 @@ def _one_after_the_other(tied):
         if rows < 1000:
             with pytest.raises(strata.UsageError, match="'embedding.weight' is used in tiles by an engine that lives"):
                 make_engine(model, config)
-        losses.append(train_step(engine, batches[2 * turn + 1][rank], loss_of))  # as if nobody had asked
+        losses.append(train_step(engine, batches[2 * turn + 1][rank], loss_of))  # the refused call changed nothing
         trained = full_parameters(model)
         engine.destroy(keep_values=True)
         assert {type(p) for p in model.parameters()} == {nn.Parameter}

@@ -105,7 +105,7 @@ def test_models_train_as_plain_torch_does(world):
 
 
 def _experts(name, collectives):
-    """Of tokens of which each takes two experts, in tiles of one expert and whole."""
+    """Trains a model in which each token takes two experts, in tiles of one expert and whole."""
     rank, world = rank_and_world()
     trained = []
     for config in (_config(BYTES[name]), _config(1 << 30)):

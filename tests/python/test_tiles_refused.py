@@ -1,4 +1,5 @@
-"""What cannot be used in tiles is refused by name, with numbers, and leaves the model as it was; and rules of users."""
+"""A parameter that cannot be used in tiles is refused by name, with numbers, and the model stays unchanged. Also:
+users' own tiling rules."""
 
 import logging
 

@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 FROZEN = ("embedding", "layers.0", "layers.2")
-# Before which step which parameters are unfrozen, or frozen (again).
+# By step: the parameters that are unfrozen, or frozen (again), before it.
 CHANGES = {2: (("layers.0.up",), True), 3: (("layers.0", "embedding"), True), 5: (("layers.1", "layers.0.up"), False),
            6: (("layers.0", "layers.1", "layers.2"), True)}  # fmt: skip
 STEPS = 8
@@ -165,7 +165,7 @@ def test_a_group_that_is_added_trains_with_its_values(own):
 
 
 def _alone():
-    """One rank unfreezes what the other does not."""
+    """One rank unfreezes a parameter that the other does not."""
     rank, world = rank_and_world()
     engine = _engine(2, "fp32", 1, None)
     batches = make_batches(2, world)

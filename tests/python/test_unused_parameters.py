@@ -1,4 +1,5 @@
-"""A parameter that no rank gave a gradient in a step stays as it is, as in plain torch; a gradient of zeroes is one."""
+"""A parameter without a gradient on any rank in a step stays unchanged, as in plain torch. A gradient of zeroes counts
+as a gradient."""
 
 import pytest
 import strata
@@ -37,7 +38,7 @@ class Experts(TinyModel):
         return self.head(hidden) * self.one
 
 
-# By micro-step, of two ranks: an expert that nobody asks, one that one rank asks, one that is asked in one micro-step.
+# By micro-step, of two ranks: no rank asks one expert, one rank asks another, one is asked in one micro-step only.
 BITS = [(7, 7), (1, 1), (0, 0), (2, 0), (4, 4), (0, 1), (6, 1), (0, 0)]
 
 

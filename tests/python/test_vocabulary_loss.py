@@ -29,7 +29,7 @@ def _plain(hidden, weight, bias, labels, reduction, ignore_index=-100):
 
 
 def _require_near(ours, theirs, near):
-    """As the docstring states it: of their size."""
+    """The tolerance is relative to the largest value, as the function's docstring states it."""
     assert (ours.float() - theirs.float()).abs().max() <= near * theirs.float().abs().max()
 
 

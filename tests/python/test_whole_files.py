@@ -23,7 +23,7 @@ def victim(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where somebody else may leave links."""
+    """A folder in which another user may leave links."""
     (tmp_path / "shared").mkdir()
     return tmp_path / "shared"
 
@@ -46,7 +46,7 @@ def test_weights_that_cannot_be_written_leave_what_was_there_and_nothing_else(fo
             save_whole_file({"weight": torch.ones(1_000_000)}, str(folder / "model.bin"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(TypeError):  # what cannot be pickled is the caller's error
+    with pytest.raises(TypeError):  # an object that cannot be pickled is the caller's error
         save_whole_file({"lock": threading.Lock()}, str(folder / "model.bin"))
     assert os.listdir(folder) == ["model.bin"]
     assert torch.load(folder / "model.bin")["weight"].tolist() == [1, 1, 1]

@@ -69,7 +69,7 @@ def _written(stages, dtypes, accumulations, rules):
 
 
 def _follow(reference, all_of_it=False):
-    """Masters of weights that were written; ``all_of_it``: of all, as where a modifier makes them everybody's."""
+    """Masters of written weights; ``all_of_it``: of all, as where a modifier rank's values go to all ranks."""
     with torch.no_grad():
         for parameter, master in zip(reference.parameters, reference.masters):
             written = parameter.to(master.device)
@@ -113,7 +113,7 @@ def test_masters_of_fp16_weights_follow_what_is_written_wherever_they_rest(world
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_masters_of_the_users_optimizer_follow_weights_that_are_written(world):
-    """At stage 3 what one rank has whole can be written so, too."""
+    """At stage 3 a script can write parameters so, too, where one rank has them whole."""
     stages = {1: (0, 3), 2: (0, 1), 3: (2,)}[world]
     run_ranks(world, _written, stages, ("fp16",) if world == 3 else ("bf16",), (1 + world % 2,), ["momentum"])
 

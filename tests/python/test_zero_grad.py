@@ -1,5 +1,5 @@
-"""``zero_grad()`` drops what a step has collected, as in plain torch, by whatever name it is called and wherever the
-gradients are; and costs the script nothing between steps."""
+"""``zero_grad()`` drops the gradients that a step has collected, as in plain torch, by whatever name a script calls it
+and wherever the gradients are. Between steps it costs nothing."""
 
 import pytest
 import strata
@@ -42,7 +42,7 @@ def _not_a_number(engine, tokens):
 
 
 def _dropped(every):
-    """Of the grid's cases each ``every``-th, another one for each world."""
+    """Takes every ``every``-th case of the grid, other ones for each world size."""
     rank, world = rank_and_world()
     batches = iter(make_batches(4000, world))
     for number, (config, dtype, accumulation) in enumerate(_cases()):

@@ -1,4 +1,4 @@
-"""zero.Init: models that are sharded as they are built."""
+"""zero.Init shards models while their constructors run."""
 
 import gc
 import weakref
@@ -29,11 +29,11 @@ from tiny_models import (
 )
 from torch import nn
 
-writer = 0  # what constructors write differs by it: the rank that runs them, but for the plain model
+writer = 0  # constructors write other values on each rank: the rank's number, but 0 for the plain model
 
 
 class Initialised(TinyModel):
-    """Its constructor writes to what constructors below it have made, in the ways that models do."""
+    """Its constructor writes to parameters of constructors below it, in the ways that models do."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def _sharded(model):
     return sum(sizes) == (0 if rank_and_world()[1] > 1 else sum(p.ds_numel for p in model.parameters()))
 
 
-# A constructor draws its own parameters on the host, and what it writes to its children's where these train.
+# A constructor draws its own parameters' values on the host, but those for its children's on the training device.
 draws_on_the_host = pytest.mark.skipif(ON_GPU, reason="random numbers of GPUs are others than the plain model's")
 
 
@@ -160,7 +160,7 @@ def _never_whole():
         tower = Tower()
         assert _sharded(tower)
     assert Counted.most_built <= 1 and Counted.most <= 1, (Counted.most_built, Counted.most)
-    # What somebody has in hand stays whole until the constructor is over.
+    # A parameter that the script still references stays whole until the constructor is over.
     with Init(config_dict_or_path=config_of(3)):
 
         class Holding(nn.Module):
@@ -268,7 +268,7 @@ def _devices():
     with torch.device("cpu"), Init():
         tied = Tied(owners)
     gc.collect()
-    assert owners[0]() is None  # what was tied away is freed
+    assert owners[0]() is None  # a parameter that tying has replaced is freed
     assert _sharded(tied) and tied.head.weight is tied.embedding.weight
     with Init():
         first = nn.Linear(2, 2)
@@ -317,7 +317,8 @@ def _wrong():
 
 
 def _no_room_at_the_end():
-    """What is without memory, and in use when the constructors are over, cannot be made real."""
+    """A deferred tensor that is in use when the constructors are over, and for which there is no memory, cannot be
+    materialized."""
     plain = nn.Linear.__init__, nn.Module.__init__, nn.Module.__dict__.get("__init_subclass__")
     kept = []
 

@@ -13,14 +13,14 @@ from torch import nn
 
 
 class Cycle:
-    """Keeps what it is given until the collector runs."""
+    """Keeps its arguments until the garbage collector runs."""
 
     def __init__(self, *kept):
         self.kept, self.itself = kept, self
 
 
 class Referring(nn.Module):
-    """On rank 1 alone something refers to what its constructor has made and looked at, in each of the ways."""
+    """On rank 1 alone, references remain to parameters that the constructor has made and read, in each of the ways."""
 
     def __init__(self, kept):
         super().__init__()
@@ -35,7 +35,7 @@ class Referring(nn.Module):
             try:
                 self._fail(self.blocks[1].bias)
             except ValueError as error:
-                kept.append(error)  # with its frames, and what these have in hand
+                kept.append(error)  # with its frames, and their references
             kept.append(self.blocks[2].weight.data[0])  # a view that outlives the constructor
         else:
             self.blocks[1].bias, self.blocks[2].weight

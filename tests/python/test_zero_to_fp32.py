@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 
 def _save(folder):
-    """What rank 0 had, as numpy arrays, by name."""
+    """Returns rank 0's values, as numpy arrays, by name."""
     rank, _ = rank_and_world()
     torch.manual_seed(0)
     model = Model().bfloat16()
@@ -114,7 +114,7 @@ def test_files_that_others_read(saved, safe, most, tmp_path):
         found.update(read(tmp_path / "out" / file))
     _assert_same(found, expected)
     assert {v.dtype for v in found.values()} == {torch.float32, torch.int64}
-    if not safe and most is None:  # no more than what is in it, and tied weights once
+    if not safe and most is None:  # no more than its content, and tied weights once
         assert (tmp_path / "out" / name).stat().st_size < 8000
 
 

@@ -47,7 +47,7 @@ def batches_of(steps, world, seed=3):
 
 
 def tiled_config(rows=9, stage=3, match=None, **more):
-    """Tiles of at most ``rows`` rows of 16 fp32 numbers; whatever has more elements is cut."""
+    """Tiles of at most ``rows`` rows of 16 fp32 numbers; a parameter with more elements is cut."""
     tiles = {"max_gather": rows * ROW_BYTES}
     if match is not None:
         tiles["match"] = match

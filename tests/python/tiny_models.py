@@ -79,7 +79,7 @@ def config_of(stage, dtype="fp32", accumulation=1, clipping=0.0, live_bytes="aut
         **DTYPE_SECTIONS[dtype],
     }
     if live_bytes != "auto":
-        # Nothing beyond what is in use stays gathered; nothing is kept whole because it is small.
+        # Only parameters in use stay gathered, and no parameter stays whole because it is small.
         config["strata"] = {"max_live_bytes": live_bytes}
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if optimizer:
@@ -111,7 +111,7 @@ def full_parameters(model):
 
 
 def differences(ours, theirs):
-    """Names whose values are not the same bits, whatever devices they are on."""
+    """Names whose values have different bits, on any devices."""
     assert ours.keys() == theirs.keys()
     return [n for n in ours if not same_bits(ours[n], theirs[n])]
 

@@ -1,4 +1,4 @@
-"""What training goes on from, bit by bit, as tests compare it."""
+"""The state that training continues from, in the form in which tests compare it bit by bit."""
 
 import pytest
 import strata

@@ -1,5 +1,5 @@
-"""SFT, DPO and GRPO of TRL at stage 3, under whatever ``deepspeed`` is in this process or under ``StrataTrainerMixin``,
-or of plain TRL.
+"""SFT, DPO and GRPO of TRL at stage 3, under the ``deepspeed`` of this process or under ``StrataTrainerMixin``; or of
+plain TRL.
 
     torchrun ... trl_jobs.py FOLDER NAME deepspeed|strata|plain CASE...
 
@@ -93,7 +93,7 @@ def trainer_of(way, kind, path, tokenizer, adapter, out):
 
 
 def trainer_class(way, base):
-    """``base``, or what makes one that trains sharded."""
+    """``base``, or a subclass of it that trains sharded."""
     if way != "strata":
         return base
     from strata.integrations.transformers import StrataTrainerMixin

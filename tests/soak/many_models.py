@@ -5,7 +5,7 @@ import transformers as hf
 
 VOCABULARY, WIDTH, LAYERS = 96, 32, 2
 
-# What configurations call their sizes. A name that a configuration lacks is left out.
+# The names of sizes in configurations. A name that a configuration lacks is left out.
 SIZES = {
     **dict.fromkeys(("vocab_size", "n_vocab", "encoder_vocab_size", "decoder_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "dim", "emb_dim"),
@@ -62,7 +62,7 @@ _BOTH = """
 """
 IMAGE_TOKEN = 5
 
-# What the classes of speech and of several inputs want besides SIZES.
+# Settings that the classes of speech and of several inputs need besides SIZES.
 SHAPES = {
     **dict.fromkeys(("Wav2Vec2ForCTC", "HubertForCTC", "WavLMForCTC"), {
         "conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
@@ -77,7 +77,7 @@ def _names(text, suffix):
     return [name if name.endswith("Model") else name + suffix for name in text.split()]
 
 
-# {class of transformers: what its batches are}
+# {class of transformers: the kind of its batches}
 MODELS = {
     **dict.fromkeys(_names(_TEXT, "ForCausalLM"), "text"),
     **dict.fromkeys(_names(_MASKED, "ForMaskedLM"), "masked"),

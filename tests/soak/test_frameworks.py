@@ -43,12 +43,12 @@ RELATIVE = {
 
 
 def environment_of(framework, way):
-    """That of a user of the framework's environment, in which Strata is installed; and offline, on the CPU."""
+    """The environment of a user of the framework, in which Strata is installed; offline, on the CPU."""
     found = {name: value for name, value in os.environ.items() if name not in ("STRATA_COMPAT", "RANK", "WORLD_SIZE")}
     more = {
         "PATH": f"{FOLDER / framework / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(Path(strata.__file__).absolute().parents[1]) if way == "strata" else "",  # links, in a build
-        "TORCH_EXTENSIONS_DIR": str(FOLDER / "torch_extensions"),  # what DeepSpeed compiles for its ranks of the CPU
+        "TORCH_EXTENSIONS_DIR": str(FOLDER / "torch_extensions"),  # DeepSpeed compiles these for its ranks of the CPU
         "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "AXOLOTL_DO_NOT_TRACK": "1",
         "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2",  # of LLaMA-Factory
     }  # fmt: skip
@@ -87,7 +87,7 @@ COMMANDS = {
 
 
 def by_command(framework, folder, way, phase):
-    """Trains every case; by case, what Trainer has logged of each step."""
+    """Trains every case; returns Trainer's log of each step, by case."""
     told = {}
     for case in CASES[framework]:
         out, first = folder / f"{way}-{phase}-{case}", folder / f"{way}-first-{case}"
@@ -135,20 +135,20 @@ def weights_in(folder):
 
 
 def greatest_difference(found, wanted):
-    """Between two lists of numbers, relative."""
+    """The greatest relative difference between two lists of numbers."""
     assert len(found) == len(wanted) > 0 and len(set(wanted)) > 1, "nothing is learned"
     return max(abs(one - other) / abs(other) for one, other in zip(found, wanted))
 
 
 def greatest_distance(found, wanted):
-    """Between tensors of one name, relative."""
+    """The greatest relative distance between two tensors of the same name."""
     kinds = [{name: (value.shape, value.dtype) for name, value in them.items()} for them in (found, wanted)]
     assert kinds[0] == kinds[1]
     return max(((found[n] - w).double().norm() / w.double().norm()).item() for n, w in wanted.items())
 
 
 def differences(framework, folder, case):
-    """What is compared of one case: [(what, greatest difference from DeepSpeed, allowed)]."""
+    """The comparisons of one case: [(name, greatest difference from DeepSpeed, allowed difference)]."""
     told = {job: json.loads((folder / f"{job}.json").read_text())[case] for job in JOBS_OF[framework]}
     allowed = RELATIVE["bf16" if "bf16" in case else "fp32"]
     for rank, theirs in enumerate(told["deepspeed-first"]):

@@ -34,7 +34,7 @@ def _from_files(name, folder):
 
     model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).train()
     for as_built, parameter in zip(build(name).parameters(), model.parameters(), strict=True):
-        parameter.requires_grad_(as_built.requires_grad)  # from_pretrained forgets what a constructor froze
+        parameter.requires_grad_(as_built.requires_grad)  # from_pretrained forgets which parameters a constructor froze
     return model
 
 

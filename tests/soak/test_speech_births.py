@@ -1,5 +1,5 @@
-"""Models of speech that are born under zero.Init and train: their convolutions of positions are parametrized by
-weight_norm, which takes parameters over and puts others in their place while constructors run."""
+"""Models of speech that zero.Init builds and that train: weight_norm parametrizes their convolutions of positions; it
+takes parameters over and puts others in their place while constructors run."""
 
 import sys
 from pathlib import Path

@@ -15,11 +15,11 @@ SCRIPT = Path(__file__).resolve().parents[1] / "python" / "trl_jobs.py"
 CASES = ["sft", "sft-lora", "dpo", "dpo-lora", "grpo", "grpo-lora"]
 STEPS = 20
 RELATIVE = 1e-5
-# Advantages add up to 0, and what is left of GRPO's loss is as small as 2e-4, a remainder of terms near 1.
+# Advantages add up to 0, so GRPO's loss is a remainder of terms near 1, as small as 2e-4.
 RELATIVE_OF_GRPO = 1e-4
 
 
-WAYS = {  # of a kind, what precedes the script
+WAYS = {  # by kind: the arguments before the script
     "deepspeed": {"strata": ["-m", "strata.compat.run"], "deepspeed": []},
     "mixin": {"strata": [], "plain": []},
 }

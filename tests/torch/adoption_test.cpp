@@ -1,5 +1,5 @@
-// How values get into the engine, where the ways differ from what a model on the CPU meets by
-// itself; and what a start that fails leaves. Ranks are threads of this process.
+// The ways in which values get into the engine, apart from those that a model on the CPU takes by
+// default; and the state that a failed start leaves. Ranks are threads of this process.
 #include "strata/torch/start/adoption.h"
 
 #include <gmock/gmock.h>
@@ -73,7 +73,7 @@ TEST_P(HostIntakeAtStage, WhatIsStoredIsGatheredWhileTheRestIsLookedAt) {
   });
 }
 
-// Rank 2 holds the same slices as rank 0, who then does not keep any of its blocks alone.
+// Rank 2 holds the same slices as rank 0, which then does not keep any of its blocks alone.
 TEST_P(HostIntakeAtStage, AReplicaOfTheFirstRanksSliceIsComparedWithIt) {
   constexpr int kWorld = 4;
   constexpr int kParam = 6;
@@ -121,7 +121,7 @@ TEST(HostExport, CopiesWhatTheRingHoldsManyTimesOver) {
   for (std::size_t i = 0; i < sources.size(); ++i) EXPECT_TRUE(at::equal(sources[i], targets[i]));
 }
 
-// Refuses to hold more than so many blocks.
+// Refuses to hold more than `most` blocks.
 class SmallStore final : public offload::StateStore {
  public:
   SmallStore(std::shared_ptr<offload::StateStore> store, int most)
@@ -146,8 +146,8 @@ class SmallStore final : public offload::StateStore {
   int most_;
 };
 
-// What initialize says when memory ends after `blocks` of state; the model has 4 units,
-// whose masters are two blocks each.
+// The message of initialize when memory has room for `blocks` blocks of state; the model has 4
+// units, whose masters are two blocks each.
 std::string start_with_room_for(int blocks, const std::string& tier, const Net& net) {
   ModelRuntime runtime = make_runtime(kHere, 1, comm::LocalGroup(1).rank(0));
   runtime.states = std::make_shared<SmallStore>(

@@ -1,5 +1,5 @@
-// Backward passes that autograd runs alone: when they begin and end, and that they train as those
-// that the engine is told of.
+// Backward passes that autograd runs without a call of the engine: their begin and end, and that
+// they train as passes by the engine's own call.
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -53,7 +53,7 @@ struct Again : ::torch::autograd::Function<Again> {
     ::torch::autograd::backward({run(x)}, {gradients[0]});
     return {x.grad(), at::Tensor()};
   }
-  // Of this rank; what is saved in a graph can be no function.
+  // The functions of this rank's blocks. They are here because a graph cannot save a function.
   static std::vector<std::function<at::Tensor(const at::Tensor&)>>& runs() {
     static thread_local std::vector<std::function<at::Tensor(const at::Tensor&)>> runs;
     return runs;

@@ -1,7 +1,7 @@
-// The conformance suite of the Collectives seam on c10d's gloo: alone, and as what carries the bulk
-// data of DeviceCollectives, whose device is the CPU here, also with peers for gathers or
-// reductions. A Python module, since gloo's process
-// groups are made in Python; ranks are threads of one process, each with its own group.
+// The conformance suite of the Collectives seam on c10d's gloo: alone, and as the transport of bulk
+// in DeviceCollectives, whose device is the CPU here, also with peers for gathers or reductions. It
+// is a Python module, since Python makes gloo's process groups; ranks are threads of one process,
+// each with its own group.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ std::vector<std::string> run_gloo(int world_size, std::chrono::milliseconds time
   return run_as_threads(world_size, make, body);
 }
 
-// What a rank makes of the bulk collectives and the control plane that they share.
+// Makes one rank's collectives from those of the bulk and the control plane that ranks share.
 using Combine = std::function<std::unique_ptr<Collectives>(std::unique_ptr<Collectives> bulk,
                                                            std::shared_ptr<Collectives> control)>;
 
@@ -109,9 +109,9 @@ INSTANTIATE_TEST_SUITE_P(Split, OneSidedGathers, testing::Values(split_backend(t
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesMoveData, testing::Values(Backend{"gloo", run_gloo}));
 INSTANTIATE_TEST_SUITE_P(Gloo, CollectivesReportErrors, testing::Values(Backend{"gloo", run_gloo}));
 
-// Rank 1 meets rank 0 for a reduction and goes instead; by then rank 0's collectives are gone, too.
+// Rank 1 comes to rank 0's reduction and ends instead; by then rank 0's collectives are gone, too.
 TEST(GlooWorks, FailAsTheirCollectivesDidWhereTheyOutliveThem) {
-  constexpr double kDeadline = 15.0;  // seconds, which the test waits for: nobody answers rank 0
+  constexpr double kDeadline = 15.0;  // seconds; the test waits them out: no rank answers rank 0
   const int group = ++groups_made;
   LocalGroup ranks(2);
   const auto body = [&](Collectives& c) -> std::string {

@@ -1,5 +1,5 @@
-// What a device that fails in the middle of a pass leaves behind: the first error reaches the
-// caller, nothing ends the process, and the engine says afterwards why it cannot go on.
+// A device fails in the middle of a pass: the first error reaches the caller, the process goes on,
+// and the engine says afterwards why it cannot go on.
 #include <gmock/gmock.h>
 
 #include <memory>
@@ -110,7 +110,7 @@ TEST(FailedPass, AScopeThatFailsOnALostDeviceTellsTheCauseAndHoldsNothing) {
     const Net& net = nets[static_cast<std::size_t>(collectives->rank())];
     Rank rank(net, collectives);
     const std::span<const int> scopes = rank.scopes->of(*net->list->ptr(1));
-    const int params[] = {2, 3};  // of that block: what is there needs no device
+    const int params[] = {2, 3};  // of that block: reading it needs no device
     rank.model->gather(params);
     rank.model->begin_forward();
     const auto lost_within = [&] {
@@ -126,7 +126,7 @@ TEST(FailedPass, AScopeThatFailsOnALostDeviceTellsTheCauseAndHoldsNothing) {
     EXPECT_THROW(rank.model->scopes().leave(scopes.front(), {}, {}), DeviceError);
     rank.device->lose(false);
     rank.model->release(params, true);
-    rank.model->engine().gatherer().invalidate(engine::Changed::kAll);  // refuses what is held
+    rank.model->engine().gatherer().invalidate(engine::Changed::kAll);  // refuses held memory
     rank.model->destroy(false);
   });
 }

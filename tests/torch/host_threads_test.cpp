@@ -11,7 +11,7 @@
 namespace strata::torch {
 namespace {
 
-// What a launcher says of this host, for the time of a test.
+// Sets a launcher's variable about this host for the time of a test.
 class Launcher {
  public:
   explicit Launcher(const char* ranks_here, const char* name = "LOCAL_WORLD_SIZE") : name_(name) {

@@ -1,5 +1,5 @@
-// What ranks decide together about how a model gets in, when one of them has less memory free than
-// the others. Ranks are threads of this process, each with a device of its own.
+// Ranks choose one init tier together, although one of them has less free memory than the others.
+// Ranks are threads of this process, each with a device of its own.
 #include "strata/torch/start/init_choice.h"
 
 #include <gmock/gmock.h>
@@ -27,7 +27,7 @@ using testing::values_in;
 using testing::values_of;
 
 constexpr int kWorld = 3;
-constexpr int kHogged = 1;  // the rank beside which somebody else uses its device
+constexpr int kHogged = 1;  // another program uses this rank's device
 constexpr int kStage = 2;
 constexpr Bytes kDevice = 512_MiB;
 
@@ -37,7 +37,7 @@ constexpr int kBlocks = 12;
 
 struct Crowded {
   ModelRuntime runtime;
-  std::unique_ptr<device::Memory> taken;  // by somebody else
+  std::unique_ptr<device::Memory> taken;  // stands for another program's memory
 };
 
 Crowded runtime_with(Bytes free, const std::shared_ptr<comm::Collectives>& collectives) {

@@ -64,7 +64,7 @@ inline std::vector<Net> make_nets(int count, int blocks, int width = 700) {
   return nets;
 }
 
-// What the engine's parameters are, in fp32.
+// The values of the engine's parameters, in fp32.
 inline std::vector<at::Tensor> values_in(ShardedModel& model) {
   std::vector<at::Tensor> values;
   for (int i = 0; i < model.parameters().size(); ++i) {
@@ -76,8 +76,8 @@ inline std::vector<at::Tensor> values_in(ShardedModel& model) {
   return values;
 }
 
-// On every rank: a live engine, and the parameters of another model, three times what the engine
-// has; more blocks of them than the ring holds at once.
+// Runs `body` on every rank with a live engine and the parameters of another model. Their values
+// are three times the engine's, and they have more blocks than the ring holds at once.
 inline void on_live_engines(
     int world, int stage,
     const std::function<void(ShardedModel&, const std::vector<ModelParameter>&)>& body) {
@@ -96,12 +96,12 @@ inline void on_live_engines(
   });
 }
 
-// As the engine keeps them.
+// The parameter's values, rounded as the engine keeps them.
 inline at::Tensor rounded(const ModelParameter& parameter) {
   return parameter.variable.detach().to(at::kBFloat16).to(at::kFloat);
 }
 
-// Of whole units, when all values were there.
+// The bytes of whole units that initialization gathered when it had all values.
 inline Bytes gathered_at_the_end(const engine::InitReport& report) {
   Bytes bytes;
   for (const engine::InitPhase& phase : report.phases()) {

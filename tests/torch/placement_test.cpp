@@ -49,7 +49,7 @@ TEST(Placement, SaysWhatIsMissingWhereAGpuIsAskedFor) {
   if (usable_gpus() > 0) {
     EXPECT_EQ(choose_device(DeviceKind::kCuda, std::nullopt, 0), c10::Device(at::kCUDA, 0));
     EXPECT_THAT(usable_gpus() == 1
-                    ? std::string("LOCAL_RANK 99")  // the only GPU is everybody's own
+                    ? std::string("LOCAL_RANK 99")  // the only GPU is every rank's own
                     : error_of([] { choose_device(DeviceKind::kCuda, std::nullopt, 99); }),
                 HasSubstr("LOCAL_RANK 99"));
     return;

@@ -25,7 +25,7 @@ bool take(ShardedModel& model, const std::vector<ModelParameter>& parameters,
   return taken;
 }
 
-// In the order of units, as an engine's memory grows: not that of parameters.
+// The parameters in the order of units, in which an engine's memory grows.
 std::vector<int> params_by_unit(ShardedModel& model) {
   std::vector<int> params;
   for (const engine::Unit& unit : model.engine().weights().units())
@@ -110,7 +110,7 @@ TEST(FromRank0, NothingIsTakenWhereTooMuchOfRank0sMemoryHasAnotherOrder) {
                           });
 }
 
-// Memory of which the system lets nobody see anything.
+// Memory that the system lets no process read.
 class Forbidden {
  public:
   explicit Forbidden(std::size_t bytes)

@@ -11,7 +11,7 @@
 namespace strata::engine {
 namespace {
 
-// Makes what is expected at once, as a device does that pins memory.
+// Allocates expected memory at once, as a device does that pins memory.
 class PinningDevice final : public device::CpuDevice {
  public:
   void expect_host(Bytes bytes, memory::Kind kind) override {
@@ -28,7 +28,7 @@ class PinningDevice final : public device::CpuDevice {
   std::unique_ptr<device::HostMemory> expected_;
 };
 
-// By how much of buffers the saver was told: all, or nothing.
+// The parameter says whether the saver was told the size of its buffers.
 class AsyncSaverMemory : public ::testing::TestWithParam<bool> {};
 
 TEST_P(AsyncSaverMemory, IsHeldOnceWhateverIsSavedBesideTheShards) {

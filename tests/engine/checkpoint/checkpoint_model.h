@@ -1,5 +1,5 @@
 // A small sharded model for tests of loading and saving: uneven parameters in two units, ranks as
-// threads, values that can be told apart by place.
+// threads, values that differ by position.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 
 namespace strata::testing {
 
-// Tells nobody: the tests look at the flat buffers themselves.
+// Ignores every call: the tests look at the flat buffers themselves.
 class NoViews final : public engine::ParameterViews {
  public:
   void attach(int /*unit*/, std::span<std::byte> /*flat*/) override {}
@@ -100,7 +100,7 @@ inline std::vector<float> masters_of(engine::Engine& engine, int unit) {
   return masters;
 }
 
-// Of the engine, all of them.
+// The index of every parameter of the engine.
 inline std::vector<int> all_params(const RankModel& rank) {
   std::vector<int> params;
   for (int p = 0; p < static_cast<int>(rank.params.size()); ++p) params.push_back(p);

@@ -1,6 +1,6 @@
-// A disk that may fail: one operation with an error, or, at one operation, the power. What was
-// written since a file was last brought to disk may then be lost or torn, and what was done to
-// names since a folder was last brought to disk may be undone, from the last one on. It works on a
+// A disk that may fail: one operation ends with an error, or the power fails at one operation. The
+// power failure may lose or tear the bytes written to a file since its last sync; it may undo the
+// changes of names in a folder since the folder's last sync, the latest first. The disk works on a
 // real folder. Threads: safe everywhere.
 #pragma once
 
@@ -26,7 +26,7 @@ class CrashingDisk final : public io::FolderCalls {
  public:
   enum class Fault { kNone, kError, kPower };
 
-  // `graveyard`: an empty folder for what is removed, until that is on disk.
+  // `graveyard`: an empty folder that keeps removed files until their removal is on disk.
   CrashingDisk(unsigned seed, std::string graveyard)
       : random_(seed), graveyard_(std::move(graveyard)) {}
 
@@ -47,7 +47,7 @@ class CrashingDisk final : public io::FolderCalls {
   // For a test of the test: files are never brought to disk.
   void forget_syncs() { forgets_ = true; }
 
-  // What the power failure leaves; called when nobody uses the disk any more.
+  // Applies the losses of the power failure to the folder. Call it when no thread uses the disk.
   void restart() {
     const std::lock_guard lock(mutex_);
     for (const Written& written : written_) lose(written);
@@ -102,7 +102,7 @@ class CrashingDisk final : public io::FolderCalls {
   void sync_folder(const std::string& /*path*/) override {
     const std::lock_guard lock(mutex_);
     next("sync_folder");
-    names_.clear();  // a journal holds what came before, too
+    names_.clear();  // a journal holds earlier changes, too
   }
   void rename(const std::string& from, const std::string& to) override {
     const std::lock_guard lock(mutex_);
@@ -199,7 +199,7 @@ class CrashingDisk final : public io::FolderCalls {
   bool forgets_ = false;
   bool can_exchange_ = true;
   std::vector<Written> written_;              // not on disk yet
-  std::vector<std::function<void()>> names_;  // what undoes them, in their order
+  std::vector<std::function<void()>> names_;  // undo the changes, in their order
 };
 
 // Reads and writes the disk's files, short and interrupted now and then as `calls` are.

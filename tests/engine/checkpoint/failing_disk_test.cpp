@@ -1,6 +1,6 @@
-// Whatever fails while a checkpoint is being saved, at once or beside training, and whenever:
-// afterwards the folder holds the old one or the new one, whole, and the next save works. By seed;
-// STRATA_FAULT_SEEDS says how many, of each way.
+// One operation fails while a checkpoint is saved, at once or beside training. Afterwards the
+// folder holds the old checkpoint or the new one, whole, and the next save works. Seeds choose the
+// failure; STRATA_FAULT_SEEDS is the number of seeds for each way of saving.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -50,7 +50,7 @@ class Job {
     return outcomes[0].empty() ? outcomes[1] : outcomes[0];
   }
 
-  // By which states the newest checkpoint holds; a text in place of an error.
+  // Says which states the newest checkpoint holds; the message, if there is an error.
   std::string newest() {
     try {
       return look_at_newest();
@@ -90,7 +90,8 @@ std::string tag_of(unsigned states, bool same) {
   return same ? "same" : "step" + std::to_string(states);
 }
 
-// What one seed decides: which operation fails and how, and whether tags are replaced.
+// One seed decides which operation fails and how, and whether tags are replaced. Returns "" or a
+// description of the defect.
 std::string outcome_of(unsigned seed, SavingWay way, bool forgetful = false) {
   std::mt19937 random(seed);
   Job job(seed, way);
@@ -121,7 +122,7 @@ TEST_P(FailingDisk, LeavesTheOldOrTheNewCheckpointWhole) {
     ASSERT_EQ(outcome_of(seed, GetParam()), "") << "seed " << seed;
 }
 
-// The disk finds what is not brought to disk, so that the test above can fail.
+// A save without syncs loses data on this disk, so the test above can fail.
 TEST_P(FailingDisk, LosesWhatWasNotBroughtToDisk) {
   int lost = 0;
   for (unsigned seed = 0; seed < 40; ++seed)
@@ -129,7 +130,7 @@ TEST_P(FailingDisk, LosesWhatWasNotBroughtToDisk) {
   EXPECT_GT(lost, 3);
 }
 
-// Of every operation of a save one fails at some seed.
+// Every operation of a save fails at some seed.
 TEST_P(FailingDisk, FaultsReachEveryOperation) {
   Job job(7, GetParam());
   EXPECT_EQ(job.save(1, "a"), "");

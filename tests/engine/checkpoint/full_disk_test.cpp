@@ -1,5 +1,5 @@
-// A disk without room, and one that nobody may write: every rank is told before a byte is written,
-// and the checkpoint before stays. Whichever way the next one is saved.
+// A disk without room, and one that is read-only: every rank gets the error before a byte is
+// written, and the checkpoint before stays, whichever way the next one is saved.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ using testing::SavingWay;
 using testing::TrainedRank;
 using ::testing::UnorderedElementsAre;
 
-// What a disk refuses.
+// The requests that a disk refuses.
 struct Refusals {
   std::optional<Bytes> free = std::nullopt;  // no more is free
   std::string no_space_for = "none";         // files with this in their names
@@ -72,7 +72,7 @@ class CountingIo final : public io::IoEngine {
 
 class FullDisk : public ::testing::TestWithParam<SavingWay> {
  protected:
-  // What every rank is told of the second save; the first one still loads.
+  // Returns the message of the second save on every rank; the first checkpoint still loads.
   std::vector<std::string> told(const Refusals& refusals) {
     std::vector<std::string> messages(2);
     const auto outcomes = testing::on_ranks(2, [&](const auto& ranks) {

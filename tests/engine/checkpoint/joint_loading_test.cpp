@@ -78,7 +78,8 @@ INSTANTIATE_TEST_SUITE_P(Worlds, JointLoading,
                          ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Values(2, 3),
                                             ::testing::Values(DType::kFloat32, DType::kBFloat16)));
 
-// How much of rank 1's file is left when it is read: before and behind the first meeting.
+// The bytes of rank 1's file that are left when it is read: it ends before or after the first sync
+// point.
 class JointLoadingErrors : public ::testing::TestWithParam<std::uintmax_t> {};
 
 TEST_P(JointLoadingErrors, AreThoseOfTheFirstRankOnEveryRankAndLeaveTheEngineUsable) {

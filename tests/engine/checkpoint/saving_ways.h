@@ -1,4 +1,4 @@
-// Both ways of saving a checkpoint, for tests of what they have in common.
+// Both ways of saving a checkpoint, for tests that both must pass.
 #pragma once
 
 #include <memory>

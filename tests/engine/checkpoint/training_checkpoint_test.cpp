@@ -1,5 +1,5 @@
-// Checkpoints that training goes on from: whatever world size and stage saved one, any other loads
-// the same bits; what is damaged is named and changes nothing.
+// Training continues from a checkpoint: any world size and stage loads the bits that another one
+// saved. The engine names a damaged file, and a failed load changes nothing.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16,
                                          DType::kFloat64)));
 
-// One saved checkpoint of two ranks, bf16, stage 3, and what loading it after a change says.
+// One saved checkpoint of two ranks, bf16, stage 3, and the message of a load after a change.
 class Damaged : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -97,7 +97,7 @@ class Damaged : public ::testing::Test {
 
   std::string path(const std::string& name) const { return folder_.path() + "/t/" + name; }
 
-  // By rank, from one that has other states, which must stay where `stays`.
+  // The message of a load, by rank. The engine has other states; if `stays`, they must stay.
   std::vector<std::string> load_errors(bool stays = true, int world = 2) {
     return testing::on_ranks(world, [&](const auto& ranks) {
       TrainedRank rank(ranks, DType::kBFloat16, 3);
@@ -131,7 +131,8 @@ TEST_F(Damaged, AFlippedByteIsNamedOnEveryRank) {
                          HasSubstr("optimizer-00001-of-00002.safetensors"), HasSubstr("begin=0"))));
 }
 
-// What has come is of two states. Nothing is saved from that, at any stage, until all has come.
+// A part of the engine's values is of another state than the rest. The engine refuses to save them,
+// at any stage, until a load succeeds.
 TEST_F(Damaged, AnEngineThatHasLoadedAPartSavesNothingUntilItHasLoadedAll) {
   const std::string damaged = path("optimizer-00001-of-00002.safetensors");
   for (const int stage : {0, 2, 3}) {

@@ -151,7 +151,7 @@ TEST(WeightLoaderWay, BuffersOfLessThanTwoBlocksAreFilledThroughTheCache) {
   EXPECT_THAT(outcomes, Each(""));
 }
 
-// How often a load had begun before each place that it reached.
+// For each position that a load reached, the number of times that it had begun before.
 std::vector<int> begun_before_places(RankModel& rank, const std::string& path,
                                      std::span<const int> params) {
   const format::CheckpointIndex checkpoint(path);

@@ -1,4 +1,4 @@
-// A configuration key by key, and what it is rewritten to.
+// A configuration key by key, and its rewritten form.
 #include "strata/engine/config/config_review.h"
 
 #include <gmock/gmock.h>
@@ -153,7 +153,7 @@ TEST(ConfigReview, LeavesToYouWhatItCannotChoose) {
   EXPECT_THROW(review_config("{\"a\": "), ConfigError);
 }
 
-// What the parser says and what the review says are one.
+// The parser and the review say the same.
 TEST(ConfigReview, AgreesWithTheParserOnRealConfigurations) {
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(STRATA_REAL_CONFIGS)) {

@@ -15,7 +15,7 @@ namespace {
 using testing::HasSubstr;
 using testing::StartsWith;
 
-// The old keys are a budget: what tensors have to do with it is the store's business.
+// The old keys set a budget; the store decides how tensors share it.
 TEST(Config, PlacesOptimizerStates) {
   const Config host =
       parsed(R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu",

@@ -6,7 +6,7 @@
 namespace strata::engine {
 namespace {
 
-// As transformers' Trainer leaves it behind, written by json.dumps.
+// A configuration as transformers' Trainer leaves it behind, written by json.dumps.
 constexpr const char* kTrainer = R"({
   "bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 0, "loss_scale_window": 1000,
     "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},

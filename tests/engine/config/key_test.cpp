@@ -1,4 +1,4 @@
-// The table itself: what the parser and the page rely on holds for every row.
+// The table itself: every row has the properties on which the parser and the page rely.
 #include "strata/engine/config/key.h"
 
 #include <gtest/gtest.h>

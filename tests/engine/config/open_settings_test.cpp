@@ -1,4 +1,4 @@
-// "auto" that nobody replaced: where a default does, and where somebody has to choose.
+// Settings that are still "auto": some have a default, for others the user has to choose.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -47,7 +47,7 @@ TEST(OpenSettings, WantsNumbersThatNobodyFilledInWhereTheyAreNeeded) {
   EXPECT_EQ(problem_of(c, "optim"), "none");
   EXPECT_NE(problem_of(c, ""), "none");
   EXPECT_EQ(c.open.size(), 9U);
-  EXPECT_EQ(c.optimizer->adam.lr, 1e-3);  // what is not needed for training may be asked for
+  EXPECT_EQ(c.optimizer->adam.lr, 1e-3);  // the default of an open setting may be read
   EXPECT_FALSE(c.scheduler.has_value());
 }
 

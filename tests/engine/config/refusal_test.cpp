@@ -1,5 +1,5 @@
-// Every message is read whole or nearly so: the path, what was wanted or meant, what to write, what
-// was found.
+// The tests compare every message whole or nearly so: the path, the wanted or meant value, the text
+// to write, and the value found.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Where a configuration comes from, and JSON as people write it.
+// The sources of a configuration, and JSON as people write it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

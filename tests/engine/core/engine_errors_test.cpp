@@ -1,4 +1,4 @@
-// What a user or a dying peer can do to the engine: each has its message, on every rank.
+// Errors that a user or a dying peer can cause in the engine: each has its message, on every rank.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ std::vector<std::string> on_ranks(
   return run_ranks(world, body);
 }
 
-// The message of what `call` throws as an Error of this class.
+// The message of the Error of this class that `call` throws.
 template <typename Class, typename Call>
 std::string message_of(Call&& call) {
   try {
@@ -279,7 +279,7 @@ TEST(EngineErrors, APeerThatAbortsIsNamedAndTheEngineCanBeDestroyed) {
       try {
         then(rank);
       } catch (const CommError&) {
-        // What a front end does; then the engine goes, with units pinned or half-way.
+        // A front end does this; then the engine ends, with units pinned or half gathered.
         if (rank.engine().in_backward()) rank.engine().abandon_backward();
         throw;
       }

@@ -69,7 +69,7 @@ inline Case external_case(DType dtype, int world, int stage, Over over, const st
   return c;
 }
 
-// By stages 1 to 3, world sizes and dtypes, with accumulation, clipping and a loss scale.
+// Sweeps world sizes and dtypes at one stage, with accumulation, clipping and a loss scale.
 inline void expect_bits_where_a_users_optimizer_is_offloaded(int stage, Over over) {
   const testing::TemporaryFolder folder;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {

@@ -29,7 +29,7 @@ std::shared_ptr<offload::StateStore> failing_store(device::Device& device, unsig
                                 .verify = seed % 2 == 0});
 }
 
-// What a rank's training threw; empty: nothing.
+// Returns the message of the error that a rank's training threw; "" without an error.
 std::string train(const FakeModel& model, unsigned seed, int r,
                   const std::shared_ptr<comm::Collectives>& collectives) {
   const unsigned failing = r == static_cast<int>(seed % 3) ? 2 + seed % 15 : 0;
@@ -81,7 +81,7 @@ TEST(FailingDrive, IsAnErrorOnEveryRankOrChangesNoBit) {
     ++failed;
     const auto drive = ::testing::HasSubstr("/drive/late");
     EXPECT_THAT(told, ::testing::Contains(drive));
-    // Whoever fails while it brings values has nobody to tell: it leaves.
+    // A rank that fails while it brings values cannot notify the other in time: it leaves.
     EXPECT_THAT(told, ::testing::Each(::testing::AnyOf(drive, ::testing::HasSubstr("has left"))));
   }
   EXPECT_GT(failed, static_cast<int>(seeds() / 10));

@@ -1,4 +1,4 @@
-// Where a FakeRank's model computes: at once on a CPU device; on a LateDevice some time later, in
+// A FakeRank's model computes here: on a CPU device at once; on a LateDevice some time later, in
 // the order of the compute stream, as the kernels of a GPU's model do. Threads: its rank's.
 // Ownership: memory() may outlive this.
 #pragma once
@@ -28,11 +28,11 @@ class FakeCompute {
       late_->enqueue(late_->compute_stream(), kernel);
     }
   }
-  // For the host to read what was computed. It learns nothing of other streams by it.
+  // After it the host may read the results. It learns nothing of other streams by the call.
   void settle() { device_->compute_stream().synchronize(); }
 
-  // When nobody holds it kernels that are run later get it, as frameworks do with memory: nobody
-  // waits for those that use it still.
+  // Returns memory that later kernels get when its last owner has gone. As in frameworks, the
+  // memory does not wait for kernels that still use it.
   std::shared_ptr<std::byte> memory(Bytes bytes) {
     if (late_ == nullptr) return {new std::byte[bytes.size()], std::default_delete<std::byte[]>()};
     auto& free = (*free_)[bytes.size()];

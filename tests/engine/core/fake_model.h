@@ -45,7 +45,7 @@ inline Values noises(std::uint64_t seed, Numel numel) {
   return values;
 }
 
-// Of a dtype that is not floating-point: as many bytes that differ.
+// For a dtype that is not floating-point: bytes of the same size that differ from each other.
 inline std::vector<std::byte> rounded(const Values& values, DType dtype) {
   const Numel numel(values.size());
   std::vector<std::byte> bytes(bytes_of(numel, dtype).size());
@@ -95,7 +95,7 @@ inline plan::ModelBuilder small_builder(DType dtype) {
   return b;
 }
 
-// The same with parameters of several dtypes side by side; what is frozen is quantized.
+// The same with parameters of several dtypes side by side; the frozen ones are quantized.
 inline plan::ModelBuilder mixed_builder() {
   plan::ModelBuilder b = small_builder(DType::kFloat32);
   constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat32, DType::kFloat64, DType::kFloat16};
@@ -133,7 +133,7 @@ class Views final : public ParameterViews {
  private:
   bool can_await_;
   std::vector<std::span<std::byte>> flat_;
-  // Not of bool: other threads read other units.
+  // Not vector<bool>: other threads read other units.
   std::vector<char> attached_;
   std::vector<char> awaited_;
 };
@@ -144,17 +144,17 @@ struct RankOptions {
   std::string settings;
   std::optional<Bytes> memory_limit = std::nullopt;
   bool can_await = false;  // the parameters' readers
-  // Before weights have values, as where these come from files: states are there first then.
+  // The optimizer's states are made before weights have values, as where these come from files.
   bool prepares_first = false;
-  // Until they were read; else they are read before add_gradient() returns.
+  // Gradients stay until they were read; else they are read before add_gradient() returns.
   bool keeps_gradients = true;
   std::shared_ptr<device::CpuDevice> device = nullptr;         // null: one of its own
-  std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // what its passes run; null: all
-  // Where it keeps what is offloaded; null: as the engine's options say.
+  std::function<bool(const plan::ScopeSpec&)> runs = nullptr;  // its passes' scopes; null: all
+  // Makes the stores of offloaded blocks; null: the engine's options decide.
   std::function<Stores(device::Device&)> stores = nullptr;
 };
 
-// One rank: model, engine and what they stand on.
+// One rank: a model, an engine, and the device and collectives that they use.
 class FakeRank {
  public:
   FakeRank(const FakeModel& model, const RankOptions& options,
@@ -206,7 +206,7 @@ class FakeRank {
   const memory::Ledger& ledger() const { return *device_->ledger(); }
   Views& views() { return views_; }
 
-  // Of parameters, what scopes are to see from now on.
+  // Sets the parameters' values that scopes are to see from now on.
   void expect_weights(std::vector<std::vector<std::byte>> weights) {
     expected_.push_back(std::move(weights));
   }
@@ -283,7 +283,7 @@ class FakeRank {
     gatherer().release(unit.id);
     return result;
   }
-  // For the host to read what lies on the device.
+  // After it the host may read memory of the device.
   void settle() { compute_.settle(); }
 
  private:
@@ -323,7 +323,7 @@ class FakeRank {
 
 using Body = std::function<void(int rank, std::shared_ptr<comm::Collectives>)>;
 
-// Runs a body on ranks that are threads. Returns what each threw: its message, or "".
+// Runs a body on ranks that are threads. Returns the message of each rank's error, or "".
 inline std::vector<std::string> run_ranks(int world, const Body& body) {
   comm::CommOptions options;
   options.timeout = std::chrono::seconds(60);

@@ -1,6 +1,7 @@
-// A CPU device that says it runs ahead, and fails where a test tells it to: once, with the error
-// that a device gives. Its streams are in order all the same. Threads: one, but for what
-// device::CpuDevice allows. Errors: DeviceError and OutOfMemoryError that say "injected".
+// A CPU device that says it runs ahead, and fails at a call that a test chooses: once, with the
+// error that a device gives. Its streams are in order all the same. Threads: one, except for calls
+// that device::CpuDevice allows from several. Errors: DeviceError and OutOfMemoryError that say
+// "injected".
 #pragma once
 
 #include <memory>
@@ -11,7 +12,7 @@
 
 namespace strata::engine::fake {
 
-// Something that fails once, after it has succeeded so many times.
+// A fault that occurs once, after a given number of successes.
 class Fault {
  public:
   void arm(int successes = 0) { left_ = successes; }
@@ -44,7 +45,7 @@ class FaultyDevice final : public device::CpuDevice {
   Fault records;      // of events, on any of its streams
   Fault adam_steps;   // segments that an optimizer updates
   Fault gathered;     // allocations for gathered weights
-  bool ahead = true;  // what runs_ahead() says
+  bool ahead = true;  // the value of runs_ahead()
 
   bool runs_ahead() const override { return ahead; }
   device::Stream& compute_stream() override { return compute_; }

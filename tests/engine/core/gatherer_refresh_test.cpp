@@ -162,7 +162,7 @@ class LateReader final : public comm::Collectives {
   Gate& gate_;
 };
 
-// What a script writes after a step, on a rank whose slices a peer has yet to read.
+// A script writes weights after a step, on a rank whose slices a peer has yet to read.
 TEST(GathererRefresh, APeerGetsTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
   const FakeModel model = model_of_blocks();
   for (const int stage : {0, 2}) {

@@ -95,7 +95,8 @@ TEST(Gatherer, APassAllocatesLittleWhereUnitsOfSeveralSizesDoNotAllFit) {
         return rank.gatherer().allocations();
       };
       const std::int64_t warm = train(3);
-      // Those of the two ends of the model, whose size no other unit has, and what gives way.
+      // Allocations for the two ends of the model, whose size no other unit has, and for the units
+      // that were evicted for them.
       EXPECT_LE(train(4) - warm, 4 * 6) << blocks << " blocks";
     });
   }

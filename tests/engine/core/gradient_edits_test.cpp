@@ -1,5 +1,5 @@
-// What scripts do with a step's gradients between backward and step, against the plain loop: they
-// drop them, all or one parameter's, put others in their place, and look at them.
+// Scripts use a step's gradients between backward and step: they drop them, all or one parameter's,
+// put others in their place, and look at them. The reference is the plain loop.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// How passes of a step reduce, over which ranks, and where the reduced gradients are kept.
+// The way in which passes of a step reduce, the ranks, and the tier of the reduced gradients.
 struct Way {
   bool reduces = true;
   bool at_boundary = false;
@@ -268,7 +268,7 @@ TEST(GradientEdits, ARankThatReadsIsServedByThoseThatStep) {
             const Gradients& mine = by_rank[static_cast<std::size_t>(r)];
             if (reduced) {
               pass(rank, mine, way, true);
-            } else {  // what waits for its reduction is reduced for the reader
+            } else {  // gradients that wait for their reduction are reduced for the reader
               rank.forward();
               rank.backward(
                   false, [&](int p) { rank.add(p, *mine[static_cast<std::size_t>(p)]); },

@@ -1,5 +1,5 @@
-// The engine's step on devices whose streams run late, as those of GPUs do: where a stream does not
-// wait for another what is read is wrong, now and then, and a race detector sees it always.
+// The engine's step on devices whose streams run late, as those of GPUs do. If a stream does not
+// wait for another, it reads wrong values now and then, and a race detector sees it always.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -75,7 +75,7 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
   }
 }
 
-// Of so many scopes that gradients of the first are let go in the same pass.
+// The model has enough scopes that the engine frees gradients of the first ones in the same pass.
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereGradientsAreLetGo) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   Case c{DType::kFloat32, 2, 1, {}, 1.0, Over::kLatePeers};
@@ -83,7 +83,7 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereGradientsAreLetGo) {
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
-// So that each needs other weights first after a step.
+// Each rank then needs other weights first after a step.
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereRanksUseOtherUnits) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   for (const int world : {2, 3}) {
@@ -95,7 +95,8 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereRanksUseOtherUnits) {
   }
 }
 
-// Of rank 0 in the last of some steps, in which the model waits so often, too, and once after each.
+// The host waits that rank 0 counts in the last of several steps. The model itself waits `of_model`
+// times in each step, and once after it.
 std::int64_t host_waits(const FakeModel& model, int stage, int of_model) {
   std::int64_t waits = -1;
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
@@ -187,7 +188,7 @@ TEST(LateStepOptions, MayEndWithAStepThatIsStillBeingDone) {
   }));
 }
 
-// Writes garbage to this rank's weights, and takes it back; before that, what they all were.
+// Writes garbage to this rank's weights, and then the weights again. Returns the weights.
 std::vector<std::byte> write_for_a_while(FakeRank& rank, device::LateDevice& device) {
   device::Stream& compute = device.compute_stream();
   std::vector<std::byte> found;
@@ -210,8 +211,8 @@ std::vector<std::byte> write_for_a_while(FakeRank& rank, device::LateDevice& dev
   return found;
 }
 
-// A script writes weights that stay whole when it has asked for them, or a forward has ended, while
-// peers are still bringing themselves what this rank owns of them.
+// A script writes weights that stay whole, after it has asked for them or a forward has ended.
+// Peers are still copying this rank's slices of them.
 TEST(LateStepOptions, PeersGetTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   std::vector<std::vector<std::byte>> found(2);  // by rank
@@ -249,7 +250,8 @@ TEST(LateStepOptions, PeersGetTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
   }));
 }
 
-// Whole units come late; what a rank does not use is still coming when the next step begins.
+// Whole units arrive late: the lazy all-gather of a unit that a rank does not use has not ended
+// when the next step begins.
 TEST(LateStepOptions, BringsAUnitAnewThatNobodyHasAskedForSince) {
   constexpr int kWorld = 2;
   const FakeModel model = model_of_blocks(kBlock, kBlock);

@@ -1,4 +1,4 @@
-// What a step's report says of the links, where states rest elsewhere than on the device.
+// Tests the links in a step's report, where states lie elsewhere than on the device.
 #include "strata/engine/record/links.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ struct Held {
   Bytes states;
   Bytes pages;  // of the states, on a drive
   Bytes gradients;
-  Bytes padding;  // of these: what no parameter has
+  Bytes padding;  // of the gradients: bytes that belong to no parameter
 };
 
 Held held_by(Engine& engine) {
@@ -68,7 +68,7 @@ Held held_by(Engine& engine) {
   return held;
 }
 
-// Of two steps one after the other, when all goes its way.
+// The reports of two steps in a row of a training run without errors.
 struct Seen {
   StepReport before;
   StepReport after;
@@ -109,8 +109,8 @@ TEST(LinkReport, HasWhatTheConfigurationImplies) {
   const Bytes gradients = seen.held.gradients * 2 - seen.held.padding;
   EXPECT_EQ(report.uses[0].bytes, seen.held.states + gradients);
   EXPECT_EQ(report.uses[1].bytes, seen.held.states + seen.held.gradients);
-  // Some of the states stay in memory, but each is written; what is still in memory at the end of a
-  // step is written in the next.
+  // Some of the states stay in memory, but the drive gets each of them; states that are still in
+  // memory at the end of a step are written in the next.
   EXPECT_GT(report.uses[2].bytes, 0_B);
   EXPECT_LT(report.uses[2].bytes, seen.held.pages);
   EXPECT_LE(report.uses[3].bytes, seen.held.pages + kTightStaging);
@@ -158,7 +158,7 @@ TEST(LinkReport, HasNoDrivesWhereNoneAreUsedAndNoCopiesWhereHostAndDeviceAreOne)
 TEST(LinkReport, WearGrowsByWhatAStepWrites) {
   const Seen seen = train(options_with(Tier::kNvme, nullptr), false);
   const Bytes grown = seen.after.links->wear[0].written - seen.before.links->wear[0].written;
-  // What is on its way at the end of one step is begun in it and worn by the next.
+  // A write that is in flight at the end of a step begins in that step and counts in the next.
   EXPECT_LE(grown.value, (seen.held.pages + kTightStaging).value);
   EXPECT_GE(grown.value, (seen.held.pages - kTightStaging).value);
 }

@@ -1,4 +1,4 @@
-// Where optimizer states and gradients rest changes no bit of a step.
+// The placement of optimizer states and gradients changes no bit of a step.
 #include <gtest/gtest.h>
 
 #include "engine/core/offloaded_cases.h"
@@ -36,7 +36,7 @@ TEST_P(OffloadedStep, HasTheBitsOfThePlainLoopWhereGradientsAreReducedAtTheBound
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
-// Nothing but weights, what is on its way, and a scratch or two for gradients that arrive.
+// The device holds only weights, ranges in transfer, and a scratch or two for arriving gradients.
 TEST_P(OffloadedStep, HoldsNoStatesOnTheDevice) {
   const auto [tier, stage] = GetParam();
   const testing::TemporaryFolder folder;

@@ -1,4 +1,4 @@
-// Where the weights of sharded units rest changes no bit of a step.
+// The placement of sharded units' weights changes no bit of a step.
 #include <gtest/gtest.h>
 
 #include "engine/core/external_cases.h"
@@ -51,7 +51,7 @@ TEST_P(OffloadedWeights, HaveThemWhereANetworkGathers) {
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
-// Nothing is kept from one use to the next.
+// The engine keeps no unit from one use to the next.
 TEST_P(OffloadedWeights, HaveThemWhereOneUnitIsGatheredAtATime) {
   const FakeModel model(uneven_builder(DType::kBFloat16));
   Case c{DType::kBFloat16, 2, 1, {}, 1.0, Over::kJoint};
@@ -68,7 +68,7 @@ TEST_P(OffloadedWeights, HaveThemOnADeviceThatRunsAhead) {
   expect_bits_of_reference(model, c, plain_script(model));
 }
 
-// Which holds all masters, so that they do not rest on a drive.
+// A user's optimizer holds all masters, so these do not lie on a drive.
 TEST_P(OffloadedWeights, HaveThemWhereAUsersOptimizerUpdates) {
   if (std::get<1>(GetParam()) == memory::Tier::kNvme) return;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {

@@ -10,7 +10,7 @@ namespace strata::engine::fake {
 
 inline constexpr StateSet kAllStates = {true, true, true, true, true};
 
-// Nothing of the engine's is on the device, and what needs it is refused.
+// The engine holds nothing on the device, and refuses calls that need it there.
 inline void expect_parked(FakeRank& rank) {
   using memory::Kind;
   const memory::Ledger& ledger = rank.ledger();

@@ -10,14 +10,14 @@ namespace {
 constexpr memory::Tier kDevice = memory::Tier::kDevice;
 constexpr memory::Kind kGradients = memory::Kind::kGradients;
 
-// Buffers of one rank, and what they hold.
+// Buffers of one rank, and the bytes that they hold.
 struct Pool {
   comm::LocalGroup group{1};
   std::unique_ptr<comm::Collectives> collectives = group.rank(0);
   std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
   GradientBuffers buffers{"test", *collectives, ledger};
 
-  // A pass with so many buffers at once.
+  // A pass that uses `count` buffers at once.
   void use(int count) {
     std::vector<GradientBuffers::Buffer> taken;
     for (int i = 0; i < count; ++i) taken.push_back(buffers.take(4_KiB));
@@ -74,7 +74,7 @@ TEST(Reducer, AGradientThatNeverComesDoesNotKeepAllOthersInMemory) {
     options.engine.max_reducing = unit;
     FakeRank rank(model, options, std::move(collectives));
     for (int pass = 0; pass < 3; ++pass) {
-      // Now this, now that parameter is missing: what was learned never holds.
+      // Another parameter is missing in each pass, so the learned order never holds.
       const int missing = pass == 1 ? 5 : model.count() - 1;
       rank.forward();
       rank.backward(true, [&](int p) {

@@ -1,7 +1,7 @@
 // The whole training step, plainly: every rank's gradients whole, summed in the order of ranks (of
 // each shard group, then, at the step, of the groups), accumulated in fp32, one Adam over whole
-// parameters with the reference kernels. What the engine computes in shards must have the same
-// bits. Not for several threads.
+// parameters with the reference kernels. The engine's results, computed in shards, must have the
+// same bits. Not for several threads.
 #pragma once
 
 #include <cmath>
@@ -76,7 +76,7 @@ class ReferenceStep {
     return norm;
   }
 
-  // Drops what was added since the last step.
+  // Drops the gradients added since the last step.
   void forget() {
     forget_accumulated();
     forget_kept();
@@ -219,8 +219,8 @@ class ReferenceStep {
   std::vector<std::vector<std::byte>> weights_;  // in their own dtype
   std::vector<Values> exp_avg_;
   std::vector<Values> exp_avg_sq_;
-  std::vector<Values> accumulated_;            // reduced, of this step
-  std::vector<std::vector<Values>> of_group_;  // by shard group and parameter: what it has reduced
+  std::vector<Values> accumulated_;                        // reduced, of this step
+  std::vector<std::vector<Values>> of_group_;              // by shard group and parameter, reduced
   std::vector<std::vector<std::vector<std::byte>>> kept_;  // by rank and parameter
   std::vector<bool> came_;           // by parameter: some rank had a gradient in this step
   std::vector<std::int64_t> steps_;  // by parameter

@@ -1,5 +1,5 @@
 // The engine's step where things are sharded inside groups of ranks, against the plain step of
-// reference_step.h: who is in which group, what joins them, and what the ranks do.
+// reference_step.h: the groups' members, the transport between groups, and the ranks' actions.
 #pragma once
 
 #include <gtest/gtest.h>

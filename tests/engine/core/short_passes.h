@@ -1,5 +1,4 @@
-// Passes and steps of a FakeRank where it does not matter what is trained. For tests of when units
-// have memory.
+// Passes and steps of a FakeRank whose values do not matter, for tests of when units have memory.
 #pragma once
 
 #include <functional>
@@ -35,7 +34,7 @@ inline FakeModel model_of_neighbours(std::int64_t numel, Numel shared) {
   return FakeModel(b, options);
 }
 
-// What a configuration of these bounds makes of them.
+// The options that the parser makes of a configuration whose bounds are zero.
 inline RankOptions bounds_of_zero() {
   RankOptions options;
   options.engine.max_live = 0_B;

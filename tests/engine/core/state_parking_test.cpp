@@ -1,5 +1,5 @@
-// States that leave the device between passes and come back: the bits of training, and what is said
-// while they are away.
+// States that leave the device between passes and come back: the bits of training, and the errors
+// of calls while they are away.
 #include "strata/engine/state_parking.h"
 
 #include <gmock/gmock.h>
@@ -21,7 +21,7 @@ TEST_P(ParkedSteps, HaveTheBitsOfThePlainLoop) {
 INSTANTIATE_TEST_SUITE_P(Stages, ParkedSteps, ::testing::Values(0, 1, 2, 3),
                          [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
 
-// What rests on the host or a drive stays there, weights of units that stay whole go.
+// States on the host or a drive stay there; the weights of units that stay whole leave the device.
 TEST(StateParking, LeavesAloneWhatRestsElsewhere) {
   for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme}) {
     const testing::TemporaryFolder folder;
@@ -34,7 +34,7 @@ TEST(StateParking, LeavesAloneWhatRestsElsewhere) {
   }
 }
 
-// Evaluation goes on while only what steps need is away.
+// Evaluation goes on while only the states that steps need are away.
 TEST(StateParking, LetsForwardAndBackwardRunWithoutOptimizerStates) {
   const FakeModel model(small_builder(DType::kBFloat16));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
@@ -78,7 +78,7 @@ TEST(StateParking, RefusesAUnitInUseAndABackwardPassAndOtherStatesOnOtherRanks) 
   }));
 }
 
-// One rank's device is full of somebody else's memory when states are to come back.
+// Other memory fills one rank's device when states are to come back.
 TEST(StateParking, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
   const FakeModel model(small_builder(DType::kBFloat16));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {

@@ -174,7 +174,7 @@ TEST(StepControl, InBf16StepsThatAreNotFiniteAreSkippedUnlessTheConfigurationLoo
                           "bf16": {"enabled": true, "check_grad_overflow": false}})"));
 }
 
-// `late`: nobody waits for the norm, and the next step hears of it.
+// `late`: a step does not wait for the norm; the next step gets it.
 void expect_skips(bool late) {
   Driven d(R"({"train_micro_batch_size_per_gpu": 1, "strata": {"max_skipped_steps": 2}})",
            DType::kFloat32, late);

@@ -28,7 +28,7 @@ class StepTraceFile : public testing::Test {
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
   std::string path() const { return (folder_ / "trace.json").string(); }
-  // Trains on two ranks; what trace().problem() was on rank 0.
+  // Trains on two ranks; returns rank 0's trace().problem().
   std::string train(int stage, int steps, const std::string& path) const {
     RankOptions options;
     options.engine.stage = stage;
@@ -74,7 +74,7 @@ TEST_F(StepTraceFile, HasSpansOfEveryUnitOnEveryRankForTheStepsAfterTheWarmUp) {
   EXPECT_EQ(steps, (std::set{3, 4}));
   for (const int rank : {0, 1}) {
     for (const plan::UnitSpec& unit : model_.plan.units) {
-      // Those that do not change stay gathered from step to step.
+      // Units whose weights do not change stay gathered from step to step.
       EXPECT_EQ((units[{rank, "gather"}].contains(unit.name)), unit.trainable) << unit.name;
       EXPECT_EQ((units[{rank, "gather wait"}].contains(unit.name)), unit.trainable) << unit.name;
       EXPECT_EQ((units[{rank, "reduce"}].contains(unit.name)), unit.trainable) << unit.name;

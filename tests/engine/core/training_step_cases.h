@@ -1,5 +1,5 @@
-// The engine's whole step against the plain one of reference_step.h: what the ranks do, and what
-// joins them.
+// The engine's whole step against the plain one of reference_step.h: the ranks' actions, and the
+// transport between them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ inline std::vector<GroupScalars> groups_of(int step) {
   return groups;
 }
 
-// What one rank's autograd makes in one micro-step; the same call gives the same gradients.
+// The gradients of one rank's autograd in one micro-step; the same call gives the same gradients.
 struct Script {
   // Gradients of (step, micro, rank) by parameter.
   std::function<Gradients(int step, int micro, int rank)> gradients;
@@ -42,8 +42,8 @@ struct Script {
   std::function<bool(const plan::ScopeSpec& scope, int rank)> runs;
 };
 
-// What the ranks' collectives are; late peers': on devices whose streams run late; joint: threads
-// that gather together.
+// The ranks' collectives. kLatePeers: peers on devices whose streams run late. kJoint: threads that
+// gather together.
 enum class Over { kThreads, kPeers, kPeersGather, kPeersReduce, kLatePeers, kJoint };
 
 // `device`: the rank's own where it matters.
@@ -71,9 +71,9 @@ struct Case {
   RankOptions options;
   double loss_scale = 1.0;
   Over over = Over::kThreads;
-  // What a rank does before its first pass.
+  // Runs on each rank before its first pass.
   std::function<void(FakeRank& rank)> begins = nullptr;
-  // What ranks do between their passes: after each one, and after each step.
+  // Runs on each rank between its passes: after each one, and after each step.
   std::function<void(FakeRank& rank)> between = nullptr;
   std::string name() const {
     return fmt::format("{} stage {} world {} accumulation {} boundary {} clipping {}",
@@ -162,7 +162,7 @@ inline Script plain_script(const FakeModel& model) {
       nullptr, nullptr};
 }
 
-// Of a model of blocks each rank runs those of its own: with `world` ranks every world-th.
+// Each rank runs only its own blocks of the model: with `world` ranks every world-th.
 inline Script script_of_own_blocks(const FakeModel& model, int world) {
   const auto runs = [&model, world](const plan::ScopeSpec& scope, int rank) {
     return std::ranges::all_of(scope.units, [&](int unit) {

@@ -55,7 +55,7 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWithinSmallBounds) {
   const FakeModel model(small_builder(DType::kFloat32));
   Case c{DType::kFloat32, 3, 2, {}, 1.0};
   c.options.engine.stage = GetParam();
-  c.options.engine.max_live = 1_B;      // nothing but what is in use
+  c.options.engine.max_live = 1_B;      // only units in use
   c.options.engine.max_reducing = 1_B;  // every reduction waits for the last one
   expect_bits_of_reference(model, c, plain_script(model));
 }
@@ -133,7 +133,7 @@ TEST(TrainingStepOrder, MayDifferOnEveryRankAndInEveryPass) {
   };
   Case c{DType::kFloat32, 3, 2, {}, 1.0};
   expect_bits_of_reference(model, c, script);
-  // Now units are reduced before they are complete, and what comes late goes out by itself: the
+  // The engine now reduces units before they are complete, and late gradients by themselves: the
   // same bits, since halves of these gradients add up exactly.
   c.world = 2;
   c.options.engine.max_reducing = 1_KiB;
@@ -145,7 +145,7 @@ TEST(TrainingStepOrder, AParameterUnusedOnOneRankContributesZeroes) {
   Script script = plain_script(model);
   script.gradients = [&](int step, int micro, int rank) {
     Gradients gradients = all_gradients(model, step, micro, rank);
-    // In the first pass, in later ones, and now and then.
+    // Rank 1 lacks a gradient in every step, rank 2 in step 1, and all ranks lack one in step 2.
     if (rank == 1) gradients[1].reset();
     if (rank == 2 && step == 1) gradients[5].reset();
     if (step == 2) gradients[0].reset();
@@ -170,7 +170,8 @@ TEST(TrainingStepOrder, AGradientThatComesAfterItsUnitWasReducedStillCounts) {
       for (int i = 0; i < 3; ++i) {
         by_rank.push_back(all_gradients(model, step, 0, i));
         late_by_rank.emplace_back(model.params.size());
-        // One rank only, and not in the first pass, which learns what to expect.
+        // One rank only, and not in the first pass, in which the engine learns which gradients
+        // come.
         if (i == 1 && step > 0) late_by_rank.back()[late] = noises(77, model.numel(late));
       }
       rank.forward();

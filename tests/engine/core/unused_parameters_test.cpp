@@ -82,7 +82,7 @@ TEST(UnusedParametersLate, AreNotThoseWhoseGradientCameLate) {
       if (step != 1) by_rank[1][late].reset();
       rank.forward();
       rank.engine().begin_backward(true);
-      // Of the first passes nobody expects it, so that its unit goes out without it.
+      // In the first passes the engine does not expect this gradient: it reduces the unit without.
       for (int p = model.count(); p-- > 0;) {
         const auto& gradient = by_rank[static_cast<std::size_t>(r)][static_cast<std::size_t>(p)];
         if (gradient && p != late) rank.add(p, *gradient);
@@ -135,7 +135,7 @@ TEST(UnusedParametersExternal, HaveNoGradientForAUsersOptimizer) {
     ASSERT_NE(external, nullptr);
     external->set_update([&](std::span<const std::span<float>> gradients) {
       for (std::size_t s = 0; s < gradients.size(); ++s) {
-        // What the optimizer does with a gradient, and what it would without one.
+        // This optimizer adds 1 to each weight for which it gets a gradient.
         if (gradients[s].empty()) continue;
         for (float& weight : external->segments()[s].weight) weight += 1.0F;
       }

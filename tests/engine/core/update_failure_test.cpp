@@ -1,5 +1,5 @@
-// What fails within a step's update, and within a backward pass that is given up: told once, to
-// whom it concerns, and nothing trains on weights of two steps.
+// Failures within a step's update, and within an abandoned backward pass: the ranks concerned get
+// the error once, and the engine does not train on weights of two steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -82,7 +82,8 @@ TEST(UpdateFailure, OfOneRanksOptimizerIsEveryRanksAndALoadMendsIt) {
   }
 }
 
-// While other units are updated those that are needed first are fetched: ranks meet in between.
+// The update gathers the units that are needed first while it updates others: ranks reach sync
+// points in between.
 TEST(UpdateFailure, BetweenTheMeetingsOfAnUpdateLosesNobody) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   for (const int stage : {2, 3}) {

@@ -1,8 +1,8 @@
 """``axolotl.cli.train``, which `axolotl train` starts on each rank, on a machine without a GPU.
 
 axolotl asks CUDA whether devices reach each other's memory before it looks for a device, and gives each of several
-ranks the GPU of its number. Accelerate's ranks are not joined where it finds no GPU and nobody tells it of the CPU,
-which axolotl's configuration cannot.
+ranks the GPU of its number. Accelerate does not connect ranks where it finds no GPU and the user has not asked for the
+CPU; axolotl's configuration has no setting for that.
 """
 
 import runpy

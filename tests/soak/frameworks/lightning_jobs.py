@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric over DeepSpeedStrategy, under whatever ``deepspeed`` is in this process.
+"""Lightning's Trainer and Fabric over DeepSpeedStrategy, under the ``deepspeed`` of this process.
 
     torchrun ... lightning_jobs.py FOLDER NAME first|resumed CASE...
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's strategy with a tiny actor, under whatever ``deepspeed`` is in this process.
+"""OpenRLHF's strategy with a tiny actor, under the ``deepspeed`` of this process.
 
     torchrun ... openrlhf_jobs.py FOLDER NAME first|resumed CASE...
 

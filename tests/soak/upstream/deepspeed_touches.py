@@ -3,8 +3,8 @@
 
     python tests/soak/upstream/deepspeed_touches.py DEEPSPEED
 
-prints each test with its reason. What a test touches is what stands in it, in its decorators, and in the functions,
-classes and fixtures of its file that it names. Helpers in other files, which many tests share, are not followed.
+prints each test with its reason. A test touches the names in its body, in its decorators, and in the functions, classes
+and fixtures of its file that it names. Helpers in other files, which many tests share, are not followed.
 """
 
 import ast
@@ -57,7 +57,7 @@ def stood_in():
 
 
 def is_interface(name, checkout):
-    """Whether ``name``, such as "deepspeed.zero.Init", or what it is an attribute of, is DeepSpeed's interface."""
+    """Whether ``name``, such as "deepspeed.zero.Init", or a part of it before a dot, is DeepSpeed's interface."""
     path = name.removeprefix("deepspeed").removeprefix(".")
     names = importlib.import_module("strata.compat.names")
     for alias, target in names.ALIASES.items():
@@ -96,7 +96,7 @@ class Source:
         self._lines = text.split("\n")
         self._tree = ast.parse(text)
         self._aliases = {}  # {name here: full name}
-        self._found = {}  # {name: what defines it}
+        self._found = {}  # {name: its definition}
         self.absent = set()
         for node in ast.walk(self._tree):
             self._note_import(node)
@@ -160,7 +160,7 @@ class Source:
         return None
 
     def _reached(self, node, methods):
-        """What of this file ``node`` names: functions, classes, fixtures, methods of its own class."""
+        """The parts of this file that ``node`` names: functions, classes, fixtures, methods of its own class."""
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id in self._found:
                 yield self._found[part.id]
@@ -187,7 +187,7 @@ class Source:
         return None
 
     def _full(self, node):
-        """"deepspeed.comm.barrier" of ``dist.barrier``; None of what begins with no import."""
+        """"deepspeed.comm.barrier" for ``dist.barrier``; None for a name that does not begin with an import."""
         if isinstance(node, ast.Name):
             return self._aliases.get(node.id)
         above = self._full(node.value) if isinstance(node, ast.Attribute) else None
@@ -213,7 +213,7 @@ class Source:
         return f"the private attribute {node.attr}"
 
     def _replaced(self, call):
-        """Of monkeypatch.setattr() and mock.patch() on DeepSpeed's own."""
+        """The reason, if ``call`` is monkeypatch.setattr() or mock.patch() on a part of DeepSpeed; None otherwise."""
         function = call.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
         if name not in _REPLACING or not call.args:

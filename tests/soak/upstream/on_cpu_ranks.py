@@ -1,10 +1,10 @@
 """A pytest plugin for DeepSpeed's own unit tests: their ranks are processes of the CPU, forked from a server that has
-imported torch already, and what became of each test goes to a file.
+imported torch already. It writes the outcome of each test to a file.
 
 STRATA_UPSTREAM_REPORT names the file: a JSON list of [test, outcome, why]. STRATA_UPSTREAM_EACH says how many
 parametrisations of one test function run at most, spread over all of them; 0: all. STRATA_UPSTREAM_LEFT_OUT names
-tests that do not run, without parametrisations and with ";" between them; STRATA_UPSTREAM_ONLY, where it is set, the
-only ones that do, with parametrisations. Where STRATA_COMPAT is set Strata stands in DeepSpeed's place.
+tests that do not run, without parametrisations and with ";" between them. Where STRATA_UPSTREAM_ONLY is set, only the
+tests that it names run, with parametrisations. Where STRATA_COMPAT is set Strata stands in DeepSpeed's place.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A pytest plugin: tests that ask for an accelerator run on the CPU, and what became of each goes to a file.
+"""A pytest plugin: tests that ask for an accelerator run on the CPU; it writes the outcome of each to a file.
 
 STRATA_UPSTREAM_REPORT names the file: a JSON list of [test, outcome, why]. Where STRATA_COMPAT is set Strata has to
 stand in DeepSpeed's place, and nowhere else.
@@ -39,7 +39,7 @@ class Report:
         if report.when == "call" or report.outcome != "passed":
             why = "" if report.outcome == "passed" else _reason(report)
             self._rows.append([report.nodeid, report.outcome, why])
-            self._write()  # what is there when the run is cut short
+            self._write()  # the outcomes so far, in case the run is cut short
 
     def pytest_collectreport(self, report):
         if report.outcome != "passed":

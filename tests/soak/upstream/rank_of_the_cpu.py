@@ -1,5 +1,5 @@
-"""Of DeepSpeed's test ranks: each counts as many devices as it may need; and an outcome of pytest that a rank raises
-reaches the test, instead of ending the rank without a word, for which the others wait."""
+"""Changes DeepSpeed's test ranks: each finds as many devices as it may need. A pytest outcome that a rank raises
+reaches the test; without the change it ends the rank without a word, and the other ranks wait for it."""
 
 import functools
 

@@ -2,15 +2,16 @@
 
     python tests/soak/upstream/run_deepspeed_units.py DEEPSPEED [--each N] [--jobs N] [--report FILE] [FILE ...]
 
-Files are below ``tests/unit`` of the checkout; without any, all. What is not counted was decided from the sources,
-before any outcome (``deepspeed_internals.txt``): files of features that Strata does not have, and tests that ask for
-internals, do not run. Prints a table of files and counts, and what did not pass with its reason. Outcomes:
+FILE is below ``tests/unit`` of the checkout; without any, all files run. ``deepspeed_internals.txt`` lists the tests
+that do not count; the list was made from the sources, before any outcome. Files of features that Strata does not have,
+and tests that ask for internals, do not run. The program prints a table of files and counts, and each test that did not
+pass with its reason. Outcomes:
 
     passed, failed
     not offered   an error that names a feature that Strata does not have
     internals     by the rule, counted in test functions; or a failure whose text names internals, counted in tests
-    skipped       by the test, or where it does not pass with DeepSpeed itself on this machine either, on which what
-                  failed is tried (not with --alone)
+    skipped       by the test; or a failed test that does not pass with DeepSpeed itself on this machine either (not
+                  with --alone, which does not try DeepSpeed)
 
 ``--each`` runs that many parametrisations of one test function at most. The exit code is 1 where less than nine of ten
 of passed and failed pass.
@@ -32,14 +33,14 @@ import deepspeed_touches
 HERE = Path(__file__).resolve().parent
 KINDS = ("passed", "failed", "not offered", "internals", "skipped")
 _NOT_OFFERED = re.compile(r"Strata does not offer|not supported \(")
-# What a failure says where a test meets internals on a way that its source does not show: by helpers, say.
+# Texts of failures where a test uses internals in a way that its source does not show: by helpers, for example.
 _INTERNALS = re.compile(
     r"Strata does not offer internals of DeepSpeed|stands in for DeepSpeed here, does not know it|"
     r"object has no attribute '_[a-z]|" + "|".join(pattern for pattern, _ in deepspeed_touches.table()["text"])
 )
 _LIMIT = 3000  # seconds for one process of pytest
 _TOGETHER = 8  # files in one
-_ORDERLY = (0, 1, 5)  # what pytest returns: all passed, some failed, there was no test
+_ORDERLY = (0, 1, 5)  # exit statuses of pytest: all passed, some failed, there was no test
 
 
 class Unit:
@@ -107,7 +108,7 @@ def environment_of(checkout, strata):
 
 
 def judged(outcome, why):
-    """One of ``KINDS``."""
+    """Returns the test's kind, one of ``KINDS``."""
     if outcome == "failed" and _INTERNALS.search(why):
         return "internals"
     return "not offered" if outcome == "failed" and _NOT_OFFERED.search(why) else outcome
@@ -132,7 +133,7 @@ def outcomes(units, checkout, each, alone):
 
 
 def table(rows):
-    """Lines of a table of files, and of what did not pass."""
+    """Lines of a table of files, and of the tests that did not pass."""
     counts = collections.defaultdict(collections.Counter)
     for name, kind, _ in rows:
         counts[name.partition("::")[0]][kind] += 1

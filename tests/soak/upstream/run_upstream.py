@@ -3,7 +3,7 @@
     python tests/soak/upstream/run_upstream.py TRANSFORMERS ACCELERATE [--beside-deepspeed] [-k WORDS]
 
 The checkouts are those of the versions that are installed. No network is used: models that the tests would download
-are stand-ins of ``stand_ins.py``. What asks for an accelerator runs on the CPU. Prints a table of test, outcome and
+are stand-ins of ``stand_ins.py``. Tests that ask for an accelerator run on the CPU. Prints a table of test, outcome and
 reason; with ``--beside-deepspeed`` the outcome with DeepSpeed itself, on the same machine, stands beside it.
 """
 
@@ -59,7 +59,7 @@ def run(checkout, cache, strata, words):
 
 
 def judged(name, outcome, why):
-    """(outcome, why) of a test, with what cannot pass set apart from what failed."""
+    """(outcome, why) of a test; tests that cannot pass have another outcome than failed ones."""
     short = name.rpartition("::")[2]
     for start, reason in NOT_APPLICABLE.items():
         if short.startswith(start) and outcome == "failed":
