@@ -23,11 +23,11 @@ class Init:
     """Context that shards a module's parameters as soon as its constructor is over, so that no rank ever holds the
     whole model. ``strata.initialize`` takes the shards over, a unit at a time.
 
-    A constructor that runs, also that of a subclass, sees the parameters that it has made itself. It sees those of its
-    children as soon as it reads them (``child.weight``, ``self.parameters()``, ``self.apply(...)``). Values that it
-    writes count; where ranks write different values, rank 0's win. No other parameter is whole meanwhile: a parameter
-    that was read is released when no rank refers to it any more, at the latest when the constructor ends. Afterwards
-    change parameters within ``GatheredParameters``.
+    While a constructor runs, the parameters that it or the constructor of a base class has made are whole. A child's
+    parameter becomes whole when the constructor reads it (``child.weight``, ``self.parameters()``,
+    ``self.apply(...)``). Values that the constructor writes count; where ranks write different values, rank 0's win.
+    No other parameter is whole meanwhile: a parameter that was read is released when no rank refers to it any more, at
+    the latest when the constructor ends. Afterwards change parameters within ``GatheredParameters``.
 
     A module that was built outside is sharded when it is attached to one that is built inside: at the end of that
     one's constructor, or of the context. The context leaves parameters on torch's device "meta", and lazy ones, alone.
