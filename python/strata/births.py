@@ -124,7 +124,7 @@ class Births:
         self._waiting = []
 
     def shard_waiting(self, root):
-        """Shards the unbacked parameters below ``root``, and those of waiting modules that some rank still refers to."""
+        """Shards the unbacked parameters below ``root``, and those of waiting modules that a rank still refers to."""
         known = {id(m) for m in root.modules()}
         modules = list(root.modules())
         others, self._waiting = [m for m in self._waiting if id(m) not in known], []

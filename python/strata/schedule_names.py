@@ -20,7 +20,7 @@ class ScheduleNames:
         min_moms, max_moms: [(float, float)] betas, by param group; of OneCycle with momentum.
         warmup_num_steps, warmup_type, total_num_steps, warmup_min_ratio, cos_min_ratio, step_size, step_rate,
             staircase, total_size, step_ratio, first_stair_count, second_stair_count, decay_step_size, decay_lr_rate,
-            decay_mom_rate, cycle_momentum: the settings, defaults included.
+            decay_mom_rate, cycle_momentum: the effective values.
     """
 
     def _tell_of(self, settings, groups):
