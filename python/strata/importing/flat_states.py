@@ -60,7 +60,7 @@ class FlatStates:
         return [tensor.detach() for tensor in found]
 
     def _place(self, shapes):
-        """{name: (group, begin)}. The offset is one in the joined tensors of all ranks, or at stage 3 in each tensor."""
+        """{name: (group, begin)}: the offset in the joined tensors of all ranks, or at stage 3 in each rank's."""
         if any(len(values) != len(shapes) for values in self._values):
             raise _C.FormatError(f"'{self._paths[0]}' has {len(self._values[0])} param groups, the model's file "
                                  f"{len(shapes)}; they are of different checkpoints")
