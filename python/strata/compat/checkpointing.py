@@ -50,7 +50,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 class CheckpointFunction:
-    """The autograd function's name, for scripts that call ``apply`` themselves."""
+    """Stands for DeepSpeed's autograd function, for scripts that call ``apply`` themselves."""
 
     @staticmethod
     def apply(function, outputs, *args):

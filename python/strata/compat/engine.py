@@ -60,7 +60,7 @@ class DeepSpeedEngine(Engine):
         """As Strata's.
 
         Raises:
-            ValueError: ``save_dir`` is None.
+            ValueError: ``save_dir`` is None or empty.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint: pass the folder for checkpoints; found {save_dir!r}")

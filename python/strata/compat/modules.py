@@ -1,4 +1,4 @@
-"""The modules below ``deepspeed``: each has the names of one table of ``names.py``, and finds an object at its first use.
+"""The modules below ``deepspeed``: each has the names of one table of ``names.py``, and finds an object at first use.
 
 So ``import deepspeed`` imports neither torch nor the engine.
 """

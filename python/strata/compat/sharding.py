@@ -13,8 +13,8 @@ logger = logging.getLogger("strata")
 
 
 class GatheredParameters(zero.GatheredParameters):
-    """As ``strata.zero.GatheredParameters``, except that a change with ``modifier_rank=None`` is lost with a warning, as
-    under DeepSpeed. Libraries merge adapters in such a context, read the weights, and remove the adapters again.
+    """As ``strata.zero.GatheredParameters``, but a change with ``modifier_rank=None`` is lost with a warning, as under
+    DeepSpeed. Libraries merge adapters in such a context, read the weights, and remove the adapters again.
 
     Raises:
         UsageError: for such a change, where the configuration has ``zero_optimization.enable_sanity_checks``.
@@ -61,7 +61,7 @@ def unregister_external_parameter(module, parameter):
 
 
 def zero_wrapper_for_fp_tensor_constructor(function, dtype):
-    """The same ``function``: ``zero.Init`` gives parameters their dtype, and does not change constructors of tensors."""
+    """The same ``function``: ``zero.Init`` gives parameters their dtype, and changes no constructors of tensors."""
     return function
 
 

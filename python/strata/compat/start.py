@@ -28,8 +28,8 @@ def initialize(
     mesh_param=None,
     config_params=None,
 ):
-    """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, whose ``config`` is
-    the given dict.
+    """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, and its ``config``
+    is the given dict.
 
     Args:
         args: a namespace whose ``deepspeed_config``, or ``deepscale_config`` (the older name), is used when no

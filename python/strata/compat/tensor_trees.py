@@ -27,7 +27,7 @@ def _as(item, mapped):
 
 
 def clone_tensors_for_torch_save(item, device=torch.device("cpu")):
-    """``item`` with copies of its tensors in memory of their own size, so that ``torch.save`` writes no more than these.
+    """``item`` with copies of its tensors in memory of their own size, so that ``torch.save`` writes no more.
 
     Args:
         item: a tensor, or lists, tuples and dicts of such.
