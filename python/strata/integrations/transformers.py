@@ -128,7 +128,8 @@ class StrataTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Loads weights alone before there is an engine, and a training checkpoint once there is one."""
+        """Loads a folder of weights, before there is an engine; leaves a training checkpoint to
+        ``_load_optimizer_and_scheduler``."""
         if has_training_checkpoint(resume_from_checkpoint):
             return
         if self.engine is not None:
