@@ -18,7 +18,7 @@ _last_error = None  # str of the last exception that went through an engine
 def watch(core, engine=None, group=None):
     """Handles the end of the process until ``unwatch(core)``. Where an exception ends the process, the peers get its
     message before ``sys.excepthook`` shows it. Else the process waits for the peers when it exits; a peer that does not
-    come gets the place of the ``sys.exit`` and the last error. An exception that ends a thread does not end the process.
+    come gets the place of the ``sys.exit`` and the last error. An exception that ends a thread does not count.
 
     Args:
         core: a _C.ShardedModel; this function keeps neither it nor its collectives alive.
