@@ -78,8 +78,8 @@ class Recording(TorchDispatchMode):
         self.__enter__()
 
     def close(self, failed):
-        """Ends ``open()``, also where this raises. Materializes tensors that are in use and still without memory, unless
-        the context has ``failed``."""
+        """Ends ``open()``, also where this raises. Materializes tensors that are in use and still without memory,
+        unless the context has ``failed``."""
         self.__exit__(None, None, None)
         self._direct_reads.__exit__(None, None, None)
         self.settle(failed)
