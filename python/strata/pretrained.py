@@ -40,11 +40,10 @@ def load_pretrained(
 ):
     """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective.
 
-    Strata builds the model without parameter memory; each rank reads the ranges of the files that its shards
-    hold. The files' tensors may have any floating dtype. The weights have the dtype of the configuration's precision,
-    or without one the dtype that ``from_pretrained`` gives them; fp32 master weights take the files' own values. As
-    after ``from_pretrained`` the model is in eval mode: call ``engine.train()``. Parameters that the model's class
-    freezes stay frozen.
+    Strata builds the model without parameter memory; each rank reads its shards' ranges of the files. The files may
+    have any floating dtype. The weights get the dtype of the configuration's precision, or without one that of
+    ``from_pretrained``; fp32 master weights take the files' own values. As after ``from_pretrained`` the model is in
+    eval mode: call ``engine.train()``. Parameters that the model's class freezes stay frozen.
 
     Args:
         path: a folder with config.json and model.safetensors or model.safetensors.index.json; or one that PEFT wrote,
@@ -61,8 +60,7 @@ def load_pretrained(
         (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
     Raises:
-        FormatError: the checkpoint contradicts itself or does not fit the model; lists tensors that are missing or have
-            another shape.
+        FormatError: the checkpoint contradicts itself or does not fit the model; lists missing and misshapen tensors.
         IoError: a file cannot be read. Every rank raises either error, which names the first rank that failed.
         UsageError: for a version of transformers that is not supported.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.

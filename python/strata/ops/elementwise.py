@@ -10,8 +10,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def add_group_without_compiler(optimizer, param_group):
-    """``torch.optim.Optimizer.add_param_group`` without torch's wrapper, which imports torch's compiler to keep it out of
-    this method: 880 modules, most of the time of a small model's start."""
+    """``torch.optim.Optimizer.add_param_group`` without torch's wrapper, which imports torch's compiler to keep it out:
+    880 modules, most of the time of a small model's start."""
     inspect.unwrap(torch.optim.Optimizer.add_param_group)(optimizer, param_group)
 
 
