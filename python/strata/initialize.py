@@ -295,7 +295,7 @@ def _log_hints(config, engine):
     if engine.global_rank != 0:
         return
     logger.info("stage %d, %s, on %s, world size %d over %s", config.stage,
-                config.dtype or "dtypes as they are", engine.device, engine.world_size, engine.collectives_name)
+                config.dtype or "the parameters' own dtypes", engine.device, engine.world_size, engine.collectives_name)
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)

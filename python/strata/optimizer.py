@@ -248,7 +248,7 @@ def tell_of_left_out(parameters, groups, rank):
             f"model's parameters. First: '{left_out[0][0]}'"
         )
     if rank == 0:
-        logger.warning("%d trainable parameters are in no param group of the optimizer and stay as they are; first: "
+        logger.warning("%d trainable parameters are in no param group of the optimizer and do not change; first: "
                        "'%s'", len(left_out), left_out[0][0])
     return [parameter for _, parameter in left_out]
 

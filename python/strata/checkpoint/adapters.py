@@ -96,7 +96,7 @@ def _require_readable(config, folder):
     if kind not in _READABLE or getattr(config, "prefix_projection", False):
         what = "prefix_projection" if kind in _READABLE else f"the method {kind}"
         raise _C.UsageError(
-            f"{folder}: not all that an adapter with {what} trains is in its file as it is{_INSTEAD}"
+            f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}"
         )
     if not any(init is known or init == known for known in _INITS):
         raise _C.UsageError(

@@ -63,7 +63,7 @@ def _require_early():
 
 
 _ADVICE = (
-    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script as it is, and start "
+    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and start "
     f"it by 'strata run', or with {VARIABLE}={NAME} in the environment"
 )
 

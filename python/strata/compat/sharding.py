@@ -27,7 +27,7 @@ class GatheredParameters(zero.GatheredParameters):
             super()._changed(message)
         level = logging.DEBUG if GatheredParameters._told else logging.WARNING
         GatheredParameters._told = True
-        logger.log(level, "%s. What was changed is lost where parameters are sharded", message)
+        logger.log(level, "%s. The changes are lost where parameters are sharded", message)
 
 
 class Init(zero.Init):

@@ -82,7 +82,7 @@ def _require_launchers_group():
             f"torch's default process group has {world_size} ranks, of which this process is rank {rank}, and the "
             f"launcher's environment says WORLD_SIZE={launched_size} and RANK={launched_rank}: make the group from the "
             "environment (torch.distributed.init_process_group() without rank and world_size), or leave it to "
-            "strata.initialize; where the group is meant as it is, correct or remove these variables"
+            "strata.initialize; if the group is right, correct or remove these variables"
         )
 
 
