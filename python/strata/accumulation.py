@@ -6,21 +6,21 @@ from . import _C
 
 
 class Accumulation:
-    """What ``Engine`` says of micro-steps.
+    """The part of ``Engine`` that concerns micro-steps.
 
     Attributes:
         coalesces: whether a ``coalesce_grad_reduction()`` is open.
     """
 
     coalesces = False
-    _left_out = ()  # trainable parameters that the optimizer does not have; autograd makes their .grad
+    _left_out = ()  # trainable parameters that are in no param group; autograd makes their .grad
 
     def zero_grad(self, set_to_none=True):
-        """Drops the gradients of the step so far, of all micro-steps, as in torch: reduced or not, wherever they are.
-        After ``step()`` there are none. On this rank; what was reduced has to be dropped on every rank.
+        """Drops the gradients of all micro-steps of this step, as in torch: reduced or not, in every tier. After
+        ``step()`` there are none. The call acts on this rank; every rank must drop gradients that were reduced.
 
         Args:
-            set_to_none: False: they become zeroes, with which ``step()`` still updates.
+            set_to_none: False: the gradients become zeroes, and ``step()`` still updates with them.
 
         Raises:
             UsageError: within a backward pass. ``step()`` raises it where ranks have dropped different gradients.
@@ -34,14 +34,14 @@ class Accumulation:
         return self.core.at_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary):
-        """Decides whether the next ``step()`` updates the weights, for all steps until it is set again; None: count
-        micro-steps again."""
+        """Decides whether ``step()`` updates the weights. The value holds until the next call of this method; None:
+        the engine counts micro-steps again."""
         self.core.set_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self):
-        """Context in which nothing is reduced: gradients stay on this rank, whole and in the reduce dtype, until the
-        next reduction. Unlike DeepSpeed's, it works at every stage."""
+        """Context in which the engine reduces nothing: gradients stay on this rank, whole and in the reduce dtype,
+        until the next reduction. Unlike DeepSpeed's, it works at every stage."""
         self.core.set_synchronise(False)
         try:
             yield
@@ -50,8 +50,8 @@ class Accumulation:
 
     @contextmanager
     def coalesce_grad_reduction(self):
-        """Context of several backward passes whose gradients are reduced once, at the ``step()`` that follows: as
-        ``no_sync()``, in which ``step()`` is an error."""
+        """Context of several backward passes whose gradients the engine reduces once, in the ``step()`` after the
+        context. It acts as ``no_sync()``; ``step()`` within it is an error."""
         if self.coalesces:
             raise _C.UsageError("coalesce_grad_reduction() was entered within itself; leave the inner block out")
         self.coalesces = True

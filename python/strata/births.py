@@ -1,4 +1,4 @@
-"""Shards the parameters of modules that are built, when they are complete: from their values, or from recipes."""
+"""Shards the parameters of complete modules while a model is built: from their values, or from recipes."""
 
 import itertools
 import json
@@ -19,20 +19,20 @@ from .model.reference_counts import is_alone
 from .ranks.departure import watch
 from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others, together
 
-_TOGETHER = 1 << 27  # elements of modules that are sharded as one: each such call is several handshakes of ranks
-_POSTPONED = 1 << 24  # elements that are whole meanwhile where small parameters wait for each other
+_TOGETHER = 1 << 27  # elements of modules that are sharded as one: each such call has several sync points
+_POSTPONED = 1 << 24  # elements of small parameters that stay whole until they are sharded together
 
 
 class Births:
-    """What becomes of parameters under ``zero.Init``. Every method that shards is collective; a home is a pair (module,
-    name of a parameter).
+    """Shards and frees parameters under ``zero.Init``. Every method that shards is collective. A home is a pair
+    (module, name of a parameter). An unbacked parameter is one without memory, which has a recipe.
 
     Args:
         config: a _C.Config, for construction.
 
     Attributes:
-        values_come_later: whether what constructors write is overwritten: then small parameters are sharded many at
-            once.
+        values_come_later: whether later values replace those that constructors write: then many small parameters are
+            sharded at once.
     """
 
     def __init__(self, config):
@@ -43,48 +43,48 @@ class Births:
         self._postponed, self._postponed_numel = [], 0  # modules with parameters that have values
         self._count = 0
         self._numbers, self._next = {}, itertools.count()  # id(module) -> when its constructor began, in this context
-        # Made with the first parameters, which say where all of them lie.
+        # Set with the first parameters, whose device is that of all.
         self._device = self._runtime = self._collectives = self._group = None
 
     def open(self, looks, recording):
-        """A context begins, of these ``Looks`` and this ``Recording``."""
+        """Begins a context with these ``Looks`` and this ``Recording``."""
         self._looks, self._recording = looks, recording
 
     def close(self):
-        """It ends."""
+        """Ends the context."""
         self._looks = self._recording = None
         self._numbers = {}
-        self._device = self._runtime = self._collectives = None  # what is on drives goes with its modules
+        self._device = self._runtime = self._collectives = None  # shards on drives end with their modules
 
     def begin(self, module):
-        """The constructor of ``module`` begins, within those that have not ended."""
+        """Called when the constructor of ``module`` begins, within those that have not ended."""
         self._numbers[id(module)] = next(self._next)
 
     def give_up(self, module):
-        """It has failed: what it and the constructors within it have sharded goes. What was built before them and only
-        attached stays its owner's."""
+        """Called when the constructor of ``module`` has failed: discards the shards that it and the constructors within
+        it have made. Modules that were built earlier and only attached keep theirs."""
         number = self._numbers[id(module)]
         self._postponed = [m for m in self._postponed if self._numbers[id(m)] < number]
         where = f"{type(module).__name__}/{number}/{self._count}"
         failed_births.give_up(self._looks.take_failed(number), where, self._device)
 
     def of_all(self, facts):
-        """[bool], whether each of these is true on every rank. Collective, unless there are none."""
+        """[bool], whether each of ``facts`` is true on every rank. Collective, unless there are none."""
         if self._collectives is None or not facts:
             return facts
         texts = self._collectives.all_gather_text("".join("01"[fact] for fact in facts))
         return [all(text[i] == "1" for text in texts) for i in range(len(facts))]
 
     def shard_all(self, module):
-        """Shards what has values of the parameters of ``module`` and all below it."""
+        """Shards the parameters that have values, of ``module`` and of all modules below it."""
         self._shard([(m, name) for m in module.modules() for name in m._parameters])
-        for m in module.modules():  # parametrizations take parameters over that were sharded elsewhere
+        for m in module.modules():  # a parametrization takes over parameters of another module that are sharded
             if type(m._parameters) is dict and any(p is not None and owner_of(p)[0] for p in m._parameters.values()):
                 _read_born(m)
 
     def shard_complete(self, module, is_root):
-        """``shard_all`` of a module whose constructor is over, now or together with others. ``is_root``: nothing is
-        built around it, so that all is sharded."""
+        """``shard_all`` of a module whose constructor is over, now or together with others. ``is_root``: no other
+        constructor runs around it, so the call shards all parameters."""
         if is_root or not self.values_come_later:
             self._postponed, self._postponed_numel = [], 0
             self.shard_all(module)
@@ -97,7 +97,8 @@ class Births:
             self._shard([(m, name) for m in modules for name in m._parameters])
 
     def shard_unused(self, homes):
-        """Shards those at ``homes`` that have values and that no rank refers to elsewhere. Whether that was all."""
+        """Shards the parameters at ``homes`` that have values and no other reference on any rank. Returns whether these
+        were all that have values."""
         homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
         self._connect(homes)
         unused = self.of_all([is_alone(m._parameters, name) for m, name in homes])
@@ -105,7 +106,7 @@ class Births:
         return all(unused)
 
     def wait_for(self, module):
-        """Notes what of a module's own parameters has no memory, until ``shard_waiting()``."""
+        """Keeps a module with unbacked parameters of its own for ``shard_waiting()``."""
         own = [p for p in dict.values(module._parameters) if p is not None]
         for unbacked, parameter in ((self._recording.unbacked(p), p) for p in own):
             if unbacked is not None and not unbacked.is_all_of(parameter):
@@ -115,15 +116,15 @@ class Births:
             _read_born(module)
 
     def waiting(self):
-        """The homes of what was noted, also of what has values by now."""
+        """The homes of all parameters of the modules that wait, also of those that have values by now."""
         return [(m, name) for m in self._waiting for name in m._parameters]
 
     def drop_waiting(self):
-        """Forgets what was noted."""
+        """Forgets the modules that wait."""
         self._waiting = []
 
     def shard_waiting(self, root):
-        """Shards what has no memory below ``root`` and of what was noted, but for modules that nobody has any more."""
+        """Shards the unbacked parameters below ``root``, and those of waiting modules that a rank still refers to."""
         known = {id(m) for m in root.modules()}
         modules = list(root.modules())
         others, self._waiting = [m for m in self._waiting if id(m) not in known], []
@@ -136,7 +137,7 @@ class Births:
         try:
             for group in groups:
                 self._replay([home for home in group if self._is_unbacked(_at(*home))], recipes, replayed)
-        except BaseException:  # on every rank
+        except BaseException:  # every rank has one
             self._take_back(replayed)
             raise
         for _, unbacked in replayed:
@@ -160,7 +161,7 @@ class Births:
         return {id(p): _C.Recipe.from_steps(steps) for p, steps in zip(parameters, recipes)}
 
     def _connect(self, homes):
-        """Chooses the device, and joins the ranks, when there is a first parameter among ``homes``."""
+        """With the first of all ``homes``: chooses the device and connects the ranks."""
         if self._device is not None or not homes:
             return
         with telling_the_others():
@@ -173,8 +174,8 @@ class Births:
         self._device = device
 
     def _shard(self, homes):
-        """Shards what nobody has sharded yet of what is at ``homes`` and has values. What was built elsewhere goes
-        apart: it outlives a constructor that fails."""
+        """Shards the parameters at ``homes`` that have values and are not sharded yet. Those of modules that were built
+        outside the context get a core of their own, since they outlive a constructor that fails."""
         built = [(m, name) for m, name in homes if id(m) in self._numbers]
         if built and len(built) < len(homes):
             self._shard([(m, name) for m, name in homes if id(m) not in self._numbers])
@@ -193,16 +194,16 @@ class Births:
         self._own(self._make_core(tree, parameters), tree, parameters, homes)
 
     def _take_back(self, replayed):
-        """Parameters have no memory again, and their shards go."""
+        """Makes the parameters unbacked again, and frees their shards."""
         for parameter, _ in replayed:
             self._looks.drop(owner_of(parameter)[0])
             clear_owner(parameter)
             unmark_managed(parameter)
-        for parameter, unbacked in replayed:  # what had their shards has gone, and left them empty
+        for parameter, unbacked in replayed:  # the core that had their shards has ended, and left them empty
             parameter.data = unbacked.tensor.detach()
 
     def _replay(self, homes, recipes, replayed):
-        """Shards what is at ``homes`` and has a recipe; adds it to ``replayed``."""
+        """Shards the parameters at ``homes`` from their recipes; adds them to ``replayed``."""
         if not homes:
             return
         tree = _Flat(homes)
@@ -221,7 +222,7 @@ class Births:
             try:
                 core.replay(recipes)
             except BaseException:
-                del core  # which the traceback would keep
+                del core  # the traceback would keep it
                 raise
             self._own(core, tree, parameters, homes)
 
@@ -236,7 +237,7 @@ class Births:
         name = f"init.{self._count}"
         self._count += 1
         core = _C.ShardedModel(parameters, describe_modules(tree), self._config, "none", self._runtime, name)
-        watch(core, group=self._group)  # peers read from it for as long as they like
+        watch(core, group=self._group)  # peers may read from it at any time
         return core
 
     def _own(self, core, tree, parameters, homes):
@@ -258,8 +259,8 @@ class Births:
 
 
 class _Flat:
-    """A ModelTree of the parameters at these homes, each once, named after where they are. Those of a module are
-    gathered as one, and apart from others: what reads one weight after construction has no more than that whole."""
+    """A ModelTree of the parameters at these homes, each once, named after their places. The parameters of a module are
+    gathered as one, and apart from other modules': a read of one weight after construction gathers no other module."""
 
     def __init__(self, homes):
         parameters = {id(_at(*home)): _at(*home) for home in homes}
@@ -280,7 +281,7 @@ def _at(module, name):
 
 
 def _joined(groups):
-    """Lists of homes, joined as long as they have ``_TOGETHER`` elements at most; a longer one stays by itself."""
+    """Lists of homes, joined while they have at most ``_TOGETHER`` elements; a larger one stays alone."""
     joined, numel = [], 0
     for group in groups:
         own = sum(_at(*home).numel() for home in group)

@@ -1,13 +1,13 @@
-"""Calls of the optimizer that a script gave to ``initialize`` reach the engine's."""
+"""Passes calls of the optimizer that a script gave to ``initialize`` on to the engine's."""
 
 import types
 import weakref
 
 
 def send_calls_to(sharded, client):
-    """Scripts may go on to call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
+    """Lets scripts call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
     if "step" in vars(client):
-        return  # a scheduler has wrapped it, and looks whether it still is its own
+        return  # a scheduler has wrapped step(), and checks that its wrapper is still there
     own, there, mine = type(client).step, weakref.ref(sharded), weakref.ref(client)
 
     def step(_, closure=None):
@@ -23,6 +23,6 @@ def send_calls_to(sharded, client):
         else:
             sharded.zero_grad(set_to_none)
 
-    # Methods, which schedulers wrap; they do not keep the optimizer that keeps them.
+    # Methods, which schedulers can wrap; the proxy avoids a reference cycle.
     client.step = types.MethodType(step, weakref.proxy(client))
     client.zero_grad = types.MethodType(zero_grad, weakref.proxy(client))

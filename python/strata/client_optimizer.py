@@ -1,4 +1,4 @@
-"""An optimizer of the user's at work on the engine's fp32 masters: what it is lent, and what it keeps."""
+"""Runs an optimizer of the user's on the engine's fp32 masters: the parts that the engine lends it, and its states."""
 
 import weakref
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def choose_parts(sharded, config, world_size, device):
         device: torch.device of the model.
 
     Raises:
-        UsageError: it can do neither, or not where ``config``, a _C.Config, has states rest.
+        UsageError: it can do neither, or not in the tier that ``config``, a _C.Config, gives to the states.
     """
     name, stage = type(sharded.inner).__name__, config.stage
     if needs_closure(sharded.inner):
@@ -49,7 +49,7 @@ def choose_parts(sharded, config, world_size, device):
 
 
 def run_on_shards(sharded, engine):
-    """Lets ``sharded.inner`` update this rank's fp32 masters: its groups get them as parameters."""
+    """Lets ``sharded.inner`` update this rank's fp32 masters, which become the parameters of its groups."""
     states = WholeStates if sharded.takes_whole else SegmentStates
     members = members_of(sharded, engine)
     engine.core.segment_states = states(sharded.inner, engine.core, members, engine.world_size)
@@ -77,7 +77,7 @@ class SegmentStates:
 
     Args:
         inner: the user's optimizer; its param groups get the parts.
-        core: a _C.ShardedModel, which is not kept: it keeps this.
+        core: a _C.ShardedModel, which keeps this object; this object does not keep it.
         members: [[(index in ``core``, shape)]], the parameters of each param group that have elements, in the user's
             order.
         world: number of ranks.
@@ -86,16 +86,16 @@ class SegmentStates:
     def __init__(self, inner, core, members, world):
         self._inner, self._step, self._core = inner, inner.step, weakref.ref(core)
         self._alone = world == 1
-        self._away = []  # (the optimizer's dict, name, device) of what is on the host for a while
-        self._parameters, self._has_states = {}, bool(inner.state)  # Adagrad's, say, which exist from the start
+        self._away = []  # (the optimizer's dict, name, device) of states that offload_states() has moved
+        self._parameters, self._has_states = {}, bool(inner.state)  # Adagrad's, say, exist from the start
         inner.state.clear()
         self.take_up(core, members)
         core.set_update(self._update)
         core.set_outside_states(self._park, self._unpark)
 
     def take_up(self, core, members):
-        """Lends the optimizer what ``core`` trains by now; what it has stays the same object. ``members``: as at the
-        start."""
+        """Lends the optimizer the parameters that ``core`` trains by now; those that it already has stay the same
+        objects. ``members``: as of the constructor."""
         self._members = members
         trained = {index for group in members for index, _ in group} | {index for _, index, _ in core.segments()}
         self._ranges = {index: _C.state_range(core, index) for index in trained}
@@ -118,7 +118,7 @@ class SegmentStates:
         self._indices = list(self._parameters)
 
     def _update(self, gradients):
-        """Called in the engine's step. ``gradients``: by segment, lent; None where no rank had one."""
+        """Called in the engine's step. ``gradients``: by segment, valid during the call; None where no rank has one."""
         for segment, gradient in zip(self._in_order, gradients, strict=True):
             segment.grad = gradient
         try:
@@ -126,24 +126,24 @@ class SegmentStates:
                 self._step()
         finally:
             for segment in self._in_order:
-                segment.grad = None  # the memory is the engine's again
+                segment.grad = None  # the engine uses the memory again
 
     def _own_master(self, index, segment):
         first, last = self._ranges[index]
         return segment.detach()[: last - first]  # what follows is padding
 
-    # --- what it keeps ---
+    # --- the optimizer's states ---
 
     def parts(self):
         """[(index in the engine, the Parameter that the optimizer knows)]."""
         return list(self._parameters.items())
 
     def entries(self):
-        """[(index in the engine, the Parameter that the optimizer knows, what it keeps of that)]."""
+        """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
         return [(i, p, self._inner.state.get(p, {})) for i, p in self._parameters.items() if p.numel()]
 
     def put(self, index, values):
-        """Makes ``values``, a dict, what the optimizer keeps of a parameter; empty: nothing."""
+        """Makes the dict ``values`` the optimizer's states of a parameter; an empty one removes them."""
         parameter = self._parameters.get(index)
         if parameter is None:
             return
@@ -152,18 +152,18 @@ class SegmentStates:
             self._inner.state[parameter] = values
 
     def is_by_element(self, index, value):
-        """Whether ``value``, which is kept, holds something of each element of what the optimizer was lent."""
+        """Whether the state ``value`` has an entry for each element of the part that the optimizer was lent."""
         parameter = self._parameters[index]
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
 
     def own(self, index, value):
-        """This rank's part of a state by element: a view of one dimension."""
+        """This rank's part of a state that has one entry an element: a view of one dimension."""
         first, last = self._ranges[index]
         return value.detach()[: last - first]  # what follows is padding
 
     def from_own(self, index, part):
-        """The state whose part of this rank is ``part``, as the optimizer keeps it; None: it keeps nothing of the
-        parameter. ``part`` is None where this rank owns nothing of it. Collective over whole parameters."""
+        """The state, in the optimizer's form, of which ``part`` is this rank's part; None: the optimizer has no state
+        of the parameter. ``part`` is None where this rank owns no element of it. Collective over whole parameters."""
         parameter = self._parameters.get(index)
         if parameter is None or part is None:
             return None
@@ -172,7 +172,7 @@ class SegmentStates:
         return state
 
     def part(self, index, name):
-        """The state itself, of this rank's part, of one dimension; None where there is none."""
+        """This rank's part of the state itself, not a copy, of one dimension; None where there is none."""
         parameter = self._parameters.get(index)
         value = None if parameter is None else self._inner.state.get(parameter, {}).get(name)
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
@@ -183,11 +183,11 @@ class SegmentStates:
         """Whether any part has a state of this name."""
         return any(self.part(index, name) is not None for index in self._parameters)
 
-    # --- while it rests ---
+    # --- offload_states() and reload_states() ---
 
     def _park(self, moments, masters, pin_memory):
-        """Called in the engine's own parking. Moves the optimizer's tensors to the host, if ``moments`` leave, and lets
-        go of the masters, whose memory the engine moves. A part is empty then."""
+        """Called while the engine offloads states. With ``moments`` it moves the optimizer's tensors to the host. It
+        releases the masters, whose memory the engine moves; the parts are empty then."""
         if moments:
             for kept in self._inner.state.values():
                 for name, value in kept.items():
@@ -203,14 +203,14 @@ class SegmentStates:
             segment.data = segment.data.new_empty(0)
 
     def _unpark(self):
-        """Called again after an error: what is back has left the list."""
+        """May be called again after an error: a state that is back is no longer in the list."""
         while self._away:
             kept, name, device = self._away[-1]
             kept[name] = _copy_at(device, kept[name])
             self._away.pop()
 
     def take_back(self, core):
-        """The masters, after the engine has brought its states back."""
+        """Lends the optimizer the masters again, after the engine has reloaded its states."""
         self._return_masters(core)
 
     def _return_masters(self, core):
@@ -219,10 +219,10 @@ class SegmentStates:
 
 
 class WholeStates(SegmentStates):
-    """The optimizer over whole parameters, for classes whose update of an element needs others. Every rank makes the
-    same update of all of them, and the engine takes of each what the rank owns.
+    """The optimizer over whole parameters, for classes whose update of an element needs other elements. Every rank
+    updates all of them in the same way, and the engine takes the elements that the rank owns.
 
-    Over several ranks masters and gradients are put together of all ranks' parts in each step, in memory that stays:
+    On several ranks each step gathers masters and gradients from all ranks' parts, into memory that is allocated once:
     8 bytes an element on each rank, beside the optimizer's states.
     """
 
@@ -239,7 +239,7 @@ class WholeStates(SegmentStates):
                 group["params"].append(self._parameters[index])
 
     def _take_masters(self, core):
-        """Views of this rank's parts: {index in the engine: part}, of those of which it owns some."""
+        """Views of this rank's parts: {index in the engine: part}, without those that are empty."""
         segments = core.segments()
         self._in_order = [weight for _, _, weight in segments]
         self._indices = [index for _, index, _ in segments]
@@ -250,7 +250,7 @@ class WholeStates(SegmentStates):
         lent = zip(self._indices, gradients, strict=True)
         mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
         try:
-            for index, parameter in self._parameters.items():  # in one order on every rank
+            for index, parameter in self._parameters.items():  # in the same order on every rank
                 gradient = mine.get(index)
                 if not self._alone:
                     gradient = _C.join_state(core, index, gradient)
@@ -294,16 +294,16 @@ class WholeStates(SegmentStates):
 
 
 def _copy_at(device, value, **more):
-    """A tensor of the same values; MemoryError where there is no room."""
+    """A tensor of the same values on ``device``; MemoryError where there is no room."""
     try:
         return torch.empty_like(value, device=device, **more).copy_(value)
-    except RuntimeError as error:  # as torch says it, of devices and of pinned memory
+    except RuntimeError as error:  # torch raises this for devices and for pinned memory
         raise MemoryError(f"no room for a state of the optimizer on {device}: {error}") from error
 
 
 @contextmanager
 def _same_random_numbers(core, alone):
-    """A class that draws some draws the same on every rank, and leaves the script's numbers alone."""
+    """Context in which an optimizer draws the same random numbers on every rank; the script's numbers do not change."""
     if alone:
         yield
         return

@@ -7,7 +7,7 @@ import torch
 
 
 class Timers:
-    """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` tells what a step did.
+    """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` has the times of a step.
     With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner", "bwd_allreduce" and "step" of the steps so far,
     by the device's clock.
 
@@ -33,17 +33,17 @@ class Timers:
         return self._timers
 
     def get_mean(self, names, normalizer=1.0, reset=True):
-        """{name: mean milliseconds of a start and stop, over ``normalizer``} of those that ran."""
+        """{name: mean milliseconds between start and stop, divided by ``normalizer``} of the timers that ran."""
         means = {name: self._timers[name].mean() / normalizer for name in names if self.has_timer(name)}
         for name in means if reset else ():
             self._timers[name].reset()
         return means
 
     def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
-        """Logs milliseconds over ``normalizer`` of those that ran, on ``ranks``; None: on rank 0.
+        """Logs milliseconds, divided by ``normalizer``, of the timers that ran, on ``ranks``; None: on rank 0.
 
         Args:
-            memory_breakdown: also what torch holds of the device.
+            memory_breakdown: log torch's memory of the device, too.
         """
         from .monitoring.speed import memory_text  # not in every script
         from .rank_logging import log_dist
@@ -71,7 +71,7 @@ class Timer:
         self.started_ = True
 
     def stop(self, reset=False, record=True):
-        """``reset``: forgets what was before. ``record``: accepted for DeepSpeed's sake."""
+        """``reset``: drops the milliseconds of earlier starts. ``record``: accepted for DeepSpeed's sake."""
         if not self.started_:
             raise RuntimeError(f"the timer '{self.name_}' is not running; start() it first")
         if reset:
@@ -81,7 +81,7 @@ class Timer:
         self.started_ = False
 
     def add(self, milliseconds):
-        """Counts a start and stop of somebody else's."""
+        """Adds the milliseconds of a start and stop that another clock has measured."""
         self._milliseconds += milliseconds
         self._count += 1
 
@@ -89,7 +89,7 @@ class Timer:
         self._milliseconds, self._count = 0.0, 0
 
     def elapsed(self, reset=True):
-        """float: milliseconds so far, those of a timer that runs among them."""
+        """float: milliseconds so far, also of a start that has no stop yet."""
         running = (self._now() - self._since) * 1e3 if self.started_ else 0.0
         total = self._milliseconds + running
         if reset:
@@ -99,7 +99,7 @@ class Timer:
         return total
 
     def mean(self):
-        """float: milliseconds of a start and stop."""
+        """float: mean milliseconds between start and stop."""
         return self._milliseconds / self._count if self._count else 0.0
 
     def _now(self):
@@ -109,8 +109,8 @@ class Timer:
 
 
 class ThroughputTimer:
-    """``engine.tput_timer``: samples a second over the optimizer steps since the second one; the first ones of a job
-    take longer. The engine counts by the host's clock, and waits for nothing."""
+    """``engine.tput_timer``: samples a second over the optimizer steps since the second one, since the first steps of
+    a job take longer. The engine uses the host's clock, and does not wait for the device."""
 
     start_step = 2
 

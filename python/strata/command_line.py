@@ -3,7 +3,7 @@
 
 def add_config_arguments(parser):
     """Adds ``--deepspeed`` (a flag for the script itself) and ``--deepspeed_config`` to an ``argparse`` parser;
-    ``strata.initialize(args=...)`` reads the latter. The names are those that scripts have.
+    ``strata.initialize(args=...)`` reads the latter. Scripts use these names.
 
     Returns:
         ``parser``.

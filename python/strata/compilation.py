@@ -6,26 +6,26 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compil
 
 
 class Compilation:
-    """What ``Engine`` has of torch.compile."""
+    """The part of ``Engine`` that uses torch.compile."""
 
     is_compiled = False  # bool: whether ``compile()`` was called
 
     def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
-        """Compiles the module's forward, as ``torch.nn.Module.compile`` does, at its first call. Losses are those of
-        the model as it is, as far as the backend's kernels have the same roundings.
+        """Compiles the module's forward, as ``torch.nn.Module.compile`` does, at its first call. The losses equal those
+        of the model that is not compiled, where the backend's kernels round in the same way.
 
         The engine's hooks stay out of graphs. At stages 0 to 2 each block is a graph, or several where its code breaks
-        it. At stage 3 a read of a sharded parameter ends a graph, so only what lies between two reads is compiled.
+        it. At stage 3 a read of a sharded parameter ends a graph, so torch compiles the code between two reads.
         The module stays compiled when the engine is destroyed.
 
         Args:
             backend: of torch.compile, a name or a function. None: "inductor".
             compile_kwargs: dict, more arguments of torch.compile.
-            schedule: None; DeepCompile's passes are not offered.
-            compiled_autograd_enabled: False; the engine's hooks are of C++, which compiled autograd cannot trace.
+            schedule: None; Strata does not offer DeepCompile's passes.
+            compiled_autograd_enabled: False; compiled autograd cannot trace the engine's hooks, which are C++.
 
         Raises:
-            UsageError: for what the engine's hooks do not allow: ``fullgraph``, and CUDA graphs.
+            UsageError: for ``fullgraph`` and for CUDA graphs, which the engine's hooks do not allow.
             NotImplementedError: for the last two arguments.
         """
         if schedule is not None:
@@ -34,7 +34,7 @@ class Compilation:
             raise NotImplementedError("engine.compile: compiled autograd cannot trace the engine's hooks; leave "
                                       "compiled_autograd_enabled out")
         arguments = dict(compile_kwargs or {})
-        arguments.pop("backend", None)  # DeepSpeed, too, goes by the other
+        arguments.pop("backend", None)  # as in DeepSpeed the other argument counts
         _require_allowed(arguments)
         self.module.compile(backend=backend or "inductor", **arguments)
         self.is_compiled = True

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a dict, JSON, or Hjson, which DeepSpeed reads too."""
+"""The sources of a configuration: a dict, JSON, or Hjson, which DeepSpeed reads, too."""
 
 import base64
 import binascii
@@ -12,8 +12,8 @@ def read_config(config):
     """A _C.Config.
 
     Args:
-        config: a dict; or text or a path, as str or os.PathLike: JSON, a file of it, or base64 of it; Hjson or a file
-            of it, where the package ``hjson`` is installed.
+        config: a dict; or a str or os.PathLike: JSON, base64 of JSON, or the path of a JSON file; where the package
+            ``hjson`` is installed, also Hjson or the path of an Hjson file.
 
     Raises:
         ConfigError: the configuration is none of these, or is wrong.
@@ -32,12 +32,12 @@ def read_config(config):
 
 
 def shown(config, path):
-    """What a _C.Config says at ``path`` of what this rank prints or writes: its default where nothing is given."""
+    """The value at ``path`` of a _C.Config, a setting of what a rank prints or writes; its default where not given."""
     return json.loads(config.shown[path])
 
 
 def require_monitors(config, rank):
-    """Raises ConfigError on rank 0, which writes metrics, where a package that a _C.Config asks for is missing."""
+    """Raises ConfigError on rank 0, which writes metrics, where a _C.Config needs a package that is not installed."""
     if rank == 0 and config.shown_given:
         from .monitoring.monitor import enabled_monitors
         from .monitoring.writers import require_packages
@@ -87,13 +87,13 @@ def document_of(config):
         config: dict, path, JSON text, or base64 of that.
 
     Raises:
-        ConfigError: it is none of these; where it is JSON, Strata's parser says what is wrong with it.
+        ConfigError: it is none of these; for JSON the message of Strata's parser names the error.
     """
     if isinstance(config, dict):
         return config
     if not isinstance(config, (str, os.PathLike)):
         raise _C.ConfigError(f"config must be a dict, a path or JSON text; found {type(config).__name__}")
-    read_config(config)  # whose messages say more than Python's
+    read_config(config)  # its messages say more than Python's
     text = os.fspath(config)
     if os.path.isfile(text):
         with open(text, encoding="utf-8") as file:
@@ -103,7 +103,7 @@ def document_of(config):
             return json.loads(source)
         except (TypeError, ValueError):
             continue
-    import hjson  # which read_config has read it with
+    import hjson  # read_config has used it, too
 
     return hjson.loads(text)
 

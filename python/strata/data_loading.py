@@ -10,15 +10,15 @@ from . import _C
 
 logger = logging.getLogger("strata")
 
-_ROUTES = {"train": True, "eval": False, "predict": False}  # whether a sampler of it shuffles
+_ROUTES = {"train": True, "eval": False, "predict": False}  # whether the route's sampler shuffles
 
 
 class DataLoading:
-    """What ``Engine`` does with data sets; it has ``_config``, ``device``, ``world_size`` and ``global_rank``.
+    """The part of ``Engine`` that loads data. It needs ``_config``, ``device``, ``world_size`` and ``global_rank``.
 
     Attributes:
         training_dataloader: of ``training_data``; None without it.
-        collate_fn: what ``initialize`` was given.
+        collate_fn: the argument of ``initialize``.
     """
 
     training_dataloader = None
@@ -29,18 +29,18 @@ class DataLoading:
         """A DataLoader over this rank's part of ``dataset``, in batches on the host.
 
         Args:
-            dataset: map-style, with ``__len__`` and ``__getitem__``; or iterable, which every rank reads whole unless
-                it splits itself.
+            dataset: map-style, with ``__len__`` and ``__getitem__``; or iterable: every rank reads all of it, unless
+                the data set splits itself.
             batch_size: samples of one rank; None: ``train_micro_batch_size_per_gpu()``.
             route: "train", which shuffles (``loader.sampler.set_epoch(epoch)`` makes another order), "eval" or
                 "predict", which keep the order.
             pin_memory: whether batches are in pinned memory, where the engine is on a GPU.
             data_sampler: of this rank; None: a DistributedSampler by ``route``.
-            collate_fn: None: the one that ``initialize`` was given.
-            num_local_io_workers: processes that load; None: none.
+            collate_fn: None: the argument of ``initialize``.
+            num_local_io_workers: number of processes that load; None: none.
 
         Raises:
-            UsageError: for a batch size that is no number, another route, and what is no data set.
+            UsageError: for a batch size that is no number, another route, and an object that is no data set.
         """
         if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
             raise _C.UsageError("deepspeed_io: batch_size is the second argument, a number of samples of at least 1, "
@@ -84,8 +84,8 @@ class DataLoading:
         return isinstance(obj, IterableDataset)
 
     def set_data_post_process_func(self, post_process_func):
-        """Sets ``training_dataloader.post_process_func``. DeepSpeed calls it under curriculum learning alone, which is
-        not offered: nothing calls it here, which is said."""
+        """Sets ``training_dataloader.post_process_func`` and warns: Strata never calls it. DeepSpeed calls it only
+        under curriculum learning, which Strata does not offer."""
         if self.training_dataloader is None:
             return
         self.training_dataloader.post_process_func = post_process_func

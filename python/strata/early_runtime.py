@@ -1,4 +1,4 @@
-"""A rank's device, opened beside what needs none yet: connecting ranks, and importing a model's class."""
+"""Opens a rank's device while the ranks connect and Python imports the model's class, which need no device."""
 
 import logging
 from typing import NamedTuple
@@ -16,21 +16,21 @@ logger = logging.getLogger("strata")
 
 
 class OpenedRuntime(NamedTuple):
-    """A _C.Config, whose batch sizes may be incomplete, and the _C.Runtime that it asks for."""
+    """A _C.Config, whose batch sizes may be incomplete, and a _C.Runtime for it."""
 
     config: object
     runtime: object
 
 
 def open_runtime(config):
-    """Reads the configuration and opens the device that it asks for, of a model that comes from files. In any thread;
-    Python's lock is free while the device is opened, and torch's current device stays as it is.
+    """Reads the configuration and opens its device, for a model that comes from files. In any thread; Python's lock is
+    free while the device is opened, and torch's current device does not change.
 
     Args:
         config: as for ``read_config``.
 
     Raises:
-        ConfigError: the configuration is wrong, or a GPU that it asks for cannot be used.
+        ConfigError: the configuration is wrong, or its GPU cannot be used.
         DeviceError, OutOfMemoryError: the device cannot be opened.
     """
     parsed = read_config(config)
@@ -40,11 +40,11 @@ def open_runtime(config):
 
 
 def take_over(opening):
-    """(_C.Config with complete batch sizes, _C.Runtime), once the ranks have found each other; those that have not met
-    yet learn of what failed. The device is torch's current one in this thread from now on.
+    """(_C.Config with complete batch sizes, _C.Runtime), once the ranks are connected. Makes the device torch's current
+    one in this thread. On an error, ranks that still wait for this one get the message.
 
     Args:
-        opening: a future of ``open_runtime()``, whose errors are raised here.
+        opening: a future of ``open_runtime()``; this function raises its errors.
     """
     rank, world_size = rank_and_world_size()
     with telling_the_others():
@@ -58,8 +58,8 @@ def take_over(opening):
 
 
 def warm_up(opening):
-    """Loads what a first step on a GPU would load, beside a start. Never raises: what cannot be loaded now is tried
-    again by the step, which says so.
+    """Loads the kernels of a first step on a GPU, beside a start. Never raises: the step tries to load again, and
+    reports the error.
 
     Args:
         opening: a future of ``open_runtime()``.

@@ -1,4 +1,4 @@
-"""The engine object that a training script calls. Everything it decides is decided in C++."""
+"""The engine object that a training script calls. C++ takes all of its decisions."""
 
 import logging
 import weakref
@@ -29,25 +29,25 @@ logger = logging.getLogger("strata")
 
 
 class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts, Compilation, torch.nn.Module):
-    """A model under the engine; made by ``strata.initialize``. ``EngineNames`` has more of DeepSpeed's names,
-    ``Accumulation`` what concerns micro-steps, ``Accounts`` what it tells of memory and steps.
+    """A model under the engine; ``strata.initialize`` makes it. ``EngineNames`` has more of DeepSpeed's names,
+    ``Accumulation`` the methods for micro-steps, ``Accounts`` the reports of memory and steps.
 
     Attributes:
         module: the user's model, the same object.
         optimizer: ``ShardedOptimizer`` or None.
         lr_scheduler: stepped by ``step()`` after every applied update; or None.
         core: the C++ model (_C.ShardedModel).
-        known: [``strata.model.tiles.Known``], the model's parameters and what ``core`` has of each.
+        known: [``strata.model.tiles.Known``], the model's parameters, each with its parts in ``core``.
         timers, tput_timer: ``Timers`` and ``ThroughputTimer`` of ``strata.clocks``.
         monitor: the ``Monitor`` of ``strata.monitoring.monitor``.
-        init_report: how start-up went, a dict, the same on every rank: ``tier`` (the way that the values took) and
-            ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
+        init_report: the report of the start-up, a dict, the same on every rank: ``tier`` (the init tier of the values)
+            and ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
             ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
             with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and ``of_link`` (part of the link's speed);
             ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
             Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
-            gathers / that of reductions, where these differ) and ``probe``, None or seconds by what was compared.
-            ``placement``: None where everything is on the device, or what went where (docs/OBSERVING.md).
+            gathers / that of reductions, where these differ) and ``probe``, None or the seconds of each candidate.
+            ``placement``: None where everything is on the device, or the tier of each part (docs/OBSERVING.md).
     """
 
     def __init__(self, tree, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
@@ -59,8 +59,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self.init_report = None
         self._at_boundary = False  # whether the last call of step() was one
         self._unapplied = 0  # micro-steps since the last boundary
-        self._steps_by = "engine"  # whose step() is called: its own, or the optimizer's
-        self._ended_by = None  # whose ended the last micro-step
+        self._steps_by = "engine"  # the script calls the step() of "engine" or of "optimizer"
+        self._ended_by = None  # which of the two ended the last micro-step
         self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
@@ -94,9 +94,9 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
     # --- the pass ---
 
     def forward(self, *args, **kwargs):
-        """The model's forward; ``engine.module(...)`` trains as well. Tensors of the host among its arguments, also
-        within tuples, lists, dicts and dataclasses, are copied to ``device`` (``strata.move_inputs``); so they are by
-        ``engine.module(...)`` and ``generate``. Under ``fp16.auto_cast`` floating ones are cast to fp16.
+        """The model's forward; ``engine.module(...)`` trains as well. It copies tensors of the host among its
+        arguments, also within tuples, lists, dicts and dataclasses, to ``device`` (``strata.move_inputs``);
+        ``engine.module(...)`` and ``generate`` do the same. Under ``fp16.auto_cast`` it casts floating ones to fp16.
 
         Raises:
             UsageError: for a tensor on another GPU.
@@ -114,17 +114,17 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does.
 
         Args:
-            loss: floating tensor of one element, shape [], that comes from this engine's forward.
+            loss: floating tensor of one element, shape [], from this engine's forward.
             retain_graph: as in ``torch.autograd.backward``.
             scale_wrt_gas: divide by the accumulation steps.
 
         Returns:
-            The loss, divided by the accumulation steps where ``scale_wrt_gas`` says so; not multiplied by the loss
+            The loss, divided by the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss
             scale.
 
         Raises:
             UsageError: without a forward before; for a loss that depends on no parameter.
-            CommError: another rank ended, or does something else.
+            CommError: another rank ended, or called another collective.
         """
         self.core.begin_backward()
         try:
@@ -134,7 +134,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         except BaseException as error:
             self.core.abandon_backward()
             note_error(error)
-            if type(error) is RuntimeError:  # what hooks throw loses its class on its way through autograd
+            if type(error) is RuntimeError:  # an exception of a hook loses its class on its way through autograd
                 self._collectives.require_usable()
             raise
         steps = self.core.accumulation_steps
@@ -151,12 +151,12 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
 
     def step(self, lr_kwargs=None):
         """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler. Does nothing
-        where ``optimizer.step()`` has done it since the last backward pass.
+        where ``optimizer.step()`` was called since the last backward pass.
 
         Raises:
             UsageError: without a backward pass since the last step; within ``coalesce_grad_reduction()``.
             NumericsError: in fp32 and bf16, where gradients were not finite in more steps in a row than
-                ``strata.max_skipped_steps``. On a GPU the next ``step()`` raises it, or saving: this one does not wait.
+                ``strata.max_skipped_steps``. On a GPU the next ``step()`` or save raises it: this one does not wait.
         """
         if self.coalesces:
             raise _C.UsageError("step() was called within coalesce_grad_reduction(), whose gradients are not reduced "
@@ -178,9 +178,9 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             return
         self._at_boundary = True
         if self._config.async_checkpoints:
-            self.checkpoint_saver()  # makes its memory from now on, beside training
+            self.checkpoint_saver()  # it begins to allocate its memory, beside training
         self.tput_timer.step_ended(self.train_batch_size())
-        applied, warning = result  # None: the device has yet to tell
+        applied, warning = result  # None: the device has not decided yet
         if warning and self.global_rank == 0:
             logger.warning("%s", warning)
         if self._trace is not None:
@@ -193,14 +193,14 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             self._watching.step_ended(applied)
 
     def _settle_masters(self):
-        """Before what changes or saves masters: those of an optimizer's state that was loaded by hand count."""
+        """Called before masters change or are saved: takes over the masters of a state that the script has loaded."""
         if getattr(self.optimizer, "owed_masters", None):
             from .local_states import settle_masters
 
             settle_masters(self.optimizer, self.core)
 
     def step_by_optimizer(self):
-        """What ``optimizer.step()`` does."""
+        """The work of ``optimizer.step()``."""
         self._steps_by = "optimizer"
         try:
             self.step()
@@ -208,14 +208,14 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             self._steps_by = "engine"
 
     def _is_done_already(self):
-        """Of a step() without a backward pass since the last one: whether the other of engine and optimizer has done
-        it. An optimizer without any gradients yet does nothing, either."""
+        """Whether a step() without a backward pass since the last one has nothing to do: ``step()`` of the other one,
+        engine or optimizer, has done the work; or an optimizer steps before the first gradients."""
         if self._ended_by is None:
             return self._steps_by == "optimizer"
         return self._ended_by != self._steps_by
 
     def _settle_schedule(self):
-        """A step that the device skipped counts for the scheduler neither."""
+        """Takes a step of the scheduler back where the device has skipped the update."""
         advance, self._advance = self._advance, None
         if advance is not None and advance.can_be_undone and not self.core.last_step_applied:
             advance.undo()
@@ -231,10 +231,10 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
 
     def end_watching(self, wait=True):
-        """Shows and writes what is left of times and metrics; nothing happens when that was done before.
+        """Shows and writes the remaining times and metrics; a second call does nothing.
 
         Args:
-            wait: for the device to have computed it.
+            wait: whether to wait until the device has computed them.
         """
         watching, self._watching = self._watching, None
         if watching is not None:
@@ -286,7 +286,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
 
     @property
     def device(self):
-        """torch.device where parameters are when gathered."""
+        """torch.device on which gathered parameters are."""
         return self.core.device
 
     def zero_optimization_stage(self):
@@ -294,8 +294,8 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         return self._config.stage
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
-        """Writes the weights, each in the dtype that it has, and the model's configuration, so that transformers'
-        ``from_pretrained`` loads them. Collective, between steps; ``strata.pretrained.save_pretrained`` says more.
+        """Writes the weights, each in its own dtype, and the model's configuration, so that transformers'
+        ``from_pretrained`` loads them. Collective, between steps; see ``strata.pretrained.save_pretrained``.
 
         Args:
             save_directory: a folder, made if need be.
@@ -305,19 +305,19 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             IoError: on every rank, where rank 0 cannot write.
             UsageError: for another size, and for a version of transformers that is not supported.
         """
-        from .checkpoint.saving import save_pretrained  # not before somebody saves
+        from .checkpoint.saving import save_pretrained  # not before the first save
 
         save_pretrained(self, save_directory, max_shard_size)
 
     # --- the end ---
 
     def destroy(self, keep_values=False):
-        """Takes every hook away and gives the engine's memory back.
+        """Removes every hook and frees the engine's memory.
 
         Args:
-            keep_values: leave the model with full parameters of its own (collective at stage 3). Else those that are
-                sharded end empty; what is whole anyway (all at stages 0 to 2, and on one rank) stays, unless the
-                device has no room for a copy of it beside the engine.
+            keep_values: leave the model with full parameters of its own (collective at stage 3). Else sharded
+                parameters end empty; parameters that are whole anyway (all at stages 0 to 2, and on one rank) keep
+                their values, unless the device has no room for a copy of them beside the engine.
         """
         self.core.end_trace()
         if self._trace is not None:
@@ -328,7 +328,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             self.wait_for_checkpoint()
         except _C.CommError:
             raise
-        except _C.Error as error:  # of the writer: said when the engine is gone
+        except _C.Error as error:  # of the writer: raised when the engine is gone
             failure = error
         self._saver = None
         self.core.destroy(keep_values)

@@ -20,8 +20,8 @@ def _place(tier):
 
 
 class EngineNames(EngineWeights, StateParking, EngineSettings):
-    """What ``Engine`` tells of its configuration; it has ``_config``, ``core``, ``optimizer``,
-    ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
+    """The part of ``Engine`` that answers questions about its configuration. It needs ``_config``, ``core``,
+    ``optimizer``, ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 
     _batch = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
     _samples_before = (0, 0)  # (samples, micro-batches of a rank) until then
@@ -48,7 +48,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         """Changes the samples of a step, by more or fewer micro-steps of the same size. Between steps, on every rank.
 
         Raises:
-            UsageError: it is no multiple of what all ranks take in one forward.
+            UsageError: it is no multiple of the samples of all ranks in one forward.
         """
         micro = self.train_micro_batch_size_per_gpu()
         in_one_forward = micro * self.world_size
@@ -60,8 +60,8 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         self._change_batch(train_batch_size, micro, train_batch_size // in_one_forward)
 
     def set_train_micro_batch_size(self, micro_batch_size):
-        """Says how many samples a rank's forward has from now on; the micro-steps of a step stay as many. The data
-        loader that ``initialize`` returned keeps its size."""
+        """Sets the samples of one rank in one forward; the number of micro-steps of a step does not change. The data
+        loader that ``initialize`` returned keeps its batch size."""
         if micro_batch_size < 1:
             raise _C.UsageError(f"a micro-batch has at least one sample; found {micro_batch_size}")
         steps = self.gradient_accumulation_steps()
@@ -74,8 +74,8 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
 
     @property
     def global_samples(self):
-        """int: samples of all ranks so far: of each micro-step, or, where the script counts
-        (``managed_gradient_accumulation: false``), of each backward pass before a ``step()``."""
+        """int: samples of all ranks so far. Each micro-step counts; where the script decides on steps
+        (``managed_gradient_accumulation: false``), each backward pass before a ``step()`` counts."""
         samples, micro_batches = self._samples_before
         since = _C.micro_batches(self.core) - micro_batches
         return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
@@ -83,8 +83,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
     # --- the optimizer and its schedule ---
 
     def get_lr(self):
-        """[float]: the learning rate of each param group, 0.0 of one without; [] without an optimizer, as of the two
-        below."""
+        """[float]: the learning rate of each param group, 0.0 for a group without one; [] without an optimizer."""
         return [float(rate or 0.0) for rate in self._of_groups("lr")]
 
     def set_lr(self, lr):
@@ -135,7 +134,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         return self._config.autocast_dtype
 
     def loss_scale(self):
-        """float: the factor of the loss; 1.0 but under fp16. 0.0 of the configuration, dynamic, is what it is now."""
+        """float: the present factor of the loss; 1.0 except under fp16."""
         return self.core.loss_scale
 
     @property
@@ -144,8 +143,8 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         return _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"]
 
     def get_data_types(self):
-        """(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate); float32 is the first
-        where each parameter keeps its own."""
+        """(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate). The first is float32
+        where each parameter keeps its own dtype."""
         model = self._config.dtype
         return getattr(torch, model or "float32"), self._config.grad_accum_dtype
 
@@ -155,7 +154,7 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
 
     @functools.cached_property
     def monitor(self):
-        """The ``Monitor`` of ``strata.monitoring.monitor``: where the configuration names none, one that is off."""
+        """The ``Monitor`` of ``strata.monitoring.monitor``; one that is off where the configuration names none."""
         from .monitoring.monitor import Monitor  # not in every script
 
         return Monitor()
@@ -183,34 +182,34 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         return self._config.stage >= 3
 
     def zero_offload_optimizer(self):
-        """{"device": "cpu" or "nvme"}: where optimizer state is; None: on the device."""
+        """{"device": "cpu" or "nvme"}: the place of the optimizer's states; None: the device."""
         return _place(self._config.optimizer_tier)
 
     def zero_cpu_offload(self):
-        """bool: optimizer state is in host memory, or staged there."""
+        """bool: whether the optimizer's states are in host memory, or are staged there."""
         return self._config.optimizer_tier != "device"
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_nvme_offload_optimizer(self):
-        """bool: optimizer state is on a drive."""
+        """bool: whether the optimizer's states are on a drive."""
         return self._config.optimizer_tier == "nvme"
 
     def zero_offload_param(self):
-        """{"device": "cpu" or "nvme"}: where shards of parameters rest; None: on the device."""
+        """{"device": "cpu" or "nvme"}: the place of the parameters' shards; None: the device."""
         return _place(self._config.param_tier)
 
     # --- ranks ---
 
     @property
     def dp_world_size(self):
-        """int: ranks that train on different data, which all do."""
+        """int: the number of ranks; all of them train on different data."""
         return self.world_size
 
     @property
     def local_rank(self):
-        """int: this process's number on its host, as the launcher says (LOCAL_RANK); without one the index of its
-        device, or its rank."""
+        """int: this process's number on its host, from the launcher (LOCAL_RANK); without it the index of its device,
+        or its rank."""
         if "LOCAL_RANK" in os.environ:
             return int(os.environ["LOCAL_RANK"])
         return self.global_rank if self.device.index is None else self.device.index
@@ -219,12 +218,12 @@ class EngineNames(EngineWeights, StateParking, EngineSettings):
         """int: this process's rank."""
         return self.global_rank
 
-    # --- what there is not ---
+    # --- calls that the engine does not need ---
 
     def allreduce_gradients(self, bucket_size=None):
-        """Does nothing: gradients are reduced as backward makes them, or, within ``no_sync()``, by a later step."""
+        """Does nothing: the engine reduces gradients during backward, or, after ``no_sync()``, in a later step."""
 
     def empty_partition_cache(self):
-        """Frees the memory of gathered parameters that nobody uses. Collective where gathers are. At all times what
-        stays gathered is bounded by the configuration (``stage3_max_live_parameters``, ``strata.max_live_bytes``)."""
+        """Frees the memory of gathered parameters that are not in use. Collective where gathers are. The configuration
+        bounds gathered parameters at all times (``stage3_max_live_parameters``, ``strata.max_live_bytes``)."""
         self.core.free_gathered()

@@ -1,9 +1,9 @@
-"""What DeepSpeed's engine tells of its configuration by methods of its own: one table, a method a row."""
+"""The methods of DeepSpeed's engine that return settings of its configuration: tables with a row for each method."""
 
 import json
 
-# (method, path, default), by what the method returns: what the configuration says at ``path``, honoured or a hint;
-# ``default`` where it says nothing and the engine has no default of its own.
+# (method, path, default): the method returns the configuration's value at ``path``, honoured or a hint, or else
+# ``default`` where the engine has no default of its own.
 _VALUES = (
     ("managed_gradient_accumulation", "managed_gradient_accumulation", True),
     ("optimizer_name", "optimizer.type", None),
@@ -73,7 +73,7 @@ _VALUES = (
     ("zero_sub_group_size", "zero_optimization.sub_group_size", 1_000_000_000),
 )
 
-# (method, value): of features that are refused unless they are off, what DeepSpeed says where they are.
+# (method, value): methods about features that the configuration must leave off, with DeepSpeed's value for "off".
 _OFF = (
     ("amp_enabled", False),
     ("autotp_size", 0),
@@ -128,10 +128,10 @@ def _off(name, off):
 
 
 class EngineSettings:
-    """The getters of the tables above, and those that compute; it has ``_config`` and ``core``."""
+    """The getters of the tables above, and those that compute their value. It needs ``_config`` and ``core``."""
 
     def _value_at(self, path):
-        """The canonical value of an honoured setting; None where none is given and none is the default."""
+        """The canonical value of an honoured setting; None where it is not given and has no default."""
         settings = self.__dict__.get("_settings")
         if settings is None:
             lines = self._config.digest().splitlines()
@@ -157,7 +157,7 @@ class EngineSettings:
         return self.fp16_enabled() and self._value_at("fp16.loss_scale") == 0.0
 
     def initial_dynamic_scale(self):
-        """int: the loss scale that fp16 begins with."""
+        """int: the first loss scale of fp16."""
         return 2 ** int(self._configured("fp16.initial_scale_power", 16))
 
     def dynamic_loss_scale_args(self):
@@ -171,15 +171,15 @@ class EngineSettings:
         }
 
     def postscale_gradients(self):
-        """bool: not ``prescale_gradients``, which has no effect."""
+        """bool: the opposite of ``prescale_gradients``, which has no effect."""
         return not self._configured("prescale_gradients", False)
 
     def checkpoint_tag_validation_enabled(self):
-        """bool: ``checkpoint.tag_validation`` is not "Ignore". Different tags are an error in any case."""
+        """bool: whether ``checkpoint.tag_validation`` is not "Ignore". Different tags are an error in any case."""
         return self._configured("checkpoint.tag_validation", "Warn").lower() != "ignore"
 
     def checkpoint_tag_validation_fail(self):
-        """bool: ``checkpoint.tag_validation`` is "Fail". Different tags are an error in any case."""
+        """bool: whether ``checkpoint.tag_validation`` is "Fail". Different tags are an error in any case."""
         return self._configured("checkpoint.tag_validation", "Warn").lower() == "fail"
 
     def checkpoint_writer_enabled(self):
@@ -191,11 +191,11 @@ class EngineSettings:
         return self._section("aio")
 
     def autotuning_metric_path(self):
-        """str: where DeepSpeed's autotuning, which is not offered, would write its metric."""
+        """str: the path for the metric of DeepSpeed's autotuning, which Strata does not offer."""
         return "autotuning_metric.json"
 
     def autotuning_model_info_path(self):
-        """str: where DeepSpeed's autotuning, which is not offered, would write of the model."""
+        """str: the path for the model's facts of DeepSpeed's autotuning, which Strata does not offer."""
         return "autotuning_model_info.json"
 
 

@@ -1,4 +1,4 @@
-"""``optimizer.state`` where the engine keeps the states: empty, and what scripts do to it counts or is an error."""
+"""``optimizer.state`` where the engine keeps the states: an empty dict that passes on or refuses a script's changes."""
 
 import collections
 import weakref
@@ -7,11 +7,11 @@ from . import _C
 
 
 class EngineStates(collections.defaultdict):
-    """As torch's ``state`` before the first step. While an engine trains, ``clear()`` drops what the engine has, as it
-    would in torch, and asking for a parameter's state is an error.
+    """As torch's ``state`` before the first step. While an engine trains, ``clear()`` drops the engine's states, as it
+    would in torch, and reading a parameter's state is an error.
 
     Args:
-        optimizer: the ``ShardedOptimizer``, which is not kept.
+        optimizer: the ``ShardedOptimizer``; this keeps a weak reference.
     """
 
     def __init__(self, optimizer):
@@ -34,11 +34,11 @@ class EngineStates(collections.defaultdict):
         )
 
     def clear(self):
-        """Begins anew, on this rank: every rank has to."""
+        """Drops the engine's states on this rank; every rank must call it."""
         super().clear()
         optimizer = self._trained()
         if optimizer is not None:
-            from .local_states import drop_states  # not before somebody asks
+            from .local_states import drop_states  # not before the first use
 
             drop_states(optimizer, optimizer._bound())
 

@@ -7,23 +7,23 @@ from . import _C
 
 
 def _whole_weights():
-    from .checkpoint import whole_weights  # not before somebody asks for them
+    from .checkpoint import whole_weights  # not before the first use
 
     return whole_weights
 
 
 class EngineWeights:
-    """What ``Engine`` does with its weights as one dict; it has ``_config``, ``core``, ``module`` and
-    ``global_rank``."""
+    """The part of ``Engine`` that reads and sets its weights as one dict. It needs ``_config``, ``core``, ``module``
+    and ``global_rank``."""
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
 
         Args:
-            destination: a dict that is filled and returned; None: a new one.
-            prefix: in front of every name.
-            keep_vars: tensors that autograd knows; without effect at stage 3.
-            exclude_frozen_parameters: leave out what needs no gradient.
+            destination: a dict to fill and return; None: a new one.
+            prefix: a text before every name.
+            keep_vars: return tensors that autograd knows; without effect at stage 3.
+            exclude_frozen_parameters: leave out parameters that need no gradient.
         """
         self.core.require_weights("a state dict")
         self.core.require_own_memory()
@@ -40,21 +40,22 @@ class EngineWeights:
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
                                z3_params_to_fetch=None, allowed_missing_keys=None):  # fmt: skip
-        """Gives the model the values of a state dict of whole tensors. Collective; rank 0's count. Masters follow;
-        the optimizer's states stay.
+        """Gives the model the values of a state dict of whole tensors. Collective; rank 0's values count. The masters
+        get the same values; the optimizer's states do not change.
 
         Args:
-            checkpoint: the state dict; or a dict whose "module" is that.
+            checkpoint: the state dict; or a dict whose "module" is the state dict.
             custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model
-                is whole; needs room for that.
-            fetch_z3_params, z3_params_to_fetch: accepted for DeepSpeed's sake: what is set is gathered for it.
+                is whole; the device needs room for it.
+            fetch_z3_params, z3_params_to_fetch: accepted for DeepSpeed's sake; the engine gathers the parameters that
+                it sets.
             allowed_missing_keys: names that may be missing though ``strict``.
 
         Returns:
             (missing keys, unexpected keys); None with ``custom_load_fn``.
 
         Raises:
-            UsageError: with ``strict``, where names do not fit; shapes that do not.
+            UsageError: with ``strict``, where names do not fit; where shapes do not fit.
         """
         inner = checkpoint.get("module")
         state_dict = inner if isinstance(inner, Mapping) else checkpoint
@@ -69,9 +70,9 @@ class EngineWeights:
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """{name: tensor} under the model's own names, those of ``engine.module``.
 
-        At stage 3 it is collective: parameters are gathered one at a time and copied to the host of rank 0, which needs
-        room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages 0 to
-        2 every rank has all of it, and this is ``engine.module.state_dict()``.
+        Collective at stage 3: the engine gathers parameters one at a time and copies them to the host of rank 0, which
+        needs room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages
+        0 to 2 every rank has the whole model, and this is ``engine.module.state_dict()``.
         """
         self.core.require_weights("a state dict")
         self.core.require_own_memory()
@@ -84,14 +85,14 @@ class EngineWeights:
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
         """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
-        "module". Collective; rank 0's names and values count, other ranks may pass {}. Masters follow; the optimizer's
-        states stay.
+        "module". Collective; rank 0's names and values count, other ranks may pass {}. The masters get the same values;
+        the optimizer's states do not change.
 
         Returns:
             (missing keys, unexpected keys).
 
         Raises:
-            UsageError: on every rank: with ``strict``, where names do not fit; shapes that do not; with ``assign``.
+            UsageError: on every rank, with ``strict``, where names do not fit; where shapes do not fit; for ``assign``.
         """
         if assign:
             raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
@@ -109,12 +110,12 @@ class EngineWeights:
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
-        room for all of them; ``save_pretrained`` needs none. Under its own name the file replaces all weights that
-        are in the folder, safetensors, too: transformers would load those.
+        room for all of them; ``save_pretrained`` needs none. Under the default name the file replaces all weights in
+        the folder, also safetensors, since transformers would load those instead.
 
         Returns:
-            bool: False, and nothing is written, at stage 3 where the configuration does not allow it
-            (``stage3_gather_16bit_weights_on_model_save``).
+            bool: False at stage 3 where the configuration does not allow it
+            (``stage3_gather_16bit_weights_on_model_save``); it has written no file then.
 
         Raises:
             IoError: on every rank, where rank 0 cannot write.

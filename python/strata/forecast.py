@@ -1,4 +1,4 @@
-"""What training will hold on each device, before there is any: ``strata.memory_forecast``."""
+"""The memory that a training job will need on each device, before it runs: ``strata.memory_forecast``."""
 
 from . import _C
 from .initialize import make_optimizer, parse_config
@@ -21,32 +21,32 @@ def memory_forecast(
 ):
     """{kind: bytes, "total": bytes} that the engine will hold at most on each rank's device, or of another tier.
 
-    Nobody trains, and neither ranks nor GPUs are needed: a model on the meta device will do. The engine itself runs
-    for three steps on a device without memory, so this is what it will decide, not a formula. Beside it the device
-    holds the model's activations, its gradients before they reach the engine, and what torch, the driver, the
-    collectives and the engine's kernels ("workspace" in ``engine.memory_report()``, some bytes a MiB of shard) keep
-    for themselves. "gradients" are an upper bound: reductions that end early hold less, and so does an order within a
-    block that completes units one after the other.
+    The call needs no ranks and no GPU, and a model on the meta device suffices. The engine itself runs for three steps
+    on a device without memory, so the numbers follow from its decisions, not from a formula. They do not contain the
+    model's activations, its gradients before they reach the engine, and the memory of torch, the driver, the
+    collectives and the engine's kernels ("workspace" in ``engine.memory_report()``, some bytes a MiB of shard).
+    "gradients" are an upper bound: reductions that end early hold less, and so does an order within a block that
+    completes units one after the other.
 
     Args:
         model: a ``torch.nn.Module`` whose parameters have their full shapes, on any device.
         config: dict, path or JSON text, as for ``initialize``.
         world_size: ranks of the job.
-        device: "cuda": GPUs, which reach each other's memory where they are of one host; "cpu".
+        device: "cuda": GPUs; those of one host reach each other's memory. Or "cpu".
         optimizer, model_parameters: as for ``initialize``.
-        ranks_per_host: int; None: all ranks are on one host. It says, with the configuration's ``strata.collectives``,
-            what carries weights and gradients, which holds more or less memory: copies between peers, or NCCL.
-        tier: "device"; "host": memory of the host for what is offloaded, pinned where GPUs work on it, and for
-            what is staged, loading and saving checkpoints included;
-            "nvme": space on the drive. All are of one rank.
+        ranks_per_host: int; None: all ranks are on one host. With the configuration's ``strata.collectives`` it decides
+            on the transport of weights and gradients: copies between peers, or NCCL, which hold different memory.
+        tier: "device"; "host": memory of the host for offloaded states (pinned where GPUs work on them) and for
+            staging, loading and saving checkpoints included; "nvme": space on the drive. All are of one rank.
         device_memory, host_memory: int, bytes of one device, and of one host, whose ranks share it. They count where
-            ``strata.placement`` is "auto" and neither ``strata.device_budget`` nor ``strata.host_budget`` says more;
-            None: no bound.
+            ``strata.placement`` is "auto" and the configuration has no ``strata.device_budget`` or
+            ``strata.host_budget``; None: no bound.
 
     Raises:
-        OutOfMemoryError: ``strata.placement`` is "auto", and the model does not fit; says what is wanted and given.
-        ConfigError: the configuration, also where it does not suit so many ranks, or peers on several hosts.
-        UsageError: what ``initialize`` would refuse of the optimizer; no ranks, on a host or at all.
+        OutOfMemoryError: ``strata.placement`` is "auto", and the model does not fit; names the needed and the given
+            bytes.
+        ConfigError: the configuration is wrong, or does not suit this number of ranks, or peers on several hosts.
+        UsageError: ``initialize`` would refuse the optimizer; the number of ranks, of all or of a host, is below 1.
     """
     if device not in ("cuda", "cpu"):
         raise _C.UsageError(f"memory_forecast(device=...) must be 'cuda' or 'cpu'; found {device!r}")

@@ -10,7 +10,7 @@ from .tiles.host_copy import HostCopies
 
 __all__ = ["GatheredParameters"]
 
-_ITS_OWN = 0  # memory of the engine's
+_ITS_OWN = 0  # stands for memory of the engine
 
 
 class GatheredParameters:
@@ -24,18 +24,17 @@ class GatheredParameters:
 
     Args:
         params: a Parameter, or an iterable of Parameters.
-        modifier_rank: the rank whose changes count: at the end what it holds becomes everybody's value, in
-            the weights and the fp32 master weights. None: read only.
-        fwd_module: accepted for DeepSpeed's sake; parameters used by other modules are gathered as they are
-            read.
+        modifier_rank: the rank whose changes count: at the end every rank gets this rank's values, in the weights
+            and in the fp32 master weights. None: read only.
+        fwd_module: accepted for DeepSpeed's sake; the engine gathers parameters of other modules when they are read.
         enabled: False makes the context do nothing.
 
     Raises:
         UsageError: ``modifier_rank`` is not a rank of the job; the host has no room for a parameter that is used in
-            tiles. At the end, on each rank that has changed a parameter in
-            place, or given it other memory (``p.data = tensor``), though ``modifier_rank`` is None; the change is lost
-            where the parameter is sharded. Changes in place past autograd's count of them (``p.data.mul_(2)``) are not
-            seen. With ``modifier_rank``, where a parameter was given a tensor of another shape or dtype.
+            tiles. At the end with ``modifier_rank=None``: on each rank that has changed a parameter in place, or given
+            it other memory (``p.data = tensor``); the change is lost where the parameter is sharded. The context does
+            not see changes that autograd does not count (``p.data.mul_(2)``). At the end with a ``modifier_rank``:
+            where a parameter was given a tensor of another shape or dtype.
     """
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
@@ -64,7 +63,7 @@ class GatheredParameters:
                 core.gather(indices)
                 self._held.append((core, indices))
                 if self._modifier_rank is not None:
-                    core.wait_for_all()  # others may still read what the last step left in the memory that is edited
+                    core.wait_for_all()  # other ranks may still read the last step's values from this memory
         except BaseException:
             self._release()
             raise
@@ -88,13 +87,13 @@ class GatheredParameters:
             self._put_back()
             raise
         finally:
-            self._release()  # half a change must not stay in the gathered copies
+            self._release()  # the gathered copies must not keep half a change
         return False
 
     def _put_back(self):
         for key, parameter in self._managed.items():
             core, index = owner_of(parameter)
-            if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context's
+            if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context has replaced the memory
                 core.put_back([index])
 
     def _release(self):
@@ -121,7 +120,7 @@ class GatheredParameters:
             self._put_back()
 
     def _changed(self, message):
-        """What happens where they have."""
+        """Called where parameters were changed though they are for reading."""
         raise _C.UsageError(message)
 
 
@@ -136,7 +135,7 @@ def _version(parameter):
 
 
 def _memory(parameter):
-    """Tells apart what a script gives a parameter (``p.data = tensor``) from what it had."""
+    """A key of a parameter's memory; it changes where a script gives the parameter other memory (``p.data = x``)."""
     core, index = owner_of(parameter)
     if core is not None and not core.replaced(index):
         return _ITS_OWN

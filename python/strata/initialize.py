@@ -55,8 +55,8 @@ def initialize(
 ):
     """Puts ``model`` under the engine. Collective: every rank calls it with the same model.
 
-    The signature is DeepSpeed's. The model's parameters are taken over: at stage 3 they are empty
-    (``numel() == 0``) except while they are used. Rank 0's values win.
+    The signature is DeepSpeed's. The engine takes over the model's parameters: at stage 3 they are empty
+    (``numel() == 0``) except while they are used. Every rank gets rank 0's values.
 
     Args:
         args: a namespace whose ``deepspeed_config`` is used when ``config`` is not given.
@@ -64,29 +64,30 @@ def initialize(
             where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
             there shard by shard, buffers whole.
         optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
-            that makes one from parameters. AdamW and Adam, torch's or of ``strata.ops.adam``, run in the engine's
-            kernel; others run as they are on the fp32 shards where they work element by element, which is tried here.
-            Those that do not (Adafactor, Muon, LAMB) run on whole parameters at stage 0, or on one rank.
-        model_parameters: what the configuration's optimizer optimises: parameters or param groups; all
-            trainable parameters when None.
-        training_data: a ``torch.utils.data.Dataset``, of which ``dataloader`` is made.
+            that makes one from parameters. The engine's kernel computes AdamW and Adam, torch's or of
+            ``strata.ops.adam``. Any other optimizer that updates element by element runs unchanged on the fp32
+            shards; this call tries whether it does. Others (Adafactor, Muon, LAMB) run on whole parameters at stage 0,
+            or on one rank.
+        model_parameters: the parameters or param groups of the configuration's optimizer; all trainable parameters
+            when None.
+        training_data: a ``torch.utils.data.Dataset``; ``dataloader`` loads it.
         lr_scheduler: None (the configuration's), a scheduler, or a callable that makes one from the
             optimizer. ``engine.step()`` steps it.
-        dist_init_required: False: the script has made torch's default process group itself.
+        dist_init_required: False: the script itself has made torch's default process group.
         collate_fn: of the dataloader.
         config: dict, path or JSON text (docs/CONFIG.md).
         mpu, mesh_param, distributed_port: must be None; shard groups are the configuration's (``mics_shard_size``,
             ``zero_hpz_partition_size``).
 
     Returns:
-        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none. The engine, and the
-        memory that it has, stay until ``engine.destroy()``, or until nobody refers to it nor to the model.
+        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none. The engine and its
+        memory stay until ``engine.destroy()``, or until no reference to the engine and to the model is left.
 
     Raises:
-        ConfigError: the configuration, or ranks that bring different models or configurations.
-        UsageError: a model whose parameters went with an engine that was destroyed or dropped; an optimizer that
-            cannot run at this stage.
-        CommError: a rank that does not come or ends.
+        ConfigError: the configuration is wrong, or ranks have different models or configurations.
+        UsageError: the model's parameters are empty since their engine was destroyed or dropped; the optimizer cannot
+            run at this stage.
+        CommError: another rank did not call ``initialize`` in time, or ended.
         OutOfMemoryError: the shards do not fit.
     """
     return initialize_as(
@@ -108,7 +109,7 @@ def initialize_as(
     mpu=None,
     mesh_param=None,
 ):
-    """``initialize``, whose engine is of ``engine_class``, an ``Engine``."""
+    """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
@@ -138,7 +139,7 @@ def prepare(config, model):
 
     Args:
         config: as for ``initialize``.
-        model: one that has its values.
+        model: a ``torch.nn.Module`` whose parameters have their values.
     """
     from .views.start_up import require_writable_files
 
@@ -175,14 +176,14 @@ def assemble(
     born_flat=None,
     engine_class=Engine,
 ):
-    """What ``initialize`` returns, once the configuration is read and the ranks are connected.
+    """Makes the result of ``initialize``, once the configuration is read and the ranks are connected.
 
     Args:
         tree: the ModelTree of the model.
         config: a _C.Config.
         collectives: a _C.Collectives.
         runtime: a _C.Runtime, of ``prepare``.
-        start_up: the StartUp that counts.
+        start_up: the StartUp that counts this start-up's phases.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
         engine_class: of the engine.
         The others are ``initialize``'s.
@@ -193,7 +194,7 @@ def assemble(
             config.require_for_training(optimizer is not None, lr_scheduler is not None)
             sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
             if rule == "external":
-                from .client_optimizer import choose_parts  # not before somebody brings one
+                from .client_optimizer import choose_parts  # only for an optimizer of the script's
 
                 choose_parts(sharded_optimizer, config, collectives.world_size, torch.device(runtime.device))
             monitor = _monitor(config, collectives.rank)
@@ -219,7 +220,7 @@ def assemble(
 
 
 def _monitor(config, rank):
-    """The ``Monitor`` of a _C.Config; None where it says nothing of what a rank shows."""
+    """The ``Monitor`` of a _C.Config; None where the configuration asks for nothing that a rank shows."""
     if not config.shown_given:
         return None
     from .monitoring.monitor import Monitor  # not in every script
@@ -236,7 +237,7 @@ def _watch_steps(engine, config, monitor):
 
 
 def _tiling(config, device, collectives, tree):
-    """born_flat -> None: cuts what is too large to gather. Collective on GPUs."""
+    """A function, born_flat -> None, that cuts the parameters that are too large to gather. Collective on GPUs."""
     if config.stage != 3 and device.type != "cuda":
         return lambda born_flat: None
     from .tiles.budget import Budget, cut_parameters  # not at `import strata`
@@ -294,7 +295,7 @@ def _log_hints(config, engine):
     if engine.global_rank != 0:
         return
     logger.info("stage %d, %s, on %s, world size %d over %s", config.stage,
-                config.dtype or "dtypes as they are", engine.device, engine.world_size, engine.collectives_name)
+                config.dtype or "the parameters' own dtypes", engine.device, engine.world_size, engine.collectives_name)
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)

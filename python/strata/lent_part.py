@@ -1,5 +1,5 @@
-"""What an optimizer of the user's has in its param groups: fp32 parts that the engine lends it, with a gradient while
-it steps. Scripts that clip or drop gradients there would do it to nothing."""
+"""The fp32 parts that the engine lends to an optimizer of the user's, as parameters of its param groups. They have a
+gradient only within ``step()``: a script that clips or drops their gradients elsewhere would change none."""
 
 import weakref
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ class LentPart(torch.nn.Parameter):
 
 
 def lend_parts(states, engine):
-    """Tells parts of the model's parameters from the script's own. ``states``: a ``SegmentStates``."""
+    """Marks the parts that ``states``, a ``SegmentStates``, lends to the optimizer, each with the model's parameter."""
     for index, part in states.parts():
         part.__class__ = LentPart
         part._of = weakref.ref(known_as(engine._described[index][1]))
@@ -56,7 +56,7 @@ def lend_parts(states, engine):
 
 @contextmanager
 def plain_parts(parts):
-    """Inside, they are the class that torch's optimizers look for where they choose how to compute."""
+    """Context in which the parts are plain ``torch.nn.Parameter``s: torch's optimizers choose kernels by that class."""
     parts = [part for part in parts if type(part) is LentPart]
     for part in parts:
         part.__class__ = torch.nn.Parameter

@@ -1,8 +1,8 @@
-"""The optimizer's state of one rank in torch's form: what ``optimizer.state_dict()`` gives and takes.
+"""The optimizer's state of one rank in torch's form, as ``optimizer.state_dict()`` and ``load_state_dict()`` have it.
 
-A part of a parameter is what this rank owns of it, of one dimension; where that is all of it, it has the parameter's
-shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is "strata": which
-parts these are, how many steps were made, and, where weights are in 16 bits, the fp32 masters.
+A part holds the elements of a parameter that this rank owns, in one dimension; where these are all elements, it has the
+parameter's shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is
+"strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters.
 """
 
 import copy
@@ -15,11 +15,11 @@ from .checkpoint.optimizer_states import place_of
 from .ops.param_groups import set_values
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # what torch's optimizers keep once of a parameter
+_OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that a parameter has once
 
 
 class _Member:
-    """A parameter of the optimizer, and what the engine has of it: itself, or its tiles."""
+    """A parameter of the optimizer, with the engine's parameters for it: one, or one for each tile."""
 
     def __init__(self, core, known):
         self.core, self.indices, self.shape = core, [part.index for part in known.parts], list(known.shape)
@@ -41,16 +41,17 @@ class _Member:
         return joined.view(self.shape) if joined.numel() == self.numel else joined
 
     def parts_of(self, name, value, place, by_element):
-        """What this rank owns of ``value``, by part of the engine; None: it is no state of each element.
+        """This rank's elements of ``value``, one tensor for each parameter of the engine; None: ``value`` has not one
+        entry for each element.
 
         Args:
             name: of the state.
-            value: whole, or what ``shaped`` gave on the rank that is at ``place``.
-            place: its ``ranges`` there; None: whole states alone.
-            by_element: names of such states; None: a state of the parameter's shape is one.
+            value: the whole state, or a result of ``shaped`` on a rank that had the ranges ``place``.
+            place: the ``ranges`` of that rank; None: only whole states are accepted.
+            by_element: names of the states with one entry an element; None: the shape tells.
 
         Raises:
-            UsageError: parts of another place.
+            UsageError: a part with other ranges than this rank's.
         """
         if not isinstance(value, torch.Tensor):
             return None
@@ -71,7 +72,7 @@ class _Member:
 
 
 def _members(optimizer, engine):
-    """[[``_Member``, or None for what the engine does not train]], by param group."""
+    """[[``_Member``, or None for a parameter that the engine does not train]], by param group."""
     known = {id(known.parameter): known for known in engine.known}
     return [
         [_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
@@ -127,7 +128,7 @@ def _of_adam(member, steps):
 
 
 def _of_client(member, states):
-    """(what it keeps, which of that by element): views, as torch gives them."""
+    """({name: state}, [names of those with one entry an element]): views, as torch gives them."""
     found = [(index, values) for index, _, values in states.entries() if index in member.indices and values]
     kept, parts = {}, []
     if not found:
@@ -218,7 +219,7 @@ def _load_adam(core, pairs, about):
 
 
 def drop_states(optimizer, engine):
-    """The engine's own states begin anew."""
+    """Drops the engine's own states; the next step begins with new ones."""
     engine.core.require_no_state_away("optimizer.state.clear()")
     members = [member for group in _members(optimizer, engine) for member in group if member is not None]
     _load_adam(engine.core, [(member, {}, (None, None), None) for member in members], {})
@@ -250,14 +251,14 @@ def _load_client(optimizer, core, pairs):
 
 
 def _keep_owed_masters(optimizer, core):
-    """Gives masters what the state had of them, where that rounds to the weight. What is owed stays so until the next
-    step, since a script may load the weights after the optimizer."""
+    """Gives masters the values of the loaded state, where these round to the weight. The values stay owed until the
+    next step, since a script may load the weights after the optimizer."""
     for index, part in optimizer.owed_masters.items():
         _keep_master(core, index, part)
 
 
 def settle_masters(optimizer, core):
-    """Before a step: what does not belong to the weights is dropped."""
+    """Before a step: keeps the owed masters that round to the weights, and drops the others."""
     _keep_owed_masters(optimizer, core)
     optimizer.owed_masters = {}
 

@@ -1,4 +1,4 @@
-"""Operations for models: ``linear_cross_entropy``, a head and its loss without the logits of the whole vocabulary."""
+"""Operations for models: ``linear_cross_entropy`` computes a head's loss without the logits of the whole vocabulary."""
 
 from .tiles.vocabulary_loss import linear_cross_entropy
 

@@ -16,8 +16,8 @@ logger = logging.getLogger("strata")
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
-    """Methods that torch wraps to keep its compiler out of them. The wrappers import the compiler for that: 880
-    modules, most of the time that a small model's start takes."""
+    """Methods that torch wraps to keep its compiler out of them. The wrappers import the compiler: 880 modules, most
+    of the time of a small model's start."""
 
     def add_param_group(self, param_group):
         """As torch's."""
@@ -33,7 +33,7 @@ class _WithoutCompiler(torch.optim.Optimizer):
 
 
 def _unwrapped(method):
-    """What is in torch's wrapper, where ``method`` is one of torch's own; else ``method``, a user's."""
+    """The method inside torch's wrapper, where ``method`` is one of torch's own; else ``method``, a user's."""
     function = method.__func__
     if function is not torch.optim.Optimizer.__dict__.get(function.__name__):
         return method
@@ -41,23 +41,23 @@ def _unwrapped(method):
 
 
 class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
-    """What schedulers and scripts see of the engine's optimizer.
+    """The engine's optimizer as schedulers and scripts see it.
 
-    ``param_groups`` are ordinary dicts, read at every step, so changing ``lr`` between steps works as with
-    any torch optimizer. ``inner`` is the user's optimizer when one updates the shards, else None. What ``initialize``
-    returns for an optimizer of the user's is an instance of its class, too.
+    ``param_groups`` are ordinary dicts. The engine reads them at every step, so a script may change ``lr`` between
+    steps as with any torch optimizer. ``inner`` is the user's optimizer where it updates the shards, else None. For an
+    optimizer of the user's ``initialize`` returns an instance of its class, too.
 
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
-        owed_masters: {index in the engine: fp32 values}, of a loaded state, until the next step.
+        owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
-            not wait for a GPU to tell: ``engine.was_step_applied()`` does.
+            not wait for a GPU; ``engine.was_step_applied()`` does.
     """
 
     takes_whole, inner = False, None
-    _client = None  # what the user gave to ``initialize``, until the engine is made
+    _client = None  # the optimizer that the user gave to ``initialize``, until the engine is made
 
     def __init__(self, param_groups, defaults, inner=None):
         self._model, self._engine = None, None
@@ -70,11 +70,11 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self.overflow = False
 
     def add_param_group(self, param_group):
-        """As torch's, also once an engine trains: parameters of its model that were in no group train with this one's
-        values from the next forward on, as far as they require gradients. The same on every rank.
+        """As torch's, also while an engine trains: parameters of its model that were in no group train with the values
+        of this group from the next forward on, if they require gradients. The same on every rank.
 
         Raises:
-            UsageError: for a parameter that is in a group already, or none of the model's.
+            UsageError: for a parameter that is in a group already, or is not the model's.
         """
         if self._model is None:
             super().add_param_group(param_group)
@@ -90,7 +90,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         super().add_param_group(group)
         self.members.append(list(group["params"]))
         if self.inner is not None:
-            self.param_groups[-1]["params"] = []  # its parts come when it is trained
+            self.param_groups[-1]["params"] = []  # gets parts of its parameters when these train
             self.inner.param_groups.append(self.param_groups[-1])
 
     def bind(self, engine):
@@ -98,7 +98,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self._model, self._engine = engine.core, weakref.ref(engine)
         self.members = [list(group["params"]) for group in self.param_groups]
         if self.inner is not None:
-            from .client_optimizer import run_on_shards  # not before somebody brings one
+            from .client_optimizer import run_on_shards  # only for an optimizer of the script's
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
@@ -112,7 +112,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         return self._model is not None and self._model.alive
 
     def _take_up(self, indices):
-        """Parameters that were frozen, by their indices, are trained from now on."""
+        """Trains parameters that were frozen, given by their indices, from now on."""
         engine = self._bound()
         listed = {id(parameter) for group in self.members for parameter in group}
         for parameter in (known_as(engine._described[index][1]) for index in indices):
@@ -136,15 +136,15 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
 
     def step(self, closure=None):
         """``engine.step()``, for scripts that step the optimizer: it ends a micro-step, and at an accumulation boundary
-        it updates the weights and steps the engine's scheduler. Where ``engine.step()`` has been called since the last
-        backward pass it does nothing, and nor does ``engine.step()`` after it; nor before the first backward pass, as
+        it updates the weights and steps the engine's scheduler. Where a script calls both this and ``engine.step()``
+        after a backward pass, the second call does nothing. A call before the first backward pass does nothing, as in
         torch's optimizers without gradients. Collective.
 
         Args:
             closure: None, or a callable that runs forward and backward and returns the loss; it is called once, first.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
 
         Raises:
             UsageError: called again without a backward pass since its last call; and as ``engine.step()``.
@@ -157,24 +157,23 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         return loss
 
     def state_dict(self):
-        """This rank's part of the optimizer's state, in torch's form, and the param groups: of each parameter by its
-        number ``step`` and a part of ``exp_avg`` and ``exp_avg_sq``, or what the user's optimizer keeps. On one rank
-        the parts are whole, in the parameter's shape. What the engine's own Adam keeps is copied to the host.
-
-        ``load_state_dict()`` takes it on the same rank of as many ranks. ``engine.save_checkpoint()`` saves for any
-        number of ranks, with the weights.
+        """This rank's part of the optimizer's state, in torch's form, and the param groups. By the parameter's number
+        it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, or the states of the user's optimizer.
+        On one rank the parts are whole, in the parameter's shape. States of the engine's own Adam are copied to the
+        host. ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
+        ``engine.save_checkpoint()`` saves for any number of ranks, with the weights.
         """
         if not self.trains():
             return super().state_dict()
-        from .local_states import state_dict  # not before somebody asks
+        from .local_states import state_dict  # not before the first use
 
         return state_dict(self, self._bound())
 
     def load_state_dict(self, state_dict):
-        """Goes on from what ``state_dict()`` returned on this rank of as many ranks, or from whole states, of a torch
-        optimizer or of one rank. Not a collective, but for an optimizer of the user's over whole parameters. Weights
-        stay as they are; where they are, before the next step, those that belong to the state, in 16 bits, the fp32
-        masters get back what these lack.
+        """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
+        a torch optimizer or of one rank. Collective only with a user's optimizer over whole parameters. The weights do
+        not change. Where weights in 16 bits equal the state's rounded masters before the next step, the engine's fp32
+        masters get the state's exact values.
 
         Raises:
             UsageError: parts of another rank, or of another number of ranks.
@@ -209,7 +208,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         return engine
 
     def scalars(self):
-        """[(lr, beta1, beta2, eps, weight decay, bias correction)], one a param group, as they are now. A user's
+        """[(lr, beta1, beta2, eps, weight decay, bias correction)], the present values of each param group. A user's
         optimizer reads its groups itself."""
         if self.inner is not None:
             return [(0.0, 0.0, 0.0, 0.0, 0.0, True)] * len(self.param_groups)
@@ -230,14 +229,14 @@ def groups_of(optimizer):
 
 
 def tell_of_left_out(parameters, groups, rank):
-    """Says on rank 0 which trainable ones of ``parameters`` (``describe_parameters``) are in none of ``groups``: they
-    stay as they are, and autograd makes their ``.grad``, as in torch.
+    """Warns on rank 0 of trainable ``parameters`` (``describe_parameters``) that are in none of ``groups``: no step
+    changes them, and autograd makes their ``.grad``, as in torch.
 
     Returns:
         [torch.nn.Parameter]: these.
 
     Raises:
-        UsageError: where all are.
+        UsageError: all trainable parameters are in none.
     """
     trainable = [(name, parameter) for name, parameter, *_ in parameters if parameter.requires_grad]
     left_out = [(name, parameter) for name, parameter in trainable if id(known_as(parameter)) not in groups]
@@ -249,7 +248,7 @@ def tell_of_left_out(parameters, groups, rank):
             f"model's parameters. First: '{left_out[0][0]}'"
         )
     if rank == 0:
-        logger.warning("%d trainable parameters are in no param group of the optimizer and stay as they are; first: "
+        logger.warning("%d trainable parameters are in no param group of the optimizer and do not change; first: "
                        "'%s'", len(left_out), left_out[0][0])
     return [parameter for _, parameter in left_out]
 
@@ -280,14 +279,14 @@ def optimizer_from_config(config, parameters):
 def _class_named(name):
     """A class of torch.optim, or Lion, which torch lacks."""
     if name == "Lion":
-        from .ops.lion import DeepSpeedCPULion  # not before somebody names it
+        from .ops.lion import DeepSpeedCPULion  # only where the configuration names it
 
         return DeepSpeedCPULion
     return _lean(getattr(torch.optim, name))
 
 
 def _lean(torch_class):
-    """A class like this one of torch.optim that leaves torch's compiler alone."""
+    """A subclass of this class of torch.optim that does not import torch's compiler."""
 
     class Lean(_WithoutCompiler, torch_class):
         _strata_likeness = torch_class
@@ -304,9 +303,9 @@ def _lean(torch_class):
 def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
 
-    AdamW and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, are computed by the engine's own
-    one-pass kernel, with the hyper-parameters of the optimizer's param groups. Any other runs as it is: on the fp32
-    shards where it works element by element, else on whole parameters.
+    The engine's own one-pass kernel computes AdamW and Adam without amsgrad or maximize, and those of
+    ``strata.ops.adam``, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself: on
+    the fp32 shards where it works element by element, else on whole parameters.
     """
     from .ops.adam import adam_mode  # not at `import strata`
 
@@ -328,14 +327,14 @@ def wrap_torch_optimizer(inner):
 
 
 def _sharded(client, inner):
-    """A ShardedOptimizer that is an instance of ``client``'s class, too, with what that class keeps in attributes."""
+    """A ShardedOptimizer that is an instance of ``client``'s class, too, with that object's attributes."""
     try:
         name, bases = f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client))
         cls = type(name, bases, {"__doc__": type(client).__doc__})
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
         return ShardedOptimizer(client.param_groups, client.defaults, inner)
-    sharded.__dict__.update((k, v) for k, v in client.__dict__.items() if k != "step")  # which a scheduler has wrapped
+    sharded.__dict__.update((k, v) for k, v in client.__dict__.items() if k != "step")  # a scheduler has wrapped it
     ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
     sharded._client = client
     return sharded

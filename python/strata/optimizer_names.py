@@ -1,4 +1,4 @@
-"""What scripts read on DeepSpeed's optimizer of an engine: the loss scale, flat masters, the optimizer inside."""
+"""Names that scripts read on DeepSpeed's optimizer of an engine: the loss scale, flat masters, the optimizer inside."""
 
 import torch
 
@@ -19,21 +19,21 @@ class LossScale:
 
     @property
     def cur_scale(self):
-        """float: the factor of the loss; 1.0 but under fp16. Waits for the device."""
+        """float: the factor of the loss; 1.0 except under fp16. Waits for the device."""
         return self._optimizer.loss_scale
 
     loss_scale = cur_scale
 
     @property
     def dynamic(self):
-        """bool: whether it adapts."""
+        """bool: whether the loss scale adapts."""
         return self._engine.dynamic_loss_scale()
 
     dynamic_loss_scale = dynamic
 
     @property
     def use_grad_scaling(self):
-        """bool: whether there is one, which is so under fp16."""
+        """bool: whether there is a loss scale: True under fp16."""
         return self._engine.fp16_enabled()
 
     @property
@@ -43,24 +43,24 @@ class LossScale:
 
     @property
     def scale_window(self):
-        """int: steps without an overflow before it rises; None where it does not adapt."""
+        """int: steps without an overflow before the loss scale rises; None where it does not adapt."""
         return self._setting("scale_window")
 
     @property
     def min_scale(self):
-        """float: the least; None where it does not adapt."""
+        """float: the smallest loss scale; None where it does not adapt."""
         return self._setting("min_scale")
 
     min_loss_scale = min_scale
 
     @property
     def delayed_shift(self):
-        """int: overflows before it falls; None where it does not adapt."""
+        """int: overflows before the loss scale falls; None where it does not adapt."""
         return self._setting("delayed_shift")
 
     @property
     def consecutive_hysteresis(self):
-        """bool: whether a step without an overflow fills them up again; None where it does not adapt."""
+        """bool: whether a step without an overflow resets the count of overflows; None where the scale is constant."""
         return self._setting("consecutive_hysteresis")
 
     def _setting(self, name):
@@ -72,7 +72,7 @@ class LossScale:
 
 
 class Inside:
-    """``optimizer.optimizer`` where the engine itself updates: the same optimizer, without what wraps it."""
+    """``optimizer.optimizer`` where the engine itself updates: the same optimizer, without a further one inside."""
 
     def __init__(self, optimizer):
         self.__dict__["_optimizer"] = optimizer
@@ -87,14 +87,14 @@ class Inside:
 
 
 class OptimizerNames:
-    """Of ``ShardedOptimizer``, which has ``inner``, ``param_groups``, ``trains()`` and ``_bound()``."""
+    """A base of ``ShardedOptimizer``, which has ``inner``, ``param_groups``, ``trains()`` and ``_bound()``."""
 
     _states = None
 
     @property
     def state(self):
-        """What an optimizer of the user's keeps; ``EngineStates`` where the engine does."""
-        if "state" in self.__dict__:  # past the setter, as torch's load_state_dict() does it
+        """The states of the user's optimizer; an ``EngineStates`` where the engine has the states."""
+        if "state" in self.__dict__:  # torch's load_state_dict() goes past the setter
             self.state = self.__dict__["state"]
         return self._states if self.inner is None else self.inner.state
 
@@ -129,19 +129,19 @@ class OptimizerNames:
         self._bound().set_lr(lr)
 
     def needs_scaler(self):
-        """bool: whether a loss has to be scaled before backward (``engine.scale``), which is so under fp16."""
+        """bool: whether a loss has to be scaled before backward (``engine.scale``): True under fp16."""
         return self._bound().fp16_enabled()
 
     @property
     def optimizer(self):
-        """The optimizer inside: the script's, which updates the shards; else what stands for the engine's own."""
+        """The optimizer inside: the script's, where it updates the shards; else an ``Inside``."""
         return Inside(self) if self.inner is None else self.inner
 
     @property
     def fp32_partitioned_groups_flat(self):
-        """[tensor], by param group: this rank's parts of the fp32 masters in one, of one dimension. Copies:
-        ``safe_set_local_fp32_param`` changes them."""
-        from .parameter_states import safe_get_local_fp32_param  # not before somebody asks
+        """[tensor], by param group: this rank's parts of the fp32 masters, joined in one dimension. These are copies;
+        ``safe_set_local_fp32_param`` changes the masters."""
+        from .parameter_states import safe_get_local_fp32_param  # not before the first use
 
         flat = []
         for group in self.param_groups:
@@ -150,5 +150,5 @@ class OptimizerNames:
             flat.append(torch.cat(parts) if parts else torch.empty(0))
         return flat
 
-    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # as stages 1 and 2 call it
-    fp32_groups_flat = fp32_partitioned_groups_flat  # as stage 0 in 16 bits calls it
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # DeepSpeed's name at stages 1 and 2
+    fp32_groups_flat = fp32_partitioned_groups_flat  # DeepSpeed's name at stage 0 in 16 bits

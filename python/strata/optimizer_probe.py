@@ -1,7 +1,7 @@
-"""Whether a class of optimizers updates each element by itself, so that it can run on parts of parameters.
+"""Tells whether an optimizer updates each element by itself, so that it can run on parts of parameters.
 
-The class is tried on small tensors: once on whole ones, and once as two ranks would have them, each with its own
-optimizer and one-dimensional pieces. Equal bits after a few steps say that it does.
+The probe runs it on small tensors: once on whole ones, and once as two ranks would, each with its own optimizer and
+one-dimensional pieces. It updates element by element if both give equal bits after a few steps.
 """
 
 import collections
@@ -14,7 +14,7 @@ _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opti
                 torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
                 torch.optim.ASGD)  # fmt: skip
 _SHAPES = {1: ((768,), (128,)), 2: ((8, 96), (4, 32))}
-_CUT = 320  # of the first one's elements: pieces are whole vectors, whose last elements compute as the others do
+_CUT = 320  # elements of the first piece: whole vectors, so that no element takes a kernel's path for remainders
 _STEPS = (1.0, 30.0, 0.01)  # sizes of gradients
 
 
@@ -25,9 +25,9 @@ def needs_closure(optimizer):
 
 
 def updates_by_another(optimizer):
-    """Name of an optimizer that ``optimizer`` holds and whose param groups are not its own, as "inside"; else None.
-    Such a one goes on with the parameters that it was made with, whatever is put into the groups of ``optimizer``.
-    One that wraps another and shows its groups is none of these.
+    """The attribute's name, such as "inside", of another optimizer in ``optimizer`` that has param groups of its own;
+    None: there is none. The other optimizer would keep updating its own parameters when those in the groups of
+    ``optimizer`` are replaced. A wrapper that shares the groups of the optimizer inside does not count.
     """
     own = {id(group) for group in optimizer.param_groups}
     for name, value in vars(optimizer).items():
@@ -41,8 +41,8 @@ def updates_by_another(optimizer):
 
 
 def why_not_by_element(optimizer, device):
-    """None where ``optimizer``, which has taken no step, updates element by element; else a text that says how that
-    was found. Takes milliseconds; the optimizer and torch's random numbers stay as they are.
+    """None where ``optimizer``, which has taken no step, updates element by element; else a text with the reason why it
+    does not. Takes milliseconds; the optimizer and the state of torch's random numbers do not change.
 
     Args:
         optimizer: a torch.optim.Optimizer.
@@ -73,7 +73,7 @@ def why_not_by_element(optimizer, device):
 
 
 def _shapes_of(group):
-    """Of each number of dimensions that the group's parameters have two shapes."""
+    """Two shapes for each number of dimensions among the group's parameters."""
     known = [getattr(p, "ds_shape", p.shape) for p in group["params"]]
     dimensions = {len(shape) for shape in known if torch.Size(shape).numel()} or {2}
     shapes = []
@@ -109,7 +109,7 @@ def _run(optimizer, drawn, wanted, device):
         torch.manual_seed(0)
         like = _likeness(optimizer, groups)
         if callable(getattr(like, "train", None)):
-            like.train()  # of those that keep two sets of weights
+            like.train()  # schedule-free optimizers keep two sets of weights
         for step in range(len(_STEPS)):
             for g, members in enumerate(wanted):
                 for i, part in members:
@@ -124,14 +124,14 @@ _OF_PARAMETERS = ("params", "param_names")
 
 
 def _likeness(optimizer, groups):
-    """Another one of its class and settings, over ``groups``."""
-    if optimizer.state:  # made by its constructor, Adagrad's say
+    """Another optimizer of the same class and settings, over ``groups``."""
+    if optimizer.state:  # its constructor has made states, as Adagrad's does
         return type(optimizer)(groups, **optimizer.defaults)
     like = type(optimizer).__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer):  # one that wraps another
+        if isinstance(value, torch.optim.Optimizer):  # the optimizer wraps another one
             value = _likeness(value, groups)
         like.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-    like.__dict__.pop("step", None)  # which a scheduler has wrapped
+    like.__dict__.pop("step", None)  # a scheduler has wrapped it
     like.param_groups, like.state = groups, collections.defaultdict(dict)
     return like

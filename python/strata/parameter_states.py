@@ -1,13 +1,13 @@
-"""What training keeps of a parameter, for looking at it and for changing it: the fp32 master weight, the reduced
-gradient of the step so far, and the optimizer's state.
+"""Functions that read and change the states of a parameter: its fp32 master weight, the reduced gradient of the step
+so far, and the optimizer's state.
 
-Each exists as a whole tensor of the parameter's shape, fp32, on the model's device, and as this rank's part of it:
-the run of elements that this rank owns, of one dimension, empty on ranks that own none. Reading a whole one and
-setting master weights are collective: every rank calls them in the same order. Setting takes this rank's part of
-what it is given. Every getter returns None where there is no such state on any rank: of a frozen parameter, of a
-parameter that no engine owns, a gradient before the first reduction of a step or after the step, a state before the
-first step. Of a parameter that is used in tiles a whole one is on the host, and a rank's part is what it owns of each
-tile, one after the other. These functions wait for the device; they are for use between ``engine.backward()`` and
+The "full" functions have a whole tensor of the parameter's shape, fp32, on the model's device. The "local" functions
+have this rank's part of it: the elements that this rank owns, of one dimension, empty on ranks that own none. Reading
+a whole tensor and setting master weights are collective: every rank makes the same calls in the same order. A setter
+takes this rank's part of the value. Every getter returns None where no rank has such a state: for a frozen parameter,
+for a parameter that no engine owns, for a gradient before the first reduction of a step or after the step, for a state
+before the first step. For a parameter that is used in tiles the whole tensor is on the host, and a rank's part joins
+its elements of each tile. These functions wait for the device; call them between ``engine.backward()`` and
 ``engine.step()``, or between steps.
 """
 
@@ -25,13 +25,13 @@ def safe_get_full_fp32_param(param):
 
 def safe_get_full_grad(param):
     """The gradient of ``param`` reduced over the ranks so far in this step, whole; or None. Collective. Under fp16
-    it is multiplied by the loss scale. It is what ``engine.step()`` will use, before clipping."""
+    it is multiplied by the loss scale. ``engine.step()`` will clip and use it."""
     return _read(param, "gradient", whole=True)
 
 
 def safe_get_full_optimizer_state(param, optim_state_key):
-    """The state ``optim_state_key`` ("exp_avg", "exp_avg_sq"; of other optimizers what they keep of each element, such
-    as "momentum_buffer") of ``param``, whole; or None. Collective."""
+    """The state ``optim_state_key`` of ``param`` ("exp_avg", "exp_avg_sq"; other optimizers have others for each
+    element, such as "momentum_buffer"), whole; or None. Collective."""
     return _read(param, optim_state_key, whole=True)
 
 
@@ -110,7 +110,7 @@ def _read_tiles(tiles, name, whole):
     values = torch.empty(tiles.shape) if whole else []
     for tile in tiles:
         part = _read(tile.parameter, name, whole)
-        if part is None:  # and so of all, on every rank
+        if part is None:  # so no parameter has one, on any rank
             return None
         if whole:
             values[tile.begin : tile.end] = part
@@ -155,7 +155,7 @@ def _write(param, name, value, whole):
 
 def _kept_outside(core, name):
     """The ``SegmentStates`` that have ``name``; None where the engine itself has it."""
-    outside = getattr(core, "segment_states", None)  # where an optimizer of the user's updates the shards
+    outside = getattr(core, "segment_states", None)  # there where the user's optimizer updates the shards
     if outside is not None and name not in _OURS[:2]:
         return outside
     if name not in _OURS:

@@ -38,30 +38,30 @@ def load_pretrained(
     strict=False,
     **model_arguments,
 ):
-    """A transformers checkpoint as a model under the engine, never whole on any rank. Collective.
+    """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective.
 
-    The model is built without parameter memory; each rank reads the ranges of the files that its shards
-    hold. Tensors come in any floating dtype; the weights have the one of the configuration's precision, or without one
-    the one that ``from_pretrained`` gives them; fp32 master weights take the files' own values. As after
-    ``from_pretrained`` the model is in eval mode: call ``engine.train()``. What the model's class freezes stays frozen.
+    Strata builds the model without parameter memory; each rank reads its shards' ranges of the files. The files may
+    have any floating dtype. The weights get the dtype of the configuration's precision, or without one that of
+    ``from_pretrained``; fp32 master weights take the files' own values. As after ``from_pretrained`` the model is in
+    eval mode: call ``engine.train()``. Parameters that the model's class freezes stay frozen.
 
     Args:
         path: a folder with config.json and model.safetensors or model.safetensors.index.json; or one that PEFT wrote,
             whose adapter_config.json names the folder of the base model: a PeftModel then, with its adapter trainable.
         config: as ``strata.initialize`` takes it.
-        model_class: a class of transformers; None: what config.json names in ``architectures``.
+        model_class: a class of transformers; None: the one that config.json names in ``architectures``.
         optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
         model_parameters: None, or a callable that makes parameters or param groups from the model. All
-            parameters are empty then: go by their names.
-        strict: tensors that the model has no use for are an error; else a warning.
+            parameters are empty then: choose them by their names.
+        strict: tensors that the model does not use are an error; else a warning.
         model_arguments: as ``from_pretrained`` takes them: ``attn_implementation``, ``dtype``.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
     Raises:
-        FormatError: the checkpoint lies or does not fit the model; lists what is missing or misshapen.
-        IoError: a file cannot be read. Either is raised on every rank and names the first that failed.
+        FormatError: the checkpoint contradicts itself or does not fit the model; lists missing and misshapen tensors.
+        IoError: a file cannot be read. Every rank raises either error, which names the first rank that failed.
         UsageError: for a version of transformers that is not supported.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
@@ -100,16 +100,16 @@ def load_pretrained(
 def load_weights(engine, path, strict=False):
     """Fills the engine's weights from a checkpoint. Collective, between steps.
 
-    Tensors are found by the model's names; for transformers models by transformers' rules. Each rank reads
-    the ranges of the files that its shards hold. The optimizer's state stays as it is.
+    The model's names find the tensors; for transformers models transformers' rules do. Each rank reads
+    the ranges of the files that its shards hold. The optimizer's state does not change.
 
     Args:
         engine: of ``strata.initialize`` or ``load_pretrained``.
         path: a folder, or one .safetensors file.
-        strict: tensors that the model has no use for are an error; else a warning.
+        strict: tensors that the model does not use are an error; else a warning.
 
     Raises:
-        FormatError: the checkpoint lies or does not fit the model; the weights are unchanged then.
+        FormatError: the checkpoint contradicts itself or does not fit the model; the weights are unchanged then.
         IoError: a file cannot be read; the weights are a mixture then.
     """
     with together(engine._collectives, f"opening the checkpoint '{path}'"):
@@ -123,10 +123,10 @@ def load_weights(engine, path, strict=False):
 
 @contextmanager
 def _beside():
-    """An executor for work that needs no other ranks, while the main thread waits for these; nothing of it runs on
-    afterwards, however the start ends. Only importing and building the model hold Python's lock: reading headers,
-    opening the device and loading kernels are calls without it. The lock changes hands more often meanwhile, since
-    the others make calls that wait and return. There is a thread for each piece of work, since some wait for others.
+    """An executor for work that needs no other ranks, while the main thread waits for the ranks. All of the work has
+    ended when the context ends, also after an exception. Only importing and building the model hold Python's lock;
+    reading headers, opening the device and loading kernels release it. Threads switch more often meanwhile, since those
+    that wait need the lock only briefly. Each piece of work has a thread, since some wait for others.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, 5e-4))
@@ -138,7 +138,7 @@ def _beside():
 
 
 class _Begun(NamedTuple):
-    """Futures of what needs no other ranks."""
+    """Futures of the work that needs no other ranks."""
 
     runtime: object  # of open_runtime()
     files: object  # of _open()
@@ -160,7 +160,7 @@ def _await(warming, start_up):
 
 
 class _Files(NamedTuple):
-    """One checkpoint: its path, a _C.Checkpoint, what it has."""
+    """One checkpoint: its path, a _C.Checkpoint, its contents."""
 
     path: str
     checkpoint: object
@@ -168,7 +168,7 @@ class _Files(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """A model's files; where an adapter of PEFT was asked for, its files and configuration."""
+    """A model's files, and the files and configuration of the adapter where the path is one of PEFT's."""
 
     base: _Files
     adapter: _Files = None
@@ -188,7 +188,7 @@ def _open_files(path):
 
 
 class _Part(NamedTuple):
-    """What one checkpoint has to fill: the first arguments of a LoadPlan."""
+    """The targets of one checkpoint: the first arguments of a LoadPlan."""
 
     model: torch.nn.Module
     files: _Files
@@ -240,13 +240,13 @@ def _plan(building, strict):
 
 
 def _import_class(path, opening, model_class):
-    """(class of the model, its configuration). Most of a start's time: to import transformers and the class."""
+    """(class of the model, its configuration). Importing transformers and the class takes most of a start's time."""
     if holds_adapter(path):
-        opening.result()  # which imports peft, and so transformers: of one package a single thread imports at a time
+        opening.result()  # it imports peft, and so transformers: only one thread at a time can import a package
     import transformers
 
     require_supported()
-    path = opening.result().base.path  # which is there: for another transformers would ask the network
+    path = opening.result().base.path  # this folder exists; transformers would ask the network for a missing one
     config = transformers.AutoConfig.from_pretrained(path)
     if model_class is None:
         name = (config.architectures or [None])[0]
@@ -274,8 +274,8 @@ def _build(model_class, config, opened, precision, model_arguments):
 
 
 def _dtype_as_loaded(given, config, opened):
-    """The dtype that ``from_pretrained(dtype=given)`` builds a model in: what the model's configuration says where
-    nothing is given, else that of the checkpoint's first floating tensor."""
+    """The dtype in which ``from_pretrained(dtype=given)`` builds a model. Where none is given, it is the dtype of the
+    model's configuration, or that of the checkpoint's first floating tensor."""
     if given not in (None, "auto"):
         return given
     if config.dtype is not None:
@@ -307,7 +307,7 @@ def _names_of(model):
 
 
 def _entries(parameters, names, config):
-    """What LoadPlan takes, of [(index, parameter, full shape)] and the names of those that are asked for."""
+    """The argument ``parameters`` of a LoadPlan: those of [(index, parameter, full shape)] whose ids have ``names``."""
     return [
         (index, names[id(p)], list(shape), config.weight_dtype(p.dtype))
         for index, p, shape in parameters

@@ -1,7 +1,8 @@
-"""The package's logger, which lines of it a process shows by itself, and messages of some ranks only.
+"""The package's logger: the lines that a process shows by itself, and messages of some ranks only.
 
-A program that configures logging (handlers of the root, or of "strata") gets every record, and nothing is shown beside
-that. In any other, rank 0 shows what it says from INFO on and the other ranks their warnings, on standard error.
+A program that configures logging (handlers of the root, or of "strata") gets every record, and Strata itself shows
+none. In any other program rank 0 shows its records from INFO on and the other ranks show their warnings, on standard
+error.
 """
 
 import logging
@@ -47,25 +48,25 @@ def _level_of(name):
 
 
 def _program_listens():
-    """Whether somebody else takes the logger's records."""
+    """Whether the program has a handler for the logger's records."""
     others = [handler for handler in logger.handlers if handler is not _shown]
     return bool(others) or (logger.propagate and logging.getLogger().hasHandlers())
 
 
 class _OwnLevel(int):
-    """A level that no script has set: none is the same object."""
+    """A level that Strata has set: a script's level is never the same object."""
 
 
 class _RankHandler(logging.Handler):
-    """Shows records on this process's standard error: by rich on a terminal, where it is installed. It retires, with
-    the level that it has set, as soon as the program has handlers of its own; so no line comes twice."""
+    """Shows records on this process's standard error: by rich on a terminal, where it is installed. As soon as the
+    program has handlers of its own, this handler removes itself and its level, so that no line comes twice."""
 
     def __init__(self):
         super().__init__()
         self._threshold = None
         self._on_terminal = None  # rich's handler
         logger.addHandler(self)
-        self._filtered = [logger, logging.getLogger("strata.ranks.runtime")]  # those that records are made by
+        self._filtered = [logger, logging.getLogger("strata.ranks.runtime")]  # the loggers that make records
         for each in self._filtered:
             each.addFilter(self._is_ours)
 

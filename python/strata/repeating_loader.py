@@ -2,7 +2,7 @@
 
 
 class RepeatingLoader:
-    """Iterates over ``loader`` again and again. An empty one raises StopIteration."""
+    """Iterates over ``loader`` again and again. Raises StopIteration where ``loader`` is empty."""
 
     def __init__(self, loader):
         self.loader = loader

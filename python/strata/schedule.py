@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the configuration's, as the object that ``initialize`` returns, and the same as classes."""
+"""Learning-rate schedules: classes for scripts, and the configuration's schedule, which ``initialize`` returns."""
 
 import copy
 
@@ -28,23 +28,23 @@ class ScheduledLR(ScheduleNames):
             self._write(initial)
 
     def step(self, last_batch_iteration=None):
-        """Goes one step on, or to ``last_batch_iteration``."""
+        """Advances by one step, or to ``last_batch_iteration``."""
         if last_batch_iteration is None:
             self._write(self._schedule.step())
         else:
             self._write(self._schedule.step_to(last_batch_iteration))
 
     def get_lr(self):
-        """[float]: the rate of each param group where the schedule stands."""
+        """[float]: the schedule's present rate of each param group."""
         return self._schedule.current()[0]
 
     def get_last_lr(self):
-        """[float]: the rate of each param group as last written."""
+        """[float]: the rate that was last written into each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
     def last_batch_iteration(self):
-        """int: the step where the schedule stands; -1 before the first."""
+        """int: the schedule's present step; -1 before the first."""
         return self._schedule.last_iteration
 
     def state_dict(self):
@@ -52,7 +52,7 @@ class ScheduledLR(ScheduleNames):
         return {"last_batch_iteration": self._schedule.last_iteration}
 
     def load_state_dict(self, state):
-        """Goes to where ``state_dict()`` was taken."""
+        """Sets the schedule to the step of ``state``, a result of ``state_dict()``."""
         self._schedule.last_iteration = state["last_batch_iteration"]
 
     def _write(self, rates):
@@ -74,13 +74,13 @@ def _set_betas(group, values):
 class Advance:
     """One step of a scheduler, which can be taken back.
 
-    On a GPU the engine steps the scheduler before anybody knows whether the device skipped the update, since the
+    On a GPU the engine steps the scheduler before the host knows whether the device skipped the update, since the
     script reads the new rates at once.
 
     Args:
-        scheduler: whatever has ``step()``; what has no ``state_dict()`` has its rates taken back alone.
-        optimizer: whose param groups it writes.
-        arguments: of its ``step()``, a dict.
+        scheduler: an object with ``step()``; without a ``state_dict()`` only its rates are taken back.
+        optimizer: the scheduler writes into its param groups.
+        arguments: of the scheduler's ``step()``, a dict.
         can_be_undone: False: ``undo()`` will not be called.
     """
 
@@ -99,7 +99,7 @@ class Advance:
             self._written += [(group, key, old[key], _kept(group[key])) for key in changed]
 
     def undo(self):
-        """What the script has written into a param group since then stays."""
+        """Takes the step back. Values that the script has written into a param group since then stay."""
         if self._state is not None:
             self._scheduler.load_state_dict(self._state)
         for group, key, before, after in self._written:
@@ -112,7 +112,7 @@ def _settings(group):
 
 
 def _kept(value):
-    """As it is now: schedulers change rates that are tensors in place."""
+    """The present value: schedulers change rates that are tensors in place."""
     return value.clone() if hasattr(value, "clone") else value
 
 
@@ -121,8 +121,8 @@ def _same(a, b):
 
 
 def _start(arguments):
-    """Starts the schedule whose constructor has these ``arguments``, its ``locals()``; it is of the class that the
-    configuration names alike. Errors: ConfigError."""
+    """Starts a schedule from its constructor's ``arguments``, its ``locals()``. Its class has the name that the
+    configuration uses. Errors: ConfigError."""
     schedule, optimizer = arguments.pop("self"), arguments.pop("optimizer")
     section = {"type": schedule.type, "params": arguments}
     ScheduledLR.__init__(schedule, read_config({"scheduler": section}), optimizer)
@@ -225,7 +225,7 @@ class LRRangeTest(ScheduledLR):
 
 
 def schedule_from_config(config, optimizer):
-    """The schedule that the configuration names, an instance of its class; _C.Config, ``ShardedOptimizer``."""
+    """The schedule that a _C.Config names, an instance of its class, over a ``ShardedOptimizer``."""
     name = settings_of_schedule(config)["type"]
     found = next(c for c in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest) if c.type == name)
     schedule = found.__new__(found)

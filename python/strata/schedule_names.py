@@ -1,4 +1,4 @@
-"""What scripts read on DeepSpeed's schedules, beside the rates."""
+"""Attributes of DeepSpeed's schedules that scripts read, beside the rates."""
 
 import json
 
@@ -10,7 +10,7 @@ def settings_of_schedule(config):
 
 
 class ScheduleNames:
-    """Attributes of a schedule, by those settings that it has; it has ``optimizer``, ``get_lr()`` and
+    """The settings of a schedule as attributes. The schedule has ``optimizer``, ``get_lr()`` and
     ``last_batch_iteration``.
 
     Attributes:
@@ -20,7 +20,7 @@ class ScheduleNames:
         min_moms, max_moms: [(float, float)] betas, by param group; of OneCycle with momentum.
         warmup_num_steps, warmup_type, total_num_steps, warmup_min_ratio, cos_min_ratio, step_size, step_rate,
             staircase, total_size, step_ratio, first_stair_count, second_stair_count, decay_step_size, decay_lr_rate,
-            decay_mom_rate, cycle_momentum: as they count.
+            decay_mom_rate, cycle_momentum: the effective values.
     """
 
     def _tell_of(self, settings, groups):
@@ -65,12 +65,12 @@ class ScheduleNames:
                 for name in ("cycle_min_mom", "cycle_max_mom"))
 
     def get_mom(self):
-        """[(float, float)]: the betas of each param group where the schedule stands, the largest before its first
-        step, as DeepSpeed says; None where it changes none."""
+        """[(float, float)]: the schedule's present betas of each param group; before its first step the largest ones,
+        as in DeepSpeed. None where it changes none."""
         return self._schedule.current()[1] if self.last_batch_iteration >= 0 else getattr(self, "max_moms", None)
 
     def get_lr_ratio(self):
-        """float, of WarmupCosineLR: the rate over the optimizer's own, where the schedule stands; 0.0 before its first
+        """float, of WarmupCosineLR: the present rate divided by the optimizer's own; 0.0 before the schedule's first
         step."""
         if self.last_batch_iteration < 0:
             return 0.0

@@ -10,30 +10,31 @@ STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad
 
 
 class StateParking:
-    """What ``Engine`` gives others of its device's memory between two phases of training."""
+    """The part of ``Engine`` that frees device memory for other uses between two phases of training."""
 
     _told_of_weights = False
 
     def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
-        """Moves states of training from the device to host memory, whose memory on the device is free for others when
-        this returns. ``reload_states()`` brings them back, bit for bit. Collective; between passes, also with
-        gradients of a step that is not over. What rests on the host or on a drive already stays there, and what is
-        away already is left alone.
+        """Moves states of training from the device to host memory. Their memory on the device is free when this
+        returns. ``reload_states()`` brings them back, bit for bit. Collective; between passes, also in a step that
+        already has gradients. States that are offloaded already, to the host or to a drive, do not move.
 
-        Until then ``step()``, checkpoints, and reading or setting states of parameters raise UsageError; so does
-        ``backward()`` without gradient memory, and a forward or a read of a parameter without weights. Parameters of
-        weights that are away have the shape [0]; what a script has made of their memory (``p.data``, a view) must not
-        be used. With the weights at their place the model may be evaluated, gathered and saved (``save_pretrained``).
+        Until the reload ``step()``, checkpoints, and reading or setting states of parameters raise UsageError. So do
+        ``backward()`` while gradient memory is away, and a forward or a read of a parameter while weights are away.
+        Parameters have the shape [0] while the weights are away; the script must not use views of their memory
+        (``p.data``) then. While the weights are on the device, the model may be evaluated, gathered and saved
+        (``save_pretrained``).
 
-        The weights stay, with one warning, where the ranks' collectives cannot give their memory back (gloo, drivers
-        without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then. Of
-        an optimizer of the script's, "optim_states" moves the tensors that it keeps in ``state`` on the device; the
-        parameters in its groups are empty while masters or weights are away, and have other memory afterwards.
+        The weights stay, with one warning, where the ranks' transport cannot free their memory (gloo, drivers
+        without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then.
+        Where an optimizer of the script's updates the shards, "optim_states" moves the tensors of its ``state`` that
+        are on the device; the parameters in its groups are empty while masters or weights are away, and have other
+        memory afterwards.
 
         Args:
             include: which states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
-                ``exp_avg_sq``), "hp_params" (masters, or what is kept of them beside the weights), "lp_params" (the
-                weights), "lp_grads" (reduced gradients) and "contiguous_grad_buffer" (gradients on their way there).
+                ``exp_avg_sq``), "hp_params" (masters, or their remainders), "lp_params" (the weights), "lp_grads"
+                (reduced gradients) and "contiguous_grad_buffer" (gradients that are not reduced yet).
                 None: all. The same on every rank.
             device: "cpu", or DeepSpeed's ``OffloadDeviceEnum.cpu``; "none" does nothing but warn.
             pin_memory: into pinned host memory, as far as the system lets this process pin some.
@@ -41,8 +42,8 @@ class StateParking:
 
         Raises:
             UsageError: for other states and devices; within a backward pass or ``GatheredParameters``.
-            OutOfMemoryError: on every rank, where a host has no room. States count as away then, except weights:
-                ``reload_states()`` brings back what has gone.
+            OutOfMemoryError: on every rank, where a host has no room. The engine then counts all states but the
+                weights as away: ``reload_states()`` brings back those that have moved.
         """
         where = _text(device)
         if where == "none":
@@ -62,14 +63,14 @@ class StateParking:
                            "memory back; the other states are moved", self.collectives_name)
 
     def reload_states(self, non_blocking=False):
-        """Brings everything back that ``offload_states()`` moved. Collective. Does nothing where nothing is away.
+        """Brings back all states that ``offload_states()`` moved. Collective. Does nothing where none is away.
 
         Args:
-            non_blocking: has no effect: all is in place when this returns.
+            non_blocking: has no effect: all states are back when this returns.
 
         Raises:
-            OutOfMemoryError: on every rank, where a device has no room. What is not back stays on the host; free
-                memory, and call it again.
+            OutOfMemoryError: on every rank, where a device has no room. States that are not back stay on the host;
+                free memory, and call it again.
         """
         self.core.unpark()
         outside = getattr(self.core, "segment_states", None)  # where an optimizer of the user's updates the shards
@@ -78,5 +79,5 @@ class StateParking:
 
 
 def _text(name):
-    """Of a word, or of a member of an enumeration of words."""
+    """The text of a word, or of a member of an enumeration of words."""
     return str(getattr(name, "value", name))

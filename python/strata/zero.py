@@ -23,40 +23,40 @@ class Init:
     """Context that shards a module's parameters as soon as its constructor is over, so that no rank ever holds the
     whole model. ``strata.initialize`` takes the shards over, a unit at a time.
 
-    While a constructor runs, its class and those that inherit from it see the parameters that it has made itself, and
-    those of its children as soon as they read them (``child.weight``, ``self.parameters()``, ``self.apply(...)``), and
-    what they write counts: in the end rank 0's values win. Nothing else is whole meanwhile: a parameter that was looked
-    at is released when no rank refers to it any more, at the latest when the constructor ends. Afterwards change
-    parameters within ``GatheredParameters``.
+    While a constructor runs, the parameters that it or the constructor of a base class has made are whole. A child's
+    parameter becomes whole when the constructor reads it (``child.weight``, ``self.parameters()``,
+    ``self.apply(...)``). Values that the constructor writes count; where ranks write different values, rank 0's win.
+    No other parameter is whole meanwhile: a parameter that was read is released when no rank refers to it any more, at
+    the latest when the constructor ends. Afterwards change parameters within ``GatheredParameters``.
 
-    Modules that were built elsewhere are sharded when they are attached to one that is built inside, at the end of its
-    constructor or of the context. Parameters on torch's device "meta", and lazy ones, stay as they are. On one rank
-    parameters stay whole; they are cast and moved to where they train.
+    A module that was built outside is sharded when it is attached to one that is built inside: at the end of that
+    one's constructor, or of the context. The context leaves parameters on torch's device "meta", and lazy ones, alone.
+    On one rank parameters stay whole; they are cast and moved to the device that the model trains on.
 
-    A floating parameter of more elements than ``strata.init.replay_above`` is born without memory. What its own and its
-    parents' constructors do to it element by element (``normal_``, ``uniform_``, ``trunc_normal_``, ``fill_``, and what
-    ``torch.nn.init`` and transformers make of these) is written down, and replayed when the outermost constructor is
-    over: each rank makes what its shards hold, ``stage3_partition_stream_chunk_size`` bytes at a time. Its random
-    numbers are not plain torch's; they follow from ``torch.manual_seed`` and are the same at any number of ranks. What
-    cannot be replayed (``orthogonal_``, a value that is read) makes the parameter whole on the host, which is said
-    once.
+    A floating parameter of more elements than ``strata.init.replay_above`` has deferred initialization: its constructor
+    makes it without memory. ``Init`` records the element-wise operators of its own and its parents' constructors
+    (``normal_``, ``uniform_``, ``trunc_normal_``, ``fill_``, and the functions of ``torch.nn.init`` and transformers
+    that use these). It replays them when the outermost constructor is over: each rank computes the values of its own
+    shards, ``stage3_partition_stream_chunk_size`` bytes at a time. The random numbers are not plain torch's; they
+    follow from ``torch.manual_seed`` and are the same at any number of ranks. An operator that cannot be replayed
+    (``orthogonal_``, or one that reads a value) makes the parameter whole on the host; a warning says so once.
 
-    Collective: every rank builds the same modules, whose constructors look at the same parameters. What is built in the
-    context lives until its end. A context within another one does nothing of its own: the outer one's settings hold.
+    Collective: every rank builds the same modules, whose constructors read the same parameters. Modules that are built
+    in the context live until its end. A context within another one does nothing: the outer one's settings hold.
 
     Args:
         module: shards this module, already built, at once.
         config_dict_or_path, config: a configuration (dict, path or JSON text) whose precision the shards get;
-            "auto" values are accepted, and any stage. Without one, ``dtype`` says the precision.
+            "auto" values are accepted, and any stage. Without one, ``dtype`` gives the precision.
         dtype: torch.bfloat16 or torch.float16; None or torch.float32: parameters keep theirs.
         enabled: False makes the context do nothing.
         The other arguments are DeepSpeed's and have no effect here.
 
     Raises:
-        UsageError: for another ``dtype``, and for a ``module`` that is none.
-        OutOfMemoryError: from a constructor, or at its end, where there is no room for shards or pieces, or for what
-            must be whole. Nothing stays of what a constructor that fails has made, whatever it raises: parameters that
-            somebody still refers to are empty.
+        UsageError: for another ``dtype``, and for a ``module`` that is no ``torch.nn.Module``.
+        OutOfMemoryError: from a constructor, or at its end, where there is no room for shards or pieces, or for
+            parameters that must be whole. A constructor that fails, with any exception, leaves no values behind:
+            parameters to which the script still refers are empty.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Init:
 
     def __enter__(self):
         if self._enabled and open_looks() is None:
-            # Modules made outside any other's constructor. No weak references: ranks free them at times of their own.
+            # Modules made outside any other's constructor. Weak references would end at different times on each rank.
             self._roots = []
             self._watch = ConstructorWatch(self._begin, self._end)
             rank, world = rank_and_world_size()
@@ -115,7 +115,7 @@ class Init:
         looks, self._looks = self._looks, None
         roots, self._roots = self._roots, []
         failed = True
-        with ExitStack() as ends:  # each of them, whatever the others raise
+        with ExitStack() as ends:  # each of them runs, also when another one raises
             ends.callback(self._births.close)
             ends.callback(lambda: looks.close(failed))
             with ExitStack() as patches:
@@ -128,7 +128,7 @@ class Init:
 
     def _begin(self, module):
         with self._recording.paused():
-            if self._watch.running:  # what that constructor has made by now need not stay whole meanwhile
+            if self._watch.running:  # parameters that the parent has made by now need not stay whole meanwhile
                 parent = self._watch.running[-1]
                 own = parent.__dict__.get("_parameters", {})
                 self._births.shard_unused([(parent, name) for name in own])
@@ -155,7 +155,7 @@ class Init:
                     self._recording.settle(not is_complete)
 
     def _tidy(self):
-        """Shards what was made real and is not used any more, before the next one is."""
+        """Shards parameters that were materialized and are not used any more, before another one is materialized."""
         if self._recording.made_real and self._watch.running:
             with self._recording.paused():
                 self._recording.made_real = not self._births.shard_unused(self._births.waiting())

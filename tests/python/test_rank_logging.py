@@ -38,7 +38,7 @@ def test_a_plain_script_sees_hints_and_what_is_missed_is_a_warning(bare, capsys)
     train_step(engine, make_batches(1, 1)[0, 0])
     engine.destroy()
     said = capsys.readouterr().err
-    assert "strata: stage 2, dtypes as they are, on cpu" in said
+    assert "strata: stage 2, the parameters' own dtypes, on cpu" in said
     assert "strata WARNING: settings without effect that ask for memory or output:\n" \
            "  activation_checkpointing.cpu_checkpointing: " in said
     assert "strata: accepted settings without effect:\n  activation_checkpointing.number_checkpoints: " in said

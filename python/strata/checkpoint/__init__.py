@@ -1,1 +1,1 @@
-"""How a checkpoint becomes a model and a model a checkpoint: names, ranges of files, and which rank reads what."""
+"""Loads models from checkpoints and saves them: names, ranges of files, and the ranges that each rank reads."""

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: saved by PEFT's own ``save_pretrained``, of sharded weights, and found in a folder of it."""
+"""Adapters of PEFT: saves those with sharded weights through PEFT's ``save_pretrained``, and loads them."""
 
 import os
 import sys
@@ -13,14 +13,14 @@ from ..tiles.host_copy import values_on_host
 from .names import state_names
 from .torch_file import moved_into
 
-# Methods of PEFT whose state is in the adapter's file as it is, so that it can be read into a model without values.
+# Methods of PEFT whose file holds every trained tensor unchanged, so that a model without values can be filled from it.
 _READABLE = {
     "BOFT", "C3A", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "PREFIX_TUNING",
     "PROMPT_TUNING", "VBLORA", "VERA",
 }  # fmt: skip
-# What LoRA may begin with and leave the base model's weights alone.
+# LoRA's initializations that do not change the base model's weights.
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")
-_PROMPTS = "prompt_embeddings"  # their name in the file, of methods that learn a prompt
+_PROMPTS = "prompt_embeddings"  # the name in the file, for methods that learn a prompt
 _INSTEAD = "; build the model with peft.PeftModel.from_pretrained(...) and pass it to strata.initialize"
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -33,7 +33,7 @@ def is_peft_model(model):
 
 
 def holds_adapter(folder):
-    """Whether ``folder`` has an adapter's configuration and no model's of its own."""
+    """Whether ``folder`` has an adapter's configuration and no model's configuration."""
     return os.path.exists(os.path.join(folder, CONFIG)) and not os.path.exists(os.path.join(folder, "config.json"))
 
 
@@ -41,8 +41,8 @@ def read_adapter_config(folder):
     """(peft.PeftConfig to train with, folder of the base model).
 
     Raises:
-        FormatError: it names no folder of a base model that is there.
-        UsageError: peft is not installed; an adapter whose values are not all in its file.
+        FormatError: it names no existing folder of a base model.
+        UsageError: peft is not installed; the adapter's file does not hold all of its values.
     """
     try:
         import peft
@@ -96,7 +96,7 @@ def _require_readable(config, folder):
     if kind not in _READABLE or getattr(config, "prefix_projection", False):
         what = "prefix_projection" if kind in _READABLE else f"the method {kind}"
         raise _C.UsageError(
-            f"{folder}: not all that an adapter with {what} trains is in its file as it is{_INSTEAD}"
+            f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}"
         )
     if not any(init is known or init == known for known in _INITS):
         raise _C.UsageError(
@@ -108,7 +108,7 @@ def _require_readable(config, folder):
 
 @contextmanager
 def _without_values(config):
-    """Inside, attaching the adapter computes nothing with the base model's weights, which are not there."""
+    """Context in which attaching the adapter computes nothing with the base model's weights, which have no values."""
     plain = {"init_lora_weights": False, "prompt_tuning_init": "RANDOM"}
     before = {name: getattr(config, name) for name in plain if getattr(config, name, None) is not None}
     for name in before:
@@ -121,7 +121,7 @@ def _without_values(config):
 
 
 def _give_memory(wrapped, config, in_file):
-    """Replaces the adapter's meta buffers, whose ids are ``in_file``, by real ones; what is shared stays shared."""
+    """Replaces the adapter's meta buffers, whose ids are ``in_file``, by real ones; shared buffers stay shared."""
     made = {}
     for path, module in wrapped.named_modules():
         for name, buffer in module._buffers.items():
@@ -140,12 +140,12 @@ def _give_memory(wrapped, config, in_file):
 def save_adapters(engine, folder):
     """Writes every adapter as PEFT's ``save_pretrained`` does. Collective.
 
-    One parameter at a time is gathered, and all of a prompt that is learned; rank 0 holds the adapters' parameters on
-    the host meanwhile, and puts the files in place when all are written.
+    The engine gathers one parameter at a time, or all parameters of a learned prompt. Rank 0 holds the adapters'
+    parameters on the host meanwhile, and puts the files in place when all are written.
 
     Raises:
         IoError: on every rank, where rank 0 cannot write.
-        UsageError: a method of PEFT that computes what it saves.
+        UsageError: a method of PEFT that computes the tensors that it saves.
     """
     model, writes = engine.module, engine.global_rank == 0
     with together(engine._collectives, "listing the adapters"):
@@ -177,7 +177,7 @@ def save_adapters(engine, folder):
 
 
 def _in_file(model, adapter, state):
-    """{name in the adapter's file: what ``state`` has}, by PEFT's own choice and renaming of names."""
+    """{name in the adapter's file: value in ``state``}, with the names that PEFT itself chooses."""
     from peft import get_peft_model_state_dict
 
     stand_ins = {name: torch.empty(0, device="meta") for name in state}

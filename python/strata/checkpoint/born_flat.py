@@ -13,19 +13,19 @@ from .supported_transformers import private
 def build_model(model_class, config, dtype, model_arguments):
     """A transformers model with meta parameters of the right shape and real buffers, in eval mode, not tied.
 
-    No weight is initialised but what the model's class leaves out of its checkpoints. That and buffers are computed
-    as ``from_pretrained`` computes them: as the model's constructor and its ``_init_weights`` do.
+    The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
+    get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``.
 
     Returns:
-        (model, {id(parameter): value} of what the class leaves out).
+        (model, {id(parameter): value} of the weights that the class leaves out).
     """
     with _meta_parameters(), private("no_init_weights")():
         model = model_class._from_config(config, dtype=dtype, **model_arguments)
     for parameter in model.parameters():
-        _to_meta(parameter)  # one that was put past register_parameter
+        _to_meta(parameter)  # some bypass register_parameter
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # made in the likeness of a parameter; has its values below
+            if buffer is not None and buffer.is_meta:  # made like a parameter; gets its values below
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     parameters, buffers = state_names(model)
     left_out = [parameters[n] for n in model._keys_to_ignore_on_save or () if n in parameters]
@@ -46,9 +46,9 @@ def tie_as_checkpoint(model, present, same):
 
     Args:
         model: with meta parameters.
-        present: names, in the model, of what the checkpoint holds.
-        same: called with two of these names: whether their values are equal. Tensors that differ are not
-            tied, whatever the configuration says.
+        present: names, in the model, of the checkpoint's tensors.
+        same: called with two of these names; returns whether their values are equal. Tensors that differ are not
+            tied, also where the configuration ties them.
     """
     parameters, _ = state_names(model)
     missing = set(parameters) - set(present)
@@ -77,8 +77,8 @@ def make_flat(model):
 
 @contextmanager
 def _meta_parameters():
-    """Inside, a parameter loses its memory as soon as a module has it, and stays the same object, so that
-    what is shared stays shared."""
+    """Context in which a parameter loses its memory when a module registers it. It stays the same object, so that
+    shared parameters stay shared."""
     hook = register_module_parameter_registration_hook(lambda module, name, parameter: _to_meta(parameter))
     try:
         yield

@@ -1,4 +1,4 @@
-"""The engine's calls that save training and go on with it."""
+"""The engine's calls that save and load training checkpoints."""
 
 import os
 
@@ -6,9 +6,9 @@ from .. import _C
 
 
 class EngineCheckpoints:
-    """What ``Engine`` does with checkpoints, under DeepSpeed's names and signatures. It has ``core``."""
+    """The part of ``Engine`` for checkpoints, under DeepSpeed's names and signatures. It needs ``core``."""
 
-    _saver = None  # made when somebody saves
+    _saver = None  # made by the first save
 
     def checkpoint_saver(self):
         """The core's _C.TrainingSaver of this engine."""
@@ -18,7 +18,7 @@ class EngineCheckpoints:
         return self._saver
 
     def wait_for_checkpoint(self):
-        """Returns when the last checkpoint stands on disk that ``"checkpoint": {"async": true}`` lets be written beside
+        """Waits until the last checkpoint is on disk, where ``"checkpoint": {"async": true}`` writes it beside
         training. Collective. ``save_checkpoint``, ``load_checkpoint`` and ``destroy`` wait, too.
 
         Raises:
@@ -28,32 +28,32 @@ class EngineCheckpoints:
             self._saver.wait()
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-        """Saves everything that training needs to go on: weights, masters, the optimizer's states, the scheduler, loss
-        scale, counts of steps. Collective, between steps; every rank writes its own shards.
+        """Saves a training checkpoint: weights, masters, the optimizer's states, the scheduler, the loss scale, counts
+        of steps. Collective, between steps; every rank writes its own shards.
 
-        The checkpoint is ``save_dir/tag``, whole or not there: it gets its name when all of it is on disk, and what was
-        in the folder stays until then. It loads at any number of ranks and any stage. With ``"checkpoint": {"async":
-        true}`` this returns when the shards are copied to the host; they are written beside the next steps, and what
-        goes wrong there is raised by the next save, load, ``wait_for_checkpoint()`` or ``destroy()``.
+        The checkpoint is ``save_dir/tag``. It is complete or absent: it gets its name when all of it is on disk, and an
+        earlier one of that tag stays until then. It loads at any number of ranks and any stage. With ``"checkpoint":
+        {"async": true}`` this call returns when the shards are copied to the host. Threads write them beside the next
+        steps; the next save, load, ``wait_for_checkpoint()`` or ``destroy()`` raises their error.
 
         Args:
-            save_dir: folder of the checkpoints, seen by all ranks; made if need be.
-            tag: name of this one; default "global_step<n>". The same on every rank.
+            save_dir: folder of the checkpoints, on a file system that all ranks see; made if need be.
+            tag: name of this checkpoint; default "global_step<n>". The same on every rank.
             client_state: dict of the script's own values: numbers, texts, bytes, tensors, dicts, lists, tuples,
-                numpy's numbers and arrays. Rank 0's is kept.
-            save_latest: let ``save_dir/latest`` name it, which ``load_checkpoint`` without a tag follows.
-            exclude_frozen_parameters: leave parameters out that need no gradient.
+                numpy's numbers and arrays. Rank 0's dict is saved.
+            save_latest: write the tag to ``save_dir/latest``, which ``load_checkpoint`` without a tag reads.
+            exclude_frozen_parameters: leave out parameters that need no gradient.
 
         Returns:
             True.
 
         Raises:
-            UsageError: for a tag that is no plain name, differs between ranks, or is the name of something that is no
-                checkpoint; for a value that cannot be kept; after an update, or loading, that failed half-way.
+            UsageError: for a tag that is no plain name, differs between ranks, or names a folder or file that is no
+                checkpoint; for a value that cannot be saved; after an update, or loading, that failed half-way.
             IoError: on every rank, where one of them cannot write, the disk has no room for all of it, or another job
                 saves into the folder.
         """
-        from .training import save_checkpoint  # not before somebody saves
+        from .training import save_checkpoint  # not before the first save
 
         return save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -61,25 +61,25 @@ class EngineCheckpoints:
         self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
         load_module_only=False, custom_load_fn=None,
     ):  # fmt: skip
-        """Goes on from a checkpoint of ``save_checkpoint``, whatever number of ranks and stage saved it. Collective,
-        between steps; each rank reads what its own shards need, and verifies it.
+        """Loads a checkpoint of ``save_checkpoint``, which any number of ranks may have saved at any stage. Collective,
+        between steps; each rank reads and verifies the ranges of its own shards.
 
         Args:
             load_dir: folder of the checkpoints.
-            tag: which one, the same on every rank; default the one that ``load_dir/latest`` names.
-            load_module_strict: an error where model and checkpoint have not the same parameters and buffers, in their
-                shapes; False: what they have not in common is skipped and listed.
-            load_optimizer_states: and the param groups' values, such as a live learning rate.
+            tag: name of the checkpoint, the same on every rank; default: the one that ``load_dir/latest`` names.
+            load_module_strict: raise an error where parameters and buffers of model and checkpoint differ in names or
+                shapes; False: skip and list those that differ.
+            load_optimizer_states: load these, and the param groups' values, such as the learning rate.
             load_lr_scheduler_states: of the configuration's scheduler, or of the script's.
-            load_module_only: nothing but values of parameters and buffers.
+            load_module_only: load only the values of parameters and buffers.
             custom_load_fn: refused; change values after loading, within ``GatheredParameters``.
 
         Returns:
             (path of the checkpoint, client state). (None, None), with a warning, where ``load_dir`` has no ``latest``.
 
         Raises:
-            FormatError: on every rank, for a checkpoint of another model, for one that is damaged (file, tensor and
-                place are named), and for a link that leads out of its folder.
+            FormatError: on every rank, for a checkpoint of another model, for a damaged one (the message names file,
+                tensor and range), and for a link that leads out of its folder.
             IoError: there is no such checkpoint, or a file of it is missing.
             UsageError: ranks ask for different tags; the optimizer has another number of param groups.
         """
@@ -93,7 +93,7 @@ class EngineCheckpoints:
 
 
 def _buffer_bytes(model):
-    """Of the buffers that a checkpoint has."""
+    """int: the bytes of the buffers that a checkpoint has."""
     return sum(
         buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set

@@ -1,4 +1,4 @@
-"""The script beside checkpoints that writes whole weights, where DeepSpeed's users look for it."""
+"""Puts the script that writes whole weights beside checkpoints, where DeepSpeed's users look for it."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 
 def place_script(folder):
-    """Puts ``zero_to_fp32.py`` into ``folder``. Where that fails a warning says so: a checkpoint needs no script."""
+    """Puts ``zero_to_fp32.py`` into ``folder``. A failure is only a warning: a checkpoint needs no script."""
     path = os.path.join(folder, _NAME)
     try:
         if _is_there(path):

@@ -1,5 +1,5 @@
-"""What must be read from a checkpoint to fill a model: worked out from headers alone, so that a checkpoint
-that does not fit is refused before anything is stored."""
+"""Plans the reads that fill a model from a checkpoint. The plan needs only headers, so that a checkpoint that does not
+fit is refused before any value is stored."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ logger = logging.getLogger("strata")
 
 
 class Contents:
-    """What a _C.Checkpoint has: ``shapes`` and ``tensors``, as RangeTensors, by name."""
+    """The contents of a _C.Checkpoint: ``shapes`` and ``tensors``, as RangeTensors, by name."""
 
     def __init__(self, checkpoint):
         listed = checkpoint.tensors()
@@ -21,21 +21,22 @@ class Contents:
 
 
 class LoadPlan:
-    """The way from a checkpoint into an engine. Not collective, except where said.
+    """The ranges of a checkpoint's tensors that fill an engine's parameters. Methods are local unless they say
+    "collective".
 
     Args:
         model: the module, for its naming rules.
         checkpoint: a _C.Checkpoint.
         path: of the checkpoint, for messages.
-        parameters: [(place among the model's parameters, [names], full shape, torch dtype of the weight)].
+        parameters: [(index among the model's parameters, [names], full shape, torch dtype of the weight)].
         buffers: {name: ``BufferHome``} of persistent buffers.
-        strict: tensors that the model has no use for are an error; else a warning.
-        contents: ``Contents`` of the checkpoint, where they have been made.
+        strict: tensors that the model does not use are an error; else a warning.
+        contents: ``Contents`` of the checkpoint, where they are made already.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
-        found: what ``model_tensors`` has found for these parameters, and maybe for others.
+        found: a result of ``model_tensors`` for these parameters, and maybe for others.
 
     Raises:
-        FormatError: tensors that are missing, misshapen, wrongly typed, or with ``strict`` unexpected; lists
+        FormatError: tensors are missing, have another shape or an unfit dtype, or with ``strict`` are unexpected; lists
             them.
     """
 
@@ -60,7 +61,7 @@ class LoadPlan:
             if tensor is None and left_out.intersection(names):
                 if constructed and index in constructed:
                     self._constructed.append((index, constructed[index]))
-            elif tensor is None or tensor.source is not None:  # the map reports what is missing or misshapen
+            elif tensor is None or tensor.source is not None:  # the map reports missing tensors and wrong shapes
                 piece = (tensor.source if tensor is not None else names[0], shape, 0, 0, None)
                 sources.append((names[0], shape, dtype, [piece]))
                 self._indices.append(index)
@@ -97,14 +98,14 @@ class LoadPlan:
         self.absent_buffers = absent
 
     def read(self, core, known=None, reader=None):
-        """Collective: reads this rank's part of what lies in the files as it is.
+        """Collective: reads this rank's part of the tensors that need no computation.
 
         Memory: the reader's staging ring.
 
         Args:
             core: a _C.ShardedModel.
-            known: of its engine; None: places among the parameters are indices in ``core``.
-            reader: a _C.WeightReader, for several plans one after the other; None: one of its own.
+            known: of its engine; None: indices among the parameters are indices in ``core``.
+            reader: a _C.WeightReader, which several plans can share; None: the plan makes its own.
 
         Raises:
             IoError: on every rank; names the first that failed.
@@ -122,7 +123,7 @@ class LoadPlan:
         (reader or _C.WeightReader(core)).load(core, self._checkpoint, weight_map, indices)
 
     def compute(self, core, known=None):
-        """The rest, after ``read``: tensors that must be computed, and buffers; then all ranks call
+        """After ``read``: stores tensors that must be computed, and buffers. All ranks then call
         ``_C.weights_changed``.
 
         Memory: one of the tensors and its sources.
@@ -135,7 +136,7 @@ class LoadPlan:
             home.module._buffers[home.name].copy_(tensor.compute(self._checkpoint.read))
 
     def warn(self):
-        """Logs what does not fit but is no error."""
+        """Logs differences that are no error."""
         if self.unexpected:
             logger.warning("%s", _listing(f"{self._path}: not used by the model:", self.unexpected))
         if self.absent_buffers:
@@ -143,7 +144,7 @@ class LoadPlan:
 
 
 class LoadPlans:
-    """Several of ``LoadPlan`` as one: of a model and of its adapter."""
+    """Several ``LoadPlan``s as one: a model's and its adapter's."""
 
     def __init__(self, plans):
         self._plans = list(plans)
@@ -162,7 +163,7 @@ class LoadPlans:
 
 
 def _of_part(source, part, known):
-    """What a tile is made of, of what its parameter is made of."""
+    """The source of one tile, cut from the source of its parameter."""
     name, shape, dtype, pieces = source
     if len(known.parts) == 1:
         return source

@@ -1,5 +1,5 @@
-"""Names of tensors in checkpoints against names in models: equal for plain modules, and what transformers
-says for its models (renamings, fused experts, a base model's prefix)."""
+"""Maps names of tensors in checkpoints to names in models. They are equal for plain modules; for its own models
+transformers defines conversions (renamings, fused experts, a base model's prefix)."""
 
 import re
 from contextlib import suppress
@@ -14,7 +14,7 @@ from .supported_transformers import is_transformers_model, private
 
 
 def state_names(model):
-    """({name: parameter}, {name: persistent buffer}) with all names of what has several. Gathers nothing."""
+    """({name: parameter}, {name: persistent buffer}); an object with several names has all of them. Gathers nothing."""
     parameters, buffers = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -28,7 +28,7 @@ def state_names(model):
 
 
 class BufferHome(NamedTuple):
-    """Where a buffer is found, also when the module has another tensor there: on its way to the device, say."""
+    """The module and the name of a buffer. They hold also when the module gets another tensor, on a device, say."""
 
     module: torch.nn.Module
     name: str
@@ -43,16 +43,16 @@ def homes_of(model, buffers):
 
 
 def model_tensors(model, known, tensors):
-    """What a checkpoint gives to a model.
+    """Finds the tensors of a checkpoint for each tensor of a model.
 
     Args:
-        model: of transformers; then the conversions that were used are noted on it, as ``from_pretrained``
-            does, and ``saved_tensors`` reverts these. Or any other module.
+        model: any module. A model of transformers keeps the conversions that were used, as after
+            ``from_pretrained``, and ``saved_tensors`` reverts these.
         known: names of the model's parameters and buffers.
         tensors: of the checkpoint, ``Leaves``.
 
     Returns:
-        ({name in the model: RangeTensor}, [names in the checkpoint that the model has no use for]).
+        ({name in the model: RangeTensor}, [names in the checkpoint that the model does not use]).
     """
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
@@ -60,7 +60,7 @@ def model_tensors(model, known, tensors):
     blocks = RepeatedBlocks(tensors, [pattern for c in mapping for pattern in c.source_patterns])
     answer = None
     if blocks.repeat:
-        with suppress(_C.FormatError):  # which all names together may not give, or give better
+        with suppress(_C.FormatError):  # with all names there may be no error, or one that says more
             answer = blocks.complete(*_converted(model, mapping, known, tensors, blocks.asked), known)
     found, unexpected = answer or _converted(model, mapping, known, tensors, tensors)
     model._weight_conversions = [c for c in mapping if c.was_used()]
@@ -143,8 +143,8 @@ def preferred_names(model, names):
 
 
 def _in_natural_order(names):
-    """Sorted as transformers does: numbers count as numbers, so that expert 10 comes after expert 2. A name's key is
-    made of its parts' keys: ten thousand names have some hundred different parts."""
+    """Sorts as transformers does: numbers count as numbers, so that expert 10 comes after expert 2. A name's key
+    consists of its parts' keys, which are cached: ten thousand names have some hundred different parts."""
     dot_natural_key = private("dot_natural_key")
 
     class Keys(dict):
@@ -157,7 +157,7 @@ def _in_natural_order(names):
 
 
 def _is_ignored(model, name):
-    """Whether transformers is silent about this tensor of the checkpoint that the model lacks."""
+    """Whether transformers does not report this tensor of the checkpoint, which the model lacks."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [n for n, _ in model.named_buffers()]
     if any(n.endswith("rotary_emb.inv_freq") for n in buffers):

@@ -1,7 +1,7 @@
-"""What an optimizer keeps, as a checkpoint has it: param groups, and of an optimizer of the user's its states.
+"""The optimizer's part of a checkpoint: param groups, and the states of an optimizer of the user's.
 
-States of as many elements as the parameter has are the core's to write and read; those of one element are within the
-JSON, as tensors of their dtype where they are tensors.
+The core writes and reads states that have as many elements as the parameter. States of one element are within the
+JSON; those that are tensors keep their dtype.
 """
 
 import json
@@ -14,7 +14,7 @@ from .plain_values import to_plain
 
 
 def optimizer_state(engine, tensors):
-    """Param groups, and of an optimizer of the user's what is not kept element by element."""
+    """Param groups, and the states of the user's optimizer that do not have one entry for each element."""
     optimizer = engine.optimizer
     if optimizer is None:
         return None
@@ -33,7 +33,7 @@ def optimizer_state(engine, tensors):
             else:
                 mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
         state["scalars"] = mine  # of this rank's parameters: their tensors are within the JSON
-        state["scalars_as_they_are"] = True  # importers have numbers of what was a tensor
+        state["scalars_as_they_are"] = True  # importers write numbers where the optimizer had tensors
     return state
 
 
@@ -58,7 +58,7 @@ def _scalar(value, name, key):
 
 
 def place_of(key, group, parameter):
-    """Where torch's optimizers keep a tensor of one element, as their load_state_dict has it."""
+    """The device on which torch's optimizers keep a state of one element, by the rule of their load_state_dict."""
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     return parameter.device if on_device else "cpu"
 
@@ -72,7 +72,7 @@ def of_all_ranks(engine, mine):
 
 
 def states_of_segments(engine):
-    """[(parameter, kind, this rank's part of it)] of what an optimizer of the user's keeps by element."""
+    """[(parameter, kind, this rank's part of it)]: the states of the user's optimizer with one entry an element."""
     if engine.optimizer is None or engine.optimizer.inner is None:
         return []
     states = engine.core.segment_states

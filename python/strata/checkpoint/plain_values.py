@@ -1,8 +1,8 @@
-"""Values of a script as JSON and tensors, and back: what a checkpoint keeps without pickle.
+"""Converts values of a script to JSON and tensors, and back: a checkpoint holds no pickle.
 
 Dicts, lists, tuples, numbers (complex ones, too), texts, bytes, None, ``argparse.Namespace``, tensors, and numpy's
 numbers and arrays.
-Anything else is refused by its place, since what cannot be read back without running code is not written.
+Any other value is refused, with its path in the message, since reading it back would run code.
 """
 
 import argparse
@@ -20,11 +20,11 @@ def to_plain(value, tensors, where):
     """JSON for ``value``; its tensors are added to ``tensors`` under names of their own that begin with ``where``.
 
     Args:
-        tensors: {name: tensor}; None: their bytes are in the JSON itself, which is for a few elements each.
-        where: what the value is called in messages, "client_state" say.
+        tensors: {name: tensor}; None: the JSON itself has their bytes, which suits tensors of a few elements.
+        where: the value's name in messages, "client_state" say.
 
     Raises:
-        UsageError: for a value of another kind, by its place.
+        UsageError: for a value of another kind; names its path.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -54,7 +54,7 @@ def to_plain(value, tensors, where):
 
 
 def from_plain(value, read):
-    """The value that ``to_plain`` made JSON of; ``read(name)`` gives its tensors."""
+    """The value from the JSON of ``to_plain``; ``read(name)`` gives its tensors."""
     if isinstance(value, list):
         return [from_plain(v, read) for v in value]
     if not isinstance(value, dict):

@@ -2,8 +2,8 @@
 
 A checkpoint and a model rarely store the same tensors: experts are fused, projections split, names
 differ. Libraries write such conversions as torch operations. Run on ``RangeTensor`` arguments, the same
-operations tell where every element comes from, so that a conversion which only moves runs of elements
-becomes a list of ranges, and any other one can be computed later from just its own sources.
+operations give the source of every element. A conversion that only moves runs of elements becomes a list of
+ranges; any other one can be computed later from its own sources alone.
 """
 
 import bisect
@@ -18,7 +18,7 @@ class RangeTensor(torch.Tensor):
     """A meta tensor with provenance.
 
     Attributes:
-        source: what it is the whole of, if it is a leaf; else None.
+        source: a leaf's source, which it is the whole of; else None.
         runs: [(source, first element, number of elements)], in its own row-major order; None where its
             elements are not runs of its sources.
     """
@@ -38,13 +38,13 @@ class RangeTensor(torch.Tensor):
 
     @staticmethod
     def of_runs(runs, shape, dtype):
-        """What is made of these runs of elements of its sources."""
+        """A tensor that consists of these runs of elements of its sources."""
         return _make(torch.empty(tuple(shape), dtype=dtype, device="meta"), None, runs, None, None)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # else to ask a tensor for its dtype would come here
+        with torch._C.DisableTorchFunctionSubclass():  # else reading a tensor's dtype would come here
             result = _joined(args, kwargs, func) if func in _JOIN else None
             result = func(*args, **kwargs) if result is None else result
             if isinstance(result, torch.Tensor):
@@ -139,7 +139,7 @@ def _dim(args, kwargs, place):
 
 
 def _joined(args, kwargs, func):
-    """What ``func`` gives for parts that agree, or None: torch takes long for many meta tensors."""
+    """The result of ``func`` for parts whose shapes agree, or None. Torch takes long for many meta tensors."""
     parts = kwargs.get("tensors", args[0] if args else ())
     if len(parts) < 3 or len({(p.dtype, p.shape) for p in parts}) > 1 or parts[0].dim() == 0 or "out" in kwargs:
         return None

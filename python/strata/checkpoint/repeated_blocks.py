@@ -1,4 +1,4 @@
-"""Blocks of a checkpoint whose names differ in a number only: what is worked out for one holds for all.
+"""Blocks of a checkpoint whose names differ in a number only: a result for one holds for all.
 
 A model's layers have tensors of the same names and shapes, and libraries convert them alike. Asking a library about
 each of ten thousand experts takes longer than reading gigabytes of them. So we ask about the first and the last
@@ -78,7 +78,7 @@ class RepeatedBlocks:
         self.repeat = bool(self._groups)
 
     def complete(self, found, unused, known):
-        """What the whole checkpoint gives.
+        """The result for the whole checkpoint, from that for the names ``asked``.
 
         Args:
             found: {name in the model: RangeTensor}, of ``asked``.
@@ -116,7 +116,7 @@ _UNUSED = object()
 
 
 class _Answer:
-    """What became of one block."""
+    """The result for one block."""
 
     def __init__(self, prefix, number):
         self._beginning, self._number = f"{prefix}{number}.", number
@@ -155,8 +155,8 @@ def _described(tensor, moved):
 
 
 def _note(by_block, target, tensor):
-    """Gives the tensor to the block of a group that it is made of, if any. False if it is made of such a block and
-    something else, or must be computed."""
+    """Adds the tensor to the block of a group that it comes from, if any. False if it comes from such a block and from
+    other sources, too, or must be computed."""
     owners = {by_block.get(parts.group(1, 2)) if (parts := _NUMBERED.match(s)) else None for s in tensor.sources()}
     if owners <= {None}:
         return True

@@ -17,10 +17,10 @@ from .torch_file import moved_into
 def save_pretrained(engine, folder, max_shard_size="5GB"):
     """Writes the weights as a Hugging Face checkpoint. Collective; ``engine.save_pretrained`` is this.
 
-    The weights stay sharded: one unit at a time is gathered and rank 0 writes it. Each has the dtype
-    that its parameter has; names are those that transformers' own ``save_pretrained`` writes. config.json
-    and generation_config.json are written for transformers models. A checkpoint that is already in the
-    folder stays as it is until the new one is complete. Of a PEFT model the adapters are written, as PEFT does.
+    The weights stay sharded: the engine gathers one unit at a time, and rank 0 writes it. Each weight has its
+    parameter's dtype, and the name that transformers' own ``save_pretrained`` writes. For transformers models
+    rank 0 also writes config.json and generation_config.json. An earlier checkpoint in the folder does not change
+    until the new one is complete. For a PEFT model the call writes the adapters, as PEFT does.
 
     Args:
         folder: made if need be.
@@ -55,8 +55,8 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
 
 
 def _state_leaves(engine):
-    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})); sources are places in
-    ``engine.known``, and of buffers ("buffer", name)."""
+    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})). A parameter's source is its index in
+    ``engine.known``, a buffer's is ("buffer", name)."""
     by_name, buffers = state_names(engine.module)
     place_of = {id(known.parameter): i for i, known in enumerate(engine.known)}
     weights = {}
@@ -69,7 +69,7 @@ def _state_leaves(engine):
 
 
 def _saved_pieces(tensor, all_known):
-    """[(parameter in the engine, first element, how many)], or [] for what must be computed."""
+    """[(parameter in the engine, first element, number of elements)], or [] for a tensor that must be computed."""
     if tensor.runs is None or any(not isinstance(source, int) for source in tensor.sources()):
         return []
     runs = tensor.runs or [(tensor.sources()[0], 0, 0)]
@@ -77,7 +77,7 @@ def _saved_pieces(tensor, all_known):
 
 
 def _save_computed(engine, saver, index, tensor, buffers):
-    """Writes a tensor that is no run of parameters; returns the exception where that failed."""
+    """Writes a tensor that does not consist of runs of parameters; returns the exception where that failed."""
     known = [engine.known[source] for source in tensor.sources() if isinstance(source, int)]
     indices = [one.parts[0].index for one in known if tiles_of(one.parameter) is None]
     writes = engine.global_rank == 0

@@ -1,9 +1,8 @@
-"""The versions of transformers whose checkpoints Strata reads and writes, and what it uses of them.
+"""The versions of transformers whose checkpoints Strata reads and writes, and the private names that it uses.
 
-What a checkpoint's tensors are called in a model, and how they are made of each other, is known to functions of
-transformers that it does not promise to keep. They are all named here and taken from here, so that another version is
-refused before it does something else with a checkpoint. `make test-newest` tries the newest one; CONTRIBUTING.md has
-the runs.
+Private functions of transformers map a checkpoint's tensors to a model's. Another version may change them. This module
+lists them all, and other modules get them from here, so that Strata refuses an untested version before it converts a
+checkpoint wrongly. `make test-newest` tries the newest one; CONTRIBUTING.md has the runs.
 """
 
 import importlib
@@ -13,9 +12,9 @@ from .. import _C
 
 OLDEST, NEWEST = (5, 17), (5, 24)  # and all between; pyproject.toml says the same
 
-# Module -> names, all there since 5.6. Of models there are used as well: base_model_prefix, all_tied_weights_keys,
-# tie_weights(missing_keys, recompute_mapping), initialize_weights(), _from_config(), _weight_conversions,
-# _keys_to_ignore_on_load_unexpected and _keys_to_ignore_on_save; of tensors _is_hf_initialized.
+# Module -> names, all there since 5.6. Strata also uses these attributes of models: base_model_prefix,
+# all_tied_weights_keys, tie_weights(missing_keys, recompute_mapping), initialize_weights(), _from_config(),
+# _weight_conversions, _keys_to_ignore_on_load_unexpected and _keys_to_ignore_on_save; of tensors _is_hf_initialized.
 PRIVATE = {
     "initialization": ("no_init_weights",),
     "conversion_mapping": ("get_model_conversion_mapping",),
@@ -31,7 +30,7 @@ def is_transformers_model(model):
 
 
 def private(name):
-    """What transformers has under the name, one of ``PRIVATE``.
+    """The object of transformers with this name, one of ``PRIVATE``.
 
     Raises:
         UsageError: this version of transformers is not supported.
@@ -49,7 +48,7 @@ def require_supported():
 
 
 def unsupported():
-    """What is wrong with the installed version and what to do; None where it is supported."""
+    """str: why the installed version is not supported, and the remedy; None where it is supported."""
     version = installed()
     if OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         return None

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, and sets of files, that are there whole or not at all."""
+"""Writes files of ``torch.save``, and sets of files, that are complete or absent."""
 
 import os
 import shutil
@@ -11,11 +11,10 @@ from .. import _C
 
 
 def save_whole_file(value, path):
-    """``torch.save(value, path)``, under a temporary name that nobody can guess until all of it is on disk. Makes the
-    folder.
+    """``torch.save(value, path)``. The file has a random temporary name until all of it is on disk. Makes the folder.
 
     Raises:
-        IoError: the file cannot be written. A file that was there stays as it was, and nothing is left beside it.
+        IoError: the file cannot be written. An earlier file does not change, and no temporary file is left.
     """
     with _saying_where(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -25,8 +24,8 @@ def save_whole_file(value, path):
 
 
 class SavedTogether:
-    """Context for several files of ``torch.save`` in one folder, which is made if need be. None has its name before
-    ``publish``; the end of the context removes those that have none by then.
+    """Context for several files of ``torch.save`` in one folder, which is made if need be. The files get their names in
+    ``publish``; the end of the context removes files that have none.
 
     Raises:
         IoError: a file cannot be written.
@@ -53,7 +52,7 @@ class SavedTogether:
         with _saying_where(path):
             self._files.append(_C.AtomicFile(path))
             _save(value, self._files[-1])
-            os.fsync(self._files[-1].fileno())  # what has no room is found before any file has its name
+            os.fsync(self._files[-1].fileno())  # a full disk is an error before any file has its name
 
     def publish(self):
         """Gives every file its name, in the order in which they came."""
@@ -63,8 +62,8 @@ class SavedTogether:
 
 @contextmanager
 def moved_into(folder):
-    """Context that gives an empty folder, whose files replace those of ``folder`` one by one when it ends well. Where
-    it does not, ``folder`` stays as it was.
+    """Context that gives an empty folder. When it ends without an exception, its files replace those of ``folder`` one
+    by one; else ``folder`` does not change.
 
     Raises:
         OSError: a file cannot be moved.
@@ -88,5 +87,5 @@ def _save(value, whole):
 def _saying_where(path):
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch has RuntimeError for what it cannot write
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where it cannot write
         raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error

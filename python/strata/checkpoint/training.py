@@ -1,7 +1,7 @@
-"""Checkpoints that training goes on from: what ``engine.save_checkpoint`` and ``engine.load_checkpoint`` do.
+"""Training checkpoints: the work of ``engine.save_checkpoint`` and ``engine.load_checkpoint``.
 
-The engine writes and reads shards; here is what belongs to the script: the state of a scheduler and of param groups,
-what an optimizer of the user's keeps, buffers, and the script's own values.
+The core writes and reads shards. This module adds the script's part: the state of a scheduler and of param groups, the
+states of an optimizer of the user's, buffers, and the script's own values.
 """
 
 import functools
@@ -98,7 +98,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
 
     if optimizer_states:
         _train_what_was_trained(engine, checkpoint)
-    with together(collectives, _LOADING):  # what can be refused, or is damaged, is found before anything is stored
+    with together(collectives, _LOADING):  # every check comes before the first value is stored
         targets, tensors = targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
         client_state = from_plain(training.get("client_state", {}), read_client)
         optimizer = from_plain(training.get("optimizer"), read_client) if optimizer_states else None
@@ -129,16 +129,16 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
 
 
 def _train_what_was_trained(engine, checkpoint):
-    """Parameters that the checkpoint's job had unfrozen, and that are still frozen here, get the states that it has."""
+    """Makes room for states of parameters that the checkpoint's job had unfrozen, and that are still frozen here."""
     trained = {name for role, name, _, _, trainable, _ in checkpoint.tensors() if role == "parameter" and trainable}
     engine.core.train([i for i in range(len(engine._described)) if engine.core.known_name(i) in trained])
 
 
-# --- what is in the folder ---
+# --- the folder ---
 
 
 def _find(folder, tag):
-    """The checkpoint's path; None: there is none, and nobody named one."""
+    """The checkpoint's path; None: there is none, and ``tag`` is None."""
     if tag is None:
         tag = _C.latest_tag(folder)
         if tag is None:
@@ -155,7 +155,7 @@ def _find(folder, tag):
 
 
 def _require_same_tag(collectives, tag):
-    """Ranks ask for one checkpoint. UsageError on every rank."""
+    """Raises UsageError on every rank where ranks ask for different checkpoints."""
     asked = [json.loads(text) for text in collectives.all_gather_text(json.dumps(None if tag is None else str(tag)))]
     for rank, other in enumerate(asked):
         if other != asked[0]:
@@ -195,7 +195,7 @@ def _buffers(engine):
 
 
 def _named_buffers(engine, checkpoint):
-    """[(buffer, [its names in the checkpoint])]; one that it lacks has the model's first name."""
+    """[(buffer, [its names in the checkpoint])]; a buffer that the checkpoint lacks has its first name in the model."""
     there = {name for role, name, *_ in checkpoint.tensors() if role == "buffer"}
     by_tensor = {}
     for name, buffer in _buffers(engine).items():
@@ -204,7 +204,7 @@ def _named_buffers(engine, checkpoint):
 
 
 def _read_buffers(engine, checkpoint, buffers):
-    """[(buffer, its new value)] of those that the checkpoint has in their shapes."""
+    """[(buffer, its new value)] of the buffers that the checkpoint has with the same shape."""
     there = {(role, name): list(shape) for role, name, shape, *_ in checkpoint.tensors()}
     same_world = checkpoint.world_size == engine.world_size
     values = []
@@ -243,7 +243,7 @@ def _of_rank_0(engine, extras):
 
 
 def _extra_buffers(engine, buffers):
-    """Rank 0's buffers, and those of other ranks that differ from these: a rank goes on with its own."""
+    """Rank 0's buffers, and those of other ranks that differ from these: each rank loads its own."""
     mine = {name: f"{_C.fingerprint(b)} {list(b.shape)} {b.dtype}" for name, b in buffers.items()}
     of_ranks = [json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(mine))]
     extras = [_extra("buffer", name, 0, b) for name, b in buffers.items()]
@@ -259,7 +259,7 @@ def _on_host(tensor):
 
 
 def _texts(model):
-    """[(name, content)] of small files that make the checkpoint of use elsewhere."""
+    """[(name, content)] of small files with which other programs can use the checkpoint."""
     texts = []
     if is_transformers_model(model):
         texts.append(("config.json", model.config.to_json_string(use_diff=True)))

@@ -17,14 +17,14 @@ WEIGHTS = "pytorch_model.bin"  # where readers look for a whole model
 
 
 def whole_state_dict(model, keep=True, with_frozen=True):
-    """{name: tensor on the host} of ``model.state_dict()``'s names, parameters that are sharded whole.
+    """{name: tensor on the host}: ``model.state_dict()`` with whole parameters.
 
-    Collective where parameters are sharded: they are gathered one unit at a time, and copied to the host. Tensors
+    Collective where parameters are sharded: the engine gathers one unit at a time and copies it to the host. Tensors
     that the model shares are shared in the result.
 
     Args:
         keep: False: take part in gathers, and return None.
-        with_frozen: False leaves parameters out that need no gradient.
+        with_frozen: False leaves out parameters that need no gradient.
     """
     result, copies = OrderedDict(), {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -54,9 +54,9 @@ def _copy_of(parameter, copies, keep):
 
 
 def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
-    """Takes a state dict's values for the engine's model. Collective; rank 0's names and values count, and what other
-    ranks pass does not matter. Nothing is changed before all of it is known to fit. With ``strict`` names of
-    ``may_miss`` may be missing.
+    """Gives the engine's model the values of a state dict. Collective; rank 0's names and values count, those of other
+    ranks do not. The call checks all names and shapes before it changes a value. With ``strict`` names of ``may_miss``
+    may be missing.
 
     Returns:
         as ``torch.nn.Module.load_state_dict``: (missing keys, unexpected keys).
@@ -64,7 +64,7 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
     Raises:
         UsageError: names or shapes do not fit; on every rank.
     """
-    from .names import state_names  # not before somebody loads
+    from .names import state_names  # not before the first use
 
     parameters, buffers = state_names(engine.module)
     left = _of_rank_0(engine, state_dict, buffers)
@@ -89,8 +89,7 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
 
 
 def _of_rank_0(engine, state_dict, buffers):
-    """Rank 0's state dict; on other ranks tensors without memory stand for those that ``_set`` takes from rank 0
-    alone."""
+    """Rank 0's state dict. On other ranks tensors without memory stand for those that ``_set`` takes from rank 0."""
     first = engine.global_rank == 0
     with together(engine._collectives, "loading the state dict"):
         own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
@@ -147,12 +146,12 @@ def _set(parameter, value):
 
 def save_whole(engine, folder, filename, with_frozen):
     """Writes ``whole_state_dict`` with ``torch.save``, by rank 0. Collective. Under the name that readers of a folder
-    look for, it replaces what an earlier save left of weights in any form, since they may take that.
+    look for, the file replaces the weights of earlier saves in any format, since readers may take those.
 
     Raises:
         IoError: on every rank, where rank 0 cannot write.
     """
-    from .torch_file import save_whole_file  # not before somebody saves
+    from .torch_file import save_whole_file  # not before the first save
 
     first = engine.global_rank == 0
     state_dict = whole_state_dict(engine.module, first, with_frozen)

@@ -1,1 +1,1 @@
-"""Strata under the names of other libraries, for programs that are not changed."""
+"""Strata under the names of other libraries, for programs that stay unchanged."""

@@ -4,13 +4,13 @@ import functools
 
 import torch
 
-_OF_CUDA = frozenset(  # of torch.cuda, as they are
+_OF_CUDA = frozenset(  # the functions of torch.cuda themselves
     "Event Stream current_stream default_stream empty_cache get_rng_state initial_seed manual_seed "
     "max_memory_allocated max_memory_reserved memory_allocated memory_reserved memory_stats "
     "reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device set_rng_state stream "
     "synchronize".split()
 )
-_NOTHING = frozenset(  # of a CPU
+_NOTHING = frozenset(  # these do nothing on a CPU
     "empty_cache reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device "
     "synchronize".split()
 )
@@ -19,8 +19,8 @@ _OF_TORCH = frozenset("get_rng_state initial_seed manual_seed set_rng_state".spl
 
 
 class Accelerator:
-    """CUDA's where a GPU can be used, else the CPU's. Methods that are not written out here are torch.cuda's of the
-    same name; on a CPU memory counts 0, and there is nothing to wait for."""
+    """CUDA's where the process can use a GPU, else the CPU's. Methods that this class does not define are torch.cuda's
+    of the same name. On a CPU those that count memory return 0, and those that wait return at once."""
 
     def __init__(self):
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,11 +54,11 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device_count(self):
-        """int: devices; of a CPU one."""
+        """int: number of devices; 1 on a CPU."""
         return torch.cuda.device_count() if self._name == "cuda" else 1
 
     def is_available(self):
-        """True: the device that is named is there."""
+        """True: this object always names an available device."""
         return True
 
     def is_synchronized_device(self):
@@ -113,7 +113,7 @@ class Accelerator:
         return torch.random
 
     def pin_memory(self, tensor, align_bytes=1):
-        """The tensor in pinned memory; as it is without a GPU."""
+        """The tensor in pinned memory; without a GPU the same tensor."""
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
     def is_pinned(self, tensor):
@@ -129,11 +129,11 @@ class Accelerator:
         return torch.cuda.nvtx.range_push(msg) if self._name == "cuda" else None
 
     def range_pop(self):
-        """Closes it."""
+        """Closes the range of NVTX that was opened last."""
         return torch.cuda.nvtx.range_pop() if self._name == "cuda" else None
 
     def lazy_call(self, callback):
-        """Calls it."""
+        """Calls ``callback`` at once."""
         return callback()
 
     def visible_devices_envs(self):
@@ -141,7 +141,7 @@ class Accelerator:
         return ["CUDA_VISIBLE_DEVICES"] if self._name == "cuda" else []
 
     def get_compile_backend(self):
-        """str: torch.compile's."""
+        """str: the name of torch.compile's backend."""
         return "inductor"
 
 

@@ -1,9 +1,9 @@
-"""Makes ``deepspeed`` mean Strata in this process: to ``import``, and to who asks for the distribution of that name.
+"""Makes ``deepspeed`` mean Strata in this process: for ``import``, and for queries about the distribution of that name.
 
-Nothing but the standard library is imported here, and nothing is changed but ``sys.meta_path``. It is done by
-``import strata.compat.deepspeed``, by ``strata run``, and at the start of every Python process whose environment says
-``STRATA_COMPAT=deepspeed``, through ``strata-compat.pth`` beside the installed package. So launchers pass it to ranks.
-An installed DeepSpeed stays as it is; this process does not see it.
+This module imports the standard library alone, and changes only ``sys.meta_path``. ``import strata.compat.deepspeed``
+and ``strata run`` call it. So does ``strata-compat.pth`` beside the installed package, at the start of every Python
+process whose environment has ``STRATA_COMPAT=deepspeed``; launchers pass the variable to ranks. An installed DeepSpeed
+does not change; this process does not see it.
 """
 
 import sys
@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 
 from .identity import NAME, VARIABLE
 
-# Each decides once, as it is imported, whether there is a DeepSpeed, and which bases and names it has then.
+# Each of these decides at its import whether there is a DeepSpeed, and chooses base classes and names accordingly.
 _TOO_LATE = ("transformers.integrations.deepspeed", "accelerate.utils", "trl.import_utils", "lightning.fabric")
 
 
@@ -19,7 +19,8 @@ def activate():
     """Makes ``deepspeed`` mean Strata. Does nothing the second time.
 
     Raises:
-        ImportError: DeepSpeed itself, or a framework that looks for it, has been imported already; says which.
+        ImportError: DeepSpeed itself, or a framework that looks for it, has been imported already; the message names
+            it.
     """
     if is_active():
         return
@@ -31,7 +32,7 @@ def activate_as(name):
     """``activate()`` for the value of STRATA_COMPAT; an empty one asks for nothing.
 
     Raises:
-        ImportError: for a name that there is no stand-in of; and as ``activate``.
+        ImportError: for a name without a stand-in; and as ``activate``.
     """
     if name not in ("", NAME):
         advice = f"write {VARIABLE}={NAME}, or unset it"
@@ -62,23 +63,23 @@ def _require_early():
 
 
 _ADVICE = (
-    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script as it is, and start "
+    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and start "
     f"it by 'strata run', or with {VARIABLE}={NAME} in the environment"
 )
 
 
 class Finder:
-    """Of ``sys.meta_path``: the modules below ``deepspeed``, and the metadata of a distribution of that name."""
+    """An entry of ``sys.meta_path`` for the modules below ``deepspeed`` and the metadata of that distribution."""
 
     def find_spec(self, name, path=None, target=None):
-        """The spec of a module of the stand-in; None for what is not below ``deepspeed``.
+        """The spec of a module of the stand-in; None for names that are not below ``deepspeed``.
 
         Raises:
-            ModuleNotFoundError: for a module of DeepSpeed that there is no stand-in of.
+            ModuleNotFoundError: for a module of DeepSpeed that the stand-in lacks.
         """
         if name != NAME and not name.startswith(NAME + "."):
             return None
-        from .modules import Loader, is_known  # not before somebody asks
+        from .modules import Loader, is_known  # not before the first use
 
         if not is_known(name):
             raise ModuleNotFoundError(
@@ -97,4 +98,4 @@ class Finder:
             yield Distribution()
 
     def invalidate_caches(self):
-        """Does nothing: there are none."""
+        """Does nothing: this finder has no caches."""

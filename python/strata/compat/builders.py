@@ -1,5 +1,5 @@
-"""Builders of DeepSpeed's operators, of which scripts ask whether they can be had: what they stand for is there, and
-nothing is built."""
+"""Builders of DeepSpeed's operators. Scripts ask them whether an operator is available: Strata has the same work built
+in, so they build nothing."""
 
 from .refusal import Refusal, refused
 
@@ -61,7 +61,7 @@ class FusedLionBuilder(_Builder):
 
 
 class FusedLambBuilder(_Builder):
-    """LAMB on a GPU, which is not offered."""
+    """LAMB on a GPU, which Strata does not offer."""
 
     NAME = "fused_lamb"
 

@@ -1,4 +1,4 @@
-"""Files of a DeepSpeed checkpoint, by the functions that frameworks look for them with."""
+"""Finds files of a DeepSpeed checkpoint, through the functions that frameworks call."""
 
 import glob
 import os
@@ -10,7 +10,7 @@ def get_model_state_file(checkpoint_dir, zero_stage):
 
     Args:
         checkpoint_dir: the folder of one tag.
-        zero_stage: at which it was saved.
+        zero_stage: the stage at which it was saved.
 
     Raises:
         FileNotFoundError: there is no such folder or file.

@@ -8,10 +8,10 @@ _configured = False
 
 def configure(mpu_=None, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None,
               num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None):  # fmt: skip
-    """Says that the script checkpoints activations.
+    """Records that the script checkpoints activations.
 
     Raises:
-        NotImplementedError: for what torch's checkpointing does not do.
+        NotImplementedError: for a setting that torch's checkpointing does not have.
     """
     global _configured
     asked = {"partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing,
@@ -33,11 +33,11 @@ def reset():
 
 
 def checkpoint(function, *args, **kwargs):
-    """``function(*args, **kwargs)``, whose activations are computed again in backward. Every keyword is the function's;
-    tensors among them take part in autograd. Of several results a tuple."""
+    """``function(*args, **kwargs)``, whose activations are computed again in backward. The function gets every keyword;
+    tensors among these take part in autograd. Several results are returned as a tuple."""
     count, names = len(args), tuple(kwargs)
 
-    def call(*given):  # torch looks for devices of random numbers, and for its own options, among what it is given
+    def call(*given):  # torch looks for devices of random numbers, and for its own options, among the arguments
         return function(*given[:count], **dict(zip(names, given[count:])))
 
     found = torch.utils.checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
@@ -50,10 +50,10 @@ non_reentrant_checkpoint = checkpoint
 
 
 class CheckpointFunction:
-    """Where scripts call ``apply`` themselves."""
+    """Stands for DeepSpeed's autograd function, for scripts that call ``apply`` themselves."""
 
     @staticmethod
     def apply(function, outputs, *args):
-        """Fills the list ``outputs`` with what ``checkpoint(function, *args)`` returns."""
+        """Appends the results of ``checkpoint(function, *args)`` to the list ``outputs``."""
         result = checkpoint(function, *args)
         outputs.extend([result] if isinstance(result, torch.Tensor) else result)

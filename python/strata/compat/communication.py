@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed's functions, and those of DeepSpeed that torch has not."""
+"""``deepspeed.comm``: torch.distributed's functions, and those of DeepSpeed that torch lacks."""
 
 import os
 
@@ -29,11 +29,11 @@ def init_distributed(
     Args:
         dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
         timeout: a ``datetime.timedelta``; torch's default when None.
-        init_method, rank, world_size: as ``torch.distributed.init_process_group`` takes them, where a script says who
-            it is; -1: the environment does.
+        init_method, rank, world_size: as ``torch.distributed.init_process_group`` takes them; a rank or world size of
+            -1 comes from the environment.
         dist_init_required: False: there must be a group already.
         distributed_port: of rank 0, where the environment names none.
-        auto_mpi_discovery, verbose, config: accepted for DeepSpeed's sake; MPI is not asked.
+        auto_mpi_discovery, verbose, config: accepted for DeepSpeed's sake; Strata does not use MPI.
 
     Raises:
         RuntimeError: ``dist_init_required=False`` and no group; or a group of other ranks than the launcher's.
@@ -77,5 +77,5 @@ def get_all_ranks_from_group(group=None):
 
 
 def yes():
-    """True: this torch has it."""
+    """True: this torch has the operation."""
     return True

@@ -1,4 +1,4 @@
-"""What single functions of DeepSpeed read in a configuration that is still a dict."""
+"""Functions of DeepSpeed that read single settings from the dict of a configuration."""
 
 import torch
 
@@ -14,7 +14,7 @@ def get_log_level(param_dict):
 
 
 def get_lr_from_config(config):
-    """(float, ""): the rate that a section ``scheduler``, a dict, begins with; (None, why) where it names none."""
+    """(float, ""): the first rate of a section ``scheduler``, a dict; (None, the reason) where it names none."""
     params = config.get("params")
     if "type" not in config or params is None:
         return None, "the section has no type, or no params"
@@ -23,7 +23,7 @@ def get_lr_from_config(config):
 
 
 def get_torch_optimizer(optimizer):
-    """The torch optimizer that this is, or that is its ``optimizer``.
+    """``optimizer`` itself where it is a torch optimizer, else the torch optimizer in its attribute ``optimizer``.
 
     Raises:
         TypeError: neither is one.

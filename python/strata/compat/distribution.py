@@ -1,4 +1,4 @@
-"""What ``importlib.metadata`` says of the distribution "deepspeed" while Strata stands in for it."""
+"""The metadata of the distribution "deepspeed" in ``importlib.metadata`` while Strata stands in for it."""
 
 import importlib.metadata
 
@@ -19,5 +19,5 @@ class Distribution(importlib.metadata.Distribution):
         return _TEXTS.get(filename)
 
     def locate_file(self, path):
-        """The path as it is: nothing of it is on disk."""
+        """The same path: the distribution has no files."""
         return path

@@ -1,4 +1,4 @@
-"""The class of engines that ``deepspeed.initialize`` makes: Strata's, with what frameworks touch beside its names."""
+"""The class of engines that ``deepspeed.initialize`` makes: Strata's, with further names that frameworks use."""
 
 from ..engine import Engine
 from ..model.owner import owner_of
@@ -12,7 +12,8 @@ class DeepSpeedEngine(Engine):
 
     Attributes:
         config: dict, the configuration as the script gave it; not the model's, which is ``engine.module.config``.
-        optimizer: as Strata's. At stage 3 it has ``parameter_offload``; without an optimizer it is that object.
+        optimizer: as Strata's. At stage 3 it has ``parameter_offload``; an engine without an optimizer has that object
+            as ``optimizer``.
     """
 
     document = {}  # of the configuration
@@ -48,7 +49,7 @@ class DeepSpeedEngine(Engine):
         self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
         load_module_only=False, custom_load_fn=None,
     ):  # fmt: skip
-        """As Strata's; an engine without an optimizer takes the weights alone."""
+        """As Strata's; an engine without an optimizer loads the weights alone."""
         return super().load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer,
             load_lr_scheduler_states, load_module_only, custom_load_fn,
@@ -59,15 +60,15 @@ class DeepSpeedEngine(Engine):
         """As Strata's.
 
         Raises:
-            ValueError: there is no folder.
+            ValueError: ``save_dir`` is None or empty.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint: pass the folder for checkpoints; found {save_dir!r}")
         return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def destroy(self, keep_values=False):
-        """Ends the engine, once. Sharded parameters stay with the model, as under DeepSpeed: another ``initialize`` of
-        the same model takes them over. They go when nobody refers to the model.
+        """Ends the engine; a second call does nothing. Sharded parameters stay with the model, as under DeepSpeed:
+        another ``initialize`` of the same model takes them over. They end with the last reference to the model.
 
         Args:
             keep_values: leave the model with whole parameters of its own. Collective then.

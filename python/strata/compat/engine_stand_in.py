@@ -1,7 +1,7 @@
-"""What ``deepspeed.DeepSpeedEngine`` is in a process that has no engine.
+"""The class ``deepspeed.DeepSpeedEngine`` in a process that has no engine.
 
-Frameworks ask ``isinstance(model, DeepSpeedEngine)`` in every job, also in those that never make an engine; this asks
-without importing one.
+Frameworks call ``isinstance(model, DeepSpeedEngine)`` in every job, also in those that never make an engine; this class
+answers without an import of the engine.
 """
 
 import importlib
@@ -11,7 +11,7 @@ _HOME = "strata.compat.engine"
 
 
 class _StandIn(type):
-    """Behaves as the class of engines does, which is imported for anything but a question."""
+    """Behaves as the class of engines. It imports that class for every use but ``isinstance`` and ``issubclass``."""
 
     def __instancecheck__(cls, instance):
         home = sys.modules.get(_HOME)

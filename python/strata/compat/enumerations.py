@@ -1,10 +1,10 @@
-"""Enumerations of DeepSpeed, with its values: of stages, of places, of what may be offloaded."""
+"""Enumerations of DeepSpeed, with its values: of stages, of devices, of states that can be offloaded."""
 
 import enum
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """What is sharded."""
+    """The stages of ZeRO."""
 
     disabled = 0
     optimizer_states = 1
@@ -14,7 +14,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where shards rest."""
+    """The tiers of shards."""
 
     none = "none"
     cpu = "cpu"
@@ -22,7 +22,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """What ``engine.offload_states`` takes."""
+    """The states that ``engine.offload_states`` moves."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -32,7 +32,7 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """How a parameter is kept."""
+    """The kinds of parameters under ZeRO."""
 
     NORMAL = 1
     PARTITIONED = 2

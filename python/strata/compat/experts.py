@@ -1,8 +1,8 @@
-"""``deepspeed.moe.utils`` for models without DeepSpeed's layers of experts, which are all that there are here."""
+"""``deepspeed.moe.utils``. Strata has none of DeepSpeed's layers of experts, so no model contains one."""
 
 
 def is_moe_param(param):
-    """bool: whether a parameter is of DeepSpeed's experts: its ``allreduce`` is False."""
+    """bool: whether a parameter belongs to DeepSpeed's experts: its ``allreduce`` is False."""
     return getattr(param, "allreduce", True) is False
 
 
@@ -17,7 +17,7 @@ def is_moe_param_group(param_group):
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971):
-    """[param group]: as they are, since no parameter is of DeepSpeed's experts.
+    """[param group]: the same groups, since no parameter belongs to DeepSpeed's experts.
 
     Args:
         param_groups: a param group, or several.
@@ -33,5 +33,5 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group
 
 
 def configure_moe_param_groups(model_parameters):
-    """The parameters, or param groups, as they are."""
+    """The same parameters or param groups."""
     return model_parameters

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: all ranks train on different data, and nothing else is parallel."""
+"""``deepspeed.utils.groups``: all ranks train on different data; there is no other parallelism."""
 
 from .communication import get_all_ranks_from_group, get_rank, get_world_group, get_world_size
 

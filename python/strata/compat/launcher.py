@@ -1,8 +1,8 @@
 """``strata run``: starts a training script on ranks, in which ``deepspeed`` is Strata.
 
-It takes the arguments of DeepSpeed's launcher and has no launcher of its own: torchrun starts and watches the ranks of
-a host, ssh reaches the hosts. On one host this process becomes torchrun; on several it holds one ssh connection to
-each. Exit codes: those of the job; 2 for arguments that cannot be meant, with a sentence that says what to do.
+It takes the arguments of DeepSpeed's launcher. torchrun starts and watches the ranks of a host; ssh reaches the hosts.
+On one host this process becomes torchrun; on several it holds one ssh connection to each. Exit codes: those of the job;
+2 for wrong arguments, with a message that names the remedy.
 """
 
 import argparse
@@ -22,12 +22,12 @@ DEFAULT_PORT = 29500  # DeepSpeed's, and torchrun's
 DEVICES = "CUDA_VISIBLE_DEVICES"
 LOCAL = "localhost"
 SLOTS_MAX = 4096
-# Variables of these names, or of names that begin so, go to other hosts.
+# Variables whose names begin with one of these are passed to other hosts.
 PASSED_ON = ("NCCL_", "PYTHON", "UCX_", "STRATA_", "OMP_", "HF_", "TORCH", "GLOO_", "CUDA", "LD_LIBRARY_PATH", "FI_")
 
 
 class UsageError(Exception):
-    """The arguments, or a file that they name, cannot be meant."""
+    """The arguments, or a file that they name, are wrong."""
 
 
 class Host(NamedTuple):
@@ -56,7 +56,7 @@ class Machine(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What one host runs: ``host`` (empty: this one), the arguments of python, and variables of its own."""
+    """The command of one host: ``host`` (empty: this one), the arguments of python, and the host's own variables."""
 
     host: str
     arguments: list
@@ -117,7 +117,7 @@ def choose_hosts(hosts, include, exclude):
 
 
 def _visible_devices(machine):
-    """[str] of the devices to which the user has limited this host; None: no limit."""
+    """[str]: the devices to which the user has limited this host; None: no limit."""
     if DEVICES not in machine.environment:
         return None
     return [name.strip() for name in machine.environment[DEVICES].split(",") if name.strip() not in ("", "-1")]
@@ -151,7 +151,7 @@ def _hosts_of(request, machine):
     return [Host(host.name, host.slots[: request.num_gpus or None]) for host in hosts]
 
 
-# --- what each host runs ---
+# --- the command of each host ---
 
 
 def _require_meaningful(request):
@@ -217,13 +217,13 @@ def ssh_command(start, request, machine):
     environment.update(start.environment)
     words = [*(f"{name}={value}" for name, value in environment.items()), sys.executable, *start.arguments]
     port = ["-p", str(request.ssh_port)] if request.ssh_port else []
-    # With a terminal the ranks there end when the connection does.
+    # With a terminal the remote ranks end when the connection ends.
     return ["ssh", "-tt", "-o", "BatchMode=yes", *port, start.host,
             f"cd {shlex.quote(machine.folder)} && exec env {shlex.join(words)}"]  # fmt: skip
 
 
 def run_together(commands):
-    """Runs the commands as one job: when one fails, or a signal comes, the others are ended, too.
+    """Runs the commands as one job: when one fails, or a signal comes, it ends the others, too.
 
     Returns:
         int, the exit code of the first that failed, 0 if none did.

@@ -1,6 +1,6 @@
-"""What ``accelerate launch`` reads of DeepSpeed's launcher. Ranks are started by torchrun: ``strata run``."""
+"""The names of DeepSpeed's launcher that ``accelerate launch`` reads. ``strata run`` starts ranks with torchrun."""
 
 import os
 
-# A file of environment variables for the other nodes: the name that it has in the working or home folder.
+# The name of a file with environment variables for other hosts, in the working folder or the home folder.
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")

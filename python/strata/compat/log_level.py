@@ -1,4 +1,4 @@
-"""How much Strata's logger says, by the names that scripts have."""
+"""The level of Strata's logger, under DeepSpeed's names."""
 
 import logging
 
@@ -20,7 +20,7 @@ def get_current_level():
 
 
 def should_log_le(max_log_level_str):
-    """bool: whether messages of this level's name are said."""
+    """bool: whether the logger's level is at most the level of this name."""
     return get_current_level() <= _level(max_log_level_str)
 
 

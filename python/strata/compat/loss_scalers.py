@@ -1,4 +1,4 @@
-"""Classes that checkpoints of DeepSpeed name, so that they can be unpickled: data without behaviour."""
+"""Classes that DeepSpeed's checkpoints need to be unpickled: data without behaviour."""
 
 from dataclasses import dataclass
 
@@ -20,16 +20,16 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """One that does not change."""
+    """A constant loss scale."""
 
 
 class DynamicLossScaler(LossScalerBase):
-    """One that does; the engine's own follows ``fp16`` of the configuration."""
+    """A loss scale that adapts; the engine's own follows ``fp16`` of the configuration."""
 
 
 @dataclass
 class fragment_address:  # noqa: N801 - the name that is in files
-    """Elements of a flat partition: how many, and from where on."""
+    """A range of a flat partition: its number of elements and its offset."""
 
     numel: int
     start: int

@@ -1,4 +1,4 @@
-"""What memory a process has in use, in a line of the log."""
+"""Logs the memory that a process uses."""
 
 import logging
 
@@ -11,7 +11,7 @@ _GIB = 2**30
 
 def see_memory_usage(message, force=False):
     """Logs ``message`` with the device's memory in use and at its peak, in GiB. Does nothing without ``force``.
-    ``engine.memory_report()`` says what the engine holds of it."""
+    ``engine.memory_report()`` has the engine's share."""
     if not force:
         return
     if torch.cuda.is_available():

@@ -16,7 +16,7 @@ def recursive_setattr(model, module_name, module):
     """Sets the attribute of ``model`` at a path.
 
     Raises:
-        AttributeError: what the path leads through is not there.
+        AttributeError: a part of the path before the last does not exist.
     """
     path, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, path) if path else model, name, module)

@@ -1,6 +1,6 @@
-"""The modules below ``deepspeed``: each has the names of one table of ``names.py``, found when first asked for.
+"""The modules below ``deepspeed``: each has the names of one table of ``names.py``, and finds an object at first use.
 
-So ``import deepspeed`` imports neither torch nor the engine, and a name costs nothing before it is used.
+So ``import deepspeed`` imports neither torch nor the engine.
 """
 
 import importlib
@@ -17,7 +17,7 @@ def is_known(name):
 
 
 def _path_of(name):
-    """Of "deepspeed.zero.config", "runtime.zero.config"; of "deepspeed", ""."""
+    """The path of a module in ``names.py``: "runtime.zero.config" for "deepspeed.zero.config", "" for "deepspeed"."""
     path = name[len(NAME) + 1 :]
     for alias, target in ALIASES.items():
         if path == alias or path.startswith(alias + "."):
@@ -60,16 +60,16 @@ def _children(name):
 
 
 def _find(module, names, name):
-    """What ``module`` has under ``name``: an entry of its table, or the module below it.
+    """The object ``name`` of ``module``: from an entry of its table, or the module below it.
 
     Raises:
-        AttributeError: it has nothing of that name.
+        AttributeError: the module has no such name.
     """
     full = f"{module.__name__}.{name}"
     if name in names:
         target = names[name]
         if full == "deepspeed.DeepSpeedEngine" and "strata.compat.engine" not in sys.modules:
-            return _target("strata.compat.engine_stand_in:DeepSpeedEngine")  # of a job that has no engine yet
+            return _target("strata.compat.engine_stand_in:DeepSpeedEngine")  # the job has no engine yet
         found = refused(full, target) if isinstance(target, Refusal) else _target(target)
         module.__dict__[name] = found
         return found
@@ -82,7 +82,7 @@ def _find(module, names, name):
 
 
 def _target(target):
-    """The object of "module:name", "module:" for the module itself; anything else is its own value."""
+    """The object of "module:name", or the module for "module:"; any other target is the object itself."""
     if not isinstance(target, str) or ":" not in target:
         return target
     home, _, name = target.partition(":")

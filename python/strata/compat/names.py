@@ -1,14 +1,13 @@
-"""What each module below ``deepspeed`` has: {path: {name: target}}.
+"""The names of each module below ``deepspeed``: {path: {name: target}}.
 
-A target is "module:name" of where it lives, "module:" for that module itself, a ``Refusal``, or a value. These tables
-are data: what a name does is written where it lives.
+A target is "module:name" of an object in Strata, "module:" for a module itself, a ``Refusal``, or a value.
 """
 
 from .constants import CONSTANTS
 from .identity import VERSION
 from .refused_names import REFUSED
 
-# One module under two names: {path: path of MODULES}.
+# Second names of modules: {path: path of MODULES}.
 ALIASES = {
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
     "zero": "runtime.zero",

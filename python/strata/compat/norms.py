@@ -1,4 +1,4 @@
-"""Norms over plain tensors, that scripts import from DeepSpeed. The engine clips by itself: ``gradient_clipping``."""
+"""Norms over plain tensors that scripts import from DeepSpeed. The engine itself clips by ``gradient_clipping``."""
 
 import torch
 
@@ -9,12 +9,12 @@ def get_grad_norm(parameters, norm_type=2, mpu=None):
 
 
 def get_weight_norm(parameters, norm_type=2, mpu=None):
-    """float: the norm of these parameters, as far as they are whole on this rank."""
+    """float: the norm of the parameters that are whole on this rank; others count as empty."""
     return _norm([p.detach() for p in _listed(parameters)], norm_type)
 
 
 def get_global_norm(norm_list):
-    """float: the L2 norm of tensors of which these are the norms."""
+    """float: the L2 norm of all tensors together, from the norm of each."""
     return sum(float(norm) ** 2 for norm in norm_list) ** 0.5
 
 

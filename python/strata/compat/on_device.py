@@ -1,10 +1,10 @@
-"""``deepspeed.OnDevice``: where, and in which dtype, a model is built."""
+"""``deepspeed.OnDevice``: builds a model on a device and in a dtype."""
 
 import torch
 
 
 class OnDevice:
-    """Context in which tensors are made on a device, floating ones in a dtype.
+    """Context in which torch makes tensors on a device, floating ones in a dtype.
 
     Args:
         dtype: torch.dtype.

@@ -1,10 +1,10 @@
-"""Classes of DeepSpeed's optimizers that scripts ask about: what ``deepspeed.initialize`` returned is one of them."""
+"""Classes of DeepSpeed's optimizers, for ``isinstance`` of the optimizer that ``deepspeed.initialize`` returned."""
 
 from ..optimizer import ShardedOptimizer
 
 
 class _OfStages(type):
-    """Whether an optimizer is an engine's, of one of ``cls._stages`` and of one of ``cls._precisions``."""
+    """``isinstance``: the optimizer is an engine's, of one of ``cls._stages`` and one of ``cls._precisions``."""
 
     def __instancecheck__(cls, instance):
         if not isinstance(instance, ShardedOptimizer) or getattr(instance, "zero_stage", None) not in cls._stages:
@@ -42,7 +42,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):  # noqa: N801 - the nam
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
-    """One of stage 0 under fp16 or bf16; fused or not is no difference here."""
+    """One of stage 0 under fp16 or bf16, fused or not."""
 
     _stages = (0,)
     _precisions = ("float16", "bfloat16")

@@ -1,8 +1,8 @@
-"""``from_pretrained`` under stage 3: each rank reads from the files what its own shards hold.
+"""``from_pretrained`` under stage 3: each rank reads its own shards' ranges of the files.
 
-Transformers has every rank read every file, and then gathers, overwrites and shards again one module after another.
-Where a checkpoint's tensors can be followed into the model (``checkpoint/names.py``), nothing is gathered instead, and
-nothing travels between ranks. Otherwise transformers' way is taken, and the reason said once.
+In transformers' own way every rank reads every file, and gathers, overwrites and shards one module after another. Where
+``checkpoint/names.py`` can map a checkpoint's tensors to the model's, Strata instead gathers nothing and moves nothing
+between ranks. Otherwise it takes transformers' way, and logs the reason once.
 """
 
 import functools
@@ -26,7 +26,7 @@ _told = set()  # reasons
 
 
 def install():
-    """Lets transformers, where it is imported, load models that ``zero.Init`` has sharded in this way."""
+    """Makes transformers, where it is imported, load models that ``zero.Init`` has sharded through this module."""
     modeling = sys.modules.get("transformers.modeling_utils")
     load = getattr(getattr(modeling, "PreTrainedModel", None), "_load_pretrained_model", None)
     if load is None or hasattr(load, "_strata_instead") or unsupported() is not None:
@@ -46,8 +46,8 @@ def install():
 
 
 def _mark_loaded_modules(model):
-    """Lets transformers pass over modules whose tensors all have their values: it would read each of them, only to find
-    that there is nothing to initialize, and a read gathers."""
+    """Marks modules whose tensors all have their values. Transformers would else read each tensor, only to find that it
+    needs no initialization, and a read gathers."""
     for module in model.modules():
         own = [t for t in (*dict.values(module._parameters), *module._buffers.values()) if t is not None]
         lasting = [t for t in own if isinstance(t, torch.nn.Parameter) or _is_saved(module, t)]
@@ -69,11 +69,11 @@ def _entries(model):
 
 
 class _Unfit(Exception):
-    """Why transformers' own way has to be taken."""
+    """The reason why Strata takes transformers' own way."""
 
 
 def _load(model, state_dict, files, load_config):
-    """What transformers calls the loading's result; None where its own way has to be taken. Collective."""
+    """Transformers' LoadStateDictInfo; None where its own way has to be taken. Collective."""
     plans = reason = None
     with _together("planning what is read"):
         try:
@@ -93,7 +93,7 @@ def _load(model, state_dict, files, load_config):
 
 
 def _of_all(value):
-    """[each rank's]. Collective."""
+    """[the value of each rank]. Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -123,7 +123,7 @@ def _checkpoint_of(state_dict, files, load_config):
     """(_C.Checkpoint, path).
 
     Raises:
-        _Unfit: it cannot be read so.
+        _Unfit: Strata cannot read it.
     """
     if state_dict is not None or not files:
         raise _Unfit("the weights come from a state dict, not from files")
@@ -136,10 +136,10 @@ def _checkpoint_of(state_dict, files, load_config):
 
 
 class _Plans:
-    """What is read for each of the shards that ``zero.Init`` has made.
+    """The LoadPlans of all cores that ``zero.Init`` has made for a model.
 
     Raises:
-        _Unfit, FormatError: the checkpoint's tensors cannot be followed into the model.
+        _Unfit, FormatError: the checkpoint's tensors cannot be mapped to the model's.
     """
 
     def __init__(self, model, opened, load_config):
@@ -171,7 +171,7 @@ class _Plans:
         self._checkpoint = checkpoint
 
     def run(self):
-        """Reads. Collective. Returns what transformers calls the loading's result.
+        """Reads the shards. Collective. Returns transformers' LoadStateDictInfo.
 
         Raises:
             IoError: on every rank; names the first that failed.
@@ -190,7 +190,7 @@ class _Plans:
         names = {*self._parameters, *self._buffers}
         for name in names & self._found.keys():
             tensor = self._parameters.get(name, self._buffers.get(name))
-            tensor._is_hf_initialized = True  # so that transformers leaves it as it is
+            tensor._is_hf_initialized = True  # so that transformers does not initialize it
         return private("LoadStateDictInfo")(
             missing_keys=names - self._found.keys(), unexpected_keys=set(), mismatched_keys=set(), error_msgs=[],
             conversion_errors={}, skipped_pp_keys=set(),
@@ -198,7 +198,7 @@ class _Plans:
 
 
 def _require_usual_conversions(model, load_config):
-    """Raises _Unfit where a script has given conversions of its own, which ``model_tensors`` does not ask."""
+    """Raises _Unfit where a script has given conversions of its own, which ``model_tensors`` does not use."""
     usual = private("get_model_conversion_mapping")(model)
     given = load_config.weight_mapping or []
     if [_patterns(c) for c in given] != [_patterns(c) for c in usual]:

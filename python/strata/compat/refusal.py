@@ -1,17 +1,17 @@
-"""Names of DeepSpeed that Strata does not offer: they can be imported, and inherited from, and say so when used."""
+"""Names of DeepSpeed that Strata does not offer. Scripts can import them and inherit from them; any use raises."""
 
 from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why a name is not offered."""
+    """The reason why Strata does not offer a name."""
 
     what: str  # "pipeline parallelism"
     instead: str = ""  # a whole sentence
 
 
 def refused(name, refusal):
-    """A class in the place of ``name``, which may also be called as a function.
+    """A class that stands for ``name``; calls as a function raise, too.
 
     Args:
         name: the full name, "deepspeed.pipe.PipelineModule".
@@ -21,7 +21,7 @@ def refused(name, refusal):
 
 
 def refused_method(name, refusal):
-    """A method in the place of ``name``, which raises NotImplementedError."""
+    """A method that stands for ``name`` and raises NotImplementedError."""
 
     def method(self, *args, **kwargs):
         raise NotImplementedError(_text(name, refusal))
@@ -37,10 +37,10 @@ def _text(name, refusal):
 
 
 class _Refused(type):
-    """The class of such classes: they have no instances, and nothing is one.
+    """The class of such classes. They have no instances, and ``isinstance`` is always False.
 
     Raises:
-        NotImplementedError: at a call, and where a method or another attribute is asked for.
+        NotImplementedError: at a call, and at a read of a method or another attribute.
     """
 
     def __call__(cls, *args, **kwargs):

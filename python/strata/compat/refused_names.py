@@ -7,7 +7,7 @@ _TENSOR = Refusal("tensor parallelism", "Set tensor_parallel.autotp_size to 1, o
 _SEQUENCE = Refusal("sequence parallelism (Ulysses)", "Set the size of sequence parallelism to 1.")
 _INFERENCE = Refusal("an inference engine", "Generate with the model itself: engine.module.generate(...).")
 _COMPRESSION = Refusal("compression of models")
-_EXPERTS = Refusal("layers of experts and expert parallelism", "Experts of the model itself are trained as they are.")
+_EXPERTS = Refusal("layers of experts and expert parallelism", "Experts of the model itself train like other modules.")
 _KERNELS = Refusal("kernels of transformer layers", "Use the attention implementations of torch and transformers.")
 _BUILDERS = Refusal("DeepSpeed's own operators", "Strata has its own; `strata bench-io` measures drives.")
 _TILING = Refusal("tiled layers", "Set strata.tiles.max_gather, which has large parameters used in tiles; "
@@ -25,7 +25,7 @@ _ONEBIT = Refusal("optimizers that compress what travels", "Use AdamW.")
 _HYBRID = Refusal("the hybrid engine", "Generate with the model itself: engine.module.generate(...).")
 _CURRICULUM = Refusal("curriculum learning and data sampling")
 _MODEL_PARALLEL = Refusal("model parallelism's random numbers", "Use torch's random numbers.")
-_UNIVERSAL = Refusal("the universal format", "Strata's checkpoints load at any number of ranks as they are.")
+_UNIVERSAL = Refusal("the universal format", "Strata's checkpoints load at any number of ranks without conversion.")
 
 
 def _all(refusal, names):

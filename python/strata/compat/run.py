@@ -1,8 +1,8 @@
 """``python -m strata.compat.run [--no_local_rank] [--module] SCRIPT ARGUMENTS...``: runs a script in which
 ``deepspeed`` is Strata. ``strata run`` starts this on every rank.
 
-DeepSpeed's launcher passes ``--local_rank`` to every script; here scripts get it that name it in their text, since
-others, written for torchrun, refuse it.
+DeepSpeed's launcher passes ``--local_rank`` to every script. Strata passes it only to scripts whose text contains it,
+since others, written for torchrun, refuse it.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ def _names_local_rank(script, as_module):
         with open(path, "rb") as file:
             return _NAMES_IT.search(file.read()) is not None
     except (OSError, TypeError):
-        return False  # running it will say what is wrong
+        return False  # the run itself will raise the error
 
 
 if __name__ == "__main__":

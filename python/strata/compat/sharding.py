@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: gathering, and what frameworks take hold of to switch DeepSpeed's hooks off and on."""
+"""``deepspeed.zero``: gathering, and the objects through which frameworks switch DeepSpeed's hooks off and on."""
 
 import logging
 import sys
@@ -13,8 +13,8 @@ logger = logging.getLogger("strata")
 
 
 class GatheredParameters(zero.GatheredParameters):
-    """As ``strata.zero.GatheredParameters``, but for what is changed with ``modifier_rank=None``: it is lost, as under
-    DeepSpeed, and said in a warning. Libraries merge adapters in such a context, look, and take them out again.
+    """As ``strata.zero.GatheredParameters``, but a change with ``modifier_rank=None`` is lost with a warning, as under
+    DeepSpeed. Libraries merge adapters in such a context, read the weights, and remove the adapters again.
 
     Raises:
         UsageError: for such a change, where the configuration has ``zero_optimization.enable_sanity_checks``.
@@ -27,7 +27,7 @@ class GatheredParameters(zero.GatheredParameters):
             super()._changed(message)
         level = logging.DEBUG if GatheredParameters._told else logging.WARNING
         GatheredParameters._told = True
-        logger.log(level, "%s. What was changed is lost where parameters are sharded", message)
+        logger.log(level, "%s. The changes are lost where parameters are sharded", message)
 
 
 class Init(zero.Init):
@@ -48,12 +48,12 @@ class Init(zero.Init):
 
 
 def _initializes_nothing():
-    """Whether transformers has put nothing in the place of torch's initializers: it fills the model afterwards."""
+    """Whether transformers has replaced torch's initializers by functions that do nothing, to fill the model later."""
     return getattr(torch.nn.init.normal_, "__qualname__", "").startswith("no_init_weights.")
 
 
 def register_external_parameter(module, parameter):
-    """Does nothing: a parameter that another module reads is gathered as it is read."""
+    """Does nothing: the engine gathers a parameter when any module reads it."""
 
 
 def unregister_external_parameter(module, parameter):
@@ -61,7 +61,7 @@ def unregister_external_parameter(module, parameter):
 
 
 def zero_wrapper_for_fp_tensor_constructor(function, dtype):
-    """``function`` as it is: ``zero.Init`` gives parameters their dtype, and leaves constructors of tensors alone."""
+    """The same ``function``: ``zero.Init`` gives parameters their dtype, and changes no constructors of tensors."""
     return function
 
 
@@ -77,7 +77,7 @@ def unwrap_model_for_generation(model):
 
 
 def no_external_parameters():
-    """(): there is no list of them. Modules of an engine have this as ``ds_external_parameters``."""
+    """(): Strata keeps no list of external parameters. Modules of an engine have this as ``ds_external_parameters``."""
     return ()
 
 
@@ -85,7 +85,7 @@ class ParameterOffload:
     """``engine.optimizer.parameter_offload`` at stage 3, and ``engine.optimizer`` of an engine without an optimizer.
 
     Libraries remove DeepSpeed's hooks from it before they generate with gathered parameters, and put them back
-    afterwards. Here nothing has to be removed: a forward takes parameters that are gathered as they are.
+    afterwards. Strata's hooks need not be removed: a forward uses parameters that are gathered already.
 
     Args:
         module: the engine's.
@@ -120,7 +120,7 @@ class ParameterOffload:
                 parameter.partition()
 
     def empty_partition_cache(self):
-        """``partition_all_parameters()``, and frees all memory of gathered parameters that nobody uses. Collective
+        """``partition_all_parameters()``, and frees all memory of gathered parameters that are not in use. Collective
         where gathers are."""
         self.partition_all_parameters()
         cores = {id(core): core for core, _ in map(owner_of, self.module.parameters()) if core is not None}
@@ -138,7 +138,7 @@ class ParameterOffload:
 
 
 class _Coordinator:
-    """Stands for what learns the order of gathers, which the engine does by itself."""
+    """Stands for DeepSpeed's object that learns the order of gathers; the engine itself does this."""
 
     def is_invalid_trace(self):
         return False

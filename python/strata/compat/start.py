@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` and the configuration, as frameworks give and read it."""
+"""``deepspeed.initialize``, and the configuration in the form that frameworks write and read."""
 
 import logging
 import math
@@ -28,13 +28,13 @@ def initialize(
     mesh_param=None,
     config_params=None,
 ):
-    """``strata.initialize``, with what frameworks count on beside: the engine is a ``DeepSpeedEngine``, whose
-    ``config`` is the dict that was given.
+    """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, and its ``config``
+    is the given dict.
 
     Args:
-        args: a namespace whose ``deepspeed_config``, or, as it was called once, ``deepscale_config``, is used when no
+        args: a namespace whose ``deepspeed_config``, or ``deepscale_config`` (the older name), is used when no
             configuration is given.
-        distributed_port: accepted for DeepSpeed's sake; the launcher says MASTER_PORT.
+        distributed_port: accepted for DeepSpeed's sake; the launcher sets MASTER_PORT.
         The others are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
 
     Returns:
@@ -58,8 +58,8 @@ def initialize(
 
 
 def settings_of(document):
-    """What Strata's parser gets of a dict that frameworks have filled in: without what has no effect in DeepSpeed
-    either (keys with dots, an endless ``steps_per_print``), and whole numbers as such.
+    """The dict for Strata's parser, from one that frameworks have filled in. It lacks settings that have no effect in
+    DeepSpeed either (keys with dots, an infinite ``steps_per_print``), and its whole numbers are ints.
     """
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
@@ -69,8 +69,8 @@ def settings_of(document):
 
 
 def _warm_up_for_a_step(settings):
-    """Trainer and Accelerate fill "auto" with 0 where nobody asks for a warm-up, which DeepSpeed counted as 2 steps up
-    to its version 0.19.5, as it does 1, and refuses since."""
+    """Replaces a warm-up of 0 steps, which Trainer and Accelerate write for "auto" where the user sets none. DeepSpeed
+    took 0 as 2 steps, as it does 1, up to version 0.19.5, and has refused it since."""
     scheduler = settings.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
@@ -83,7 +83,7 @@ def _whole(value):
     if isinstance(value, dict):
         return {key: _whole(entry) for key, entry in value.items()}
     if isinstance(value, float) and value >= 1e3 and math.isfinite(value):
-        return int(value)  # sizes of buckets, made by a product
+        return int(value)  # frameworks compute sizes of buckets by a product
     return value
 
 
@@ -99,7 +99,7 @@ class DeepSpeedConfig:
         zero_optimization_stage: int. zero_enabled: bool, whether it is above 0.
         zero_config: ``DeepSpeedZeroConfig``.
         optimizer_params, scheduler_params: the dict ``params`` of the section as given, or None.
-        gradient_clipping, gradient_allreduce_op, optimizer_name, ...: what the engine's methods of these names say.
+        gradient_clipping, gradient_allreduce_op, optimizer_name, ...: results of the engine's methods of these names.
         _param_dict: the dict.
 
     Raises:
@@ -133,7 +133,7 @@ class DeepSpeedConfig:
 
 
 class _Values(EngineSettings):
-    """What an engine would say of a configuration that none has yet."""
+    """The methods of an engine about its configuration, without an engine."""
 
     def __init__(self, config):
         self._config = config

@@ -27,11 +27,11 @@ def _as(item, mapped):
 
 
 def clone_tensors_for_torch_save(item, device=torch.device("cpu")):
-    """``item`` with tensors that have just the memory that they need, so that ``torch.save`` writes no more.
+    """``item`` with copies of its tensors in memory of their own size, so that ``torch.save`` writes no more.
 
     Args:
         item: a tensor, or lists, tuples and dicts of such.
-        device: where they shall be. Those that share memory share none afterwards.
+        device: of the copies. Copies share no memory with each other.
     """
     return _mapped(item, lambda tensor: tensor.detach().clone().to(device))
 
@@ -47,7 +47,7 @@ def copy_to_device(item, device, criterion_func):
 
 
 def get_model_ckpt_name_for_rank(base_folder, mp_rank_str):
-    """str: where DeepSpeed has the model of a rank of model parallelism."""
+    """str: the path of DeepSpeed's model file for a rank of model parallelism."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed tells of the torch that it runs with."""
+"""DeepSpeed's questions about the installed torch."""
 
 import torch
 from packaging.version import Version

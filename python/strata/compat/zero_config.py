@@ -8,7 +8,7 @@ from .enumerations import OffloadDeviceEnum, ZeroStageEnum
 
 
 class _Section:
-    """A section of a configuration: every setting is an attribute.
+    """A section of a configuration, whose settings are attributes.
 
     Raises:
         ConfigError: an unknown setting. A misspelt attribute is an AttributeError.

@@ -1,1 +1,1 @@
-"""Checkpoints of Strata in the files of other libraries, so that training can go on there."""
+"""Writes checkpoints of Strata as files of other libraries, so that these can continue the training."""

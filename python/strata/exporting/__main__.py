@@ -1,4 +1,4 @@
-"""``python -m strata.exporting``: turns training checkpoints of Strata into those of other libraries."""
+"""``python -m strata.exporting``: converts training checkpoints of Strata to those of other libraries."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Training checkpoints of Strata as checkpoints of DeepSpeed's ZeRO, from which DeepSpeed goes on."""
+"""Converts training checkpoints of Strata to checkpoints of DeepSpeed's ZeRO, so that DeepSpeed continues training."""
 
 import json
 import logging
@@ -21,14 +21,14 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
     """Writes a training checkpoint as DeepSpeed 0.19 writes its own, for ``engine.load_checkpoint(out)`` there and for
     tools that read these files (``zero_to_fp32``, ``ds_to_universal``, Lightning's converter).
 
-    The folder is whole or absent. About one tensor is in memory at a time; ``out`` needs room for twice the checkpoint
-    while it is written.
+    The folder is complete or absent. About one tensor is in memory at a time; the disk of ``out`` needs room for twice
+    the checkpoint during the call.
 
     Args:
         checkpoint: folder of Strata's checkpoints, or of one tag.
-        out: folder for DeepSpeed's checkpoint, made if need be; the tag stays.
+        out: folder for DeepSpeed's checkpoint, made if need be; the tag stays the same.
         tag: default: the one that ``latest`` names.
-        world_size: ranks that DeepSpeed will train on; default: as many as saved. Its files fit no other number.
+        world_size: ranks that DeepSpeed will train on; default: the number that saved. The files fit no other number.
         stage: of ZeRO that DeepSpeed will train with, 1 to 3; default: that of the checkpoint.
 
         sub_group_size: elements, as in the configuration of DeepSpeed's run; counts at stage 3.
@@ -37,9 +37,9 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
         str, the path of the new checkpoint.
 
     Raises:
-        UsageError: ``out`` has this tag already; a stage or number of ranks that does not exist.
-        FormatError: the checkpoint is damaged, or holds no states of an optimizer, or what DeepSpeed's files cannot
-            hold.
+        UsageError: ``out`` has this tag already; ``stage`` or ``world_size`` is out of range.
+        FormatError: the checkpoint is damaged, or holds no states of an optimizer, or holds values that DeepSpeed's
+            files cannot have.
         IoError: a file is missing or cannot be written.
     """
     source = find_own(os.fspath(checkpoint), tag)
@@ -90,9 +90,9 @@ class _Contents:
     Attributes:
         tensors: [``WholeTensor``]; ``trained``: those of ``layout``, by name.
         layout: ``Layout``.
-        client_state, scheduler: as the script gave them.
+        client_state, scheduler: the script's own values.
         param_groups: [dict] without parameters.
-        scalars: {name: {key: number or tensor of one element}} that the optimizer keeps of a parameter.
+        scalars: {name: {key: number or tensor of one element}}, the optimizer's states of one element.
         config: dict, nested as a configuration is; ``training``: the rest of the checkpoint's JSON.
     """
 
@@ -143,7 +143,7 @@ class _Contents:
 
 
 def _groups(optimizer, by_name):
-    """[{name: shape}] of what the optimizer trains, by param group."""
+    """[{name: shape}] of the parameters that the optimizer trains, by param group."""
     members = optimizer.get("members")
     trained = [t.name for t in by_name.values() if t.trainable and VALUE in t.kinds]
     if members is None and len(optimizer["param_groups"]) == 1:
@@ -165,7 +165,7 @@ def _groups(optimizer, by_name):
 
 
 def _nested(flat):
-    """The configuration of {"a.b": JSON}."""
+    """The nested configuration from {"a.b": JSON}."""
     result = {}
     for path, text in flat.items():
         *sections, key = path.split(".")

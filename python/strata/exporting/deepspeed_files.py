@@ -16,16 +16,17 @@ _fragment_address = ForeignClass("deepspeed.utils.tensor_fragment", "fragment_ad
 
 
 class Files:
-    """Writes them from what ``strata.exporting.deepspeed`` has read.
+    """Writes them from the contents that ``strata.exporting.deepspeed`` has read.
 
-    Flat tensors lie in temporary files while they are filled, since each tensor of the model goes to many of them.
+    Flat tensors lie in temporary files while this class fills them, since parts of each tensor of the model go to many
+    of them.
     """
 
     def __init__(self, contents):
         self._contents, self._layout = contents, contents.layout
 
     def write(self, folder):
-        """All files, into an existing folder of their own."""
+        """Writes all files into ``folder``, which exists and is empty."""
         work = os.path.join(folder, "work")
         os.mkdir(work)
         flats = self._flats(work)
@@ -89,7 +90,7 @@ class Files:
             save(state, os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
 
     def _fragment(self, value, rank):
-        """The rank's part of a frozen parameter; as many elements on each rank."""
+        """The rank's part of a frozen parameter; all ranks' parts have the same size."""
         part = math.ceil(value.numel() / self._layout.world_size)
         own = value.flatten()[rank * part:(rank + 1) * part]
         return torch.cat([own, own.new_zeros(part - own.numel())])
@@ -164,13 +165,13 @@ class Files:
         }  # fmt: skip
 
     def _torch_state(self, flats, rank):
-        """What ``state_dict()`` of the optimizer of ``rank`` gives."""
+        """The result of ``state_dict()`` of the optimizer of ``rank``."""
         layout, contents = self._layout, self._contents
         state = {}
         for flat, shapes in enumerate(layout.shapes):
             first = next(iter(shapes))
             kinds = contents.trained[first].kinds
-            values = dict(contents.scalars[first])  # torch's optimizers take a step that is an int, too
+            values = dict(contents.scalars[first])  # torch's optimizers accept a step that is an int, too
             values.update((kind, flats[kind][rank][flat]) for kind in kinds if kind != VALUE)
             if len(values) > 1 or "step" not in values:
                 state[flat] = values
@@ -179,7 +180,7 @@ class Files:
             groups.append({**group, "params": own})
             step = state.get(own[0], {}).get("step")
             if isinstance(step, int):
-                groups[-1]["step"] = step  # where FusedAdam of older versions counts
+                groups[-1]["step"] = step  # FusedAdam of older versions counts here
         return {"state": state, "param_groups": groups}
 
     def _dynamic(self):
@@ -207,7 +208,7 @@ class Files:
 
 
 def _on_disk(path, numel, dtype):
-    """A tensor of zeros whose memory is a file, so that the system may write it out."""
+    """A tensor of zeros whose memory is a file, so that the system may write its pages to disk."""
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
     with open(path, "wb") as file:

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's ZeRO keeps each element of the parameters that it trains: flat tensors of each rank.
+"""The offset of each element of the trained parameters in the flat tensors of each rank of DeepSpeed's ZeRO.
 
 At stages 1 and 2 each param group is one flat tensor, padded to a multiple of twice the number of ranks, and each rank
 has an equal range of it. At stage 3 each parameter is cut into as many equal parts as there are ranks, and a rank's
@@ -22,7 +22,7 @@ class Run:
 
 
 class Layout:
-    """The places of all trained parameters.
+    """The offsets of all trained parameters.
 
     Args:
         groups: [{name: shape}], by param group, in the optimizer's order. Parameters without elements are left out.
@@ -55,7 +55,7 @@ class Layout:
         self.paddings = [[self._padding(flat, rank) for flat in range(len(self.shapes))] for rank in range(world_size)]
 
     def _step(self, numel):
-        """Elements from the place of one parameter to that of the next."""
+        """Elements from the offset of one parameter to that of the next."""
         return math.ceil(numel / self.world_size) if self.stage == 3 else numel
 
     def _sub_groups(self, group, size):

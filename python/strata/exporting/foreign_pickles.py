@@ -1,7 +1,7 @@
 """``torch.save`` for values whose classes are DeepSpeed's, without DeepSpeed.
 
-DeepSpeed's files hold a few objects of its own classes. A pickle names a class by module and name, so a file can hold
-such objects although the process that writes it lacks the library.
+DeepSpeed's files hold a few objects of its own classes. A pickle has only the module and the name of a class, so a
+process without the library can write such objects.
 """
 
 import pickle
@@ -14,7 +14,7 @@ class ForeignClass:
     """A class of another library.
 
     Args:
-        module, name: str, as ``import`` finds it where the file is read.
+        module, name: str, by which the reader of the file imports the class.
     """
 
     def __init__(self, module, name):

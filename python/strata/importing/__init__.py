@@ -1,2 +1,2 @@
-"""Checkpoints of other libraries as checkpoints of Strata: ``python -m strata.importing``, or ``strata
+"""Converts checkpoints of other libraries to checkpoints of Strata: ``python -m strata.importing``, or ``strata
 import-deepspeed`` and ``strata import-dcp``."""

@@ -1,4 +1,4 @@
-"""``python -m strata.importing``: turns checkpoints of other libraries into Strata's."""
+"""``python -m strata.importing``: converts checkpoints of other libraries to Strata's."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
-"""Folders of torch.distributed.checkpoint, as users of FSDP2 write them, as checkpoints of Strata.
+"""Converts folders of torch.distributed.checkpoint, as users of FSDP2 write them, to checkpoints of Strata.
 
-What was saved is ``{"model": ..., "optimizer": ...}`` of ``get_state_dict``, with or without something around it, or a
+Such a folder holds ``{"model": ..., "optimizer": ...}`` of ``get_state_dict``, which may be inside another dict, or a
 model's state dict alone. Other entries are the script's values.
 """
 
@@ -26,22 +26,21 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's 
 
 
 def import_dcp(folder, out, tag=None, buffers=()):
-    """Writes what a folder of torch.distributed.checkpoint holds as a checkpoint of Strata. About one tensor is in
-    memory at a time, beside the piece of it that is being read.
+    """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint of Strata. About one tensor is in
+    memory at a time, beside the chunk of it that is being read.
 
     Args:
-        folder: where ``dcp.save`` wrote.
+        folder: the folder that ``dcp.save`` wrote.
         out: folder of Strata's checkpoints, made if need be.
         tag: of the new checkpoint; default: the folder's name.
-        buffers: names of the model's buffers among its tensors, which such a folder does not tell from frozen
-        parameters.
-            Tensors of other than floating dtypes, and batch norm's, are known without.
+        buffers: names of the model's buffers, since the folder does not distinguish them from frozen parameters.
+            Tensors of other than floating dtypes, and batch norm's, count as buffers without being named.
 
     Returns:
         the path of the new checkpoint.
 
     Raises:
-        FormatError: for what is damaged, holds more than data, or has no model in it.
+        FormatError: the folder is damaged, holds objects other than data, or holds no model.
         IoError: a file is missing.
     """
     return write_checkpoint(read_dcp(folder, tag, buffers), os.fspath(out))
@@ -102,7 +101,7 @@ def _name(path):
 
 
 def _optimizer_of(files, optimizer):
-    """({parameter: {what is kept of it: key}}, param groups or None)."""
+    """({parameter: {name of the state: key}}, param groups or None)."""
     states, groups, flat = {}, None, {}
     for path, key in optimizer.items():
         if path[0] == "state" and len(path) == 3:
@@ -120,7 +119,7 @@ def _optimizer_of(files, optimizer):
 
 
 def _tied(files, model, trained):
-    """{name: [other names]}: matrices that no optimizer knows, and that are one that it knows."""
+    """{name: [other names]}: trained matrices, and the names of untrained ones that are the same matrix."""
     if not trained:
         return {}
     shapes = {}

@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint: what ``.metadata`` says, and the tensors that it places in files.
+"""Reads folders of torch.distributed.checkpoint: ``.metadata``, and the tensors whose places in files it lists.
 
-``.metadata`` is a pickle. It is read by an unpickler that knows a handful of names, each of which stands for data: of
-torch's own classes there are empty ones here, made anew for each file, so that nothing of torch is called or changed
-either. The data files hold a ``torch.save`` for each piece; torch's restricted unpickler reads these.
+``.metadata`` is a pickle. The unpickler here knows a handful of names, each of which stands for data. In place of
+torch's own classes it has empty ones, new for each file, so that reading neither calls nor changes any code of torch.
+The data files hold a ``torch.save`` for each piece; torch's restricted unpickler reads these.
 """
 
 import io
@@ -26,7 +26,7 @@ class _Record:
 
 
 def _stand_ins():
-    """{(module, name): what it means}."""
+    """{(module, name): the object that stands for it}."""
     metadata, filesystem = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
     records = [(metadata, name) for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -67,7 +67,7 @@ class DcpFolder:
     """An open folder.
 
     Attributes:
-        paths: {key: path in the state dict that was saved, a tuple of keys and indices}.
+        paths: {key: path in the saved state dict, a tuple of keys and indices}.
     """
 
     def __init__(self, folder):
@@ -85,7 +85,7 @@ class DcpFolder:
             self._pieces = self._by_key(metadata.storage_data)
         except _C.Error:
             raise
-        except Exception as error:  # whatever a damaged pickle makes of itself
+        except Exception as error:  # a damaged pickle can raise any class
             raise _C.FormatError(f"'{path}' is cut off, or not as torch writes it: {error!r}") from error
 
     @staticmethod
@@ -97,7 +97,7 @@ class DcpFolder:
         return pieces
 
     def is_tensor(self, key):
-        """Whether it is a tensor; else any value that torch.save keeps."""
+        """Whether the value of ``key`` is a tensor; else it is any value that torch.save writes."""
         return hasattr(self._entries[key], "chunks")
 
     def shape_of(self, key):
@@ -105,7 +105,7 @@ class DcpFolder:
         return [int(n) for n in self._entries[key].size]
 
     def stored(self, key):
-        """Stored for a tensor; its pieces are put together when it is read.
+        """Stored for a tensor; its ``read`` joins the pieces.
 
         Raises:
             FormatError: the pieces do not cover a tensor of its shape, or overlap.
@@ -126,7 +126,7 @@ class DcpFolder:
         if overlap is not None:
             raise _C.FormatError(f"'{self._folder}': pieces of '{key}', whose shape is {shape}, overlap: found "
                                  f"{overlap[0]} and {overlap[1]} as (offsets, sizes); save the folder again")
-        if sum(math.prod(sizes) for _, sizes, _ in pieces) != math.prod(shape):  # without overlaps: not all is there
+        if sum(math.prod(sizes) for _, sizes, _ in pieces) != math.prod(shape):  # no overlaps, so a piece is missing
             raise _C.FormatError(f"'{self._folder}': the pieces of '{key}' do not make up its shape {shape}")
         return Stored(dtype, lambda: self._assembled(key, shape, dtype, pieces))
 
@@ -144,7 +144,7 @@ class DcpFolder:
         return whole
 
     def value(self, key):
-        """What was saved under ``key``, tensor or not."""
+        """The value that was saved under ``key``, tensor or not."""
         if self.is_tensor(key):
             return self.stored(key).read()
         return self._load(key, next(iter(self._pieces[key].values())))
@@ -174,10 +174,10 @@ class DcpFolder:
 
 
 def _overlap(boxes):
-    """The first two of ``boxes``, [(offsets, sizes)], that have an element in common; None where none have.
+    """The first two of ``boxes``, [(offsets, sizes)], that have an element in common; None where no two have.
 
-    A sweep along the first dimension: a box is compared with those that have begun and not ended. Pieces of one
-    dimension's cuts meet none, so that thousands of ranks cost a sort.
+    The function sweeps along the first dimension, and compares a box with those that have begun and not ended. Pieces
+    that are cut along this dimension have none to compare with, so thousands of ranks cost only a sort.
     """
     under_way = []
     for box in sorted(box for box in boxes if math.prod(box[1]) > 0):

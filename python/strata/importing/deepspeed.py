@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3 and universal ones, as checkpoints of Strata."""
+"""Converts checkpoints of DeepSpeed's ZeRO, stages 1 to 3 and universal ones, to checkpoints of Strata."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from .whole_tensors import (
     written_by,
 )
 
-# What DeepSpeed itself puts into a model's file; the rest is the script's.
+# Keys that DeepSpeed itself writes into a model's file; all others are the script's.
 _OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
@@ -28,20 +28,20 @@ _OWN_KEYS = {
 
 
 def import_deepspeed(checkpoint, out, tag=None):
-    """Writes a checkpoint of DeepSpeed as one of Strata, from which ``engine.load_checkpoint(out)`` goes on at any
-    number of ranks and any stage. About one tensor is in memory at a time.
+    """Writes a checkpoint of DeepSpeed as one of Strata, which ``engine.load_checkpoint(out)`` loads at any number of
+    ranks and any stage. About one tensor is in memory at a time.
 
     Args:
         checkpoint: DeepSpeed's folder, that of all tags or of one.
-        out: folder of Strata's checkpoints, made if need be; the tag stays.
+        out: folder of Strata's checkpoints, made if need be; the tag stays the same.
         tag: default: the one that ``latest`` names.
 
     Returns:
         the path of the new checkpoint.
 
     Raises:
-        FormatError: for what is no such checkpoint, or damaged, or holds more than data, or is of a model that is cut
-            otherwise.
+        FormatError: the folder is no such checkpoint, is damaged, holds objects other than data, or is of a model that
+            is also cut by another kind of parallelism.
         IoError: a file is missing.
     """
     return write_checkpoint(read_deepspeed(checkpoint, tag), os.fspath(out))
@@ -67,7 +67,7 @@ def _states_of(files, model):
     return states
 
 
-# --- all of it together ---
+# --- the whole checkpoint ---
 
 
 def _assemble(files, model, states):
@@ -91,7 +91,7 @@ def _assemble(files, model, states):
 
 
 def _step_of_groups(groups):
-    """FusedAdam counts there."""
+    """The number of steps in the param groups, where FusedAdam counts them."""
     return max((group.get("step", 0) for group in groups or []), default=0)
 
 
@@ -112,7 +112,7 @@ def _training_of(model, states, beside, steps, scalars):
         "optimizer_steps": {"all": all_steps, "missed": {n: all_steps - s for n, s in steps.items() if s != all_steps}},
     }
     if isinstance(first.get("lr_scheduler"), dict):
-        # The configuration's scheduler; a script's has a class that DeepSpeed does not note.
+        # The configuration's scheduler; DeepSpeed does not write the class of a script's.
         name = "ScheduledLR" if config.get("scheduler") else None
         training["scheduler"] = {"class": name, "state": plain_values(first["lr_scheduler"], beside, "scheduler")}
     if states.param_groups is not None:

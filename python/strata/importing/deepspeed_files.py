@@ -1,4 +1,4 @@
-"""Which files a checkpoint of DeepSpeed has, and which checkpoints are not ours to read."""
+"""Finds the files of a checkpoint of DeepSpeed, and refuses checkpoints that Strata cannot read."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from .. import _C
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_OF_PARTS = (  # of models that are cut otherwise than by ZeRO
+_OF_PARTS = (  # files of models that are cut by another kind of parallelism than ZeRO
     (re.compile(r"mp_rank_\d+_\d+_model_states\.pt|layer_\d+-model.*\.pt"), "pipeline parallelism"),
     (re.compile(r"expp_rank_\d+_.*|layer_\d+_expert_\d+_.*|expert_\d+_mp_rank_.*"), "expert parallelism"),
 )
@@ -46,12 +46,12 @@ def find_deepspeed_files(folder, tag=None):
     """The DeepSpeedFiles of a checkpoint.
 
     Args:
-        folder: where the tags are, or that of one tag.
+        folder: that of all tags, or of one tag.
         tag: default: the one that ``latest`` or ``latest_universal`` names.
 
     Raises:
         IoError: there is no such folder, or a file is missing.
-        FormatError: it holds no checkpoint of DeepSpeed's ZeRO, or one that is cut otherwise.
+        FormatError: it holds no checkpoint of DeepSpeed's ZeRO, or one that is cut by another kind of parallelism.
     """
     folder = os.path.normpath(os.fspath(folder))
     if not os.path.isdir(folder):
@@ -105,7 +105,7 @@ def _files_of(path, tag):
 
 
 def _by_rank(path, names, pattern):
-    """Paths by rank; all ranks must be there."""
+    """Paths by rank; raises an error where a rank's file is missing."""
     found = [(int(m[1]), int(m[2]), name) for name in names if (m := pattern.fullmatch(name))]
     _refuse_tensor_parallel(path, [(mp, name) for _, mp, name in found])
     by_rank = {rank: name for rank, _, name in found}

@@ -1,4 +1,4 @@
-"""What DeepSpeed's files of a model say: names and shapes, buffers, frozen and tied parameters."""
+"""Reads DeepSpeed's files of a model: names and shapes, buffers, frozen and tied parameters."""
 
 import math
 
@@ -10,11 +10,12 @@ from .whole_tensors import VALUE, Stored, WholeTensor, stored
 
 
 class ModelFiles:
-    """What the model's files say.
+    """The contents of the model's files.
 
     Attributes:
-        shapes: [{name: shape}] of what is trained, by param group, or sub-group at stage 3, in the order of the flat
-        tensors. of_ranks: the content of every file; one, but at stage 3.
+        shapes: [{name: shape}] of the trained parameters, by param group, or sub-group at stage 3, in the order of the
+            flat tensors.
+        of_ranks: the content of every file: one, or at stage 3 one for each rank.
     """
 
     def __init__(self, paths):
@@ -37,7 +38,7 @@ class ModelFiles:
         known = trained | set(self.first["buffer_names"]) | set(self.first["shared_params"])
         shapes = self.first.get("frozen_param_shapes") or {}
         result = [(name, shape, self._frozen(name, shape)) for name, shape in shapes.items() if name not in trained]
-        # Stage 1 does not list them apart; at stage 3 they are empty here.
+        # Stage 1 does not list frozen parameters; at stage 3 those in "module" are empty.
         for name, value in self.first["module"].items():
             if name not in known and name not in shapes and (len(self.of_ranks) == 1 or value.numel()):
                 result.append((name, value.shape, stored(value)))
@@ -53,12 +54,12 @@ class ModelFiles:
         return Stored(fragments[0].dtype, lambda: torch.cat([f.flatten() for f in fragments])[:numel])
 
     def dtype_of(self, name, otherwise):
-        """That the model computes in."""
+        """The dtype in which the model computes with the parameter; ``otherwise`` where the files do not have it."""
         value = self.first["module"].get(name)
         return otherwise if value is None else value.dtype
 
     def buffers(self):
-        """[WholeTensor] of rank 0's buffers, and of other ranks' that are not the same."""
+        """[WholeTensor] of rank 0's buffers, and of other ranks' buffers that differ from these."""
         result = []
         for name in self.first["buffer_names"]:
             value = self.first["module"].get(name)

@@ -1,9 +1,9 @@
-"""DeepSpeed's flat tensors: master weights and what the optimizer keeps, as every rank's file has them.
+"""DeepSpeed's flat tensors in every rank's file: master weights and the optimizer's states.
 
-Of each param group, at stage 3 of each sub-group, every rank has one part of one dimension. The model's file says which
-parameters lie in it, in which order. At stages 1 and 2 the ranks' parts follow each other; at stage 3 each parameter is
-cut into as many equal parts as there are ranks, and a rank's part holds its own of each. What an optimizer keeps of
-each element lies in the same way.
+Every rank has one flat tensor, of one dimension, for each param group, or at stage 3 for each sub-group. The model's
+file lists the parameters of a group in order. At stages 1 and 2 the ranks' tensors are consecutive ranges of the
+group. At stage 3 DeepSpeed cuts each parameter into one equal part for each rank, and a rank's tensor holds its part of
+each parameter. States with one entry for each element have the same layout.
 """
 
 import math
@@ -17,11 +17,11 @@ from .whole_tensors import VALUE, Stored
 
 
 class FlatStates:
-    """What every rank's optimizer file holds.
+    """The contents of every rank's optimizer file.
 
     Attributes:
         stage: of ZeRO.
-        param_groups: [dict] as the optimizer had them, or None.
+        param_groups: [dict], the optimizer's, or None.
         loss_scaler: DeepSpeed's, as data, or None.
     """
 
@@ -34,7 +34,7 @@ class FlatStates:
             "single_partition_of_fp32_groups", "base_optimizer_state")
         self._values = [self._list(content, values, path) for content, path in zip(self._contents, paths)]
         states = [content.get(inner) or {} for content in self._contents]
-        if isinstance(states[0], list):  # elastic ones keep no param groups
+        if isinstance(states[0], list):  # elastic checkpoints have no param groups
             states = [{"state": dict(enumerate(s))} for s in states]
         self._states = [s.get("state", {}) for s in states]
         self.param_groups = states[0].get("param_groups")
@@ -60,7 +60,7 @@ class FlatStates:
         return [tensor.detach() for tensor in found]
 
     def _place(self, shapes):
-        """{name: (group, begin)}: in the flat tensor of all ranks; at stage 3 in that of each."""
+        """{name: (group, begin)}: the offset in the joined tensors of all ranks, or at stage 3 in each rank's."""
         if any(len(values) != len(shapes) for values in self._values):
             raise _C.FormatError(f"'{self._paths[0]}' has {len(self._values[0])} param groups, the model's file "
                                  f"{len(shapes)}; they are of different checkpoints")
@@ -101,7 +101,7 @@ class FlatStates:
         return found
 
     def scalars_of(self, name):
-        """{key: number} that the optimizer keeps of a parameter besides."""
+        """{key: number}: the optimizer's states of a parameter that have one element."""
         group, _ = self._places[name]
         by_element = self._by_element(group)
         result = {}
@@ -137,7 +137,7 @@ def _optimizer_content(path):
 
 
 def _range_of(flats, begin, end):
-    """Elements of tensors that follow each other."""
+    """Elements [begin, end) of the concatenated tensors."""
     pieces, at = [], 0
     for flat in flats:
         low, high = max(begin - at, 0), min(end - at, flat.numel())

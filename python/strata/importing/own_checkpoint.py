@@ -11,7 +11,7 @@ def find_own(folder, tag=None):
     """Path of a checkpoint of Strata; None: there is none.
 
     Args:
-        folder: where the tags are, or that of one tag.
+        folder: that of all tags, or of one tag.
         tag: default: the one that ``latest`` names.
     """
     folder = os.path.abspath(folder)
@@ -22,7 +22,7 @@ def find_own(folder, tag=None):
 
 
 def read_own(path):
-    """The WholeCheckpoint at ``path``. Every block of a file that is read is verified.
+    """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch.
 
     Raises:
         FormatError: it is damaged.

@@ -1,8 +1,8 @@
-"""Files of ``torch.save`` and pickles, read without running anything that is in them.
+"""Reads files of ``torch.save`` and pickles, and runs no code from them.
 
-torch's restricted unpickler makes tensors and plain containers, and of other classes only those that are named here:
-each stands for data and does nothing when it is made. DeepSpeed's own classes are replaced by empty ones of the same
-names, so that neither DeepSpeed nor any code of it is needed. Whatever else a file asks for is refused by name.
+torch's restricted unpickler makes tensors and plain containers, and objects of the classes that this module lists: each
+stands for data, and its constructor does nothing else. Empty classes stand for DeepSpeed's own, so that DeepSpeed need
+not be installed. The unpickler refuses any other class; the error names it.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def _deepspeed_classes():
 
 
 def _plain_classes():
-    """Of scripts' own values: namespaces of arguments, and numpy's numbers and arrays of numbers."""
+    """Classes of scripts' own values: namespaces of arguments, and numpy's numbers and arrays of numbers."""
     import numpy
 
     multiarray = numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray
@@ -53,11 +53,12 @@ def _plain_classes():
 
 
 def load_tensors(path):
-    """What ``torch.save`` wrote to ``path``. Tensors are mapped, so that only those bytes are read that somebody looks
-    at.
+    """The value that ``torch.save`` wrote to ``path``. Tensors are mapped, so that the system reads only the bytes that
+    are used.
 
     Raises:
-        FormatError: for a file that holds other objects than data, by their class; for one that is cut off.
+        FormatError: for a file that holds objects other than data (the message has their class); for one that is cut
+            off.
         IoError: it is not there.
     """
     allowed = _deepspeed_classes() + _plain_classes()

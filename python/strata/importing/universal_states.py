@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, with a file for each thing that is kept of it."""
+"""DeepSpeed's universal checkpoints: a folder for each parameter, with a file for each of its states."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from .. import _C
 from .restricted_load import load_tensors
 from .whole_tensors import VALUE, Stored
 
-_NAMES = {"fp32": VALUE}  # of files, where ours differ
+_NAMES = {"fp32": VALUE}  # names of files whose kinds have other names in Strata
 
 
 class UniversalStates:

@@ -1,4 +1,4 @@
-"""A checkpoint as whole tensors that are read when somebody asks, and how it becomes one of Strata's."""
+"""A checkpoint as whole tensors, each read when it is needed, and the writer that makes it one of Strata's."""
 
 import json
 import logging
@@ -21,10 +21,10 @@ VALUE = "value"
 
 @dataclass
 class Stored:
-    """What a checkpoint holds of one tensor, of one kind."""
+    """One kind of one tensor in a checkpoint."""
 
     dtype: torch.dtype
-    read: Callable  # () -> tensor of as many elements as the whole one has, of this dtype, on the host
+    read: Callable  # () -> tensor with all elements of the whole one, of this dtype, on the host
 
 
 @dataclass
@@ -32,9 +32,9 @@ class WholeTensor:
     """A parameter, a buffer, or a value of the script's.
 
     Attributes:
-        kinds: {kind: Stored}, ``VALUE`` first; others are what an optimizer keeps of each element.
-        dtype: that the model has it in.
-        role: as the core names roles: "parameter", "buffer", "rank buffer" ("<rank>:<name>"), "client".
+        kinds: {kind: Stored}, ``VALUE`` first; the others are an optimizer's states with one entry an element.
+        dtype: its dtype in the model.
+        role: the core's name of its role: "parameter", "buffer", "rank buffer" ("<rank>:<name>"), "client".
     """
 
     name: str
@@ -48,7 +48,7 @@ class WholeTensor:
 
 @dataclass
 class WholeCheckpoint:
-    """``training`` is what ``strata.checkpoint.training`` keeps beside tensors."""
+    """``training`` is the JSON that ``strata.checkpoint.training`` saves beside tensors."""
 
     tag: str
     tensors: list
@@ -58,7 +58,7 @@ class WholeCheckpoint:
 
 
 def stored(tensor):
-    """Stored for a tensor that is there already."""
+    """Stored for a tensor in memory."""
     tensor = tensor.detach()
     return Stored(tensor.dtype, lambda: tensor)
 
@@ -70,7 +70,7 @@ def write_checkpoint(checkpoint, folder):
         the path of the new checkpoint.
 
     Raises:
-        UsageError: where something else than a checkpoint of Strata has that name.
+        UsageError: a file or folder that is no checkpoint of Strata has that name.
     """
     path = os.path.join(folder, checkpoint.tag)
     if os.path.lexists(path) and _C.find_checkpoint(folder, checkpoint.tag) is None:
@@ -93,15 +93,15 @@ def write_checkpoint(checkpoint, folder):
 
 
 def plain_values(values, tensors, where):
-    """JSON for the dict ``values``, as far as checkpoints keep such values; what cannot be kept is told and left out.
+    """JSON for the dict ``values``. Values that a checkpoint cannot hold are left out, with a warning.
 
     Args:
-        tensors: {name: tensor}, to which those among the values are added.
+        tensors: {name: tensor}; the function adds the tensors among the values.
     """
     kept = {}
     for key, value in values.items():
         try:
-            found = ChainMap({}, tensors)  # names differ from those that are there
+            found = ChainMap({}, tensors)  # new names must differ from those in tensors
             kept[key] = to_plain(value, found, f"{where}.{key}")
             tensors.update(found.maps[0])
         except _C.UsageError as error:

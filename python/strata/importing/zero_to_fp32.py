@@ -38,20 +38,20 @@ class LazyTensor:
     def contiguous(self):
         """The tensor, on the host."""
         value = self._stored.read().reshape(self.shape).to(self.dtype).contiguous()
-        part_of_more = value.untyped_storage().nbytes() > value.nbytes  # which torch.save would write as a whole
+        part_of_more = value.untyped_storage().nbytes() > value.nbytes  # torch.save would write the whole storage
         return value.clone() if part_of_more else value
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False
 ):
-    """{name: tensor on the host} of a checkpoint: master weights in fp32, frozen parameters as they were, buffers. Tied
-    parameters are one tensor under all their names.
+    """{name: tensor on the host} of a checkpoint: master weights in fp32, frozen parameters and buffers in their own
+    dtypes. Tied parameters are one tensor under all their names.
 
     Args:
         checkpoint_dir: folder of the checkpoints, or that of one.
         tag: default: the one that ``latest`` names.
-        lazy_mode: give ``LazyTensor``s: ``.contiguous()`` reads one. The whole model is never in memory then.
+        lazy_mode: return ``LazyTensor``s: ``.contiguous()`` reads one. The whole model is never in memory then.
 
     Raises:
         IoError, FormatError: there is no such checkpoint; it is damaged.
@@ -73,13 +73,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters=False,
 ):  # fmt: skip
     """Writes the weights of a checkpoint, all floating ones in fp32, to files that Hugging Face's ``from_pretrained``
-    and ``torch.load`` read. A checkpoint that is already in ``output_dir`` stays as it is until all of the new one is
-    on disk, and is replaced then, also where it is of the other format: readers would take either. Other files stay.
+    and ``torch.load`` read. An earlier checkpoint in ``output_dir`` does not change until all of the new one is on
+    disk. The new one then replaces it, also where it has the other format, since readers take either. Other files stay.
 
     Args:
         max_shard_size: bytes of one file at most, as a number or as "5GB"; None: one file.
-        safe_serialization: write safetensors, a tensor at a time. Else files of ``torch.save``, each of which is in
-            memory before it is written.
+        safe_serialization: write safetensors, a tensor at a time. Else write files of ``torch.save``; the contents of
+            one file are in memory at a time.
         The others are ``get_fp32_state_dict_from_zero_checkpoint``'s.
     """
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
@@ -88,7 +88,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
-    """Gives ``model``, which goes to the host for that, the weights of a checkpoint. It must not be under an engine.
+    """Moves ``model`` to the host and gives it the weights of a checkpoint. It must not be under an engine.
 
     Returns:
         ``model``.
@@ -170,7 +170,7 @@ def _write_pickles(state_dict, folder, most):
             files.add({member: values[id(state_dict[member])] for member in members}, name)
             index["weight_map"].update(dict.fromkeys(members, name))
         if len(shards) > 1 and any(os.path.lexists(os.path.join(folder, name)) for name in names):
-            _remove(folder, index_name)  # a folder says that it lacks something rather than mix two checkpoints
+            _remove(folder, index_name)  # an incomplete folder must not mix two checkpoints
         files.publish()
     if len(shards) > 1:
         _C.write_file_atomically(os.path.join(folder, index_name), json.dumps(index, indent=2) + "\n")
@@ -188,7 +188,7 @@ def _remove(folder, name):
 
 
 def _shards(state_dict, most):
-    """[(names, bytes)]: in order, as many as fit; other names of a tensor are where the first one is."""
+    """[(names, bytes)] of files: tensors in order, up to ``most`` bytes; a tensor's other names follow its first."""
     groups = {}
     for name, lazy in state_dict.items():
         groups.setdefault(id(lazy), []).append(name)

@@ -1,1 +1,1 @@
-"""Strata under other libraries' own names, without standing in for another engine."""
+"""Strata within other libraries, under its own name."""

@@ -1,4 +1,4 @@
-"""The configuration of an engine that Trainer drives: what ``TrainingArguments`` say is filled in."""
+"""Completes the configuration of an engine that Trainer drives from its ``TrainingArguments``."""
 
 import copy
 import os
@@ -7,7 +7,7 @@ from .. import _C
 from ..config_source import document_of
 
 DEFAULT = {"zero_optimization": {"stage": 3}}
-_TRAINERS = {  # sections that are Trainer's business, and what says them there
+_TRAINERS = {  # sections that the configuration must not have: the arguments of Trainer that replace each
     "optimizer": "optim, learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon",
     "scheduler": "lr_scheduler_type, warmup_steps and lr_scheduler_kwargs",
 }
@@ -18,12 +18,13 @@ def engine_settings(config, args):
 
     Args:
         config: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are left out,
-            "auto", or what ``args`` say; None: stage 3.
+            "auto", or equal to those of ``args``; None: stage 3.
         args: a ``TrainingArguments``.
 
     Raises:
-        ConfigError: both say a thing, and say different ones; an ``optimizer`` or a ``scheduler`` section.
-        UsageError: ``args`` ask for what the engine does not do.
+        ConfigError: ``config`` and ``args`` have different values of a setting; ``config`` has a section ``optimizer``
+            or ``scheduler``.
+        UsageError: ``args`` have a setting that the engine does not support.
     """
     _require_possible(args)
     settings = copy.deepcopy(DEFAULT if config is None else document_of(config))

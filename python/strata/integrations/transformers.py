@@ -17,25 +17,25 @@ from ..checkpoint.adapters import is_peft_model
 from ..initialize import initialize
 from .trainer_settings import engine_settings, has_training_checkpoint
 
-_SCHEDULER = "scheduler.pt"  # as Trainer calls it
+_SCHEDULER = "scheduler.pt"  # Trainer's name for the file
 _ARGUMENTS = "training_args.bin"
 
 
 class StrataTrainerMixin:
-    """A Trainer whose model trains sharded. Optimizer and scheduler are Trainer's own; the engine computes the update
-    on shards. Every method is collective that Trainer calls on every rank.
+    """A Trainer whose model trains sharded. Trainer makes optimizer and scheduler; the engine computes the update on
+    shards. A method that Trainer calls on every rank is collective.
 
     Args:
-        strata_config: dict, path or JSON text (docs/CONFIG.md) without what ``TrainingArguments`` say: batch sizes,
-            clipping, precision, optimizer and scheduler. None: stage 3.
+        strata_config: dict, path or JSON text (docs/CONFIG.md) without the settings of ``TrainingArguments``: batch
+            sizes, clipping, precision, optimizer and scheduler. None: stage 3.
         The others are Trainer's.
 
     Attributes:
         engine: the ``strata.Engine``; None before ``train()``, ``evaluate()`` or ``predict()`` is called.
 
     Raises:
-        ConfigError: it differs from ``TrainingArguments``, or is wrong.
-        UsageError: arguments that the engine does not follow; the message names them.
+        ConfigError: ``strata_config`` is wrong, or differs from ``TrainingArguments``.
+        UsageError: the engine does not support an argument; the message names it.
     """
 
     engine = None
@@ -47,20 +47,20 @@ class StrataTrainerMixin:
     # --- the start ---
 
     def _build_accelerator_args(self, **kwargs):
-        """Trainer's, but for autocast: precision is the engine's."""
+        """Trainer's, without autocast: the engine controls the precision."""
         return super()._build_accelerator_args(**{**kwargs, "mixed_precision": "no"})
 
     def create_accelerator_and_postprocess(self):
-        """Trainer's, and the pass through the engine."""
+        """Trainer's, with backward and clipping through the engine."""
         super().create_accelerator_and_postprocess()
         self._settings = engine_settings(self._strata_config, self.args)
         self.accelerator.backward = self._backward
 
     def _move_model_to_device(self, model, device):
-        """Does nothing: parameters go to the device shard by shard, when the engine takes them over."""
+        """Does nothing: the engine moves parameters to the device shard by shard, when it takes them over."""
 
     def _wrap_model(self, model, training=True, dataloader=None):
-        """Puts the model under the engine; it stays the module that it is."""
+        """Puts the model under the engine, and returns the same module."""
         if self.engine is not None and training and self.engine.optimizer is None:
             self._end_evaluating_engine()
         if self.engine is None:
@@ -76,12 +76,13 @@ class StrataTrainerMixin:
             optimizer.step_was_skipped = False
             self.optimizer = optimizer
         if self.engine.zero_optimization_stage() == 3 and self.engine.world_size > 1:
-            for module in self.model.modules():  # ranks generate until the last of them is done
+            for module in self.model.modules():  # with this mark every rank generates until the last one is done
                 if hasattr(module, "generate"):
                     module._is_fsdp_managed_module = True
 
     def _end_evaluating_engine(self):
-        """Of a model that was evaluated before it trains. Shards stay with it, for the next engine to take over."""
+        """Ends the engine of a model that was evaluated before it trains. Its shards stay with the model; the next
+        engine takes them over."""
         if self.engine.zero_optimization_stage() < 3 or self.engine.world_size == 1:
             self.engine.destroy()
         self.engine = None
@@ -89,7 +90,7 @@ class StrataTrainerMixin:
     # --- the step ---
 
     def _backward(self, loss, **kwargs):
-        """What Trainer calls for ``accelerator.backward``; at an accumulation boundary it is the whole step."""
+        """Trainer calls this for ``accelerator.backward``. At an accumulation boundary it makes the step, too."""
         boundary = self.accelerator.sync_gradients
         self.engine.set_gradient_accumulation_boundary(boundary)
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -98,16 +99,16 @@ class StrataTrainerMixin:
             self.optimizer.step_was_skipped = self.optimizer.overflow
 
     def _clip_grad_norm(self, model):
-        """The norm before clipping, which the engine has done in its update."""
+        """The norm before clipping; the engine has clipped in its update."""
         return self.engine.get_global_grad_norm()
 
     def _get_grad_norm(self, model, grad_norm=None):
         return self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
 
-    # --- saving, and going on ---
+    # --- saving and loading ---
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Writes what ``from_pretrained`` of transformers, or of PEFT, loads, unit by unit. Collective."""
+        """Writes files for ``from_pretrained`` of transformers, or of PEFT, unit by unit. Collective."""
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -127,7 +128,8 @@ class StrataTrainerMixin:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """A training checkpoint is read when the engine is there; weights alone are read before it is."""
+        """Loads a folder of weights, before there is an engine; leaves a training checkpoint to
+        ``_load_optimizer_and_scheduler``."""
         if has_training_checkpoint(resume_from_checkpoint):
             return
         if self.engine is not None:

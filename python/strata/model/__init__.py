@@ -1,1 +1,1 @@
-"""A user's torch.nn.Module as the engine sees it: its description, who owns its parameters, where it lies."""
+"""A user's torch.nn.Module as the engine sees it: its description, the owners of its parameters, its device."""

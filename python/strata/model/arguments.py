@@ -11,11 +11,11 @@ from .. import _C
 
 
 def intercept_arguments(module, device, floating):
-    """From now on ``module(...)`` and ``module.generate(...)`` take tensors of the host, as FSDP2's root does.
+    """Makes ``module(...)`` and ``module.generate(...)`` accept tensors of the host, as FSDP2's root does.
 
-    Tensors among the arguments, also those within tuples, lists, dicts, other mappings (transformers' BatchEncoding)
-    and dataclasses, are copied to ``device``; the host does not wait for the copy of a pinned tensor. Tensors that are
-    there already and all other values are passed on untouched, and the caller's objects are not changed.
+    They copy tensors among the arguments, also within tuples, lists, dicts, other mappings (transformers'
+    BatchEncoding) and dataclasses, to ``device``; the host does not wait for the copy of a pinned tensor. They pass on
+    tensors of that device and all other values, and do not change the caller's objects.
 
     Args:
         module: the model.
@@ -58,7 +58,7 @@ def intercept_arguments(module, device, floating):
 
 
 def moved_arguments(args, kwargs, device, floating=None):
-    """(args, kwargs) with their tensors on ``device``: what ``intercept_arguments`` does to a call."""
+    """(args, kwargs) with their tensors on ``device``, as ``intercept_arguments`` changes a call."""
 
     def there(name, tensor):
         if device not in (None, tensor.device):
@@ -99,7 +99,7 @@ def _set_item(mapping, key, value):
 
 
 def _with(value, pairs, put):
-    """A copy of ``value`` in which what has changed is put; ``pairs``: {where: (old, new)}."""
+    """A copy of ``value`` with its changed entries; ``pairs``: {key: (old, new)}."""
     changed = {where: new for where, (old, new) in pairs.items() if new is not old}
     if not changed:
         return value

@@ -1,4 +1,4 @@
-"""Observes the begin and the end of every module's constructor, of any class."""
+"""Observes the beginning and the end of every module's constructor, of any class."""
 
 import functools
 import threading
@@ -8,10 +8,10 @@ import torch
 
 
 class ConstructorWatch:
-    """While it is installed, every module that this thread makes is told of: ``begin(module)`` before its constructor
-    runs, ``end(module, failed)`` after it. Constructors of base classes that a constructor calls are part of it.
+    """While it is installed, it calls ``begin(module)`` before the constructor of every module that this thread makes,
+    and ``end(module, failed)`` after it. Calls of base classes' constructors are part of a constructor.
 
-    Every class of modules is wrapped, and those that are declared meanwhile. Other threads notice nothing.
+    It wraps every class of modules, also those that are declared meanwhile. Other threads are not affected.
 
     Args:
         begin, end: callables.
@@ -28,7 +28,7 @@ class ConstructorWatch:
         self.running = []
 
     def install(self):
-        """From now on. Where a class cannot be wrapped, none is."""
+        """Wraps all classes. Where it cannot wrap one, it wraps none."""
         self._watches = True
         own = torch.nn.Module.__dict__.get("__init_subclass__")
         self._declaration = own
@@ -48,8 +48,8 @@ class ConstructorWatch:
             raise
 
     def remove(self):
-        """Undoes ``install``. A decorator of a class may have kept one of our constructors; from now on that one only
-        calls the original."""
+        """Undoes ``install``. A class's decorator may have kept a wrapped constructor; it only calls the original from
+        then on."""
         self._watches = False
         if self._declaration is None:
             del torch.nn.Module.__init_subclass__

@@ -1,5 +1,5 @@
-"""Shards of constructors that failed. They go when every rank has failed there, since one that is behind may still read
-them, and when no view of their memory exists."""
+"""Discards the shards of constructors that failed. It frees them when every rank has failed there, since a slower rank
+may still read them, and when no view of their memory exists."""
 
 import itertools
 import time
@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 _PATIENCE_S = 5.0  # how long a rank that failed waits for the others to fail, too
 _count = itertools.count()  # of failures; the same on all ranks, where all fail alike
-_waiting = []  # (mark in the store, what has the shards)
+_waiting = []  # (mark in the store, the object that has the shards)
 
 
 def give_up(born, where, device):
-    """``born``: [what has shards, with ``is_viewed()`` and ``give_up()``] of a constructor that failed at ``where``.
-    Where the others do not come in time, they go at the next ``free()`` that finds them there."""
+    """Discards ``born``, [objects with shards, ``is_viewed()`` and ``give_up()``], of a constructor that failed at
+    ``where``. Where other ranks do not fail there in time, a later ``free()`` frees the shards."""
     if not born:
         return
     mark = f"strata.init/failed/{next(_count)}/{where}"
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # this rank reads nothing of its peers any more
+        torch.cuda.synchronize(device)  # this rank's reads of its peers have ended
     _ranks_at(mark, 1)
     _waiting.extend((mark, one) for one in born)
     deadline = time.monotonic() + _PATIENCE_S

@@ -1,4 +1,4 @@
-"""Where a gradient is written by the operation that computes it."""
+"""The memory into which an operation writes the gradient that it computes."""
 
 import torch
 
@@ -6,23 +6,23 @@ from .products import write_product
 
 
 class Destination:
-    """Where a gradient belongs; all of ``values`` is written.
+    """The memory for a gradient; an operation writes all of ``values``.
 
     Attributes:
         values: tensor.
-        holds: bool, whether there is something that the gradient is added to; else there is anything.
-        factor: float, what the gradient is multiplied by.
+        holds: bool, whether the gradient is added to the present values; else these are undefined.
+        factor: float, a factor of the gradient.
     """
 
     def __init__(self, values=None, holds=False, factor=1.0):
         self.values, self.holds, self.factor = values, holds, factor
 
     def add_product(self, one, other, row=None):
-        """``one @ other`` is the gradient, or that of row ``row``."""
+        """Writes or adds ``one @ other``, the gradient, or that of row ``row``."""
         write_product(self.values if row is None else self.values[row], one, other, self.holds, self.factor)
 
     def add(self, gradient):
-        """``gradient`` is it."""
+        """Writes or adds ``gradient``."""
         if self.holds:
             self.values.add_(gradient.to(self.values.dtype), alpha=self.factor)
             return
@@ -31,7 +31,7 @@ class Destination:
             self.values.mul_(self.factor)
 
     def add_nothing(self, row=None):
-        """There is no gradient, or none of row ``row``."""
+        """Writes or adds zeroes where there is no gradient, or none of row ``row``."""
         if not self.holds:
             (self.values if row is None else self.values[row]).zero_()
 
@@ -41,8 +41,8 @@ class Destination:
 
 
 class ProductSum:
-    """A gradient that is the sum of several products, summed in fp32 at least: in its destination where that is as wide
-    or there is but one, else beside it until ``finish``."""
+    """A gradient that is the sum of several products, in fp32 at least. The sum is in the destination, where that is as
+    wide or there is one product only; else it is in a tensor of its own until ``finish``."""
 
     def __init__(self, destination, count):
         self._destination, self._any, values = destination, False, destination.values
@@ -51,7 +51,7 @@ class ProductSum:
         self._beside = None if in_place else torch.empty(values.shape, dtype=wide, device=values.device)
 
     def add(self, one, other):
-        """One more product."""
+        """Adds the product ``one @ other``."""
         if self._beside is None:
             self._destination.add_product(one, other)
             self._destination.holds = True
@@ -60,7 +60,7 @@ class ProductSum:
         self._any = True
 
     def finish(self):
-        """All were added."""
+        """Ends the sum, after the last product."""
         if self._beside is not None and self._any:
             self._destination.add(self._beside)
         elif not self._any:
@@ -68,8 +68,8 @@ class ProductSum:
 
 
 class GradientPlace(Destination):
-    """A tile's gradient of one use, written where the engine reduces it from: it exists once. A context in backward,
-    within which no other gradient is given; the engine reduces it afterwards."""
+    """A tile's gradient of one use, in the memory from which the engine reduces it: there is no copy. A context in
+    backward, at whose end the engine reduces the gradient; no other gradient may be given within it."""
 
     def __init__(self, tile):
         super().__init__()

@@ -1,10 +1,10 @@
-"""Puts the engine between a model's modules and their parameters, and takes it away again."""
+"""Puts the engine between a model's modules and their parameters, and removes it again."""
 
 from .. import _C
 
 
 class _Keeper:
-    """Has a core; a copy or pickle of the module that has this one has None instead."""
+    """Holds a core. Where a module with this attribute is copied or pickled, the copy has None instead."""
 
     def __init__(self, core):
         self.core = core
@@ -23,7 +23,7 @@ def intercept(core, modules, scopes=True):
         scopes: False wraps no forward; reads alone gather. Else the first module is the model.
 
     Returns:
-        what ``restore`` takes.
+        the argument ``undo`` of ``restore``.
     """
     undo = []
     modules[0].__dict__["_strata_core"] = _Keeper(core)
@@ -39,7 +39,7 @@ def intercept(core, modules, scopes=True):
         model.__dict__["forward"] = _C.RootForward(core, model.forward)
     for module in modules:
         if type(module._parameters) is not dict:
-            module.__dict__["_parameters"] = dict(module._parameters)  # of an earlier engine, or of zero.Init
+            module.__dict__["_parameters"] = dict(module._parameters)  # replaces that of an earlier engine or zero.Init
         own = [core.index_of(p) for p in module._parameters.values() if p is not None]
         if not any(i >= 0 and core.is_sharded(i) for i in own):
             continue
@@ -53,7 +53,7 @@ def intercept(core, modules, scopes=True):
 def restore(core, model, undo):
     """Undoes ``intercept``; ``model``: its first module."""
     keeper = model.__dict__.get("_strata_core")
-    if keeper is not None and keeper.core is core:  # else of a later engine
+    if keeper is not None and keeper.core is core:  # else it belongs to a later engine
         del model.__dict__["_strata_core"]
     for module, name, value in reversed(undo):
         if name == "_parameters":

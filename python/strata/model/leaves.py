@@ -1,8 +1,8 @@
-"""Leaf modules of DeepSpeed's stage 3: modules that are gathered as one when they are entered, with all that they
-contain. For modules of which each batch uses other parts, such as experts, and for very fine-grained ones.
+"""Leaf modules of DeepSpeed's stage 3: the engine gathers such a module as one at its forward, with all that it
+contains. They suit modules of which each batch uses other parts, such as experts, and very fine-grained modules.
 
-A leaf is marked before ``strata.initialize``, which reads the marks; ``zero_optimization.leaf_module`` of the
-configuration names more. Blocks that the engine finds by itself are gathered as one anyway, with leaves inside them.
+A script marks leaves before ``strata.initialize``, which reads the marks; ``zero_optimization.leaf_module`` of the
+configuration names more. The engine gathers the blocks that it finds by itself as one anyway, with leaves inside them.
 """
 
 
@@ -17,7 +17,7 @@ def get_z3_leaf_modules(model):
 
 
 def set_z3_leaf_module(model, flag):
-    """Marks this module, or takes its mark away."""
+    """Marks this module, or with ``flag=False`` removes its mark."""
     model._z3_leaf = flag
 
 
@@ -35,13 +35,13 @@ def set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
 
     Raises:
         ValueError: there is none.
-        TypeError: what is no list of classes or names.
+        TypeError: ``leaf_module_classes`` is no list of classes or names.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
-    """Takes marks away; as ``set_z3_leaf_modules``."""
+    """Removes marks; arguments and errors as of ``set_z3_leaf_modules``."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -49,22 +49,22 @@ def set_z3_leaf_modules_by_name(model, module_names, flag=True, raise_if_not_fou
     """Marks modules by their names in ``model.named_modules()``.
 
     Returns:
-        (modules, names that there are none of).
+        (modules, names without a module).
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: a name has no module.
     """
     return _mark_named(model, module_names, flag, raise_if_not_found, lambda path, name: path == name)
 
 
 def set_z3_leaf_modules_by_suffix(model, module_name_suffixes, flag=True, raise_if_not_found=True):
-    """Marks modules by how their names end; as ``set_z3_leaf_modules_by_name``."""
+    """Marks modules by the ends of their names; as ``set_z3_leaf_modules_by_name``."""
     return _mark_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
 def mark_leaves_of(model, section):
-    """Marks the modules that ``zero_optimization.leaf_module`` of a configuration, a dict, names: for scripts that ask.
-    The engine has read the configuration itself."""
+    """Marks the modules that ``zero_optimization.leaf_module`` of a configuration, a dict, names, for scripts that read
+    the marks. The engine itself reads the configuration."""
     set_z3_leaf_modules(model, section.get("classes", ()), raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, section.get("names", ()), raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, section.get("name_suffixes", ()), raise_if_not_found=False)

@@ -21,10 +21,11 @@ def open_looks():
 
 
 class BornParameters(dict):
-    """The ``_parameters`` of a module that has parameters of this kind: those that are read are gathered.
+    """The ``_parameters`` of a module with parameters that ``zero.Init`` has sharded: a read gathers.
 
-    Within ``zero.Init`` they stay whole as ``Looks`` says; there also ``items()`` and ``values()`` gather, as long as a
-    constructor runs. Elsewhere they stay until the next backward pass ends, or under no_grad the next forward begins.
+    Within ``zero.Init`` a parameter stays whole as ``Looks`` documents; there ``items()`` and ``values()`` gather, too,
+    while a constructor runs. Elsewhere it stays whole until the next backward pass ends, or under no_grad until the
+    next forward begins.
     """
 
     def __getitem__(self, name):
@@ -54,13 +55,13 @@ class BornParameters(dict):
 
 
 class _Born:
-    """The parameters of one constructor, and where they were when it was over; ``number``: of its module."""
+    """The parameters of one constructor, and their homes at its end; ``number``: of its module."""
 
     def __init__(self, core, parameters, homes, number):
         self.core, self.homes, self.number = core, homes, number
         self.indices = list(range(len(parameters)))
         self._usual = _references_while_shared()
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]  # which is_used() does not count
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]  # weak, so is_used() counts others
 
     def is_used(self):
         """Whether anything besides its module refers to one of them, or to a view of it."""
@@ -88,22 +89,22 @@ class _Born:
         give_up_values(parameters)
 
     def forget(self):
-        """Frees the shards of what is orphaned."""
+        """Frees the shards of orphaned parameters."""
         for index, reference in enumerate(self._parameters):
             set_owner(reference(), self.core, index)
 
 
 class Looks:
-    """Parameters of complete modules that a constructor reads. They are whole then, and the values that rank 0 writes
-    become the values of every rank at their release: at the next read where no rank refers to them any more, else at
-    the end of the constructor that read them first. Collective: constructors read the same parameters on all ranks.
-    References may differ (cycles that wait for the collector, kept exceptions), so ranks agree on each release.
+    """Gathers parameters of complete modules that a constructor reads. At their release every rank gets the values that
+    rank 0 has written. Release comes with the next read once no rank refers to them, else at the end of the constructor
+    that read them first. Collective: constructors read the same parameters on all ranks. References may differ (cycles
+    that wait for the collector, kept exceptions), so ranks agree on each release.
 
     Args:
         of_all: a callable that takes a list of bools, as long on every rank, and returns for each whether it is true on
             all of them. Collective.
-        paused: makes a context in which what constructors do is not recorded.
-        tidy: called before a parameter of a module that was built is read.
+        paused: makes a context in which operators are not recorded.
+        tidy: called before a parameter of a complete module is read.
     """
 
     def __init__(self, of_all, paused, tidy):
@@ -117,7 +118,7 @@ class Looks:
         return len(self._frames) > 1
 
     def open(self):
-        """From now on ``open_looks()`` gives these, in this thread."""
+        """Makes ``open_looks()`` return this object in this thread."""
         _here.looks = self
         failed_births.free()
 
@@ -139,8 +140,8 @@ class Looks:
         self._born[id(core)] = _Born(core, parameters, homes, number)
 
     def take_failed(self, number):
-        """A constructor has failed: [_Born] of the module of this number and of those after it, which are part of it.
-        They are no longer read."""
+        """Called when a constructor has failed: returns [_Born] of the module of this number and of later ones, which
+        are part of it. This object forgets them."""
         failed = {key: born for key, born in self._born.items() if born.number >= number}
         for key in failed:
             del self._born[key]
@@ -149,12 +150,12 @@ class Looks:
         return list(failed.values())
 
     def enter(self):
-        """A constructor begins."""
+        """Called when a constructor begins."""
         self._release_unused()
         self._frames.append({})
 
     def leave(self, failed):
-        """The innermost constructor ends. ``failed``: with an exception, so that what it wrote does not count."""
+        """Called when the innermost constructor ends. ``failed``: with an exception; its values do not count then."""
         ended = [born for born in self._frames.pop().values() if born.core.alive]
         # A view that lives on needs the memory. A rank that failed does not ask the others: they may not come.
         free = [not born.is_viewed() for born in ended]
@@ -162,13 +163,13 @@ class Looks:
             self._release(born, publish=not failed, release=is_free)
 
     def drop(self, core):
-        """``core`` goes."""
+        """Called when ``core`` ends."""
         self._born.pop(id(core), None)
 
     def look(self, core, index):
-        """Makes all that ``core`` has sharded whole; ``index``: the parameter that is wanted."""
+        """Makes all parameters of ``core`` whole; ``index``: the parameter that is read."""
         born = self._born.get(id(core))
-        if born is None:  # of an engine, or of an earlier context
+        if born is None:  # the core is an engine's, or of an earlier context
             core.read(index)
             return
         with self._paused():

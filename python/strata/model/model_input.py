@@ -12,16 +12,16 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
 class ModelTree:
     """The modules and parameters of a model, each once, found in one walk; it does not see later changes.
 
-    The walk has no generator a level, as ``named_modules()`` has: that takes its time for many thousand modules.
+    The walk does not nest generators as ``named_modules()`` does, which is slow for many thousand modules.
 
     Args:
         model: a ``torch.nn.Module``.
 
     Attributes:
         model: the same.
-        modules: [(path, module, parent or None)], each where it is met first, in the order of ``named_modules()``.
+        modules: [(path, module, parent or None)], each under its first path, in the order of ``named_modules()``.
         parameters: [(name, parameter)], as ``named_parameters()`` gives them; in place of one that is cut, its tiles.
-        cut: ``strata.tiles.cutting.Cut``, what is cut of it; None: nothing.
+        cut: ``strata.tiles.cutting.Cut``, the parameters that are cut; None: there are none.
     """
 
     def __init__(self, model):
@@ -47,8 +47,8 @@ class ModelTree:
 
 def describe_parameters(tree, groups, born_flat=None, takes_unfrozen=False):
     """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter, each once.
-    The param group is -1 for a parameter that is in none. ``tile`` is None, or what a tile is a part of: (name of the
-    parameter, its shape, first element there, number of modules that use it).
+    The param group is -1 for a parameter that is in none. ``tile`` is None, or for a tile (name of the whole parameter,
+    its shape, first element there, number of modules that use it).
 
     Args:
         tree: a ``ModelTree``.
@@ -94,7 +94,7 @@ def describe_modules(tree):
 
 
 def _own_parameters(module):
-    """Its parameters, those that are cut as tiles."""
+    """The module's parameters, with tiles in place of those that are cut."""
     for parameter in dict.values(module._parameters):
         tiles = tiles_of(parameter)
         if tiles is not None:
@@ -104,7 +104,7 @@ def _own_parameters(module):
 
 
 def _only_looks_up(module):
-    """Whether the backward of ``module`` does without its weight."""
+    """Whether the backward of ``module`` does not read its weight."""
     if type(module) is not torch.nn.Embedding or module.max_norm is not None:
         return False
     return "forward" not in module.__dict__ or tiles_of(dict.get(module._parameters, "weight")) is not None

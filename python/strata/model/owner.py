@@ -1,4 +1,4 @@
-"""Which engine owns a parameter: kept on the parameter itself, as two private attributes."""
+"""The engine that owns a parameter: two private attributes of the parameter hold it."""
 
 import weakref
 
@@ -16,7 +16,7 @@ def set_owner(parameter, core, index, weakly=True):
 
 
 def owner_of(parameter):
-    """(core, index), or (None, None) for what no living engine owns."""
+    """(core, index), or (None, None) for a parameter that no living engine owns."""
     core = getattr(parameter, "_strata_core", None)
     if isinstance(core, weakref.ref):
         core = core()

@@ -1,4 +1,4 @@
-"""How parameters change hands: from the user to an engine, between engines, and back."""
+"""Moves the ownership of parameters: from the user to an engine, between engines, and back."""
 
 import math
 
@@ -15,7 +15,7 @@ def take_ownership(core, parameters, stage, weakly=True):
 
     Args:
         core: a _C.ShardedModel.
-        parameters: what it was made of (``describe_parameters``).
+        parameters: the result of ``describe_parameters`` from which it was made.
         stage: of ZeRO.
         weakly: as ``set_owner`` takes it.
     """
@@ -40,14 +40,14 @@ def give_up_ownership(parameters):
 
 
 def give_up_values(parameters):
-    """Notes that these are empty because their engine has gone."""
+    """Marks these parameters as empty because their engine has ended."""
     for parameter in parameters:
         setattr(parameter, _GIVEN_UP, True)
 
 
 def require_values(named_parameters):
-    """Raises UsageError where one of [(name, parameter)] is empty because its engine is gone, or is in tiles of one
-    that is not."""
+    """Raises UsageError where one of [(name, parameter)] is empty because its engine has ended, or is in tiles of a
+    living engine."""
     for name, parameter in named_parameters:
         tiles = tiles_of(parameter)
         if tiles is not None and tiles[0].core is not None:

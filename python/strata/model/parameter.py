@@ -1,4 +1,4 @@
-"""How a parameter that ZeRO shards looks to frameworks that know DeepSpeed's: the ``ds_*`` attributes.
+"""The ``ds_*`` attributes of sharded parameters, for frameworks that know DeepSpeed's.
 
 The user's Parameter objects stay the same objects; while an engine of stage 3 or ``zero.Init`` manages them, their
 class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of
@@ -29,7 +29,7 @@ class ShardedParameter(torch.nn.Parameter):
     """A parameter that is empty (``numel() == 0``, shape [0]) unless it is gathered or stays whole.
 
     Attributes:
-        ds_id: int, one of its own; equal on all ranks.
+        ds_id: int, unique to the parameter; equal on all ranks.
         ds_shape: torch.Size, the full shape, gathered or not.
         ds_numel: int, elements of the full shape.
         ds_status: ``ParameterStatus``, live.
@@ -68,7 +68,7 @@ class ShardedParameter(torch.nn.Parameter):
         return last - first
 
     def ds_summary(self, use_debug_name=False):
-        """{what: value} of this parameter, for logs.
+        """{text: value}: facts about this parameter, for logs.
 
         Args:
             use_debug_name: whether "id" is the parameter's name in the model.
@@ -94,7 +94,7 @@ class ShardedParameter(torch.nn.Parameter):
 
         Args:
             param_list: of ShardedParameters; None: this one.
-            async_op, hierarchy: accepted for DeepSpeed's sake; the values are there when this returns.
+            async_op, hierarchy: accepted for DeepSpeed's sake; the parameters are whole when this returns.
         """
         for parameter in _listed(self, param_list):
             core, index = owner_of(parameter)
@@ -103,7 +103,7 @@ class ShardedParameter(torch.nn.Parameter):
                 parameter._strata_gathered = True
 
     def all_gather_coalesced(self, params=None, **kwargs):
-        """As ``all_gather``, which it is here: a block is gathered as one.
+        """The same as ``all_gather``: the engine gathers a block as one anyway.
 
         Returns:
             an object whose ``wait()`` does nothing.
@@ -112,12 +112,12 @@ class ShardedParameter(torch.nn.Parameter):
         return _Gathered()
 
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
-        """Releases the parameters, unless a running scope uses them; what was written to them is lost.
+        """Releases the parameters, unless a running scope uses them; values that were written to them are lost.
 
         Args:
             param_list: of ShardedParameters; None: this one.
             hierarchy: accepted for DeepSpeed's sake.
-            has_been_updated: what rank 0 has written is everybody's value instead. Collective then.
+            has_been_updated: every rank gets the values that rank 0 has written. Collective then.
         """
         for parameter in _listed(self, param_list):
             core, index = owner_of(parameter)
@@ -133,7 +133,7 @@ class ShardedParameter(torch.nn.Parameter):
                 core.release([index], True)
 
     def detach(self):
-        """As torch's. ``torch.nn.Parameter(p)`` asks for it, and wants an object of p's own class."""
+        """As torch's. ``torch.nn.Parameter(p)`` calls it, and needs an object of p's own class."""
         detached = super().detach()
         if sys._getframe(1).f_code is not torch.nn.Parameter.__new__.__code__:
             return detached
@@ -144,7 +144,7 @@ class ShardedParameter(torch.nn.Parameter):
         return True
 
     @_is_param.setter
-    def _is_param(self, value):  # by torch.nn.Parameter(p), of what it is about to return
+    def _is_param(self, value):  # torch.nn.Parameter(p) sets it on the object that it will return
         self.__class__ = torch.nn.Parameter
 
     def __deepcopy__(self, memo):
@@ -175,8 +175,8 @@ def _listed(parameter, param_list):
 
 
 def mark_managed(parameter, shape):
-    """Makes ``parameter`` (shape [0] or full) a ShardedParameter in place; ``shape`` is the full one. One that is
-    marked already keeps its ``ds_id``."""
+    """Makes ``parameter`` (shape [0] or full) a ShardedParameter in place; ``shape`` is the full one. A parameter that
+    is one already keeps its ``ds_id``."""
     if "ds_id" not in parameter.__dict__:
         parameter.ds_id = next(_ids)
     parameter.__dict__.pop("_strata_gathered", None)
@@ -187,7 +187,7 @@ def mark_managed(parameter, shape):
 
 
 def is_managed(parameter):
-    """Whether it is marked."""
+    """Whether it is a ShardedParameter."""
     return "ds_id" in parameter.__dict__
 
 

@@ -1,4 +1,4 @@
-"""Chooses the device that a model trains on, and moves there what the engine does not hold: buffers."""
+"""Chooses the device that a model trains on, and moves buffers there, which the engine does not hold."""
 
 import os
 
@@ -25,10 +25,10 @@ def find_device(config, tree=None):
 
     Args:
         config: a _C.Config.
-        tree: the ModelTree of one whose parameters say where it lies; None: it lies nowhere yet.
+        tree: the ModelTree of the model, whose parameters have a device; None: the model has no values yet.
 
     Raises:
-        ConfigError: parameters on several devices; a GPU that is wanted and cannot be used.
+        ConfigError: parameters are on several devices; the process cannot use the GPU of the configuration.
     """
     by_device = {p.device: p for _, p in tree.parameters} if tree is not None else {}
     placed = [("", p) for p in by_device.values()]

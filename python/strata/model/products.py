@@ -1,18 +1,19 @@
-"""Matrix products that are written, or added, to where their result belongs: no temporary of the result's size, where
-torch's BLAS can write it in the result's dtype.
+"""Matrix products that torch's BLAS writes, or adds, directly to their target. There is no temporary of the result's
+size where the BLAS can write the target's dtype.
 """
 
 import torch
 
 
 def write_product(target, one, other, holds=False, factor=1.0):
-    """``target = factor * (one @ other)``, or with ``holds`` that plus what target holds.
+    """``target = factor * (one @ other)``, or with ``holds`` ``target += factor * (one @ other)``.
 
-    The BLAS does it all where the three have one dtype, and on GPUs where the target is fp32 and the others of 16 bits:
-    the product is not rounded then before it is added. Elsewhere the product is rounded to the dtype of ``one`` first.
+    The BLAS does it all where the three have one dtype, and on GPUs where the target is fp32 and the others have 16
+    bits; the product is not rounded before the addition then. Elsewhere the product is first rounded to the dtype of
+    ``one``.
 
     Args:
-        target: [m, n]; what lies in it does not matter without ``holds``, be it NaN.
+        target: [m, n]; without ``holds`` its present values, also NaN, have no effect.
         one: [m, k].
         other: [k, n], of its dtype.
         holds: bool.
@@ -28,7 +29,7 @@ def write_product(target, one, other, holds=False, factor=1.0):
         target.add_((one @ other).to(target.dtype), alpha=factor)
     else:
         target.copy_(one @ other)
-    if not holds and factor != 1.0:  # afterwards: the bits that others get who multiply a gradient
+    if not holds and factor != 1.0:  # afterwards, to get the same bits as a gradient that is multiplied by a factor
         target.mul_(factor)
 
 

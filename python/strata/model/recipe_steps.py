@@ -13,8 +13,8 @@ _DENSE = (None, torch.contiguous_format, torch.preserve_format)
 
 
 class Made(NamedTuple):
-    """A tensor that an operator makes: where and like what, the step that fills it (operation, a, b) or None, and the
-    generator of its random numbers."""
+    """A tensor that an operator makes: its shape, dtype and device, the step that fills it, (operation, a, b) or None,
+    and the generator of its random numbers."""
 
     shape: tuple
     dtype: torch.dtype
@@ -43,7 +43,7 @@ _FACTORIES = {
     aten.new_full: ("new", 1),
 }
 
-# These look at no value of their arguments.
+# These operators read no value of their arguments.
 READ_NOTHING = {packet for packet, (where, _) in _FACTORIES.items() if where != "size"} | {aten.is_pinned}
 
 
@@ -77,7 +77,7 @@ def made_by(func, args, kwargs):
 
 
 def _number(value):
-    """A float; TypeError for what is none."""
+    """A float; TypeError for a value that is no number."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()
     if not isinstance(value, (int, float)):
@@ -135,8 +135,8 @@ _COPYING = {**_CHANGES, "clone": _clone, "rsub": lambda other, alpha=1: [("multi
 
 
 def steps_of(func, args, kwargs):
-    """([(operation, a, b)], whether ``func`` works in place), of what it does to its first argument element by
-    element; None where it does something else."""
+    """([(operation, a, b)], whether ``func`` works in place): its steps on each element of its first argument; None
+    where it is not element-wise."""
     name = func.overloadpacket.__name__
     in_place = name in _IN_PLACE
     steps = _IN_PLACE.get(name) or _COPYING.get(name)
@@ -149,8 +149,8 @@ def steps_of(func, args, kwargs):
 
 
 def region_of(tensor):
-    """(first element, elements of a run, elements from run to run, runs) in the storage of a tensor, or None where it
-    is not so regular."""
+    """(first element, elements of a run, elements from run to run, runs) of a tensor in its storage, or None where the
+    runs are irregular."""
     dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
     if any(stride <= 0 for _, stride in dims):
         return None

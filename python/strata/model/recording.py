@@ -1,4 +1,4 @@
-"""Writes down what constructors do to large tensors, which have no memory meanwhile."""
+"""Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile."""
 
 import logging
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ logger = logging.getLogger("strata")
 _MOST_STEPS = 1000  # of one recipe: each piece goes through all of them
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
-# They read memory past torch's operators.
+# These read memory without an operator of torch.
 _DIRECT_READS = {
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
     torch.Tensor.__reduce_ex__,
@@ -55,9 +55,10 @@ class Recording(TorchDispatchMode):
     Args:
         larger_than: elements.
         running: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded.
-        threads, world_size: of ``strata.threads`` (or None) and the job, for how many threads make values real.
-        piece: bytes that go to a GPU at once.
-        tells: whether to say what is made real.
+        threads, world_size: ``strata.threads`` (or None) and the job's world size; they decide on the number of threads
+            that compute values.
+        piece: bytes of one copy to a GPU.
+        tells: whether to warn of tensors that are materialized.
     """
 
     def __init__(self, larger_than, running, threads, world_size, piece, tells):
@@ -69,23 +70,23 @@ class Recording(TorchDispatchMode):
         self._paused = 0
         self._told = set()
         self._direct_reads = _DirectReads(self)
-        self.made_real = False  # since the owner has last set it
+        self.made_real = False  # whether a tensor was materialized since the owner cleared this
 
     def open(self):
-        """From now on."""
+        """Begins the recording."""
         self._direct_reads.__enter__()
         self.__enter__()
 
     def close(self, failed):
-        """Ends ``open()``, whatever it raises. Materializes tensors that are in use and still without memory, unless it
-        has ``failed``."""
+        """Ends ``open()``, also where this raises. Materializes tensors that are in use and still without memory,
+        unless the context has ``failed``."""
         self.__exit__(None, None, None)
         self._direct_reads.__exit__(None, None, None)
         self.settle(failed)
 
     @contextmanager
     def paused(self):
-        """Within, operators are not recorded."""
+        """Context in which operators are not recorded."""
         self._paused += 1
         try:
             yield
@@ -97,11 +98,11 @@ class Recording(TorchDispatchMode):
         return self._held.get(_C.storage_of(tensor)) if self._held else None
 
     def forget(self, unbacked):
-        """Its values have gone elsewhere."""
+        """Drops an ``Unbacked`` whose values are in shards now."""
         self._held.pop(_C.storage_of(unbacked.tensor), None)
 
     def settle(self, failed=False):
-        """The constructors are over: materializes the tensors that are still referred to, unless they have failed."""
+        """Called after the outermost constructor: materializes tensors that have references left, unless it failed."""
         try:
             for key, unbacked in list(self._held.items()):
                 if not failed and _C.sharers(unbacked.tensor) > 1:
@@ -111,10 +112,10 @@ class Recording(TorchDispatchMode):
             self._held.clear()
 
     def make_real(self, unbacked, func):
-        """Gives it memory and its values. ``func``: the operator that wants them, to be named; None: none does.
+        """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none.
 
         Raises:
-            OutOfMemoryError: the host has less left than it needs. It is as it was.
+            OutOfMemoryError: the host has too little free memory. The tensor has not changed.
         """
         tensor = unbacked.tensor
         what = f"a tensor of {'x'.join(map(str, tensor.shape))} ({tensor.dtype}) of {self._maker()}"
@@ -132,7 +133,7 @@ class Recording(TorchDispatchMode):
         self.made_real = True
 
     def make_all_real(self, values, func):
-        """``make_real`` for what is without memory among ``values``, which may be lists."""
+        """``make_real`` for the tensors without memory among ``values``, which may be lists."""
         for unbacked in self._among(values):
             self.make_real(unbacked, func)
 
@@ -187,7 +188,7 @@ class Recording(TorchDispatchMode):
         if other is None or other is own or not (own.is_all_of(target) and other.is_all_of(source)):
             return False
         if source.dtype not in (target.dtype, torch.float32) or target.shape != source.shape:
-            return False  # it would be rounded in between, or spread
+            return False  # a copy would round the values, or broadcast them
         own.recipe = other.recipe.copy()
         return True
 
@@ -201,7 +202,7 @@ class Recording(TorchDispatchMode):
         if in_place:
             if region_of(args[0]) is None:
                 return None
-            func(args[0].new_empty(0), *args[1:], **kwargs)  # says what is wrong with the arguments
+            func(args[0].new_empty(0), *args[1:], **kwargs)  # raises torch's error for wrong arguments
             self._record(own, args[0], steps, kwargs.get("generator"))
             return args[0]
         if not own.is_all_of(args[0]):

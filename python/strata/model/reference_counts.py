@@ -5,8 +5,8 @@ import sys
 
 
 def references(container, key):
-    """References to the item ``key`` of a dict or a list, with some of the interpreter's own among them: as many for
-    every object that is referred to as often elsewhere."""
+    """References to the item ``key`` of a dict or a list. The interpreter's own add the same number to each count, so
+    counts can be compared."""
     kind = dict if isinstance(container, dict) else list
     return sys.getrefcount(kind.__getitem__(container, key))
 

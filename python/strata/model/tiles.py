@@ -1,7 +1,8 @@
-"""Which parameters are cut into tiles, and what became of each: the one record that all else asks.
+"""The record of all parameters that are cut into tiles, and of their tiles.
 
-A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints know it.
-The engine knows its tiles, Parameters of their own that are in no module. ``known_parameters`` brings both together.
+A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints see it.
+The engine sees its tiles, Parameters of their own that are in no module. ``known_parameters`` maps the one to the
+other.
 """
 
 import math
@@ -17,7 +18,7 @@ class Tile:
     """Rows [begin, end) of a parameter: a context in which their values are whole on this rank.
 
     Attributes:
-        parameter: the torch.nn.Parameter that the engine has for it.
+        parameter: the torch.nn.Parameter that the engine owns for it.
         begin, end: ints, rows of the whole parameter.
     """
 
@@ -26,23 +27,23 @@ class Tile:
         self._core, self._index = None, -1
 
     def bind(self, core, index):
-        """The engine has it now, as its parameter ``index``."""
+        """Called when an engine takes the tile over, as its parameter ``index``."""
         self._core, self._index = weakref.ref(core), index
 
     @property
     def core(self):
-        """The _C.ShardedModel that has it; None: there is none, or it has ended."""
+        """The _C.ShardedModel that owns the tile; None: there is none, or it has ended."""
         core = None if self._core is None else self._core()
         return core if core is not None and core.alive else None
 
     @property
     def index(self):
-        """int: of it in ``core``."""
+        """int: its index in ``core``."""
         return self._index
 
     @property
     def tiles(self):
-        """[``Tile``]: this one alone, as a ``TileRun`` of it has."""
+        """[``Tile``]: this tile alone; ``TileRun`` has the same attribute."""
         return [self]
 
     @property
@@ -56,7 +57,7 @@ class Tile:
         return self.parameter.requires_grad
 
     def left_out(self):
-        """bool: whether this rank may do without a use of it that other ranks make, which it does then."""
+        """bool: whether this rank may skip a use of it that other ranks make; it has skipped it then."""
         core = self.core
         if core is None:
             return True
@@ -77,7 +78,7 @@ class Tile:
         return False
 
     def give_gradient(self, gradient):
-        """Hands its gradient [rows, ...], of one use, to the engine, which reduces it at once. In backward."""
+        """Passes its gradient [rows, ...], of one use, to the engine, which reduces it at once. In backward."""
         core = self.core
         if core is not None:
             core.take_gradient(self._index, gradient)
@@ -93,7 +94,7 @@ class Tile:
 
 
 class TileRun:
-    """Tiles whose values lie side by side in this rank's memory for good: a context, as a tile is, in which those of
+    """Tiles whose values are always side by side in this rank's memory: a context, as a tile is, in which the values of
     all are one tensor.
 
     Attributes:
@@ -125,7 +126,7 @@ class Tiles:
         name: str, of the parameter in its model.
         shape: torch.Size of the whole.
         homes: [(module, name there)] that use it.
-        owner: (_C.ShardedModel, index) that has sharded the whole before the engine; (None, None): it was not sharded.
+        owner: (_C.ShardedModel, index) that had sharded the whole before the engine; (None, None): it was not sharded.
         most_read: int, the most bytes that may be whole at once for a read outside its modules; None: any.
     """
 
@@ -153,9 +154,9 @@ class Tiles:
         return self._tiles[position]
 
     def runs(self, dtype=None):
-        """[``TileRun``]: what an operation takes at once to compute with the values in ``dtype``; None: in their own.
-        That is one tile after the other, as [``Tile``]; or all, where this rank has all of them anyway and nothing is
-        made of them: one rank's weights, on its device."""
+        """[``TileRun``] or [``Tile``]: the groups of tiles that an operation uses at once to compute with the values in
+        ``dtype``; None: in their own. There is one group of all tiles where these are always in this rank's memory and
+        need no conversion: one rank's weights, on its device. Else each tile is a group."""
         first, last = self._tiles[0], self._tiles[-1]
         core = first.core
         if core is None or dtype not in (None, first.parameter.dtype) or not core.lie_together(first.index, last.index):
@@ -195,7 +196,7 @@ class Tiles:
 
     @property
     def anchor(self):
-        """A Parameter that autograd takes for all of it: what an operation of the tiles depends on."""
+        """A Parameter that stands for all tiles in autograd: operations of the tiles depend on it."""
         return self._tiles[0].parameter
 
     def joined(self):
@@ -230,7 +231,7 @@ def tile_of(parameter):
 
 
 def known_as(parameter):
-    """The parameter as users know it: of a tile, the one that it is a part of; else the same."""
+    """The parameter as users know it: for a tile the whole parameter, else the same one."""
     tiles, _ = tile_of(parameter)
     return parameter if tiles is None else tiles.whole
 
@@ -244,7 +245,7 @@ class Part(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A parameter as users know it, and what an engine has of it."""
+    """A parameter as users know it, and its parts in an engine."""
 
     parameter: torch.nn.Parameter
     shape: list
@@ -264,7 +265,7 @@ def known_parameters(described):
     """[``Known``] in the order of the model's parameters.
 
     Args:
-        described: what an engine was made of (``describe_parameters``).
+        described: the result of ``describe_parameters`` from which an engine was made.
     """
     found = {}
     for index, (_, parameter, shape, *_rest) in enumerate(described):

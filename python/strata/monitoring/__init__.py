@@ -1,2 +1,2 @@
-"""What a run tells while it trains, where the configuration asks for it: metrics for monitors, lines of progress and of
-times, a profile of operations, and what travelled between ranks."""
+"""Reports during training that the configuration switches on: metrics for monitors, lines of progress and of times, a
+profile of operations, and the transfers between ranks."""

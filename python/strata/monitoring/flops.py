@@ -1,7 +1,7 @@
-"""What a pass of the model computes: floating-point operations by module, counted as torch runs its operators.
+"""Counts the floating-point operations of a pass by module, while torch runs its operators.
 
-Counted are products of matrices, convolutions and attention, by the formulas of ``torch.utils.flop_counter``; what is
-done to elements is not, nor are kernels that torch does not know. A multiplication and an addition are two.
+Products of matrices, convolutions and attention count, by the formulas of ``torch.utils.flop_counter``. Element-wise
+operators do not, nor do kernels that torch does not know. A multiplication and an addition are two operations.
 """
 
 import time
@@ -28,7 +28,7 @@ def _attention_backward(gradient, query, key, value, *args, **kwargs):
     return _attention(query, key, value, 3, 2)  # the scores again; gradients of queries and keys; of scores and values
 
 
-# Attention of every kind of heads; the registry's own formula wants as many heads of keys as of queries.
+# Attention with any number of heads of keys; the registry's own formula needs the number of heads of queries.
 _FORMULAS = dict(flop_registry)
 for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
     for _suffix, _formula in (("", _attention_forward), ("_backward", _attention_backward)):
@@ -38,7 +38,7 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
 
 
 class _Counter(TorchDispatchMode):
-    """Tells ``count(flops)`` of each operator."""
+    """Calls ``count(flops)`` for each operator."""
 
     def __init__(self, count):
         super().__init__()
@@ -69,7 +69,7 @@ class PassProfile:
 
     @property
     def flops(self):
-        """int of both passes; None before they are over."""
+        """int: FLOP of both passes; None before they are over."""
         return None if self.backward_flops is None else self.forward_flops + self.backward_flops
 
     @contextmanager
@@ -111,7 +111,7 @@ class PassProfile:
         self._open.append((module, self._now()))
 
     def _left(self, module, args, result):
-        while self._open:  # a module that threw had no end
+        while self._open:  # a module whose forward raised has no end
             last, began = self._open.pop()
             if last is module:
                 self.modules[module][1] += self._now() - began

@@ -1,4 +1,4 @@
-"""``engine.monitor``: metrics to whatever the configuration names."""
+"""``engine.monitor``: writes metrics to the monitors that the configuration names."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ logger = logging.getLogger("strata")
 
 
 def section_of(config, name):
-    """{key: value} of a section of a _C.Config that says what this rank shows, defaults included."""
+    """{key: value} of a section of a _C.Config about the output of this rank, defaults included."""
     start = f"{name}."
     return {path[len(start):]: json.loads(text) for path, text in config.shown.items() if path.startswith(start)}
 
@@ -41,7 +41,7 @@ class Monitor:
         """Writes metrics; does nothing on other ranks. A writer that fails warns once, and training goes on.
 
         Args:
-            event_list: [(name, value, samples)]: of samples so far the number is the x-axis; a value is a number or a
+            event_list: [(name, value, samples)]: the number of samples so far is the x-axis; a value is a number or a
                 tensor of one element.
             flush: accepted for DeepSpeed's sake.
         """
@@ -57,6 +57,6 @@ class Monitor:
                     logger.warning("%s: metrics could not be written: %s: %s", name, type(error).__name__, error)
 
     def close(self):
-        """Ends what is open."""
+        """Closes the writers."""
         for writer in self._writers.values():
             writer.close()

@@ -1,4 +1,4 @@
-"""How fast a rank trains: samples, tokens and operations a second, by the host's clock over several steps."""
+"""The speed of a rank: samples, tokens and operations a second, by the host's clock over several steps."""
 
 import time
 
@@ -18,8 +18,8 @@ def tokens_of(args, kwargs):
 
 
 class Speed:
-    """Counts steps from the end of the first one on, which takes longer than others. ``line()`` says how fast they
-    were, and begins anew."""
+    """Counts steps after the first one, which takes longer than others. ``line()`` returns their speed, and restarts
+    the count."""
 
     def __init__(self, world_size):
         self._world_size = world_size
@@ -60,7 +60,7 @@ def amount(number):
 
 
 def memory_text(device):
-    """str: what torch holds of this rank's GPU, or what the process has of the host."""
+    """str: torch's memory of this rank's GPU, or the process's memory of the host."""
     gib = 2**30
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""What travelled between ranks, for ``deepspeed.comm.log_summary()``."""
+"""The transfers between ranks, for ``deepspeed.comm.log_summary()``."""
 
 import json
 import logging
@@ -12,12 +12,12 @@ _KINDS = {"gather": "gathers", "reduce": "reductions", "refresh": "refreshes"}
 
 
 def log_summary(show_straggler=False, return_dict=False):
-    """Logs on rank 0 what travelled in each engine's last step: gathers, reductions and refreshes of units that stay
-    whole, with times where steps are timed (``comms_logger.enabled``, or ``engine.record_steps()``).
+    """Logs on rank 0 the transfers of each engine's last step: gathers, reductions and refreshes (lazy all-gathers of
+    units that stay whole), with times where steps are timed (``comms_logger.enabled``, or ``engine.record_steps()``).
 
     Args:
-        show_straggler: collective: also the least that a rank waited, and how much longer the others did, summed.
-        return_dict: return what was said.
+        show_straggler: collective: also logs the shortest wait of a rank, and the sum of the other ranks' excess.
+        return_dict: return the logged values.
 
     Returns:
         None, or [{"step", "transfers": as of ``engine.step_report()``}], an entry an engine.

@@ -1,13 +1,13 @@
-"""Numbers that a device computes, for who does not want to wait for them."""
+"""Numbers that a device computes, for readers that do not wait for the device."""
 
 import torch
 
 
 class LateValue:
-    """The value of a tensor as it is now: on a GPU a copy that the device makes when it comes there.
+    """The present value of a tensor; on a GPU the device copies it in the order of its current stream.
 
     Args:
-        tensor: of one element, or its mean counts.
+        tensor: of one element; of a larger one the mean.
     """
 
     def __init__(self, tensor):

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes of each step: lines of progress and of times, metrics, the profile of one step."""
+"""Rank 0's output about each step: lines of progress and of times, metrics, the profile of one step."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ _NAMES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 
 
 def watch_steps(engine, config, monitor):
-    """A ``StepWatch`` where the configuration (a _C.Config) asks for something that this rank shows; else None."""
+    """A ``StepWatch`` where the configuration (a _C.Config) asks for output of this rank; else None."""
     on = {path: json.loads(text) for path, text in config.shown.items()}
     times = on["wall_clock_breakdown"] or on["comms_logger.enabled"]
     shows = config.steps_per_print or monitor.enabled or on["memory_breakdown"] or on["flops_profiler.enabled"]
@@ -33,8 +33,8 @@ def watch_steps(engine, config, monitor):
 
 
 class StepWatch:
-    """Told by the engine of rank 0 of its passes and steps. Nothing here waits for a device, but in the step that is
-    profiled: what a device has yet to compute is shown with a later step."""
+    """The engine of rank 0 calls this at its passes and steps. It waits for the device only in the step that is
+    profiled: values that the device has not computed yet are shown with a later step."""
 
     def __init__(self, engine, config, on, monitor):
         self._engine, self._on, self._monitor = weakref.proxy(engine), on, monitor
@@ -59,10 +59,10 @@ class StepWatch:
             return self._on["flops_profiler.profile_step"]
         return 1 if self._speed and "timers.throughput.enabled" in config.shown_given else None
 
-    # --- what the engine tells ---
+    # --- calls of the engine ---
 
     def forward(self, call, args, kwargs):
-        """``call(*args, **kwargs)``, a forward."""
+        """The result of ``call(*args, **kwargs)``, a forward."""
         if self._speed and self._engine.module.training:
             self._tokens += tokens_of(args, kwargs)
         due = self._engine.global_steps == self._profiles_at and self._engine.module.training
@@ -110,7 +110,7 @@ class StepWatch:
             self._take_times(wait=False)
 
     def close(self, wait=True):
-        """Shows and writes what is left. ``wait``: for the device."""
+        """Shows and writes the remaining values. ``wait``: whether to wait for the device."""
         if self._timed:
             self._take_times(wait)
         if self._pending and wait:
@@ -207,12 +207,12 @@ class StepWatch:
 
 
 def _numel_of(module):
-    """int: elements of a module's parameters, those of sharded ones as a whole."""
+    """int: elements of a module's parameters, with the full sizes of sharded ones."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 class _Step:
-    """One step's metrics, of which the device has yet to compute some."""
+    """One step's metrics; the device may still have to compute some of them."""
 
     def __init__(self, samples, events, losses, norm):
         self._samples, self._events, self._losses = samples, events, losses

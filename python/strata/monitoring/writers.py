@@ -1,4 +1,4 @@
-"""Metrics for people: what rank 0 writes to TensorBoard, Weights & Biases, CSV files and Comet.
+"""Rank 0's writers of metrics: TensorBoard, Weights & Biases, CSV files and Comet.
 
 Each writer takes its section of the configuration as a dict, opens when it is made, and has ``write(events)`` and
 ``close()``. An event is (name, float, samples so far).
@@ -28,13 +28,13 @@ def require_packages(enabled):
 def _is_there(package):
     try:
         return find_spec(package) is not None
-    except ValueError:  # a module without a spec, which somebody has put in its place
+    except ValueError:  # a program has put a module without a spec in its place
         return True
 
 
 class CsvWriter:
-    """A file a metric, in ``output_path``/``job_name``: "Train_Samples_lr.csv" with the columns "step" (samples so far)
-    and "lr". An earlier run's files are gone on with."""
+    """Writes one file for each metric, in ``output_path``/``job_name``: "Train_Samples_lr.csv" with the columns "step"
+    (samples so far) and "lr". It appends to an earlier run's files."""
 
     def __init__(self, section):
         self._folder = os.path.join(section["output_path"], section["job_name"])
@@ -50,7 +50,7 @@ class CsvWriter:
                 rows.writerow([samples, value])
 
     def close(self):
-        """Nothing is open between calls."""
+        """Does nothing: no file is open between calls."""
 
 
 class TensorBoardWriter:
@@ -72,8 +72,8 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A run of ``project``, ``group`` and ``team``. In a run that the script has begun before, whose steps are its own,
-    the samples are a metric of their own: "Train/Samples"."""
+    """Writes to a run of ``project``, ``group`` and ``team``. In a run that the script itself has begun, wandb's steps
+    belong to the script, so the samples are a metric of their own: "Train/Samples"."""
 
     def __init__(self, section):
         import wandb
@@ -92,11 +92,11 @@ class WandbWriter:
                 self._wandb.log(values, step=samples)
 
     def close(self):
-        """wandb ends its run with the program."""
+        """Does nothing: wandb ends its run with the program."""
 
 
 class CometWriter:
-    """An experiment; of each metric a value every ``samples_log_interval`` samples."""
+    """Writes to an experiment, each metric once every ``samples_log_interval`` samples."""
 
     def __init__(self, section):
         import comet_ml
@@ -115,7 +115,7 @@ class CometWriter:
                 self.experiment.log_metric(name, value, step=samples)
 
     def close(self):
-        """comet_ml ends its experiment with the program."""
+        """Does nothing: comet_ml ends its experiment with the program."""
 
 
 WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "csv_monitor": CsvWriter, "comet": CometWriter}

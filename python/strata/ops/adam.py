@@ -88,7 +88,7 @@ class FusedAdam(_Adam):
         params: parameters, or dicts of param groups; float32, bfloat16 or float16, in any mix.
         lr, bias_correction, betas, eps, weight_decay, amsgrad: as of DeepSpeedCPUAdam.
         adam_w_mode: True: AdamW; False: Adam.
-        set_grad_none: what ``zero_grad()`` does: True drops gradients, False zeroes them.
+        set_grad_none: the default of ``zero_grad()``: True drops gradients, False zeroes them.
 
     Attributes:
         state: of each parameter ``step`` (int), ``exp_avg`` and ``exp_avg_sq``, of its shape and dtype.
@@ -152,8 +152,8 @@ _UPDATES = (DeepSpeedCPUAdam.update, FusedAdam.update)
 
 
 def adam_mode(optimizer):
-    """The update that the engine has to compute in the optimizer's place: "adamw" or "adam"; None for other classes,
-    and for subclasses that update in a way of their own."""
+    """The update that the engine computes in place of the optimizer: "adamw" or "adam"; None for other classes, and for
+    subclasses with an update of their own."""
     if not isinstance(optimizer, _Adam):
         return None
     kind = type(optimizer)

@@ -10,8 +10,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def add_group_without_compiler(optimizer, param_group):
-    """``torch.optim.Optimizer.add_param_group``, which is wrapped to keep torch's compiler out of it. The wrapper
-    imports the compiler for that: 880 modules, most of the time that a small model's start takes."""
+    """``torch.optim.Optimizer.add_param_group`` without torch's wrapper, which imports torch's compiler to keep it out:
+    880 modules, most of the time of a small model's start."""
     inspect.unwrap(torch.optim.Optimizer.add_param_group)(optimizer, param_group)
 
 
@@ -29,7 +29,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     """
 
     moments = ()
-    # Keys of param groups that would change the result, where they say anything.
+    # Keys of param groups that would change the result; a group must not set them.
     refused = ("amsgrad", "maximize")
 
     def __init__(self, params, defaults, fp32_optimizer_states):
@@ -87,7 +87,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         for group in state_dict["param_groups"]:
             self._refuse(group)
-        inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)  # as adding a group
+        inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)  # without the wrapper, as above
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             # DeepSpeed's FusedAdam has this key, and counts the steps of all parameters at one of them.
             counts_once = ours.pop("step", None) is not None
@@ -108,7 +108,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        for group in self.param_groups:  # another library's may lack some
+        for group in self.param_groups:  # groups of another library may lack some settings
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 

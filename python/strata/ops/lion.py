@@ -33,7 +33,7 @@ class DeepSpeedCPULion(_Lion):
 
     Args:
         model_params: parameters, or dicts of param groups; float32, bfloat16 or float16.
-        lr: float, learning rate: how far each weight moves in a step.
+        lr: float, learning rate: the distance by which each weight moves in a step.
         betas: (float, float): of the direction, and of the average that is kept.
         weight_decay: float, apart from the gradient.
         fp32_optimizer_states: False keeps the average in the parameter's dtype.
@@ -54,7 +54,7 @@ class FusedLion(_Lion):
 
     Args:
         params, lr, betas, weight_decay: as of DeepSpeedCPULion.
-        set_grad_none: what ``zero_grad()`` does: True drops gradients, False zeroes them.
+        set_grad_none: the default of ``zero_grad()``: True drops gradients, False zeroes them.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True):

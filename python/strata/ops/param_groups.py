@@ -1,11 +1,11 @@
-"""Settings of an optimizer's param groups, as schedules and checkpoints write them."""
+"""Writes settings of an optimizer's param groups, for schedules and checkpoints."""
 
 import torch
 
 
 def set_value(group, key, value):
-    """Gives a param group's setting a value; one that is a tensor is filled, as torch's schedulers do, since compiled
-    and captured steps hold it."""
+    """Sets a value of a param group. A tensor is filled in place, as torch's schedulers do, since compiled and captured
+    steps hold it."""
     if isinstance(group.get(key), torch.Tensor) and group[key] is not value:
         group[key].copy_(value) if isinstance(value, torch.Tensor) else group[key].fill_(value)
     else:

@@ -1,1 +1,1 @@
-"""How ranks find each other, what carries bytes between them, and how they agree on an outcome."""
+"""Connects the ranks, chooses their transports, and lets them agree on an outcome."""

@@ -1,6 +1,5 @@
-"""How this process leaves its peers: together with them at the end of the program, or with a word about the exception
-or the exit that ends it. A rank that only went away would look to them like one that died, and one that waits for them
-at its end like one that does something else."""
+"""Ends a process in agreement with its peers. At the end of the program it waits for them; where an exception or an
+exit ends it, it tells them the reason. Without this, peers would take a rank that has left for one that died."""
 
 import atexit
 import logging
@@ -17,16 +16,15 @@ _last_error = None  # str of the last exception that went through an engine
 
 
 def watch(core, engine=None, group=None):
-    """Takes care of the end of the process until ``unwatch(core)``. An exception that ends it is told to the peers
-    before ``sys.excepthook`` shows it; else the process waits for them when it exits, and those that do not come learn
-    that it has left, by which ``sys.exit``, and its last error. An exception that ends a thread does not end the
-    process.
+    """Handles the end of the process until ``unwatch(core)``. Where an exception ends the process, the peers get its
+    message before ``sys.excepthook`` shows it. Else the process waits for the peers when it exits; a peer that does not
+    come gets the place of the ``sys.exit`` and the last error. An exception that ends a thread does not count.
 
     Args:
-        core: a _C.ShardedModel; it is not kept alive, nor are its collectives.
-        engine: a weak reference to the engine: before the process leaves at its end, ``end_watching()`` is called, and
-            ``wait_for_checkpoint()``, collectively. Their exceptions are logged.
-        group: the same object for cores of the same collectives, which meet the others once; None: a core alone.
+        core: a _C.ShardedModel; this function keeps neither it nor its collectives alive.
+        engine: a weak reference to the engine. At the end of the process its ``end_watching()`` and, collectively,
+            its ``wait_for_checkpoint()`` are called. Their exceptions are logged.
+        group: the same object for cores of the same collectives, which share one sync point; None: a core alone.
     """
     global _hooks
     if not _present:
@@ -36,20 +34,20 @@ def watch(core, engine=None, group=None):
 
 
 def engines():
-    """[engine]: those of this process that have not been destroyed, in the order in which they were made."""
+    """[engine]: the engines of this process that are not destroyed, oldest first."""
     found = [engine() for _, engine in _present.values() if engine is not None]
     return [engine for engine in found if engine is not None and engine.core.alive]
 
 
 def note_error(error):
-    """Remembers an exception that goes through an engine. Where the script catches it and ends, it is what this
-    process's peers are told."""
+    """Remembers an exception that goes through an engine. Where the script catches it and ends, the peers get its
+    message."""
     global _last_error
     _last_error = f"{type(error).__name__}: {error}"
 
 
 def unwatch(core):
-    """Undoes ``watch``; nothing happens where that was done before."""
+    """Undoes ``watch``; a second call does nothing."""
     _remove(weakref.ref(core))
 
 
@@ -81,7 +79,7 @@ class _ExceptHook:
 
 
 class _ExitHook:
-    """Remembers where the program called ``sys.exit``, and calls that."""
+    """Stands in for ``sys.exit``: remembers the place of the call, then calls the function."""
 
     def __init__(self):
         self.failure = None  # str, of an exit with a failure
@@ -121,8 +119,8 @@ def _last_words(core):
 
 
 def _leave_together():
-    """Never raises: whatever fails here failed before, and was told then."""
-    # Where an exception ends the program, peers are not where this rank would wait for them.
+    """Waits for the peers. Never raises: an error here has been reported before."""
+    # Where an exception ends the program, the peers are not at this sync point.
     together = getattr(sys, "last_value", None) is None
     met = set()
     for reference in reversed(list(_present)):

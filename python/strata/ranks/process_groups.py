@@ -1,7 +1,7 @@
-"""When the process groups end over which ranks exchange bytes: with the engine that uses them, and with the program at
-the latest. Threads of gloo release tensors that Python owns; one that does so while the interpreter ends aborts the
-process. A group that is destroyed keeps its threads as long as something refers to it, such as the defaults of
-``torch.distributed.nn.functional``, so what has threads is taken from it."""
+"""Ends the process groups over which ranks exchange bytes: with the engine that uses them, at the latest with the
+program. Threads of gloo release tensors that Python owns; one that does so while the interpreter ends aborts the
+process. A destroyed group keeps its threads while any reference to it is left, such as the defaults of
+``torch.distributed.nn.functional``, so Strata takes the object with the threads out of the group."""
 
 import atexit
 import logging
@@ -13,31 +13,31 @@ from .. import _C
 
 logger = logging.getLogger("strata")
 
-_used = []  # [UsedGroups], in the order in which they were made
+_used = []  # [UsedGroups], oldest first
 _defaults = []  # [(a weak reference to a default process group, whether Strata has made it)]
 
 
 class UsedGroups:
-    """The groups that carry the operations of some collectives. Those of gloo were made for these, and end with them.
+    """The process groups behind some collectives. Those of gloo were made for these collectives, and end with them.
 
     Attributes:
         backends: the _C.UsedBackends of these collectives; None before they are there.
     """
 
     def __init__(self):
-        for earlier in list(_used):  # of engines to which nothing refers any more
+        for earlier in list(_used):  # some belong to engines without any reference
             if not earlier.in_use():
                 earlier.let_go()
         self.backends = None
         _used.append(self)
 
     def in_use(self):
-        """Whether the collectives are left."""
+        """Whether the collectives still exist."""
         return self.backends is not None and self.backends.in_use()
 
     def let_go(self):
-        """The collectives raise CommError from now on, and threads that worked for them end. Waits for operations that
-        this rank has started. Nothing happens where that was done before."""
+        """Ends the threads that work for the collectives, which raise CommError from then on. Waits for operations that
+        this rank has started. A second call does nothing."""
         if self in _used:
             _used.remove(self)
         if self.backends is not None:
@@ -45,8 +45,8 @@ class UsedGroups:
 
 
 def note_default(group, made):
-    """The default process group, whose threads end with the program at the latest. Where Strata has ``made`` it, it is
-    destroyed then, unless the script does so itself."""
+    """Records the default process group, whose threads end with the program at the latest. Where Strata has ``made``
+    it, the end of the program destroys it, unless the script has done so."""
     if all(known() is not group for known, _ in _defaults):
         _defaults.append((weakref.ref(group), made))
 
@@ -60,7 +60,7 @@ def _destroy(group):
         if _is_registered(group):
             dist.destroy_process_group(group)
         _C.release_group(group)
-    except Exception as error:  # peers that died, or a GPU that is lost: who failed has said so
+    except Exception as error:  # peers that died, or a GPU that is lost: an earlier message has reported it
         logger.debug("a process group could not be destroyed: %s", error)
 
 
@@ -74,5 +74,5 @@ def _end():
             continue
         if made or not _is_registered(group):
             _destroy(group)
-        elif "nccl" not in dist.get_backend_config(group):  # NCCL wants its own end, which is the script's
+        elif "nccl" not in dist.get_backend_config(group):  # the script must destroy a group with NCCL itself
             _C.release_group(group)

@@ -1,4 +1,4 @@
-"""Where this process stands among the others: torch.distributed, and the collectives chosen for it."""
+"""This process's rank in the job: torch.distributed, and the collectives that Strata chooses for it."""
 
 import itertools
 import logging
@@ -13,16 +13,16 @@ from .. import _C
 from .process_groups import UsedGroups, note_default
 
 logger = logging.getLogger("strata")
-choices = logging.getLogger(__name__)  # of what carries the bytes
+choices = logging.getLogger(__name__)  # logs the chosen transport
 _gloo_numbers = {}  # ranks -> numbers of their groups, in the order in which all of them make these
 
 _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of it
 
 
 def init_distributed(dist_backend=None, timeout=None, **_ignored):
-    """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...), of this process
-    alone where no launcher has set it, so that scripts may use torch.distributed either way. The group is destroyed
-    when the program ends, unless the script does so itself. A no-op where there is one.
+    """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...). Without a launcher
+    the group has this process alone, so that scripts may use torch.distributed either way. The end of the program
+    destroys the group, unless the script has done so. Does nothing where there is a group.
 
     Args:
         dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
@@ -82,7 +82,7 @@ def _require_launchers_group():
             f"torch's default process group has {world_size} ranks, of which this process is rank {rank}, and the "
             f"launcher's environment says WORLD_SIZE={launched_size} and RANK={launched_rank}: make the group from the "
             "environment (torch.distributed.init_process_group() without rank and world_size), or leave it to "
-            "strata.initialize; where the group is meant as it is, correct or remove these variables"
+            "strata.initialize; if the group is right, correct or remove these variables"
         )
 
 
@@ -97,24 +97,23 @@ def expected_world_size():
 
 
 def make_collectives(config, device, waits=None):
-    """How the ranks exchange bytes.
+    """Chooses and connects the ranks' transports; returns a _C.Collectives. Collective.
 
-    Between GPUs of one host weights and gradients go from memory to memory by copy engines (peer) where all of them
-    reach each other, else through NCCL; the configuration's ``gather`` and ``reduce`` choose for each of the two
-    apart.
+    Between GPUs of one host copy engines move weights and gradients from memory to memory (peer), where all of them
+    reach each other; else NCCL does. The configuration's ``gather`` and ``reduce`` choose for each of the two.
 
-    In shard groups of several ranks each, the ranks of a group and the replicas of a slice are joined apart, by what
-    fits them: past one host memory inside, the network across.
+    With shard groups, the ranks of a group and the replicas of a slice each get the transport that fits them: on
+    several hosts memory inside a group, and the network between groups.
 
     Args:
         config: a _C.Config. Its ``collectives``: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's
             process group, gloo), "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or
             "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or
-            nccl beside it. Ranks may share a GPU under "peer" alone. With shard groups, "shm" and "peer" connect the
+            nccl beside it. Ranks may share a GPU only under "peer". With shard groups, "shm" and "peer" connect the
             ranks inside a group, and also the groups if they are on one host. Its ``timeout_s``: seconds that a rank
-            waits for another one that lives but does not come.
+            waits for another one that lives but does not arrive.
         device: torch.device of this rank's model.
-        waits: ``host_waits`` of its _C.Runtime, in which those of the collectives count, too; None: not counted.
+        waits: ``host_waits`` of its _C.Runtime, which then counts the waits of the collectives, too; None: no count.
 
     Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that
     does not fit the ranks or the device, and for ranks that share a GPU.
@@ -141,7 +140,7 @@ def make_collectives(config, device, waits=None):
 
 
 def let_go(collectives):
-    """These collectives of ``make_collectives`` are no longer used: ends the threads that work for them. Local."""
+    """Ends the threads that work for collectives of ``make_collectives`` that are no longer used. Local."""
     collectives.all_left()
     groups = getattr(collectives, "groups", None)  # one rank has none
     if groups is not None:
@@ -149,7 +148,7 @@ def let_go(collectives):
 
 
 def _facts(device):
-    """The facts about torch and this rank's device on which the choice of carriers depends."""
+    """The facts about torch and this rank's device on which the choice of transports depends."""
     return {
         "on_gpu": device.type == "cuda",
         "has_nccl": dist.is_nccl_available(),
@@ -159,8 +158,8 @@ def _facts(device):
 
 
 def _nccl_runs(device):
-    """Whether the default process group has NCCL communicators of this device already: to start some takes about a
-    second, and memory of the GPU."""
+    """Whether the default process group has NCCL communicators of this device already: new ones take about a second,
+    and memory of the GPU."""
     if device.type != "cuda":
         return False
     with suppress(RuntimeError, AttributeError):  # without NCCL, or within a wrapper of torch's debugging
@@ -176,9 +175,10 @@ def _device_identity(device):
 
 
 def _new_backend(kind, ranks, timeout_s, device):
-    """"gloo" or "nccl" among ``ranks``, as each of them calls it. NCCL among all ranks is that of the default process
-    group where it has one, since each takes memory of the GPU; others of NCCL, whose kernels may still run when a host
-    is done, end with the default group. One of gloo has no other reference than its user's."""
+    """A backend "gloo" or "nccl" among ``ranks``; each of them makes the same call. For NCCL among all ranks it is the
+    default process group's, where that has one, since each backend takes memory of the GPU. Other NCCL backends end
+    with the default group, since their kernels may still run when the host has finished. The user of a gloo backend has
+    the only reference to it."""
     timeout = timedelta(seconds=timeout_s)
     if kind == "gloo":
         return _new_gloo(ranks, timeout)
@@ -193,8 +193,8 @@ def _new_backend(kind, ranks, timeout_s, device):
 
 
 def _new_gloo(ranks, timeout):
-    """Not one of ``new_group``: torch names groups of some ranks by how many groups there are. Here they go when their
-    user does, so a name would come again, under which the addresses of ranks that are gone lie in the store."""
+    """A gloo backend that does not come from ``new_group``. Torch names groups by their present number. Groups end
+    with their users here, so a name would recur, and the store would have the addresses of earlier ranks under it."""
     number = next(_gloo_numbers.setdefault(tuple(ranks), itertools.count()))
     name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -207,8 +207,8 @@ def _say(warning, text):
 
 @contextmanager
 def telling_the_others():
-    """For what a rank does before ``make_collectives``: if it fails, the others learn of it there, instead of
-    waiting for a rank that has left."""
+    """Context for a rank's work before ``make_collectives``: if the work fails, the other ranks get the error there,
+    instead of waiting for a rank that has left."""
     try:
         yield
     except Exception as error:
@@ -221,8 +221,8 @@ def telling_the_others():
 
 @contextmanager
 def together(collectives, what):
-    """Collective. An exception inside, on any rank, becomes an error on every rank that names the first
-    rank that failed, so that none waits for one that has left. Inside must be no collective.
+    """Context. Collective. An exception inside, on any rank, becomes an error on every rank that names the first
+    rank that failed, so that none waits for a rank that has left. The work inside must call no collective.
 
     Args:
         collectives: a _C.Collectives.

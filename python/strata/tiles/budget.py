@@ -1,4 +1,4 @@
-"""How much of one parameter may be gathered at once."""
+"""The bound on the bytes of one parameter that may be gathered at once."""
 
 import math
 
@@ -15,8 +15,8 @@ class Budget:
     Attributes:
         largest: int, bytes; a larger parameter is cut. None: none is.
         tile: int, bytes of a tile at most.
-        read: int, bytes of a parameter that is cut which may be whole for a reader outside its modules; None: any.
-        asked: bool, whether the configuration asks for it. If it does not, a parameter that cannot be cut is no error.
+        read: int, the most bytes of a cut parameter that may be whole for a read outside its modules; None: any.
+        asked: bool, whether the configuration sets the budget. If not, a parameter that cannot be cut is no error.
     """
 
     def __init__(self, config, half):
@@ -29,13 +29,13 @@ class Budget:
 
     @classmethod
     def of_rank(cls, config, device, collectives, tree):
-        """Collective on GPUs: half of the least that a rank has free there, beside the model, which gives its memory
-        up. A parameter that takes more fits beside its gradient in no case."""
+        """Collective on GPUs: half of the smallest free memory of a rank; the model's own memory counts as free, since
+        the engine takes it over. A larger parameter would not fit beside its gradient."""
         if device.type != "cuda":
             return cls(config, None)
         free = torch.cuda.mem_get_info(device)[0]
         free += sum(p.numel() * p.element_size() for _, p in tree.parameters if p.device == device)
-        # Ranks of other stages take part: that they differ is found, and said, later.
+        # Ranks of other stages take part; a later check reports that stages differ.
         return cls(config, min(int(text) for text in collectives.all_gather_text(str(free // 2))))
 
     @classmethod
@@ -46,7 +46,7 @@ class Budget:
 
 def cut_parameters(tree, config, budget, born_flat=None):
     """Cuts the parameters of a model that exceed the budget: ``tree.cut`` holds them, None if there are none. After an
-    error the model is as it was.
+    error the model is unchanged.
 
     Args:
         tree: a ``ModelTree``.
@@ -57,14 +57,14 @@ def cut_parameters(tree, config, budget, born_flat=None):
     """
     if budget.largest is None or not any(_nbytes(p, born_flat) > budget.largest for _, p in tree.parameters):
         return
-    from .cutting import Cut  # with all rules, which most models do without
+    from .cutting import Cut  # it imports all rules, which most models do not need
 
     cut = Cut(tree, config, budget, born_flat)
     tree.cut = cut if cut.all else None
 
 
 def _nbytes(parameter, born_flat):
-    """At most: the configuration may have it in fewer."""
+    """int: an upper bound; the configuration's precision may need fewer bytes."""
     core, index = owner_of(parameter)
     shape = parameter.shape if core is None else core.full_shape(index)
     if born_flat and id(parameter) in born_flat:

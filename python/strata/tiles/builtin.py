@@ -9,14 +9,14 @@ from .rules import TilingRule, register_tiling
 
 
 class LinearRule(TilingRule):
-    """Tiles are outputs: their columns of the result are written side by side."""
+    """A tile has rows of the weight, and computes the columns of the result for these outputs."""
 
     def forward(self, module, tiles, x):
         return functions.linear(x, tiles["weight"], module.bias)
 
 
 class Conv1DRule(TilingRule):
-    """A linear layer with its weight the other way round, as GPT-2 has it. Tiles are inputs, whose results add up."""
+    """A linear layer with a transposed weight, as in GPT-2. A tile has the rows of some inputs; results add up."""
 
     def forward(self, module, tiles, x):
         return functions.matmul(x, tiles["weight"], module.bias)

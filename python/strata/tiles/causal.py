@@ -23,7 +23,7 @@ class LazyLogits(torch.Tensor):
     weights have changed raises UsageError.
 
     Attributes:
-        hidden: the head's input [..., width].
+        hidden: tensor [..., width], the head's input.
     """
 
     @staticmethod
@@ -81,14 +81,14 @@ def _valued(item):
 
 
 class _LazyHead:
-    """Stands where the head's forward stood."""
+    """Replaces the head's forward."""
 
     def __init__(self, head, tiles, before):
         self._head, self._tiles, self.before = head, tiles, before
         self.__wrapped__ = before
 
     def __call__(self, hidden):
-        if not torch.is_grad_enabled():  # no loss will be trained on
+        if not torch.is_grad_enabled():  # the result is not for training
             return self.before(hidden)
         return LazyLogits.of(self._head, self._tiles, hidden)
 
@@ -99,7 +99,7 @@ class _LazyHead:
 
 
 class _CausalLoss:
-    """Transformers' ForCausalLMLoss, of LazyLogits without their values."""
+    """Transformers' ForCausalLMLoss, which does not compute the values of LazyLogits."""
 
     def __init__(self, plain):
         self._plain = plain
@@ -123,14 +123,14 @@ class _CausalLoss:
 
 
 def install(module, heads):
-    """Has a model of transformers compute its causal loss so, where its head is one of ``heads``.
+    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``.
 
     Args:
         module: any module.
         heads: {id(torch.nn.Linear): Tiles of its weight}.
 
     Returns:
-        a function that takes it back, or None: it is no such model, or has another loss.
+        a function that undoes this, or None: the module is no such model, or has another loss.
     """
     if not hasattr(module, "loss_function") or not hasattr(module, "get_output_embeddings"):
         return None

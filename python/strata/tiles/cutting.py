@@ -1,4 +1,4 @@
-"""Cuts what is too large of a model into tiles, before an engine plans its units, and takes that back."""
+"""Cuts the too large parameters of a model into tiles, before an engine plans its units, and undoes this."""
 
 import logging
 import math
@@ -23,19 +23,19 @@ def _has_hooks(parameter):
 
 
 class Cut:
-    """The parameters of one model that are in tiles. After an error within the constructor the model is as it was.
+    """The parameters of one model that are in tiles. After an error within the constructor the model is unchanged.
 
     Args:
-        tree: the ``ModelTree``; it gets the tiles in place of what is cut.
+        tree: the ``ModelTree``; it gets the tiles in place of the parameters that are cut.
         config: a _C.Config.
         budget: a ``Budget``.
         born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
             their tiles as well.
 
     Raises:
-        ConfigError: what is too large has a module without a rule, one row exceeds the budget, or a rule that does not
-            hold every row once.
-        UsageError: a module that cannot be used in tiles; a parameter with hooks.
+        ConfigError: a module with a too large parameter has no rule; one row exceeds the budget; a rule's tiles do not
+            hold every row exactly once.
+        UsageError: a module cannot be used in tiles; a parameter has hooks.
     """
 
     def __init__(self, tree, config, budget, born_flat=None):
@@ -80,7 +80,7 @@ class Cut:
         self._tree.parameters = parameters
 
     def _can_be_cut(self, name, homes, hooked):
-        """Whether a parameter for which the configuration asks no tiles can be cut; warns if not."""
+        """Whether a parameter can be cut, where the configuration does not ask for tiles; warns if not."""
         if hooked:
             logger.warning("'%s' takes more than half of what the device has free, and hooks wait for its gradient: it "
                            "is gathered whole. Without them it can be used in tiles", name)  # fmt: skip
@@ -154,15 +154,15 @@ class Cut:
         return self._config.weight_dtype(parameter.dtype).itemsize
 
     def commit(self):
-        """The engine has all values: what held them before goes, and with it peers' views of it."""
+        """Called when the engine has all values: frees the memory that held them before, and peers' views of it."""
         for tiles in self.all:
             tiles.owner = None, 0
 
     def undo(self):
-        """The modules have their parameters whole again, with the values that the tiles have.
+        """Gives the modules whole parameters again, with the values of the tiles.
 
         Returns:
-            [Parameter] that have none, since their tiles are empty.
+            [Parameter] without values, since their tiles are empty.
         """
         for take_back in reversed(self._undo):
             take_back()
@@ -170,7 +170,7 @@ class Cut:
         for tiles in self.all:
             parameter, (core, index) = tiles.whole, tiles.owner
             has_values = unmark_tiled(parameter)
-            if core is not None and core.alive:  # which has them still
+            if core is not None and core.alive:  # it still has the values
                 set_owner(parameter, core, index, weakly=False)
             elif not has_values:
                 empty.append(parameter)

@@ -1,7 +1,7 @@
-"""Fused experts of transformers 5: weights [experts, out, in] that are used some experts at a time.
+"""Fused experts of transformers 5: uses weights [experts, out, in] some experts at a time.
 
-A module of theirs asks transformers' registry of experts implementations for its forward, by the name in its
-configuration. Ours is registered there, and a module whose weights are in tiles has a configuration that names it.
+Such a module takes its forward from transformers' registry of experts implementations, by the name in its
+configuration. Strata registers its own there; the configuration of a module whose weights are in tiles names it.
 """
 
 import copy
@@ -23,7 +23,7 @@ def is_fused_experts(module):
 
 
 class ExpertsRule(TilingRule):
-    """A tile is one expert or several. On one rank's own, where ranks gather alone, only those are gathered that its
+    """A tile is one expert or several. Where a rank gathers without the others, it gathers only the tiles that its
     tokens use."""
 
     parameters = _WEIGHTS
@@ -45,7 +45,7 @@ class ExpertsRule(TilingRule):
 
 
 def _forward(self, hidden_states, top_k_index, top_k_weights):
-    """As transformers' eager implementation, with an expert's tokens next to each other.
+    """As transformers' eager implementation, with each expert's tokens in consecutive rows.
 
     Args:
         self: the module of experts.
@@ -53,7 +53,7 @@ def _forward(self, hidden_states, top_k_index, top_k_weights):
         top_k_index, top_k_weights: [tokens, k]; an index that is the number of experts stands for none.
     """
     tiles = self.__dict__["_strata_experts"]
-    experts = top_k_index.t().reshape(-1)  # in the order in which eager takes an expert's tokens
+    experts = top_k_index.t().reshape(-1)  # an expert's tokens in the order of the eager implementation
     in_order, order = torch.sort(experts, stable=True)
     groups = Groups.of_sorted(in_order, self.num_experts)
     uses = _Uses(order, *top_k_index.shape)
@@ -69,7 +69,7 @@ def _forward(self, hidden_states, top_k_index, top_k_weights):
 
 
 class _Uses:
-    """Rows that are tokens' uses of experts, ordered by expert, of which a token has ``chosen``."""
+    """Rows for each use of an expert by a token, ordered by expert. A token has ``chosen`` uses."""
 
     def __init__(self, order, tokens, chosen):
         self._tokens, self._chosen = tokens, chosen
@@ -81,7 +81,7 @@ class _Uses:
         return values.index_select(0, self._token)
 
     def collect(self, rows):
-        """The sums of tokens' rows: summed in fp32, in the same order always, as ``index_add_`` is not on GPUs."""
+        """The sum of each token's rows, in fp32 and always in the same order; ``index_add_`` on GPUs has no order."""
         return rows.index_select(0, self._place).view(self._chosen, self._tokens, rows.shape[1]).sum(0)
 
 

@@ -1,5 +1,5 @@
 """Operations that use a parameter tile by tile, forward and backward. Each gathers a tile, computes with it, and
-releases it. In backward its gradient is reduced as soon as it is whole: the product is written where it is reduced.
+releases it. In backward they write a tile's gradient into the memory from which the engine reduces it, at once.
 They save their inputs for backward, and no weights.
 
 A tile computes the same values for its rows as the whole parameter would. Sums of tiles' results (the gradient of a
@@ -89,7 +89,7 @@ def whole(tiles):
     """All of the parameter as one tensor, whose gradient goes to the tiles.
 
     Raises:
-        UsageError: that is too much.
+        UsageError: the parameter is too large for that.
     """
     tiles.require_readable()
     return _Whole.apply(tiles.anchor, tiles)

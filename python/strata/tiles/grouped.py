@@ -1,5 +1,5 @@
-"""Products of rows that are ordered by group, each group with a matrix of its own: one grouped product where the device
-has a kernel for it, else one product a group. Both give the same bits where both are made of the same products.
+"""Products of rows that are ordered by group, each group with its own matrix: one grouped product where the device has
+a kernel for it, else one product for each group. Both ways give the same bits where their kernels do.
 """
 
 import torch
@@ -18,7 +18,7 @@ class Groups:
     def __init__(self, ends):
         self.ends = ends.int()
         self._host, self._copied, self._bounds = None, None, None
-        if ends.is_cuda:  # on its way while the device is given more to do
+        if ends.is_cuda:  # the copy runs while the host queues more work
             self._host = torch.empty(ends.shape, dtype=torch.int32, pin_memory=True)
             self._host.copy_(self.ends, non_blocking=True)
             self._copied = torch.cuda.Event()
@@ -36,8 +36,8 @@ class Groups:
 
     @property
     def bounds(self):
-        """[int]: 0 and ``ends``. The host waits for the device here, the first time: which rows a tile's product has,
-        and whether a rank needs the tile at all, are decided by the host."""
+        """[int]: 0 and ``ends``. The first call waits for the device, since the host decides on the rows of a tile's
+        product, and whether the rank needs the tile at all."""
         if self._bounds is None:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -47,7 +47,7 @@ class Groups:
 
     @property
     def rows(self):
-        """int: that belong to a group."""
+        """int: the number of rows that belong to a group."""
         return self.bounds[-1]
 
     def of(self, begin, end):
@@ -89,7 +89,8 @@ class Members:
             torch.mm(rows[here], matrices[group], out=out[here])
 
     def multiply_transposed(self, one, other, place):
-        """The gradient of the groups' matrices, ``one.t() @ other`` of each group's rows, to a ``GradientPlace``."""
+        """Writes the gradient of the groups' matrices, ``one.t() @ other`` of each group's rows, to a
+        ``GradientPlace``."""
         if not self.each:
             place.add_nothing()
             return
@@ -105,8 +106,8 @@ class Members:
 
 
 def has_grouped_product(rows, other):
-    """Whether torch has one kernel for it: of bf16, on the GPUs that it has one for. Elsewhere its grouped product is a
-    loop that waits for the offsets, which the host has here.
+    """Whether torch has one kernel for the grouped product: in bf16, on some GPUs. Elsewhere torch's grouped product is
+    a loop that waits for the offsets, which the host already has here.
 
     Args:
         rows: [rows, k].

@@ -10,8 +10,8 @@ from ..model.tiles import tiles_of
 
 
 def values_on_host(parameter, keep=True):
-    """A copy of a parameter's values on the host, in its dtype and shape. Collective, where gathers are; at most one
-    tile is whole on the device.
+    """A copy of a parameter's values on the host, in its dtype and shape. Collective where gathers are. The device has
+    at most one whole tile at a time.
 
     Args:
         parameter: one that is used in tiles.
@@ -43,8 +43,8 @@ class HostCopy:
         parameter.data = values_on_host(parameter)
 
     def end(self, modifier_rank):
-        """The parameter is empty again. Collective with ``modifier_rank``: what that rank holds becomes everybody's
-        value; None: what was written is lost."""
+        """Makes the parameter empty again. Collective with ``modifier_rank``: every rank gets that rank's values; None:
+        changes are lost."""
         values = self._parameter.data
         try:
             if modifier_rank is not None:
@@ -60,7 +60,7 @@ class HostCopies:
         self._parameters, self._made = {}, []
 
     def add(self, parameter):
-        """False: it is not used in tiles."""
+        """Adds a parameter that is used in tiles; returns False for any other one."""
         if tiles_of(parameter) is None:
             return False
         self._parameters[id(parameter)] = parameter
@@ -79,8 +79,8 @@ class HostCopies:
 
 
 def set_values(parameter, values, rank):
-    """Gives a parameter that is used in tiles the values [its shape] that ``rank`` has. Collective; other ranks' count
-    for nothing."""
+    """Gives a parameter that is used in tiles the ``values`` [its shape] of ``rank``. Collective; those of other ranks
+    have no effect."""
     for tile in tiles_of(parameter):
         core = tile.core
         core.gather([tile.index])
@@ -95,12 +95,12 @@ def set_values(parameter, values, rank):
 
 
 def iter_pieces(parameter, modifier_rank=None):
-    """Goes through the rows of a parameter, a piece at a time, however large it is: tile by tile where it is used in
-    tiles, else all of it at once. Collective, where gathers are; each piece is whole on every rank until the next one.
+    """Iterates over the rows of a parameter of any size, a piece at a time: tile by tile where it is used in tiles,
+    else all of it at once. Collective where gathers are; each piece is whole on every rank until the next one.
 
     Args:
         parameter: a Parameter, under an engine or not.
-        modifier_rank: the rank whose changes count: what it has written to a piece becomes everybody's value, in the
+        modifier_rank: the rank whose changes count: every rank gets the values that it has written to a piece, in the
             weights and the fp32 master weights. None: read only.
 
     Yields:

@@ -17,16 +17,16 @@ _PLAIN = {
     "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
 }  # fmt: skip
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}  # properties that do
+_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}  # properties that need values
 
 
 class TiledParameter(ShardedParameter):
-    """A parameter that is used in tiles. It is empty (``numel() == 0``), but within ``GatheredParameters``, where it is
-    whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole.
+    """A parameter that is used in tiles. It is empty (``numel() == 0``), except within ``GatheredParameters``, where it
+    is whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole.
 
-    Reading ``module.weight`` gives this object. An operation on it gathers a copy of all of it, which autograd knows,
-    and raises UsageError where that is too much; one that would change it raises UsageError, and so does one that asks
-    for hooks of its gradient.
+    Reading ``module.weight`` gives this object. An operation on it gathers a whole copy, which autograd knows, and
+    raises UsageError where the parameter is too large for that. An operation that would change it, or that registers a
+    hook of its gradient, raises UsageError.
     """
 
     @classmethod
@@ -68,7 +68,7 @@ class TiledParameter(ShardedParameter):
             self._strata_host_copy = HostCopy(self)
 
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
-        """Lets go of what ``all_gather()`` made whole."""
+        """Frees the whole values of ``all_gather()``."""
         copy = self.__dict__.pop("_strata_host_copy", None)
         if copy is not None:
             copy.end(0 if has_been_updated else None)
@@ -80,7 +80,7 @@ class TiledParameter(ShardedParameter):
 
 
 def no_hooks(name):
-    """Why a parameter of this name has no hooks of its gradient."""
+    """str: the reason why a parameter of this name has no hooks of its gradient."""
     return (
         f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
         "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
@@ -109,7 +109,7 @@ def mark_tiled(parameter, tiles):
 
 
 def unmark_tiled(parameter):
-    """Takes back what ``mark_tiled`` did; it has the values that its tiles have."""
+    """Undoes ``mark_tiled``; the parameter gets the values of its tiles."""
     tiles = parameter.__dict__.pop("_strata_tiles")
     if type(parameter) is TiledParameter:
         parameter.__class__ = ShardedParameter

@@ -1,4 +1,4 @@
-"""Rules that say how modules use a parameter in tiles, and the table that finds them: ``register_tiling``.
+"""Rules for modules that use a parameter in tiles, and the table that finds them: ``register_tiling``.
 
 Strata's own rules, for ``torch.nn.Linear`` and others, are registered in the same way.
 """
@@ -7,15 +7,16 @@ from .. import _C
 
 
 class TilingRule:
-    """How modules of a class use their parameters in tiles. Inherit, and ``strata.register_tiling(Class, Rule())``.
+    """The way in which modules of a class use their parameters in tiles. Inherit from it, and call
+    ``strata.register_tiling(Class, Rule())``.
 
-    One rule serves many modules and keeps nothing of them. It has a ``forward(module, tiles, *args, **kwargs)``: what
-    the module's forward computes, with its parameters in tiles.
+    One rule serves many modules and keeps no reference to them. It has a ``forward(module, tiles, *args, **kwargs)``,
+    which computes the module's forward with its parameters in tiles.
 
         module: the module; its other parameters are whole.
         tiles: {name: strata.model.tiles.Tiles} of those of ``parameters`` that are cut. The operations of
-            ``strata.tiles.functions`` take it: linear, matmul, embedding, grouped_linear; ``apply_tile`` runs a
-            function of your own with one tile.
+            ``strata.tiles.functions`` take such a Tiles: linear, matmul, embedding, grouped_linear; ``apply_tile`` runs
+            a function of your own with one tile.
         args, kwargs: of the module's forward.
 
     Attributes:
@@ -25,10 +26,11 @@ class TilingRule:
     parameters = ("weight",)
 
     def require(self, module):
-        """Raises UsageError for a module that cannot be used in tiles, however it is cut: says why."""
+        """Raises UsageError, with the reason, for a module that cannot be used in tiles at all."""
 
     def cut(self, module, name, full_name, rows, row_bytes, most):
-        """[(first row, behind the last row)]: the tiles, which hold every row once, in order. Ranks agree.
+        """[(first row, behind the last row)]: the tiles, which hold every row once, in order. The result must be the
+        same on every rank.
 
         Args:
             module: the module.
@@ -41,10 +43,10 @@ class TilingRule:
         return _C.cut_rows(full_name, rows, row_bytes, most)
 
     def install(self, module, tiles):
-        """Has the module compute with ``tiles``: puts ``forward`` in place of its own.
+        """Makes the module compute with ``tiles``: puts ``forward`` in place of its own.
 
         Returns:
-            a function that takes it back.
+            a function that undoes this.
         """
         before = module.__dict__.get("forward")
         module.__dict__["forward"] = _TiledForward(self, module, tiles)
@@ -59,7 +61,7 @@ class TilingRule:
 
 
 class _TiledForward:
-    """Stands where a module's forward stood; a copy or pickle of the module gets the class's own."""
+    """Replaces a module's forward; a copy or pickle of the module gets the class's own."""
 
     def __init__(self, rule, module, tiles):
         self._rule, self._module, self._tiles = rule, module, tiles
@@ -104,12 +106,12 @@ class _Registry:
             )
 
     def find(self, module):
-        """The rule of the module's class, or of the nearest class that it inherits its forward from; else of the
-        newest function that knows it; None."""
+        """The rule of the module's class, or of the nearest class from which it inherits its forward; else that of the
+        newest function that accepts the module; else None."""
         for cls in type(module).__mro__:
             if cls in self._by_class:
                 return self._by_class[cls]
-            if "forward" in cls.__dict__:  # which a rule of a class above knows nothing of
+            if "forward" in cls.__dict__:  # a rule of a base class does not know this forward
                 break
         return next((rule for test, rule in self._by_test if test(module)), None)
 
@@ -118,8 +120,8 @@ _registry = _Registry()
 
 
 def register_tiling(module_class, rule):
-    """From now on modules of this class can use their parameters in tiles. A rule for the same class replaces the one
-    before; call it before ``strata.initialize``, on every rank.
+    """Lets modules of this class use their parameters in tiles. A rule for the same class replaces the earlier one.
+    Call it before ``strata.initialize``, on every rank.
 
     Args:
         module_class: a class of ``torch.nn.Module``. It serves classes that inherit from it as well, unless they have a

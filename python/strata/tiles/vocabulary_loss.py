@@ -1,11 +1,11 @@
 """A projection onto a vocabulary and its cross-entropy, a block of the vocabulary and of the tokens at a time.
 
-Forward keeps two numbers a token as it goes: the running maximum of its logits and the sum of their exponentials below
-it (the online softmax of Milakov and Gimelshein, 2018), of which the logarithm of the sum of all exponentials comes.
-That and the logit of the token's label stay for backward, beside the input. Backward makes each block's logits once
-more and, in the same sweep, the gradients of the input and of the block of weights: that needs the logarithm for all of
-the vocabulary, so it cannot be done while forward still computes it.
-One product of four is more than a loss has that keeps its logits (three); they are what it saves.
+Forward updates two numbers for each token: the maximum of its logits so far and the sum of their exponentials relative
+to it (the online softmax of Milakov and Gimelshein, 2018). Both give the logarithm of the sum of all exponentials.
+This logarithm and the logit of the token's label stay for backward, beside the input. Backward computes each block's
+logits again and, in the same sweep, the gradients of the input and of the block of weights. It needs the logarithm over
+the whole vocabulary, so forward cannot compute gradients on the way. This takes four products where a loss that keeps
+its logits takes three; the memory of the logits is saved.
 """
 
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         bias: [vocabulary] or None; of a module: its own.
         ignore_index: labels that count for nothing.
         reduction: "mean" over the labels that count, "sum", or "none".
-        block_bytes: int, bytes of fp32 logits that may be there at once; None: 128 MiB.
+        block_bytes: int, the most bytes of fp32 logits that exist at once; None: 128 MiB.
 
     Returns:
         fp32, of one element; with "none" of labels' shape.
@@ -68,7 +68,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
 
 
 class _Blocks:
-    """How the vocabulary and the tokens are cut."""
+    """The blocks of the vocabulary and of the tokens."""
 
     def __init__(self, weight, tiles, flat, block_bytes):
         self.tiles, self.weight = tiles, weight
@@ -92,7 +92,7 @@ class _Blocks:
 
 
 class _Rows:
-    """A block of a weight that is not in tiles, as a tile looks."""
+    """A block of a weight that is not in tiles, with the interface of a tile."""
 
     def __init__(self, weight, begin, end):
         self._weight, self.begin, self.end = weight, begin, end
@@ -173,7 +173,7 @@ class _TokenGradients:
     """The gradients of the logits of a block, given those of the tokens' losses.
 
     A token's own gradient has a sign and a size. The size goes into the exponent, exp(logit - of_all + log(size)),
-    which saves a pass over the logits; the sign is for what multiplies them.
+    which saves a pass over the logits. The products that use the result apply the sign.
     """
 
     def __init__(self, grad, labels, of_all, chosen):
@@ -184,7 +184,7 @@ class _TokenGradients:
         self._of_label = torch.expm1(chosen - of_all) * size
 
     def of_logits(self, logits, part, block):
-        """In the logits' memory: what softmax says, less the label, times the size."""
+        """In the logits' memory: (softmax - 1 at the label) times the size."""
         given = torch.exp(_less(logits, self._less[part]), out=logits)
         column, inside = _column(self._labels[part], block)
         of_label = torch.where(inside[:, None], self._of_label[part, None].to(given.dtype), given.gather(1, column))

@@ -1,1 +1,1 @@
-"""How start-up and steps went, as people see it: accounts, progress and tables."""
+"""Reports of start-up and steps for people: accounts, progress and tables."""

@@ -1,4 +1,4 @@
-"""A profile of one pass as people see it: what each module computes."""
+"""A profile of one pass as text: the operations of each module."""
 
 from .tables import report_text
 
@@ -13,7 +13,7 @@ def profile_text(title, rows, passes, depth, top, detailed):
         rows: [(name, class, depth, parameters, forward FLOP, seconds)] in the model's order; the first is the model.
         passes: (forward FLOP, backward FLOP or None) of the whole micro-batch.
         depth: of the deepest modules shown; -1: all.
-        top: how many classes are listed at each depth.
+        top: the number of classes that are listed at each depth.
         detailed: whether every module has a row.
     """
     deepest = max(row[2] for row in rows)

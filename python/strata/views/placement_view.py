@@ -1,4 +1,4 @@
-"""The places of weights and states as people see them: the table of ``engine.init_report["placement"]``."""
+"""The placement of weights and states as a table: ``engine.init_report["placement"]``."""
 
 from .tables import print_report, report_text, size_text
 
@@ -7,7 +7,7 @@ _WIDEST_RULE = 48  # signs of a rule, so that its line fits a terminal of 80
 
 
 def offloads(placement):
-    """bool: something rests elsewhere than on the device. The ring of loading and saving is staging, and does not."""
+    """bool: whether anything is placed outside the device. The staging memory of loading and saving does not count."""
     if placement is None:
         return False
     resting = [sizes for kind, sizes in placement["kinds"].items() if kind not in ("staging", "total")]

@@ -1,4 +1,4 @@
-"""The account of one start-up: what each phase took, over all ranks, and who gets to see it."""
+"""The account of one start-up: the time and the bytes of each phase over all ranks, and its output."""
 
 import gc
 import json
@@ -14,7 +14,7 @@ from .start_up_view import ProgressBar, print_table, table_text
 
 logger = logging.getLogger("strata")
 
-_FROZEN_BY_PYTHON = 1000  # objects, and fewer: some versions freeze what they begin with; a program freezes far more
+_FROZEN_BY_PYTHON = 1000  # the most objects that some Python versions freeze at their start; a program freezes far more
 SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
 _OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go between the host and a GPU
 
@@ -30,7 +30,7 @@ class StartUp:
     made meanwhile count as old afterwards, so that they are not scanned in the first step, either.
 
     Attributes:
-        core: the engine's _C.ShardedModel, as soon as there is one; its phases are counted in.
+        core: the engine's _C.ShardedModel, as soon as there is one; the account includes its phases.
     """
 
     def __init__(self):
@@ -56,7 +56,7 @@ class StartUp:
 
     @contextmanager
     def phase(self, name):
-        """Counts the time inside, without that of phases within; phases of one name are one."""
+        """Context that counts the time inside, without that of inner phases; phases of one name are added up."""
         self._note(name)
         began, counted = time.perf_counter(), self._counted()
         try:
@@ -67,7 +67,7 @@ class StartUp:
             self._note(*(entry["name"] for entry in self._engine_phases()))
 
     def progress(self, rank, world_size):
-        """The callable that the engine calls with the progress of its phases; None if it would not be seen."""
+        """The callable that the engine calls with the progress of its phases; None if no terminal shows it."""
         if rank == 0 and sys.stderr.isatty():
             self._bar = ProgressBar(world_size)
         return self._bar
@@ -117,8 +117,8 @@ class StartUp:
 
 
 def _grow_old():
-    """Moves all objects to the collector's oldest generation without a look at any. Nothing is done where a program
-    keeps objects from the collector by ``gc.freeze()``, since they would no longer be."""
+    """Moves all objects to the collector's oldest generation without a scan. Does nothing where a program keeps objects
+    from the collector by ``gc.freeze()``, since this would unfreeze them."""
     if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
         gc.freeze()
         gc.unfreeze()
@@ -172,8 +172,8 @@ def _merged_reading(readings):
 
 
 def require_writable_files(config, rank):
-    """Raises ConfigError on rank 0, which writes them, unless the files of a _C.Config can be written; before start-up,
-    not after it."""
+    """Raises ConfigError on rank 0, which writes the files of a _C.Config, where it cannot write one. Called before
+    start-up, since an error after it would waste the start-up."""
     if rank == 0:
         _require_writable(config.init_report, "strata.init.report")
         _require_writable(config.trace, "strata.trace")

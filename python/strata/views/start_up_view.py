@@ -1,4 +1,4 @@
-"""Start-up as people see it: a line that fills while a phase lasts, and the table of all phases."""
+"""The output of a start-up: a line of progress for a phase that lasts, and the table of all phases."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One step as people see it: the table of ``engine.step_report()``."""
+"""One step as a table: ``engine.step_report()``."""
 
 from .tables import print_report, report_text, size_text
 
