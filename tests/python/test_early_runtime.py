@@ -82,8 +82,8 @@ def test_a_rank_that_is_told_no_store_ends_with_the_launchers_variable(checkpoin
 
 def test_a_folder_that_is_not_there_is_asked_of_nobody_else(monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: pytest.fail("asked the network"))
-    with pytest.raises(strata.Error, match="nobody/nothing"):
-        strata.load_pretrained("nobody/nothing", config_of(2))
+    with pytest.raises(strata.Error, match="absent/nothing"):
+        strata.load_pretrained("absent/nothing", config_of(2))
     assert _running() == []
 
 

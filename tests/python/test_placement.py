@@ -156,7 +156,7 @@ def test_the_table_fits_a_terminal():
         assert ["what", "device", "host", "NVMe"] in lines
         assert ["master", "weights", "1.00", "GiB", "100.00", "GiB"] in lines
         assert ["together,", "at", "most", "6.00", "GiB", "48.00", "GiB", "106.00", "GiB"] in lines
-        assert not any(line and line[0] == "gradients" for line in lines), "nobody holds any"
+        assert not any(line and line[0] == "gradients" for line in lines), "no rank holds any"
         assert ["*embed*:", "weights", "on", "host", "12", "1.00", "GiB"] in lines
         assert "states on nvme" in text
         assert "states on the drive of /drive1" in text and "device 20.00 GiB" in text

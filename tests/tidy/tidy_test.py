@@ -10,6 +10,7 @@ import cpp_scopes
 import file_rules
 import include_rules
 import text_rules
+import wording_rules
 
 PARAGRAPH = "// A header of the test: immutable, used by one thread, owned by the test, sizes in bytes.\n"
 
@@ -330,6 +331,25 @@ std::string text_of(File::Part part) { return {}; }
             ("f", "strata::io", "File::Part::put"), ("f", "strata::io", "File::operator_"),
             ("f", "strata::io", "File::operator_"), ("f", "strata::io", "File::~File"),
             ("f", "strata::io", "text_of")])
+
+
+class WordingRulesTest(TreeTest):
+    def test_each_form_is_found_where_a_sentence_has_it(self):
+        sentences = {
+            "nobody, whoever, somebody": "// A buffer that nobody uses.",
+            "a sentence that opens with What or Who": "// Done. What is read is kept.",
+            "a sentence that opens with Of": "// Of a unit, its weights.",
+            "as it is, as they are": "// It stays as it is.",
+            "so many": "// At most so many bytes.",
+        }
+        for form, sentence in sentences.items():
+            self.write("src/strata/base/units.h", sentence + "\n// What is a unit? A block, with all of it.\n")
+            self.assert_finds(wording_rules.check(self.root), form)
+
+    def test_a_form_that_became_rarer_lowers_its_number(self):
+        left = dict.fromkeys(wording_rules.FORMS, 0) | {"so many": 2}
+        self.write("docs/page.md", "It takes so many bytes.\n")
+        self.assert_finds(wording_rules.check(self.root, left), "lower its number")
 
 
 if __name__ == "__main__":

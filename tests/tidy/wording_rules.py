@@ -23,13 +23,7 @@ FORMS = {
     "as it is, as they are": re.compile(r"\bas (?:it is|they are)\b"),
     "so many": re.compile(r"\bso many\b", re.IGNORECASE),
 }
-LEFT = {  # places of each form that are left to be written anew
-    "nobody, whoever, somebody": 0,
-    "a sentence that opens with What or Who": 0,
-    "a sentence that opens with Of": 0,
-    "as it is, as they are": 0,
-    "so many": 0,
-}
+LEFT = dict.fromkeys(FORMS, 0)  # places of each form that are left to be written anew
 
 
 def listed_texts(root: Path) -> list[Path]:

@@ -157,7 +157,7 @@ class CommandLine {
         "  strata diff run merged");
     command.add_option("A", path_, "A checkpoint")->required();
     command.add_option("B", other_, "Another one")->required();
-    command.add_option("--top", top_, "List so many tensors that differ most")
+    command.add_option("--top", top_, "List this number of tensors that differ most")
         ->capture_default_str();
     command.add_flag("--kinds", kinds_, "Compare optimizer states, too");
     command.callback([this] { command_ = [this] { return diff_command(); }; });
@@ -195,9 +195,9 @@ class CommandLine {
         ->check(CLI::Range(1, kWorldMax));
     command.add_option("--ranks-per-host", ranks_per_host_, "Ranks of a host; all, if not given")
         ->check(CLI::Range(1, kWorldMax));
-    command.add_option("--device-memory", device_memory_, "What a device has, as 80GiB");
-    command.add_option("--host-memory", host_memory_, "What a host has for its ranks, as 512GiB");
-    command.add_option("--nvme-space", nvme_space_, "What its drive has, as 4TB");
+    command.add_option("--device-memory", device_memory_, "Memory of a device, as 80GiB");
+    command.add_option("--host-memory", host_memory_, "Memory of a host for its ranks, as 512GiB");
+    command.add_option("--nvme-space", nvme_space_, "Space of its drive, as 4TB");
     command.add_option("--device", device_, "cuda or cpu")
         ->capture_default_str()
         ->check(CLI::IsMember({"cuda", "cpu"}));

@@ -11,7 +11,7 @@ constexpr int kDepthMax = 1024;
 
 void add_drive_options(CLI::App& command, DriveOptions& options) {
   command.add_option("PATH", options.paths, "Folders, each on a drive")->required();
-  command.add_option("--size", options.size, "Of the file, as 16GiB; 1GiB, if not given");
+  command.add_option("--size", options.size, "Size of the file, as 16GiB; 1GiB, if not given");
   command.add_option("--block", options.blocks, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
       ->delimiter(',');
   command.add_option("--depth", options.depths, "Blocks under way; 8,32, if not given")
