@@ -50,18 +50,19 @@ void Pipeline::tell_begun() {
 }
 
 void Pipeline::take_one() {
-  const auto [piece, turn] = filling_.front();
+  const Filling filling = filling_.front();
+  const Piece& piece = filling.piece;
   const format::FilePlace place = piece.place();
   reach(&place);
   filling_.pop_front();
   try {
-    ring_.wait(turn);
+    ring_.wait(filling.turn);
   } catch (const Error&) {
     source_.failed(piece);
     return;
   }
   source_.filled(piece);
-  use(turn, sink_.stream(), [&] { return sink_.take(piece); });
+  use(filling.turn, sink_.stream(), [&] { return sink_.take(piece); });
   tell_begun();
 }
 

@@ -111,7 +111,7 @@ struct FileWriter::File final : public Sink {
 
 FileWriter::FileWriter(const std::string& folder, std::span<const FileLayout* const> layouts,
                        io::IoEngine& io, io::FolderCalls& calls)
-    : io_(io), calls_(calls), layouts_(layouts.begin(), layouts.end()) {
+    : calls_(calls), layouts_(layouts.begin(), layouts.end()) {
   for (const FileLayout* layout : layouts_)
     files_.push_back(std::make_unique<File>(folder, *layout, io, calls));
 }

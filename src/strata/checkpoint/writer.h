@@ -94,7 +94,6 @@ class FileWriter {
 
  private:
   struct File;
-  io::IoEngine& io_;
   io::FolderCalls& calls_;
   std::vector<const FileLayout*> layouts_;
   std::vector<std::unique_ptr<File>> files_;  // null: written
