@@ -10,6 +10,7 @@ from comparison import adamw
 from devices import test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from test_assigned_data import _errors_into
 from tiny_models import (
     DTYPES, config_of, differences, full_parameters, make_engine, make_model, rank_and_world, train_step,
 )
@@ -141,3 +142,27 @@ def test_the_warning_names_the_parameter_its_format_and_the_remedy():
         make_engine(model, config_of(1)).destroy()
     [text] = _told(said)
     assert "'1.weight' has permuted strides (1, 2); the engine keeps" in text and "Convolution" not in text, text
+
+
+def _converts_late(folder):
+    rank, world = rank_and_world()
+    engine = make_engine(_make(False), config_of(1))
+    batches = _make_batches(world)
+    reference = PlainTrainer(_make(True), world, adamw)
+    told = folder / str(rank)
+    with _errors_into(told):
+        for batch in batches:
+            engine.module.image.to(memory_format=torch.channels_last)
+            train_step(engine, batch[rank], _loss_of)
+            reference.micro_step(batch, _loss_of)
+            reference.step()
+    assert differences(full_parameters(engine.module), reference.values()) == []
+    assert engine.module.image.weight.is_contiguous()
+    text = told.read_text()
+    assert text.count("'image.weight' was converted") == (1 if rank == 0 else 0), text
+    assert rank > 0 or "it stays contiguous" in text, text
+    engine.destroy()
+
+
+def test_a_format_that_is_set_after_initialize_is_undone_and_told_once(tmp_path):
+    run_ranks(2, _converts_late, tmp_path)

@@ -102,7 +102,7 @@ class ParameterSet final : public engine::ParameterViews {
   int find_changed();
   // A parameter whose replaced memory is lost, since its unit came or went meanwhile; -1: none.
   int lost() const { return lost_; }
-  // One that had been given no values, or its own, in another dtype, and has its own dtype again;
+  // One that had been given no values, or its own, in another dtype or memory format, and is back;
   // -1: none since the last call.
   int take_converted() { return std::exchange(converted_, -1); }
   // Copies the values that a replaced tensor has into its gathered unit: of its shape, any dtype.
