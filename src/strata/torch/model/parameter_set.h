@@ -102,8 +102,8 @@ class ParameterSet final : public engine::ParameterViews {
   int find_changed();
   // A parameter whose replaced memory went when its unit was gathered or released; -1: none.
   int lost() const { return lost_; }
-  // A parameter to which a script gave another dtype with no values or with the same values, and
-  // which has its own dtype again; -1: none since the last call.
+  // A parameter to which a script gave another dtype or memory format, with no values or with the
+  // same values, and which has its own again; -1: none since the last call.
   int take_converted() { return std::exchange(converted_, -1); }
   // Copies a replaced tensor's values into its gathered unit: same shape, any dtype.
   void take_in(int param);

@@ -121,8 +121,9 @@ void ValueAccess::tell_of_conversion() {
   if (param < 0 || std::exchange(told_of_conversion_, true) || engine_.collectives().rank() != 0)
     return;
   TORCH_WARN_ONCE(fmt::format(
-      "parameter '{}' was converted (module.to(dtype)) when the engine, or zero.Init, had it "
-      "already; it stays {}, as the configuration says. This is said once",
+      "parameter '{}' was converted (module.to(dtype) or .to(memory_format=...)) when the engine, "
+      "or zero.Init, had it already; it stays contiguous, and {} as the configuration says. This "
+      "is said once",
       engine_.weights().param(param).name,
       c10::toString(parameters_.full_view(param).scalar_type())));
 }

@@ -14,6 +14,7 @@
 #include "strata/torch/base/placement.h"
 #include "strata/torch/start/adoption.h"
 #include "strata/torch/start/init_choice.h"
+#include "strata/torch/start/memory_formats.h"
 #include "strata/torch/start/original_values.h"
 #include "strata/torch/start/rank_room.h"
 
@@ -77,6 +78,7 @@ class ModelStart {
   StartedModel run(StartOptions options);
 
  private:
+  void warn(const std::string& told) const;
   engine::Stores make_stores(const engine::EngineOptions& options);
   void require_room(const engine::EngineOptions& options) const;
   void make_engine(StartOptions options, const plan::InitChoice& choice);
@@ -92,6 +94,15 @@ class ModelStart {
   StartedModel started_;
 };
 
+void ModelStart::warn(const std::string& told) const {
+  if (told.empty() || runtime_.collectives->rank() != 0) return;
+  if (runtime_.warn) {
+    runtime_.warn(told);
+  } else {
+    TORCH_WARN(told);
+  }
+}
+
 // Makes the stores. A path may be unusable on one rank only, so all ranks learn of an error.
 engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
   if (runtime_.states != nullptr) return {runtime_.states, runtime_.states};
@@ -106,17 +117,10 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
     return {std::move(made.states), std::move(made.weights)};
   }
   engine::together(collectives, "making room on drives", make);
-  if (collectives.rank() == 0) {
-    for (const std::string& told :
-         {made.remark, raised_budget(options.states, "the optimizer's states"),
-          raised_budget(options.weights, "the weights")}) {
-      if (told.empty()) continue;
-      if (runtime_.warn) {
-        runtime_.warn(told);
-      } else {
-        TORCH_WARN(told);
-      }
-    }
+  for (const std::string& told :
+       {made.remark, raised_budget(options.states, "the optimizer's states"),
+        raised_budget(options.weights, "the weights")}) {
+    warn(told);
   }
   return {std::move(made.states), std::move(made.weights)};
 }
@@ -169,6 +173,7 @@ void ModelStart::undo() noexcept {
 
 StartedModel ModelStart::run(StartOptions options) {
   try {
+    warn(lost_memory_formats(input_.parameters, model_.specs));  // while they have them
     const plan::InitChoice choice = choose_init(input_, model_, config_, options.rule,
                                                 runtime_);  // before anything is moved
     make_engine(std::move(options), choice);
