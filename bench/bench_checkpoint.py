@@ -43,27 +43,27 @@ class timed:
     def __enter__(self):
         if on_gpu:
             torch.cuda.synchronize()
-        meet()
+        barrier()
         self.start = time.perf_counter()
     def __exit__(self, *_):
         if on_gpu:
             torch.cuda.synchronize()
         marks[self.name] = time.perf_counter() - self.start
-def meet():
+def barrier():
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 def drop_cache():
-    meet()
+    barrier()
     if rank == 0:
         for root, _, names in os.walk(folder):
             for name in names:
                 with open(os.path.join(root, name), "rb") as file:
                     os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    meet()
+    barrier()
 def finish():
     print("MARKS " + json.dumps(marks), flush=True)
-    meet()
+    barrier()
     os._exit(0)
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
           "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}

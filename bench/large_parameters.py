@@ -7,7 +7,7 @@
 square: one fp32 parameter of 22528 x 22528 (2.03 GB) in a linear layer, with states and gradient in fp32, in tiles of
 64 MiB. It reports the peaks of the start and of steps, as torch's allocator and the engine's ledger count them, of the
 rank with the most, beside the bound: a rank's shards, states and gradients, three tiles, and the activations. The peaks
-of the start are the engine's alone; bench_birth.py measures constructors, too.
+of the start are the engine's alone; bench_deferred_init.py measures constructors, too.
 
 embedding: an Embedding of --gib in its dtype, tied to its head, with states on the host; the device's allocator is
 capped, and the engine's allocations past it are counted. The loss falls. The forecast of the bytes on the device and

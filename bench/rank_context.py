@@ -6,7 +6,7 @@ _WARM_BYTES = 64 << 20
 
 
 def make_context(options, place):
-    """The dict ``options`` as a namespace, with rank, world_size, device, on_gpu and meet(): waits for this rank's
+    """The dict ``options`` as a namespace, with rank, world_size, device, on_gpu and barrier(): waits for this rank's
     device and for all ranks. Sets torch.distributed up. Collective."""
     import torch
     import torch.distributed as dist
@@ -19,7 +19,7 @@ def make_context(options, place):
     else:
         dist.init_process_group("gloo")
 
-    def meet():
+    def barrier():
         if on_gpu:
             torch.cuda.synchronize(device)
         dist.barrier()
@@ -42,6 +42,6 @@ def warm_up(context):
         dist.reduce_scatter_tensor(one, all_of_them)
     dist.broadcast(one, 0)
     del one, all_of_them
-    context.meet()
+    context.barrier()
     if context.on_gpu:
         torch.cuda.empty_cache()

@@ -113,7 +113,7 @@ def print_table(turns):
           "and shared memory of one process, and of all together; device, of the fullest GPU beyond what was before.")
 
 
-def agree(turns, kind):
+def agree_on_outcome(turns, kind):
     """Prints how far the engines' steps lie apart; whether no farther than rounding takes them."""
     done = dict(reversed(turns.figures()))  # the first turn of each
     if set(done) != set(ENGINES):
@@ -206,7 +206,7 @@ def main():
         toy = None if a.as_installed else prepared_model(Path(scratch) / "toy", "tiny", None, "cpu")
         folder = prepared_model(a.model or Path(scratch) / "model", a.shape, a.layers, a.device)
         turns = compare(a, engines, folder, toy)
-    good = [agree(of, kind) for kind, of in turns.items()]
+    good = [agree_on_outcome(of, kind) for kind, of in turns.items()]
     return 0 if all(good) and not any(of.errors for of in turns.values()) else 1
 
 

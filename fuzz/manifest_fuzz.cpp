@@ -17,7 +17,7 @@ namespace {
 using namespace strata;
 
 void check(const format::Manifest& manifest) {
-  for (const format::ManifestExtent& extent : manifest.extents) {
+  for (const format::ManifestRange& extent : manifest.extents) {
     const format::ManifestFile& file = manifest.files.at(extent.file);
     const Bytes bytes = bytes_of(extent.end - extent.begin, extent.dtype);
     STRATA_ASSERT(extent.tensor < manifest.tensors.size() && extent.kind < manifest.kinds.size());

@@ -48,7 +48,7 @@ def prepare(engine, context, toy):
         return
     rehearsal = SimpleNamespace(**{**vars(context), "model": toy, "clock": _NoClock(), "told": {}, "endings": []})
     engine.start(rehearsal, **engine.arguments)
-    context.meet()
+    context.barrier()
     for end in rehearsal.endings:
         end()
     del rehearsal

@@ -146,12 +146,12 @@ class Limit:
     def _moves(self, loop, repetitions, read, copy):
         seconds = []
         for _ in range(repetitions):
-            self._context.meet()
+            self._context.barrier()
             seconds.append(loop.move(self._first, self._end, self._flat[self._first :].data_ptr(), read, copy))
         return seconds
 
     def _timed_gather(self):
-        self._context.meet()
+        self._context.barrier()
         started = time.perf_counter()
         self._gather()
         if self._context.on_gpu:

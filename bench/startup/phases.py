@@ -20,15 +20,15 @@ class Clock:
         self._device = device
         self._sampler = DeviceSampler(device)
         self.phases = []
-        self.meet()
+        self.barrier()
         memory_use.forget_peak()
         self.data_at_start = memory_use.resident_data()
         self.device_at_start = self._sampler.used()
-        self.meet()
+        self.barrier()
         self._sampler.start()
         self._started = time.perf_counter()
 
-    def meet(self):
+    def barrier(self):
         """Waits for this rank's GPU and for all ranks."""
         self._synchronize()
         self._dist.barrier()
@@ -45,7 +45,7 @@ class Clock:
             kind: "load", "initialize" or "step".
             name: the work.
         """
-        self.meet()
+        self.barrier()
         self._sampler.take()
         cpu_before, before = os.times(), time.perf_counter()
         yield

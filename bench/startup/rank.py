@@ -45,7 +45,7 @@ def _take_turn(connection, name, options, place):
         limit = Limit(context)
         connection.send(("started", {}))
         connection.send(("done", limit.measure()))
-        context.meet()
+        context.barrier()
         return
     import engines
     from phases import Clock
@@ -61,7 +61,7 @@ def _take_turn(connection, name, options, place):
     context.told.setdefault("pinned", _pinned_by_torch(context))
     losses = _train(step, context, options["steps"])
     connection.send(("done", {"phases": context.clock.phases, "losses": losses, "told": context.told}))
-    context.meet()
+    context.barrier()
 
 
 def _pinned_by_torch(context):

@@ -50,7 +50,7 @@ def _serve(connection, engine, options, place):
 
         told["timeline"] = profile_step(training.step, make_batches(context, 2, context.steps), context)
     connection.send(("done", told))
-    context.meet()
+    context.barrier()
 
 
 def _make_deterministic():
@@ -64,7 +64,7 @@ def _make_deterministic():
 def _tidy_up(context):
     """Frees the remains of building, so that they are not in the figures of steps."""
     gc.collect()
-    context.meet()
+    context.barrier()
     if context.on_gpu:
         import torch
 
@@ -104,7 +104,7 @@ def measure(training, context, sampler):
 
     for number in range(context.warmup):
         run(number)
-    context.meet()
+    context.barrier()
     warm_peak, allocations = sampler.take(), _allocations(context)
     used = sampler.used()
     sampler.interval_s = CALM_SAMPLE_S

@@ -20,7 +20,7 @@ def profile_step(step, batches, context):
     if context.rank != 0:
         for ids in batches:
             step(ids)
-            context.meet()
+            context.barrier()
         return None
     from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -30,7 +30,7 @@ def profile_step(step, batches, context):
     with profile(activities=activities, schedule=turns, on_trace_ready=_writer(context.profile)) as recorded:
         for ids in batches:
             step(ids)
-            context.meet()
+            context.barrier()
             recorded.step()
     return {"file": context.profile} | summarise(read_trace(context.profile))
 

@@ -178,7 +178,7 @@ void bind_checkpoint(py::module_& module) {
       "agree",
       [](comm::Collectives& collectives, const std::string& what, std::string kind,
          std::string message) {
-        engine::agree(collectives, what, {std::move(kind), std::move(message)});
+        engine::agree_on_outcome(collectives, what, {std::move(kind), std::move(message)});
       },
       py::arg("collectives"), py::arg("what"), py::arg("kind"), py::arg("message"), unlocked);
   py::class_<Saver>(module, "WeightSaver")

@@ -84,7 +84,7 @@ void bind_precision(py::class_<engine::Config>& config) {
 }
 
 // The configuration's hints and remarks for the user, and the reports that its rank shows.
-void bind_remarks(py::class_<engine::Config>& config) {
+void bind_config_findings(py::class_<engine::Config>& config) {
   using engine::Config;
   config
       .def_property_readonly("hints",
@@ -161,7 +161,7 @@ void bind_config(py::module_& module) {
                              [](const Config& c) { return c.scheduler.has_value(); })
       .def_property_readonly("torch_scheduler", &torch_scheduler_of);
   bind_precision(config);
-  bind_remarks(config);
+  bind_config_findings(config);
 }
 
 }  // namespace strata::python

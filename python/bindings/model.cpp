@@ -88,7 +88,7 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
 }
 
 // `states`: DeepSpeed's names of states. False: the weights were among them, and do not move.
-bool park(ShardedModel& model, const std::vector<std::string>& states, bool pinned) {
+bool offload_states(ShardedModel& model, const std::vector<std::string>& states, bool pinned) {
   engine::StateSet set;
   for (const std::string& name : states) {
     if (name == "optim_states") {
@@ -105,7 +105,7 @@ bool park(ShardedModel& model, const std::vector<std::string>& states, bool pinn
     }
   }
   const py::gil_scoped_release release;
-  return model.park(set, pinned);
+  return model.offload_states(set, pinned);
 }
 
 memory::Tier tier_from(const std::string& name) {
@@ -199,8 +199,8 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
       .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
       .def("step", &step, py::arg("groups"))
-      .def("park", &park, py::arg("states"), py::arg("pinned"))
-      .def("unpark", &ShardedModel::unpark, unlocked)
+      .def("offload_states", &offload_states, py::arg("states"), py::arg("pinned"))
+      .def("reload_states", &ShardedModel::reload_states, unlocked)
       // UsageError if states, or the weights, are offloaded; `call` names the operation in the
       // message.
       .def("require_no_state_away",
@@ -210,7 +210,7 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
              m.engine().parking().require_weights(call);
            })
       .def(
-          "settle_step", [](ShardedModel& m) { m.engine().settle_step(); }, unlocked)
+          "finish_step", [](ShardedModel& m) { m.engine().finish_step(); }, unlocked)
       .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
            unlocked)
       .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })

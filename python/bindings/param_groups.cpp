@@ -59,14 +59,18 @@ void moving_states(Call&& call) {
   }
 }
 
-// `park` gets three flags: moments leave, masters or weights leave, pin host memory. `unpark` gets
-// none. StateParking::Outside documents the times of the calls.
-void set_outside_states(ShardedModel& model, py::function park, py::function unpark) {
-  engine::StateParking::Outside outside;
-  outside.park = [shared = held(std::move(park))](const engine::StateSet& moving, bool pinned) {
+// `offload_states` gets three flags: moments leave, masters or weights leave, pin host memory.
+// `reload_states` gets none. StateOffload::Outside documents the times of the calls.
+void set_outside_states(ShardedModel& model, py::function offload_states,
+                        py::function reload_states) {
+  engine::StateOffload::Outside outside;
+  outside.offload_states = [shared = held(std::move(offload_states))](
+                               const engine::StateSet& moving, bool pinned) {
     moving_states([&] { (*shared)(moving.moments, moving.masters || moving.weights, pinned); });
   };
-  outside.unpark = [shared = held(std::move(unpark))] { moving_states([&] { (*shared)(); }); };
+  outside.reload_states = [shared = held(std::move(reload_states))] {
+    moving_states([&] { (*shared)(); });
+  };
   model.engine().parking().set_outside(std::move(outside));
 }
 
@@ -86,8 +90,8 @@ void bind_param_groups(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& 
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("set_outside_states",
-           [](ShardedModel& m, py::function park, py::function unpark) {
-             set_outside_states(m, std::move(park), std::move(unpark));
+           [](ShardedModel& m, py::function offload_states, py::function reload_states) {
+             set_outside_states(m, std::move(offload_states), std::move(reload_states));
            })
       .def(
           "train", [](ShardedModel& m, const std::vector<int>& p) { m.passes().frozen().train(p); },

@@ -8,9 +8,9 @@
 
 #include "bindings.h"
 #include "strata/engine/checkpoint/weight_replay.h"
+#include "strata/torch/base/deferred_tensor.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
-#include "strata/torch/base/unbacked_tensor.h"
 
 namespace strata::python {
 namespace {
@@ -100,7 +100,7 @@ void bind_recipe(py::module_& module) {
       .def("write", &write, py::arg("target"), py::arg("begin"), py::arg("threads"),
            py::arg("world_size"), unlocked)
       .def("__len__", [](const Recipe& recipe) { return recipe.steps.size(); });
-  module.def("unbacked_tensor", &torch::unbacked_tensor, py::arg("shape"), py::arg("dtype"),
+  module.def("deferred_tensor", &torch::deferred_tensor, py::arg("shape"), py::arg("dtype"),
              py::arg("device"), unlocked);
   module.def("back", &torch::back, py::arg("tensor"), py::arg("what"), unlocked);
   module.def("storage_of", &torch::storage_of, py::arg("tensor"));

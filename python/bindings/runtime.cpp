@@ -37,7 +37,7 @@ class HeldFile {
 };
 
 // {"peer" | "nccl": {"gather_s": seconds, "reduce_s": seconds}}, or None.
-py::object as_dict(const std::optional<comm::ProbedCarriers>& probe) {
+py::object as_dict(const std::optional<comm::ProbedTransports>& probe) {
   if (!probe) return py::none();
   const auto figures = [](const comm::ProbeTimes& times) {
     return py::dict(py::arg("gather_s") = times.gather, py::arg("reduce_s") = times.reduce);
@@ -80,7 +80,7 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
     const py::gil_scoped_acquire acquire;
     say(warning, text);
   };
-  comm::JoinedCarriers joined;
+  comm::JoinedTransports joined;
   {
     const py::gil_scoped_release release;
     joined = torch::join_ranks(config, joining);
@@ -104,7 +104,7 @@ void bind_joining(py::module_& module) {
       [](const engine::Config& config, int world_size, c10::Device device, bool on_gpu,
          bool has_nccl) {
         comm::require_possible(
-            config.strata.carriers,
+            config.strata.transports,
             {world_size, config.shard_group_size(world_size), on_gpu, has_nccl, device.str()});
       },
       py::arg("config"), py::arg("world_size"), py::arg("device"), py::arg("on_gpu"),
@@ -154,9 +154,9 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("rank", &comm::Collectives::rank)
       .def_property_readonly("world_size", &comm::Collectives::world_size)
       // (index of this rank's slice, slices, shard group, shard groups, slices that it holds)
-      .def_property_readonly("shard_place",
+      .def_property_readonly("shard_position",
                              [](const comm::Collectives& c) {
-                               const comm::ShardPlace place = c.shard_place();
+                               const comm::ShardPosition place = c.shard_position();
                                return std::make_tuple(place.index, place.count, place.group,
                                                       place.groups, place.parts);
                              })

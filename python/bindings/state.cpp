@@ -50,7 +50,7 @@ engine::AdamOptimizer* adam_of(ShardedModel& model) {
 // (steps of the engine's Adam, steps in which each parameter took part); None if another optimizer
 // updates.
 std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(ShardedModel& model) {
-  model.engine().settle_step();
+  model.engine().finish_step();
   const engine::AdamOptimizer* adam = adam_of(model);
   if (adam == nullptr) return std::nullopt;
   std::vector<std::int64_t> by_param;
@@ -65,7 +65,7 @@ void set_adam_steps(ShardedModel& model, std::int64_t all,
   engine::Engine& engine = model.engine();
   engine.require_intact_weights();
   engine.parking().require_all("loading the optimizer's state");
-  engine.settle_step();
+  engine.finish_step();
   engine.prepare();
   STRATA_ASSERT(adam_of(model) != nullptr);
   adam_of(model)->set_steps(all, by_param);

@@ -69,7 +69,7 @@ py::dict offload_dict(const engine::LinkReport& report) {
   py::dict links;
   for (const engine::LinkUse& use : report.uses) links[py::cast(name_of(use.link))] = link(use);
   py::list drives;
-  for (const offload::DriveWear& each : report.wear) {
+  for (const offload::DriveWrites& each : report.wear) {
     py::dict drive;
     drive["folder"] = each.folder;
     drive["written_bytes"] = each.written.value;
@@ -136,7 +136,7 @@ py::list take_step_reports(ShardedModel& model, bool wait) {
     const py::gil_scoped_release release;
     recorder.resolve(wait);
   }
-  const int ranks = model.engine().collectives().shard_place().held_count();
+  const int ranks = model.engine().collectives().shard_position().held_count();
   py::list reports;
   for (const engine::StepRecord& record : recorder.take_kept())
     reports.append(step_dict(engine::make_step_report(record, ranks)));

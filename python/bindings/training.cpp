@@ -60,7 +60,7 @@ engine::SaveRequest request_from(ShardedModel& model, const std::string& folder,
                                  const std::vector<std::pair<std::string, std::string>>& texts,
                                  bool latest) {
   engine::Engine& engine = model.engine();
-  engine.settle_step();
+  engine.finish_step();
   return {folder,
           tag,
           engine::with_progress(training, engine, model.control()),

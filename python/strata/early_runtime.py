@@ -9,7 +9,7 @@ from . import _C
 from .config_source import read_config, require_monitors, shown
 from .model.placement import find_device, make_current
 from .rank_logging import show_logs
-from .ranks.runtime import expected_world_size, rank_and_world_size, telling_the_others
+from .ranks.runtime import expected_world_size, rank_and_world_size, notifying_ranks
 from .views.start_up import require_writable_files
 
 logger = logging.getLogger("strata")
@@ -47,7 +47,7 @@ def take_over(opening):
         opening: a future of ``open_runtime()``; this function raises its errors.
     """
     rank, world_size = rank_and_world_size()
-    with telling_the_others():
+    with notifying_ranks():
         config, runtime = opening.result()
         config.complete_batch(world_size)
         show_logs(shown(config, "log_level"))

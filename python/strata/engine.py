@@ -16,11 +16,11 @@ from .engine_names import EngineNames
 from .model.arguments import intercept_arguments
 from .model.interception import intercept, restore
 from .model.model_input import describe_modules, describe_parameters
-from .model.ownership import give_up_ownership, give_up_values, take_ownership
+from .model.ownership import release_ownership, discard_values, take_ownership
 from .model.placement import move_buffers
 from .model.tiles import known_parameters, tile_of, tiles_of
-from .optimizer import groups_of, tell_of_left_out
-from .ranks.departure import note_error, unwatch, watch
+from .optimizer import groups_of, log_left_out
+from .ranks.departure import record_error, unwatch, watch
 from .ranks.runtime import let_go
 from .schedule import Advance
 from .views.accounts import Accounts
@@ -67,7 +67,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         groups = groups_of(optimizer)
         parameters = describe_parameters(tree, groups, born_flat, getattr(optimizer, "takes_unfrozen", False))
         if rule != "none":
-            self._left_out = tell_of_left_out(parameters, groups, collectives.rank)
+            self._left_out = log_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
         self._described = [(*entry[:5], None, 0, entry[7]) for entry in parameters]  # earlier owners may go
@@ -107,7 +107,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
                 return self.module(*args, **kwargs)
             return self._watching.forward(self.module, args, kwargs)
         except Exception as error:
-            note_error(error)
+            record_error(error)
             raise
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
@@ -133,7 +133,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             self.core.end_backward()
         except BaseException as error:
             self.core.abandon_backward()
-            note_error(error)
+            record_error(error)
             if type(error) is RuntimeError:  # an exception of a hook loses its class on its way through autograd
                 self._collectives.require_usable()
             raise
@@ -184,7 +184,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         if warning and self.global_rank == 0:
             logger.warning("%s", warning)
         if self._trace is not None:
-            self._tell_of_trace()
+            self._log_trace()
         self.optimizer.overflow = applied is False
         self.optimizer._opt_called = True  # torch's schedulers look whether the optimizer went first
         if applied is not False and self.lr_scheduler is not None:
@@ -220,7 +220,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         if advance is not None and advance.can_be_undone and not self.core.last_step_applied:
             advance.undo()
 
-    def _tell_of_trace(self):
+    def _log_trace(self):
         over, problem = self.core.trace_state()
         if not over:
             return
@@ -321,7 +321,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         """
         self.core.end_trace()
         if self._trace is not None:
-            self._tell_of_trace()
+            self._log_trace()
         self.end_watching()
         failure = None
         try:
@@ -336,9 +336,9 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         let_go(self._collectives)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
-        give_up_ownership(self._described)
+        release_ownership(self._described)
         if self._cut is not None:
-            give_up_values(self._cut.undo())
+            discard_values(self._cut.undo())
         if failure is not None:
             raise failure
 

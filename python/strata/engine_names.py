@@ -10,7 +10,7 @@ from . import _C
 from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights
 from .ops.param_groups import set_value
-from .state_parking import StateParking
+from .state_offload import StateOffload
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,7 +19,7 @@ def _place(tier):
     return None if tier == "device" else {"device": {"host": "cpu"}.get(tier, tier)}
 
 
-class EngineNames(EngineWeights, StateParking, EngineSettings):
+class EngineNames(EngineWeights, StateOffload, EngineSettings):
     """The part of ``Engine`` that answers questions about its configuration. It needs ``_config``, ``core``,
     ``optimizer``, ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
 

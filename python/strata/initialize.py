@@ -17,7 +17,7 @@ from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
 from .rank_logging import show_logs
 from .ranks.runtime import (
-    init_distributed, make_collectives, rank_and_world_size, require_group, telling_the_others, together,
+    init_distributed, make_collectives, rank_and_world_size, require_group, notifying_ranks, together,
 )
 from .schedule import schedule_from_config
 
@@ -144,7 +144,7 @@ def prepare(config, model):
     from .views.start_up import require_writable_files
 
     rank, world_size = rank_and_world_size()
-    with telling_the_others():
+    with notifying_ranks():
         parsed = parse_config(config)
         show_logs(shown(parsed, "log_level"))
         require_writable_files(parsed, rank)
@@ -190,7 +190,7 @@ def assemble(
     """
     cut_parameters = _tiling(config, runtime.device, collectives, tree)
     try:
-        with start_up.phase("meet"), together(collectives, "making the optimizer"), start_up.phase("make optimizer"):
+        with start_up.phase("meet"), agree_after(collectives, "making the optimizer"), start_up.phase("make optimizer"):
             config.require_for_training(optimizer is not None, lr_scheduler is not None)
             sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
             if rule == "external":

@@ -228,7 +228,7 @@ def groups_of(optimizer):
     return groups
 
 
-def tell_of_left_out(parameters, groups, rank):
+def log_left_out(parameters, groups, rank):
     """Warns on rank 0 of trainable ``parameters`` (``describe_parameters``) that are in none of ``groups``: no step
     changes them, and autograd makes their ``.grad``, as in torch.
 

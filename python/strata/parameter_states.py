@@ -190,6 +190,6 @@ def _set_outside(core, index, name, outside, whole, flat):
 
 def _wait_for(core):
     core.require_no_state_away("reading or setting a state of a parameter")
-    core.settle_step()
+    core.finish_step()
     if core.device.type == "cuda":
         torch.cuda.synchronize(core.device)

@@ -19,7 +19,7 @@ from .early_runtime import open_runtime, take_over, warm_up
 from .initialize import assemble
 from .model.model_input import ModelTree
 from .rank_logging import show_logs
-from .ranks.runtime import init_distributed, make_collectives, together
+from .ranks.runtime import init_distributed, make_collectives, agree_after
 from .views.start_up import StartUp
 
 __all__ = ["load_pretrained", "load_weights", "save_pretrained"]
@@ -73,7 +73,7 @@ def load_pretrained(
             building = beside.submit(_build_flat, begun.model_class, begun.files, parsed, model_arguments)
             planning = beside.submit(_plan, building, strict)
             collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
-        with start_up.phase("meet"), together(collectives, what):
+        with start_up.phase("meet"), agree_after(collectives, what):
             with start_up.phase("open checkpoint"):
                 begun.files.result()
             with start_up.phase("build model"):
@@ -86,7 +86,7 @@ def load_pretrained(
             start_up, shapes,
         )
         try:
-            with start_up.phase("meet"), together(collectives, what), start_up.phase("plan"):
+            with start_up.phase("meet"), agree_after(collectives, what), start_up.phase("plan"):
                 plan = planning.result()
             _load(assembled[0], plan, start_up)
             _await(begun.warm, start_up)
@@ -112,7 +112,7 @@ def load_weights(engine, path, strict=False):
         FormatError: the checkpoint contradicts itself or does not fit the model; the weights are unchanged then.
         IoError: a file cannot be read; the weights are a mixture then.
     """
-    with together(engine._collectives, f"opening the checkpoint '{path}'"):
+    with agree_after(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]
         names, buffers = _names_of(engine.module)
@@ -318,7 +318,7 @@ def _entries(parameters, names, config):
 def _load(engine, plan, start_up):
     with start_up.phase("meet"):
         plan.read(engine.core, engine.known)
-        with together(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
+        with agree_after(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
             plan.compute(engine.core, engine.known)
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:

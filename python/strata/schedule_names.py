@@ -42,13 +42,13 @@ class ScheduleNames:
             self.min_lrs, self.max_lrs = by_group("warmup_min_lr"), by_group("warmup_max_lr", rates)
             self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs)]
         elif "cycle_min_lr" in settings:
-            self._tell_of_cycle(settings, groups, by_group)
+            self._log_cycle(settings, groups, by_group)
         elif "lr_range_test_min_lr" in settings:
             self.min_lr = by_group("lr_range_test_min_lr")
             self.step_size, self.step_rate = settings["lr_range_test_step_size"], settings["lr_range_test_step_rate"]
             self.staircase = settings["lr_range_test_staircase"]
 
-    def _tell_of_cycle(self, settings, groups, by_group):
+    def _log_cycle(self, settings, groups, by_group):
         first = settings["cycle_first_step_size"]
         second = settings.get("cycle_second_step_size")
         self.min_lrs, self.max_lrs = by_group("cycle_min_lr"), by_group("cycle_max_lr")

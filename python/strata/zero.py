@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import torch
 
 from . import _C
-from .births import Births
+from .deferred_init import DeferredInit
 from .config_source import read_config
 from .gathered_parameters import GatheredParameters
 from .model.constructors import ConstructorWatch
@@ -82,7 +82,7 @@ class Init:
         show_logs()
         init_distributed()
         self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
-        self._births = Births(self._config)
+        self._births = DeferredInit(self._config)
         if module is not None:
             self._births.shard_all(module)
 
@@ -156,9 +156,9 @@ class Init:
 
     def _tidy(self):
         """Shards parameters that were materialized and are not used any more, before another one is materialized."""
-        if self._recording.made_real and self._watch.running:
+        if self._recording.materialized and self._watch.running:
             with self._recording.paused():
-                self._recording.made_real = not self._births.shard_unused(self._births.waiting())
+                self._recording.materialized = not self._births.shard_unused(self._births.waiting())
 
 
 def _parse(config, dtype):

@@ -24,7 +24,7 @@ def _on_two_ranks(program, *arguments):
 def test_a_birth_stays_within_its_bounds_as_the_forecast_says(tmp_path):
     arguments = ["--size", "4096", "--tile-mib", "1", "--libraries", "strata", "--sources", "init", "file",
                  "load", "--places", "device", "--drive", str(tmp_path)]  # fmt: skip
-    cases = _lines(str(BENCH / "bench_birth.py"), *arguments)
+    cases = _lines(str(BENCH / "bench_deferred_init.py"), *arguments)
     assert [case["source"] for case in cases] == ["init", "file", "load"]
     for case in cases:
         assert "error" not in case, case
@@ -36,7 +36,7 @@ def test_a_birth_stays_within_its_bounds_as_the_forecast_says(tmp_path):
 def test_a_case_whose_rank_fails_says_why(tmp_path):
     arguments = ["--size", "64", "--tile-mib", "0.00001", "--libraries", "strata", "--sources", "init",
                  "--places", "device", "--drive", str(tmp_path)]  # fmt: skip
-    (case,) = _lines(str(BENCH / "bench_birth.py"), *arguments)
+    (case,) = _lines(str(BENCH / "bench_deferred_init.py"), *arguments)
     assert "matrix.weight" in case["error"] and "max_gather" in case["error"]
 
 

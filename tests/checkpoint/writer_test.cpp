@@ -86,7 +86,7 @@ TEST_F(WriteWhole, HoldsWhatWasReadAndItsChecksums) {
   EXPECT_EQ(manifest.tensors[0], example()[0].tensor);
   ASSERT_EQ(manifest.extents.size(), order_.size());
   for (std::size_t i = 0; i < manifest.extents.size(); ++i) {
-    const ManifestExtent& extent = manifest.extents[i];
+    const ManifestRange& extent = manifest.extents[i];
     const auto expected = bytes_for(order_[i].first, order_[i].second);
     std::vector<std::byte> found(expected.size());
     const io::File file(path + "/" + manifest.files[extent.file].name, io::File::Mode::kRead);

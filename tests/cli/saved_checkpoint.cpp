@@ -110,7 +110,7 @@ format::Manifest SavedCheckpoint::write(const std::string& folder) const {
     write_file(*this, home, name("model"), parts_of(*this, rank, 0, 1), manifest);
     write_file(*this, home, name("optimizer"), parts_of(*this, rank, 1, 3), manifest);
   }
-  std::ranges::sort(manifest.extents, {}, [](const format::ManifestExtent& extent) {
+  std::ranges::sort(manifest.extents, {}, [](const format::ManifestRange& extent) {
     return std::pair(extent.file, extent.offset);
   });
   write_text(home + "/manifest.json", to_text(manifest));

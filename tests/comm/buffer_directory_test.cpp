@@ -14,12 +14,12 @@ TEST(BufferDirectory, FindsLivingBuffersOnly) {
   const auto slot = directory->insert(7, {4096, 100});
   ASSERT_TRUE(slot);
   directory->insert(8, {8192, 0});
-  EXPECT_EQ(directory->find(7), (BufferPlace{4096, 100}));
+  EXPECT_EQ(directory->find(7), (BufferRange{4096, 100}));
   const std::uint64_t before = directory->changes();
   directory->erase(*slot);
   EXPECT_NE(directory->changes(), before);
   EXPECT_FALSE(directory->find(7));
-  EXPECT_EQ(directory->find(8), (BufferPlace{8192, 0}));
+  EXPECT_EQ(directory->find(8), (BufferRange{8192, 0}));
 }
 
 TEST(BufferDirectory, UsesFreedSlotsAgainAndSaysWhenItIsFull) {

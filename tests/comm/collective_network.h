@@ -75,7 +75,7 @@ class CollectiveNetwork : public Collectives {
  private:
   void come_for(const std::string& what) {
     try {
-      meet(*ranks_, what, names_);
+      agree_on_operation(*ranks_, what, names_);
     } catch (const CommError& error) {
       throw CommError(what + ": " + error.what());
     }

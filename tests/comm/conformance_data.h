@@ -49,7 +49,7 @@ TEST_P(CollectivesMoveData, GathersInPlaceWhereEveryRankHoldsTheWhole) {
 
 TEST_P(CollectivesMoveData, GathersWhatEveryRankHasPutInPlace) {
   on_worlds([](Collectives& c) {
-    if (c.traits().one_sided || c.shard_place().groups > 1) return;
+    if (c.traits().one_sided || c.shard_position().groups > 1) return;
     const auto world = static_cast<std::size_t>(c.world_size());
     int round = 0;
     for (const std::size_t bytes : {17UL, 4096UL, 0UL, 100'003UL, 1UL, 5000UL, 5000UL}) {

@@ -84,7 +84,7 @@ INSTANTIATE_TEST_SUITE_P(Across, ShardGroupsTest,
                          testing::Values("memory", "network", "late_peers"));
 
 // Inside the groups first, in their order.
-float grouped_sum(const ShardPlace& place, std::size_t index, int round = 0) {
+float grouped_sum(const ShardPosition& place, std::size_t index, int round = 0) {
   float sum = 0.0F;
   for (int group = 0; group < place.groups; ++group) {
     float of_group = contribution(group * place.count, index, round);
@@ -105,14 +105,14 @@ void require_same_on_replicas(Collectives& c, std::span<const float> result) {
   const std::string mine(reinterpret_cast<const char*>(result.data()), result.size_bytes());
   const auto texts = c.all_gather_text(mine);
   for (std::size_t r = 0; r < texts.size(); ++r) {
-    if (static_cast<int>(r) % c.shard_place().count != c.shard_place().index) continue;
+    if (static_cast<int>(r) % c.shard_position().count != c.shard_position().index) continue;
     require_or_say(texts[r] == mine, [&] { return fmt::format("replica {} has other bits", r); });
   }
 }
 
 TEST_P(ShardGroupsTest, KnowTheirPlaces) {
   on_ranks(6, 2, [](Collectives& c) {
-    const ShardPlace place = c.shard_place();
+    const ShardPosition place = c.shard_position();
     require(place.count == 2 && place.groups == 3, "sizes");
     require(place.index == c.rank() % 2 && place.group == c.rank() / 2, "place");
     require(c.world_size() == 6, "world");
@@ -121,7 +121,7 @@ TEST_P(ShardGroupsTest, KnowTheirPlaces) {
 
 TEST_P(ShardGroupsTest, GatherSlicesOfTheirGroup) {
   on_groups([](Collectives& c) {
-    const ShardPlace place = c.shard_place();
+    const ShardPosition place = c.shard_position();
     auto buffer = c.allocate("weights", 1000_B);
     fill(buffer->local(), c.rank());
     c.barrier();
@@ -137,7 +137,7 @@ TEST_P(ShardGroupsTest, GatherSlicesOfTheirGroup) {
 
 TEST_P(ShardGroupsTest, ReduceTheContributionsOfAllRanksToTheSameBits) {
   on_groups([](Collectives& c) {
-    const ShardPlace place = c.shard_place();
+    const ShardPosition place = c.shard_position();
     for (const std::size_t numel : {0UL, 1UL, 17UL, 1000UL}) {
       auto source = c.allocate("source", Bytes(numel * 4 * static_cast<std::size_t>(place.count)));
       for (const bool accumulate : {false, true}) {
@@ -163,7 +163,7 @@ TEST_P(ShardGroupsTest, GoOnBesideEachOtherAndFreeTheirSourcesEarly) {
   on_groups([](Collectives& c) {
     constexpr std::size_t kNumel = 100;
     constexpr int kRounds = 20;
-    const ShardPlace place = c.shard_place();
+    const ShardPosition place = c.shard_position();
     auto source = c.allocate("source", Bytes(kNumel * 4 * static_cast<std::size_t>(place.count)));
     std::vector<std::vector<float>> results(kRounds, std::vector<float>(kNumel));
     std::vector<std::unique_ptr<Work>> works;
@@ -192,7 +192,7 @@ TEST_P(ShardGroupsTest, GoOnBesideEachOtherAndFreeTheirSourcesEarly) {
 TEST_P(ShardGroupsTest, AddUpOverGroupsOnceWhereThatIsPutOff) {
   on_groups([](Collectives& c) {
     constexpr std::size_t kNumel = 50;
-    const ShardPlace place = c.shard_place();
+    const ShardPosition place = c.shard_position();
     auto source = c.allocate("source", Bytes(kNumel * 4 * static_cast<std::size_t>(place.count)));
     std::vector<float> result(kNumel);
     Reduction reduction{source.get(), 0_B, DType::kFloat32, result, 1.0F, false};
@@ -214,7 +214,7 @@ TEST_P(ShardGroupsTest, AddUpOverGroupsOnceWhereThatIsPutOff) {
 // Each rank writes the slice that it owns, all see the whole.
 void check_secondary_weights(Collectives& c) {
   constexpr std::size_t kBytes = 100;
-  const ShardPlace place = c.shard_place();
+  const ShardPosition place = c.shard_position();
   const std::size_t held = kBytes * static_cast<std::size_t>(place.parts);
   auto weights = c.allocate("weights", Bytes(7 + held));
   const auto own = static_cast<std::size_t>(place.index % place.parts) * kBytes;
@@ -234,13 +234,13 @@ void check_secondary_weights(Collectives& c) {
 TEST_P(ShardGroupsTest, OwnAPartOfWhatTheyHoldWhereSlicesAreSecondary) {
   constexpr std::size_t kNumel = 30;  // of an owned slice
   const RankBody body = [](Collectives& c) {
-    const ShardPlace place = c.shard_place();
+    const ShardPosition place = c.shard_position();
     require(place.count == c.world_size() && place.groups == 1, "every rank owns a slice");
     auto source = c.allocate("source", Bytes(kNumel * 4 * static_cast<std::size_t>(place.count)));
     std::vector<float> result(kNumel, 1.0F);
     fill_contribution(c, *source);
     c.reduce_scatter({source.get(), 0_B, DType::kFloat32, result, 1.0F, true}, "g")->wait();
-    const ShardPlace sums{0, place.held_count(), 0, place.parts, 1};
+    const ShardPosition sums{0, place.held_count(), 0, place.parts, 1};
     const auto at = static_cast<std::size_t>(place.index) * kNumel;
     for (std::size_t i = 0; i < kNumel; ++i) {
       require_or_say(result[i] == 1.0F + grouped_sum(sums, at + i),

@@ -16,9 +16,9 @@ namespace {
 
 // The sync point of all ranks before slices change. kAllReduce: a rank reaches it after it has
 // waited for its gather. kExchange: the device reaches it, after the rank has started its gather.
-enum class Meeting { kAllReduce, kExchange };
+enum class SyncPoint { kAllReduce, kExchange };
 
-class LateGathers : public testing::TestWithParam<Meeting> {};
+class LateGathers : public testing::TestWithParam<SyncPoint> {};
 
 // One rank: its slice, and all of them as they were gathered.
 class Gathering {
@@ -31,7 +31,7 @@ class Gathering {
         flat_(device.allocate(Bytes(kBytes * world_), memory::Kind::kGathered)),
         numbers_(device.allocate(Bytes(sizeof(double) * (world_ + 1)), memory::Kind::kStaging)) {}
 
-  void round(int number, Meeting meeting) {
+  void round(int number, SyncPoint meeting) {
     device::Stream& compute = device_.compute_stream();
     device_.enqueue(compute, [slice = slice_->local(), rank = collectives_.rank(), number] {
       fill(slice, rank, number);
@@ -39,7 +39,7 @@ class Gathering {
     collectives_.barrier();
     const auto gather =
         collectives_.all_gather({slice_.get(), 0_B, 0_B, Bytes(kBytes)}, flat_->bytes(), "weights");
-    if (meeting == Meeting::kExchange) exchange();
+    if (meeting == SyncPoint::kExchange) exchange();
     gather->wait();
     device_.enqueue(compute, [this, flat = flat_->bytes(), number] {
       for (std::size_t r = 0; r < world_; ++r) {
@@ -50,7 +50,7 @@ class Gathering {
       }
     });
     double value = 1.0;
-    if (meeting == Meeting::kAllReduce) collectives_.all_reduce({&value, 1}, ReduceOp::kSum);
+    if (meeting == SyncPoint::kAllReduce) collectives_.all_reduce({&value, 1}, ReduceOp::kSum);
   }
   int wrong() {
     device_.compute_stream().synchronize();
@@ -104,7 +104,7 @@ TEST_P(LateGathers, GiveTheValuesOfTheirRound) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meetings, LateGathers,
-                         testing::Values(Meeting::kAllReduce, Meeting::kExchange));
+                         testing::Values(SyncPoint::kAllReduce, SyncPoint::kExchange));
 
 // Has a rank's transfers come after those of the others.
 void work_long() {

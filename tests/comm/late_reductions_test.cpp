@@ -39,7 +39,7 @@ class Caller {
   Caller(Collectives& collectives, device::LateDevice& device, bool shares_stream)
       : collectives_(collectives),
         device_(device),
-        place_(collectives.shard_place()),
+        place_(collectives.shard_position()),
         own_writes_(device.create_stream()),
         writes_(shares_stream ? collectives.contribution_stream() : own_writes_.get()) {
     require(writes_ != nullptr, "a stream");
@@ -125,7 +125,7 @@ class Caller {
 
   Collectives& collectives_;
   device::LateDevice& device_;
-  ShardPlace place_;
+  ShardPosition place_;
   std::unique_ptr<device::Stream> own_writes_;
   device::Stream* writes_;
   std::deque<Buffer> buffers_;

@@ -73,10 +73,10 @@ struct Script {
 
 // A channel of rank 0, and the script that met it. `connecting` runs when rank 0 has connected and
 // the script has not, `met` when both have.
-struct Meeting {
-  explicit Meeting(std::chrono::milliseconds timeout,
-                   const std::function<void(Script&)>& connecting = {},
-                   const std::function<void()>& met = {}) {
+struct SyncPoint {
+  explicit SyncPoint(std::chrono::milliseconds timeout,
+                     const std::function<void(Script&)>& connecting = {},
+                     const std::function<void()>& met = {}) {
     LocalGroup group(2);
     std::thread rank_1([&, control = std::shared_ptr<Collectives>(group.rank(1))] {
       std::string mine;
@@ -116,7 +116,7 @@ struct Meeting {
 };
 
 TEST(PeerChannel, APeerThatNeverAnswersIsNamedAtTheTimeout) {
-  Meeting meeting(50ms);
+  SyncPoint meeting(50ms);
   const std::string error = meeting.error_of_asking("nweights");
   EXPECT_THAT(error, AllOf(HasSubstr("rank 1 lives but does not answer"), HasSubstr("'nweights'"),
                            HasSubstr("50 ms")));
@@ -128,7 +128,7 @@ TEST(PeerChannel, APeerThatNeverAnswersIsNamedAtTheTimeout) {
 }
 
 TEST(PeerChannel, AQuestionOnItsWayEndsWithTheAsking) {
-  Meeting meeting(30min);
+  SyncPoint meeting(30min);
   auto error = std::async(std::launch::async, [&] { return meeting.error_of_asking("nweights"); });
   EXPECT_EQ(receive_message(meeting.script.asked.get()).text, "Q 0 nweights");
   meeting.channel->stop_asking();
@@ -138,7 +138,7 @@ TEST(PeerChannel, AQuestionOnItsWayEndsWithTheAsking) {
 TEST(PeerChannel, LinesThatNobodyKnowsAreTheFailureOfTheirRank) {
   for (const std::string line : {"Q", "Q ", "Q x y", "Q 1", "Q 99999999999999999999999 n", "Q 0 ",
                                  "H", "H one", "F", "?", "P 1 2 3"}) {
-    Meeting meeting(30min);
+    SyncPoint meeting(30min);
     meeting.script.send(line);
     EXPECT_EQ(meeting.notes.wait_for_failure(),
               "rank 1 failed: it sent a line that this version does not know")
@@ -148,26 +148,26 @@ TEST(PeerChannel, LinesThatNobodyKnowsAreTheFailureOfTheirRank) {
 
 TEST(PeerChannel, AnAnswerThatNobodyKnowsIsAnError) {
   for (const std::string line : {"P", "P x", "P 1 2", "?"}) {
-    Meeting meeting(30min);
+    SyncPoint meeting(30min);
     ASSERT_TRUE(send_message(meeting.script.asked.get(), line, {}));
     EXPECT_THAT(meeting.error_of_asking("nweights"), HasSubstr("rank 1 answers what")) << line;
   }
 }
 
 TEST(PeerChannel, AnswersWhereTheServiceThrows) {
-  Meeting meeting(30min);
+  SyncPoint meeting(30min);
   meeting.script.send("Q 0 throws");
   EXPECT_EQ(meeting.script.receive(), "N");
 }
 
 TEST(PeerChannel, PassesOnWhatAPeerTells) {
-  Meeting meeting(30min);
+  SyncPoint meeting(30min);
   meeting.script.send("F left: ValueError: boom");
   EXPECT_EQ(meeting.notes.wait_for_failure(), "rank 1 left: ValueError: boom");
 }
 
 TEST(PeerChannel, AConnectionThatIsNoRankOfTheJobIsIgnored) {
-  Meeting meeting(30min, [](Script& script) {
+  SyncPoint meeting(30min, [](Script& script) {
     connect_to(script.address);  // and closes it
     for (const std::string line : {"H", "H one", "H 0", "H 7", "H -1", "Q 0 n", "F left: x"}) {
       const FileDescriptor stranger = connect_to(script.address);
@@ -207,7 +207,7 @@ class DescriptorLimit {
 TEST(PeerChannel, ARankWithoutDescriptorsCannotBeReached) {
   const DescriptorLimit limit;
   std::optional<FileDescriptor> spare;
-  Meeting meeting(
+  SyncPoint meeting(
       30min,
       [&](Script&) {
         spare.emplace(::dup(0));
@@ -225,7 +225,7 @@ TEST(PeerChannel, SaysThatItCannotWaitForItsPeersAnyMore) {
 #ifdef __SANITIZE_ADDRESS__
   GTEST_SKIP() << "UBSan needs descriptors itself";
 #endif
-  Meeting meeting(30min);
+  SyncPoint meeting(30min);
   const DescriptorLimit limit;
   limit.lower(1);
   meeting.script.send("Q 0 nweights");  // wakes its thread

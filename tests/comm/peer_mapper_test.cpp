@@ -50,7 +50,7 @@ class CountedMapping final : public device::PeerMapping {
   const std::byte* base() const override { return mapping_->base(); }
   Bytes mapped() const override { return mapping_->mapped(); }
   std::size_t pieces() const override { return mapping_->pieces(); }
-  void add(device::SharedPiece piece) override {
+  void add(device::SharedHandle piece) override {
     const Bytes bytes = piece.bytes;
     mapping_->add(std::move(piece));
     count_.change(bytes);

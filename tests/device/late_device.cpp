@@ -79,7 +79,7 @@ class LateGrowableMemory final : public GrowableMemory {
   void grow_to(Bytes bytes) override { memory_->grow_to(bytes); }
   void release() override { memory_->release(); }
   std::size_t pieces() const override { return memory_->pieces(); }
-  SharedPiece piece(std::size_t index) const override { return memory_->piece(index); }
+  SharedHandle piece(std::size_t index) const override { return memory_->piece(index); }
 
  private:
   std::unique_ptr<GrowableMemory> memory_;
@@ -93,7 +93,7 @@ class LateMapping final : public PeerMapping {
   const std::byte* base() const override { return mapping_->base(); }
   Bytes mapped() const override { return mapping_->mapped(); }
   std::size_t pieces() const override { return mapping_->pieces(); }
-  void add(SharedPiece piece) override { mapping_->add(std::move(piece)); }
+  void add(SharedHandle piece) override { mapping_->add(std::move(piece)); }
 
  private:
   std::unique_ptr<PeerMapping> mapping_;

@@ -32,7 +32,7 @@ TEST(JobTraits, OfShardGroupsAreOfBothParts) {
                                  comm::Slices::kReplicated));
   const comm::Traits secondary =
       traits_of_job(config(R"(, "zero_hpz_partition_size": 4)"), {8, true, 4});
-  EXPECT_EQ(secondary.place, (comm::ShardPlace{0, 8, 0, 1, 2}));
+  EXPECT_EQ(secondary.place, (comm::ShardPosition{0, 8, 0, 1, 2}));
 }
 
 TEST(JobTraits, OfNoRanksAreRefused) {

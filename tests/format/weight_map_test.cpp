@@ -14,7 +14,7 @@ using format::CheckpointTensor;
 using format::ParamRange;
 using format::ParamSources;
 using format::RangeCopy;
-using format::SourcePiece;
+using format::SourceRange;
 using format::WeightMap;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -30,7 +30,7 @@ CheckpointTensor source(std::string name, Shape shape, std::size_t file, int off
           {std::move(name), dtype, std::move(shape), numel, Bytes(offset), bytes_of(numel, dtype)}};
 }
 
-SourcePiece piece(std::string tensor, Shape shape, int destination = 0) {
+SourceRange piece(std::string tensor, Shape shape, int destination = 0) {
   return {.tensor = std::move(tensor),
           .shape = std::move(shape),
           .destination = Numel(destination),
@@ -38,7 +38,7 @@ SourcePiece piece(std::string tensor, Shape shape, int destination = 0) {
           .numel = {}};
 }
 
-ParamSources param(std::string name, Shape shape, std::vector<SourcePiece> pieces,
+ParamSources param(std::string name, Shape shape, std::vector<SourceRange> pieces,
                    DType dtype = DType::kFloat32) {
   return {std::move(name), std::move(shape), dtype, std::move(pieces)};
 }
@@ -85,9 +85,9 @@ TEST(WeightMap, AFusedParameterIsMadeOfItsExperts) {
 
 TEST(WeightMap, APieceMayTakeAPartOfItsTensor) {
   const std::vector<CheckpointTensor> sources{source("qkv", {6, 2}, 0, 0)};
-  SourcePiece q = piece("qkv", {6, 2});
+  SourceRange q = piece("qkv", {6, 2});
   q.numel = Numel(4);
-  SourcePiece rest = piece("qkv", {6, 2});
+  SourceRange rest = piece("qkv", {6, 2});
   rest.source_begin = Numel(4);
   const std::vector<ParamSources> params{param("q", {2, 2}, {q}), param("kv", {4, 2}, {rest})};
   const WeightMap map(params, sources, "x");
@@ -176,7 +176,7 @@ TEST(WeightMap, CastsBetweenFloatingDtypesAndKeepsOthers) {
 
 TEST(WeightMap, RefusesPiecesThatDoNotTileTheirParameter) {
   const std::vector<CheckpointTensor> sources{source("a", {4}, 0, 0), source("b", {4}, 0, 16)};
-  const auto with = [&](std::vector<SourcePiece> pieces) {
+  const auto with = [&](std::vector<SourceRange> pieces) {
     return refusal<UsageError>({param("p", {2, 4}, std::move(pieces))}, sources);
   };
   EXPECT_THAT(with({piece("a", {4}, 0)}),
@@ -190,7 +190,7 @@ TEST(WeightMap, RefusesPiecesThatDoNotTileTheirParameter) {
   EXPECT_THAT(with({piece("a", {4}, 0), piece("b", {4}, 5)}),
               HasSubstr("beyond the parameter: parameter='p' source='b' begin=5 numel=4 of=8"));
   EXPECT_THAT(with({piece("a", {4}, -1)}), HasSubstr("beyond the parameter"));
-  SourcePiece part = piece("a", {4});
+  SourceRange part = piece("a", {4});
   part.source_begin = Numel(2);
   part.numel = Numel(3);
   EXPECT_THAT(with({part}),
@@ -208,7 +208,7 @@ TEST(WeightMap, RandomShardsReadEveryElementOnceAndFromItsPlace) {
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
   for (int round = 0; round < 400; ++round) {
     std::vector<CheckpointTensor> sources;
-    std::vector<SourcePiece> pieces;
+    std::vector<SourceRange> pieces;
     std::vector<std::pair<std::size_t, std::int64_t>> truth;  // file and byte, by element
     int offset = 64;
     for (int i = below(6); i >= 0; --i) {

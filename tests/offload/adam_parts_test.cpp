@@ -64,7 +64,7 @@ class Unit {
     std::vector<Part> parts;
     for (std::size_t i = 0; i < blocks_.size(); ++i)
       parts.push_back({blocks_[i], bytes_of_elements(i, begin), bytes_of_elements(i, end)});
-    const auto leases = store_.fetch_together(parts, Access::kReadWrite);
+    const auto leases = store_.fetch_all(parts, Access::kReadWrite);
     const auto numel = static_cast<std::size_t>(end - begin);
     const auto floats = [&](std::size_t i) {
       return std::span(reinterpret_cast<float*>(leases[i]->bytes().data()), numel);

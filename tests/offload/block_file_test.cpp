@@ -65,12 +65,12 @@ TEST_F(BlockFileTest, GivesBackWhatWasWrittenWhereverItLies) {
 TEST_F(BlockFileTest, TellsWhatEachDriveWearsBy) {
   const auto file = on_drives(2);
   file->grow(16_MiB);
-  const std::vector<DriveWear> before = file->wear();  // each was measured
+  const std::vector<DriveWrites> before = file->wear();  // each was measured
   memory::HostBuffer source(16_MiB);
   const auto transfer = file->write(0_B, source.bytes());
   transfer->wait();
   EXPECT_TRUE(transfer->times());
-  const std::vector<DriveWear> after = file->wear();
+  const std::vector<DriveWrites> after = file->wear();
   ASSERT_EQ(after.size(), 2U);
   Bytes all;
   for (std::size_t drive = 0; drive < 2; ++drive) {

@@ -18,12 +18,12 @@ TEST(MemoryStore, WhatFindsNoRoomOnTheDeviceStaysParked) {
   const auto store = MemoryStore::on_device(device);
   const BlockId block = store->add("block", 6000_B, memory::Kind::kOptimizerState);
   store->fetch(block, Access::kReadWrite)->bytes()[5999] = std::byte{7};
-  store->park(memory::Kind::kOptimizerState, true);
+  store->offload_states(memory::Kind::kOptimizerState, true);
   auto others = device.allocate(8000_B, memory::Kind::kStaging);
-  EXPECT_THROW(store->unpark(), OutOfMemoryError);
+  EXPECT_THROW(store->reload_states(), OutOfMemoryError);
   EXPECT_THROW(store->fetch(block, Access::kRead), UsageError);
   others.reset();
-  store->unpark();
+  store->reload_states();
   EXPECT_EQ(store->fetch(block, Access::kRead)->bytes()[5999], std::byte{7});
   EXPECT_EQ(device.ledger()->held(memory::Tier::kHost), 0_B);
 }

@@ -152,7 +152,7 @@ TEST_F(NvmeStoreTest, ToMeasureTheDriveTouchesNoBlock) {
 
 TEST_F(NvmeStoreTest, TellsWhatADriveWearsByAndWhoWatchesOfEachTransfer) {
   struct Watch final : LinkWatch {
-    void note_transfer(Link link, Bytes bytes, const io::TransferTimes& times) override {
+    void record_transfer(Link link, Bytes bytes, const io::TransferTimes& times) override {
       moved.at(static_cast<std::size_t>(link)) += bytes;
       EXPECT_LE(times.begin, times.end);
     }

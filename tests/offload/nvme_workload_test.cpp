@@ -143,7 +143,7 @@ TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
     for (const BlockId block : of_states) {
       const std::array parts{Part{block, 0_B, 4_KiB}, Part{block, 4_KiB, 12_KiB},
                              Part{block, 12_KiB, 16_KiB}};  // three extents
-      const auto leases = states->fetch_together(parts, Access::kReadWrite);
+      const auto leases = states->fetch_all(parts, Access::kReadWrite);
       const auto shard = weights->fetch(of_weights[random() % 12], Access::kReadWrite);
       for (const auto& lease : leases) {
         EXPECT_EQ(lease->bytes()[0], static_cast<std::byte>(value - 1));

@@ -29,8 +29,8 @@ TYPED_TEST_P(ParkingConformance, WhatComesBackHasItsBitsAndOtherKindsStayed) {
     }
     this->write(master, this->random_content(4000_B, 1));
     const Bytes charged = this->harness_.charged(memory::Kind::kOptimizerState);
-    this->store_->park(memory::Kind::kOptimizerState, pinned);
-    this->store_->park(memory::Kind::kOptimizerState, pinned);
+    this->store_->offload_states(memory::Kind::kOptimizerState, pinned);
+    this->store_->offload_states(memory::Kind::kOptimizerState, pinned);
     EXPECT_EQ(this->harness_.charged(memory::Kind::kOptimizerState), this->kParks ? 0_B : charged);
     EXPECT_EQ(this->read(master), this->random_content(4000_B, 1));
     if (this->kParks) {
@@ -38,8 +38,8 @@ TYPED_TEST_P(ParkingConformance, WhatComesBackHasItsBitsAndOtherKindsStayed) {
           testing::message_of<UsageError>([&] { this->store_->fetch(moments[1], Access::kRead); }),
           ::testing::HasSubstr("call reload_states() first"));
     }
-    this->store_->unpark();
-    this->store_->unpark();
+    this->store_->reload_states();
+    this->store_->reload_states();
     EXPECT_EQ(this->harness_.charged(memory::Kind::kOptimizerState), charged);
     for (std::size_t i = 0; i < moments.size(); ++i) {
       const auto seed = static_cast<std::uint32_t>(i) + (pinned ? 10U : 20U);
@@ -56,7 +56,7 @@ TYPED_TEST_P(ParkingConformance, ALeasedBlockKeepsItsKindWhereItIs) {
   {
     const auto lease = this->store_->fetch(block, Access::kRead);
     EXPECT_THAT(testing::message_of<UsageError>(
-                    [&] { this->store_->park(memory::Kind::kOptimizerState, true); }),
+                    [&] { this->store_->offload_states(memory::Kind::kOptimizerState, true); }),
                 ::testing::HasSubstr("layers.3.exp_avg"));
   }
   EXPECT_EQ(this->read(block), this->random_content(5000_B, 2));

@@ -127,8 +127,8 @@ class RandomWorkload {
     const bool writes = below(4) != 0;
     attempt([&] {
       try {
-        auto leases = store_.fetch_together(
-            parts, writes ? offload::Access::kReadWrite : offload::Access::kRead);
+        auto leases =
+            store_.fetch_all(parts, writes ? offload::Access::kReadWrite : offload::Access::kRead);
         EXPECT_FALSE(is_held(parts));
         ASSERT_EQ(leases.size(), parts.size());
         use(parts, leases, writes);

@@ -28,7 +28,7 @@ class Hoard final : public StagingArena::Holder {
   ~Hoard() override { arena_.leave(*this); }
   Hoard(const Hoard&) = delete;
   Hoard& operator=(const Hoard&) = delete;
-  bool give_way(StagingArena::Effort effort) override {
+  bool free_memory(StagingArena::Effort effort) override {
     if (effort != effort_ || extents_.empty()) return false;
     extents_.pop_back();
     return true;

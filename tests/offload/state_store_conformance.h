@@ -241,7 +241,7 @@ TYPED_TEST_P(StateStoreConformance, PartsOfOneBlockAreLeasedTogether) {
   const BlockId block = this->add("block", 16384_B);
   const std::vector<Part> parts{{block, 8192_B, 16384_B}, {block, 0_B, 4096_B}};
   const auto content = this->random_content(16384_B, 7);
-  auto leases = this->store_->fetch_together(parts, Access::kReadWrite);
+  auto leases = this->store_->fetch_all(parts, Access::kReadWrite);
   ASSERT_EQ(leases.size(), 2U);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     ASSERT_EQ(leases[i]->bytes().size(), parts[i].bytes().size());
@@ -249,13 +249,13 @@ TYPED_TEST_P(StateStoreConformance, PartsOfOneBlockAreLeasedTogether) {
   }
   leases.clear();
   for (const Part& part : parts) EXPECT_EQ(this->read(part), this->cut(content, part));
-  EXPECT_TRUE(this->store_->fetch_together({}, Access::kRead).empty());
+  EXPECT_TRUE(this->store_->fetch_all({}, Access::kRead).empty());
 }
 
 TYPED_TEST_P(StateStoreConformance, PartsThatOverlapAreRefused) {
   const BlockId block = this->add("layers.3.exp_avg", 16384_B);
   const std::vector<Part> both{{block, 0_B, 8192_B}, {block, 4096_B, 16384_B}};
-  EXPECT_THROW(this->store_->fetch_together(both, Access::kRead), UsageError);
+  EXPECT_THROW(this->store_->fetch_all(both, Access::kRead), UsageError);
   auto lease = this->store_->fetch(both[0], Access::kRead);
   try {
     this->store_->fetch(both[1], Access::kRead);
@@ -299,7 +299,7 @@ TYPED_TEST_P(StateStoreConformance, BlocksOfAnySizeAreWorkedOnInParts) {
       std::vector<Part> parts;
       for (std::size_t i = 0; i < bits.size(); ++i)
         parts.push_back({blocks[i], Bytes(begin * bits[i] / 8), Bytes(end * bits[i] / 8)});
-      auto leases = this->store_->fetch_together(parts, Access::kReadWrite);
+      auto leases = this->store_->fetch_all(parts, Access::kReadWrite);
       for (std::size_t i = 0; i < bits.size(); ++i) {
         std::vector<std::byte> content(leases[i]->bytes().size());
         this->harness_.read(content, leases[i]->bytes());

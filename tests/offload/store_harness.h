@@ -62,7 +62,7 @@ class LimitedFile final : public BlockFile {
   std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
     return file_->write(offset, source);
   }
-  std::vector<DriveWear> wear() const override { return file_->wear(); }
+  std::vector<DriveWrites> wear() const override { return file_->wear(); }
 
  private:
   const std::unique_ptr<BlockFile> file_;

@@ -12,7 +12,7 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 void use(FetchOrder& order, const std::vector<int>& units) {
-  for (const int unit : units) order.note_use(unit);
+  for (const int unit : units) order.record_use(unit);
 }
 
 void pass(FetchOrder& order, const std::vector<int>& units) {

@@ -119,7 +119,7 @@ TEST(FlatLayout, PiecesOfAllRanksTileEveryParameterExactly) {
       std::vector<Element> tiled(flat.size());
       for (int rank = 0; rank < world; ++rank) {
         Numel last;
-        for (const ShardPiece& piece : layout.pieces(rank)) {
+        for (const ShardRange& piece : layout.pieces(rank)) {
           ASSERT_LT(piece.param_begin, piece.param_end);
           ASSERT_GE(piece.shard_offset, last) << "pieces are in order";
           last = piece.shard_offset + (piece.param_end - piece.param_begin);

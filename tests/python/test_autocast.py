@@ -120,8 +120,8 @@ def test_bad_sections_say_what_to_write():
         "found none")
     assert "torch_autocast.dtype: wanted" in of({"enabled": True, "dtype": "int8"})
     assert "torch_autocast.enable: " in of({"enable": True})
-    told_of = of({"enabled": True, "dtype": "fp16"}, bf16={"enabled": True})
-    assert "torch_autocast.dtype: contradicts bf16.enabled" in told_of, told_of
+    description_of = of({"enabled": True, "dtype": "fp16"}, bf16={"enabled": True})
+    assert "torch_autocast.dtype: contradicts bf16.enabled" in description_of, description_of
     assert "lower_precision_safe_modules: wanted" in of({"lower_precision_safe_modules": 3})
 
 

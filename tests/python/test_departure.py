@@ -150,7 +150,7 @@ def test_cores_that_share_collectives_meet_the_others_once():
         departure.watch(core, group=shared)
     departure._leave_together()
     assert [core.calls for core in cores] == [["end_trace"], ["end_trace", "depart"]]
-    departure._tell_peers(ValueError, ValueError("no more data"))
+    departure._notify_peers(ValueError, ValueError("no more data"))
     assert [core.told for core in cores] == [["ValueError: no more data"], []]
 
 
@@ -185,7 +185,7 @@ def test_peers_that_do_not_come_are_told_of_the_last_error():
     departure.watch(core)
     departure._leave_together()
     assert core.words == "its program ended after 2 steps"
-    departure.note_error(ValueError("no more data"))
+    departure.record_error(ValueError("no more data"))
     departure._leave_together()
     assert core.words == "its program ended after 2 steps; its last error was ValueError: no more data"
 

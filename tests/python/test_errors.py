@@ -41,7 +41,7 @@ def error_of(call, *args, **kwargs):
 def step_to_its_end(engine):
     """A step that has said all that it has to say: on a GPU the next one would say it."""
     engine.step()
-    engine.core.settle_step()
+    engine.core.finish_step()
 
 
 def assert_told(messages, *words):

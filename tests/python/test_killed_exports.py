@@ -104,7 +104,7 @@ def writers(tmp_path_factory):
     def save_16bit_model(out, step):
         whole = SimpleNamespace(global_rank=0, module=None, _collectives=None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(whole_weights, "together", lambda *_: contextlib.nullcontext())
+            patch.setattr(whole_weights, "agree_after", lambda *_: contextlib.nullcontext())
             patch.setattr(whole_weights, "whole_state_dict", lambda *_: weights[step])
             whole_weights.save_whole(whole, out, whole_weights.WEIGHTS, True)
 

@@ -119,7 +119,7 @@ def test_parameters_that_stay_gathered():
 def _held(group, key=MICS):
     engine = make_engine(make_model(), _config(group, "bf16", key=key))
     train_step(engine, make_batches(1, 1)[0, 0])
-    report, place = engine.memory_report(), engine._collectives.shard_place
+    report, place = engine.memory_report(), engine._collectives.shard_position
     engine.destroy()
     return {kind: report[("device", kind)][0] for kind in ("weights", "master weights", "optimizer states")
             if ("device", kind) in report}, place

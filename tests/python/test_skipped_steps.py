@@ -82,7 +82,7 @@ def _train_through_bad_steps(dtype, stage, accumulation):
     step(True)
     with pytest.raises(strata.NumericsError, match="after 2 steps in a row.*unit '.*of rank") as error:
         step(True)
-        engine.core.settle_step()
+        engine.core.finish_step()
     assert "unchanged" in str(error.value)
     assert differences(full_parameters(engine.module), reference.values()) == []
     engine.destroy()

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from strata import utils
 from strata.compat import enumerations
 from strata.compat.start import initialize
-from strata.state_parking import StateParking
+from strata.state_offload import StateOffload
 from tiny_models import (
     config_of,
     full_parameters,
@@ -242,10 +242,10 @@ def test_the_device_none_moves_nothing_and_says_so(caplog):
 
 def test_weights_that_cannot_go_are_told_of_once(caplog):
     class Core:
-        def park(self, states, pinned):
+        def offload_states(self, states, pinned):
             return "lp_params" not in states
 
-    class Engine(StateParking):
+    class Engine(StateOffload):
         core, global_rank, collectives_name = Core(), 0, "gloo"
 
     engine = Engine()

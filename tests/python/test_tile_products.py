@@ -8,7 +8,7 @@ from devices import test_device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strata.model.gradient_place import Destination
+from strata.model.gradient_target import Destination
 from strata.model.products import is_widened_by_blas, write_product
 from strata.model.tiles import Tiles
 from strata.tiles import functions, grouped

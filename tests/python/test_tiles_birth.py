@@ -53,7 +53,7 @@ def _start():
     return [each / MIB for each in grown], held, same
 
 
-@pytest.mark.skipif(ON_GPU, reason="bench/bench_birth.py measures it there")
+@pytest.mark.skipif(ON_GPU, reason="bench/bench_deferred_init.py measures it there")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_cut_holds_one_more_shard_at_the_most_and_none_in_the_end(world):
     """A second shard for a while takes less memory than the gradient and the moments take later."""

@@ -49,9 +49,9 @@ class Referring(nn.Module):
         raise ValueError(f"a bias of {bias.numel()} elements")
 
 
-def _references_of_one_rank(carriers):
+def _references_of_one_rank(transports):
     rank, world = rank_and_world()
-    config = {**config_of(3), "strata": {"collectives": carriers, "timeout_s": 30}}
+    config = {**config_of(3), "strata": {"collectives": transports, "timeout_s": 30}}
     kept = []
     gc.disable()  # else it may free the cycles at any point
     with Init(config_dict_or_path=config):
@@ -79,6 +79,6 @@ def _references_of_one_rank(carriers):
 
 
 @needs_a_gpu_each
-@pytest.mark.parametrize("world, carriers", [(2, "shm"), (2, "c10d"), (3, "c10d")])
-def test_references_that_one_rank_alone_has(world, carriers):
-    run_ranks(world, _references_of_one_rank, carriers)
+@pytest.mark.parametrize("world, transports", [(2, "shm"), (2, "c10d"), (3, "c10d")])
+def test_references_that_one_rank_alone_has(world, transports):
+    run_ranks(world, _references_of_one_rank, transports)

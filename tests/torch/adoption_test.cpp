@@ -136,9 +136,9 @@ class SmallStore final : public offload::StateStore {
     store_->take_back(added);
   }
   Bytes size_of(offload::BlockId block) const override { return store_->size_of(block); }
-  std::vector<std::unique_ptr<offload::Lease>> fetch_together(std::span<const offload::Part> parts,
-                                                              offload::Access access) override {
-    return store_->fetch_together(parts, access);
+  std::vector<std::unique_ptr<offload::Lease>> fetch_all(std::span<const offload::Part> parts,
+                                                         offload::Access access) override {
+    return store_->fetch_all(parts, access);
   }
 
  private:

@@ -141,7 +141,7 @@ inline Given bring_in(ShardedModel& model, const std::vector<ModelParameter>& pa
   }
   comparison.exchange();
   given.differs = comparison.any();
-  if (given.differs) engine.gatherer().abandon_refresh();
+  if (given.differs) engine.gatherer().abandon_lazy_gather();
   engine.weights_changed(given.complete);
   given.values = values_in(model);
   for (int i = 0; i < model.parameters().size(); ++i) given.runs.push_back(comparison.runs(i, 1));

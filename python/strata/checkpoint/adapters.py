@@ -8,7 +8,7 @@ import torch
 
 from .. import _C
 from ..model.tiles import tiles_of
-from ..ranks.runtime import together
+from ..ranks.runtime import agree_after
 from ..tiles.host_copy import values_on_host
 from .names import state_names
 from .torch_file import moved_into
@@ -148,7 +148,7 @@ def save_adapters(engine, folder):
         UsageError: a method of PEFT that computes the tensors that it saves.
     """
     model, writes = engine.module, engine.global_rank == 0
-    with together(engine._collectives, "listing the adapters"):
+    with agree_after(engine._collectives, "listing the adapters"):
         engine.core.require_own_memory()
         parameters, buffers = state_names(model)
         state = {**{name: entry for name, entry in parameters.items()}, **buffers}
@@ -168,7 +168,7 @@ def save_adapters(engine, folder):
     held = [index for index, (_, parameter, *_) in enumerate(engine._described) if id(parameter) in prompts]
     engine.core.gather(held)
     try:
-        with together(engine._collectives, "saving the adapters"), torch.no_grad():
+        with agree_after(engine._collectives, "saving the adapters"), torch.no_grad():
             if writes:
                 gathered = {name: values[id(t)] for name, t in state.items() if id(t) in wanted}
                 _write(model, gathered, os.fspath(folder))

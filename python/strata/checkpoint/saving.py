@@ -5,7 +5,7 @@ import os
 
 from .. import _C
 from ..model.tiles import tiles_of
-from ..ranks.runtime import together
+from ..ranks.runtime import agree_after
 from ..tiles.host_copy import values_on_host
 from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
@@ -33,7 +33,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     collectives, model = engine._collectives, engine.module
     if is_peft_model(model):
         return save_adapters(engine, folder)
-    with together(collectives, "saving the weights"):
+    with agree_after(collectives, "saving the weights"):
         engine.core.require_own_memory()
         shard_max = _parse_size(max_shard_size)
         weights, buffers = _state_leaves(engine)
@@ -45,11 +45,11 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     for index, (name, tensor) in enumerate(tensors.items()):
         if not listed[index][3]:
             failure = _save_computed(engine, saver, index, tensor, buffers[1]) or failure
-    with together(collectives, "saving the weights"):
+    with agree_after(collectives, "saving the weights"):
         if failure is not None:
             raise failure
     saver.finish()
-    with together(collectives, "saving the configuration"):
+    with agree_after(collectives, "saving the configuration"):
         if engine.global_rank == 0 and is_transformers_model(model):
             _save_configuration(model, folder)
 

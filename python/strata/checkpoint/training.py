@@ -12,7 +12,7 @@ import os
 import torch
 
 from .. import _C
-from ..ranks.runtime import together
+from ..ranks.runtime import agree_after
 from .names import state_names
 from .fp32_script import place_script
 from .optimizer_states import (
@@ -36,7 +36,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
     collectives = engine._collectives
     folder = os.fspath(folder)
     engine._settle_schedule()
-    with together(collectives, _SAVING):
+    with agree_after(collectives, _SAVING):
         engine._settle_masters()
         engine.core.require_own_memory()
         if tag is None:
@@ -79,7 +79,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
     engine.wait_for_checkpoint()  # it may be the one to load
     _require_same_tag(collectives, tag)
     path = None
-    with together(collectives, _LOADING):
+    with agree_after(collectives, _LOADING):
         if tag is not None or engine.global_rank == 0:  # `latest` may change while ranks read it
             path = _find(os.fspath(folder), tag)
     paths = collectives.all_gather_text(path or "")
@@ -98,7 +98,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
 
     if optimizer_states:
         _train_what_was_trained(engine, checkpoint)
-    with together(collectives, _LOADING):  # every check comes before the first value is stored
+    with agree_after(collectives, _LOADING):  # every check comes before the first value is stored
         targets, tensors = targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
         client_state = from_plain(training.get("client_state", {}), read_client)
         optimizer = from_plain(training.get("optimizer"), read_client) if optimizer_states else None
@@ -107,10 +107,10 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         buffers = _named_buffers(engine, checkpoint)
         specs = [(name, list(buffer.shape)) for buffer, names in buffers for name in names]
         values = _read_buffers(engine, checkpoint, buffers)
-        _tell_of_differences(engine, checkpoint, specs, strict, optimizer_states)
+        _log_differences(engine, checkpoint, specs, strict, optimizer_states)
     checkpoint.load(engine.core, optimizer_states, strict, bool(training.get("without_frozen")), targets, specs)
     try:
-        with together(collectives, _LOADING):
+        with agree_after(collectives, _LOADING):
             with torch.no_grad():
                 for buffer, value in values:
                     buffer.copy_(value)
@@ -167,7 +167,7 @@ def _require_same_tag(collectives, tag):
 _NAMED = 8  # names that a warning lists
 
 
-def _tell_of_differences(engine, checkpoint, buffers, strict, optimizer_states):
+def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
     if engine.global_rank != 0:
         return
     if not strict:

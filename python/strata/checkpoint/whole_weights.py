@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from ..model.ownership import owner_of
 from ..model.tiles import tiles_of
-from ..ranks.runtime import together
+from ..ranks.runtime import agree_after
 from ..tiles.host_copy import set_values, values_on_host
 
 WEIGHTS = "pytorch_model.bin"  # where readers look for a whole model
@@ -91,7 +91,7 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
 def _of_rank_0(engine, state_dict, buffers):
     """Rank 0's state dict. On other ranks tensors without memory stand for those that ``_set`` takes from rank 0."""
     first = engine.global_rank == 0
-    with together(engine._collectives, "loading the state dict"):
+    with agree_after(engine._collectives, "loading the state dict"):
         own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
         listed = json.dumps([
             [n, list(v.shape), str(v.dtype).removeprefix("torch."), _text_of(v) if n in buffers else None]
@@ -156,7 +156,7 @@ def save_whole(engine, folder, filename, with_frozen):
     first = engine.global_rank == 0
     state_dict = whole_state_dict(engine.module, first, with_frozen)
     path = os.path.join(folder, filename)
-    with together(engine._collectives, f"writing '{path}'"):
+    with agree_after(engine._collectives, f"writing '{path}'"):
         if first:
             save_whole_file(state_dict, path)
             if filename == WEIGHTS:

@@ -75,7 +75,7 @@ class _Unfit(Exception):
 def _load(model, state_dict, files, load_config):
     """Transformers' LoadStateDictInfo; None where its own way has to be taken. Collective."""
     plans = reason = None
-    with _together("planning what is read"):
+    with _agree_after("planning what is read"):
         try:
             plans = _Plans(model, _checkpoint_of(state_dict, files, load_config), load_config)
         except _Unfit as unfit:
@@ -100,7 +100,7 @@ def _of_all(value):
 
 
 @contextmanager
-def _together(what):
+def _agree_after(what):
     """``together`` of the ranks of torch's default process group: shards have no engine yet. Collective.
 
     Raises:
@@ -180,10 +180,10 @@ class _Plans:
         with torch.no_grad():
             for core, plan in self._plans:
                 plan.read(core, reader=reader)
-                with _together("reading the weights"):
+                with _agree_after("reading the weights"):
                     plan.compute(core)
                 _C.weights_changed(core)
-            with _together("reading the buffers"):
+            with _agree_after("reading the buffers"):
                 for name, buffer in self._buffers.items():
                     if name in self._found:
                         buffer.copy_(self._found[name].compute(self._checkpoint.read))

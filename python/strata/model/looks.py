@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
-from . import failed_births
+from . import failed_constructors
 from .owner import clear_owner, owner_of, set_owner
-from .ownership import give_up_values
+from .ownership import discard_values
 from .parameter import unmark_managed
 from .reference_counts import references
 
@@ -20,7 +20,7 @@ def open_looks():
     return getattr(_here, "looks", None)
 
 
-class BornParameters(dict):
+class ShardedConstruction(dict):
     """The ``_parameters`` of a module with parameters that ``zero.Init`` has sharded: a read gathers.
 
     Within ``zero.Init`` a parameter stays whole as ``Looks`` documents; there ``items()`` and ``values()`` gather, too,
@@ -54,7 +54,7 @@ class BornParameters(dict):
         return [value for _, value in self.items()]
 
 
-class _Born:
+class _ConstructedShards:
     """The parameters of one constructor, and their homes at its end; ``number``: of its module."""
 
     def __init__(self, core, parameters, homes, number):
@@ -86,7 +86,7 @@ class _Born:
         for parameter in parameters:
             clear_owner(parameter)
             unmark_managed(parameter)
-        give_up_values(parameters)
+        discard_values(parameters)
 
     def forget(self):
         """Frees the shards of orphaned parameters."""
@@ -109,8 +109,9 @@ class Looks:
 
     def __init__(self, of_all, paused, tidy):
         self._of_all, self._paused, self.tidy = of_all, paused, tidy
-        self._born = {}  # id(core) -> _Born
-        self._frames = [{}]  # id(core) -> _Born, by the constructor that looked first; the outermost is the context
+        self._born = {}  # id(core) -> _ConstructedShards
+        # id(core) -> _ConstructedShards, by the constructor that looked first; the outermost is the context
+        self._frames = [{}]
 
     @property
     def in_constructor(self):
@@ -120,14 +121,14 @@ class Looks:
     def open(self):
         """Makes ``open_looks()`` return this object in this thread."""
         _here.looks = self
-        failed_births.free()
+        failed_constructors.free()
 
     def close(self, failed):
         """Ends ``open()`` and every look."""
         _here.looks = None
         while self._frames:
             self.leave(failed)
-        failed_births.free()
+        failed_constructors.free()
         born, self._born = list(self._born.values()), {}
         orphaned = [one.is_orphaned() for one in born]
         for one, is_orphaned in zip(born, orphaned if failed else self._of_all(orphaned)):
@@ -137,11 +138,11 @@ class Looks:
     def add(self, core, parameters, homes, number):
         """``core``, a _C.ShardedModel, has sharded one constructor's ``parameters``, which are at ``homes``:
         [(_parameters of a module, name)]. ``number``: of the first of their modules, as ``take_failed`` has it."""
-        self._born[id(core)] = _Born(core, parameters, homes, number)
+        self._born[id(core)] = _ConstructedShards(core, parameters, homes, number)
 
     def take_failed(self, number):
-        """Called when a constructor has failed: returns [_Born] of the module of this number and of later ones, which
-        are part of it. This object forgets them."""
+        """Called when a constructor has failed: returns [_ConstructedShards] of the module of this number and of
+        later ones, which are part of it. This object forgets them."""
         failed = {key: born for key, born in self._born.items() if born.number >= number}
         for key in failed:
             del self._born[key]

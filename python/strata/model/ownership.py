@@ -28,7 +28,7 @@ def take_ownership(core, parameters, stage, weakly=True):
             unmark_managed(parameter)
 
 
-def give_up_ownership(parameters):
+def release_ownership(parameters):
     """Undoes ``take_ownership``, once the core is destroyed. Parameters of a later engine stay that engine's."""
     for _, parameter, shape, *_rest in parameters:
         if owner_of(parameter)[0] is not None:
@@ -36,10 +36,10 @@ def give_up_ownership(parameters):
         clear_owner(parameter)
         unmark_managed(parameter)
         if parameter.numel() == 0 and math.prod(shape) > 0:
-            give_up_values([parameter])
+            discard_values([parameter])
 
 
-def give_up_values(parameters):
+def discard_values(parameters):
     """Marks these parameters as empty because their engine has ended."""
     for parameter in parameters:
         setattr(parameter, _GIVEN_UP, True)

@@ -22,7 +22,7 @@ _DIRECT_READS = {
 }
 
 
-class Unbacked:
+class DeferredTensor:
     """A tensor without memory, and the recipe of its values.
 
     Attributes:
@@ -31,7 +31,7 @@ class Unbacked:
     """
 
     def __init__(self, shape, dtype, device):
-        self.tensor = _C.unbacked_tensor(list(shape), dtype, device)
+        self.tensor = _C.deferred_tensor(list(shape), dtype, device)
         self.recipe = _C.Recipe()
 
     def is_all_of(self, tensor):
@@ -66,11 +66,11 @@ class Recording(TorchDispatchMode):
         self._larger_than, self._running = larger_than, running
         self._threads, self._world_size, self._piece = threads, world_size, piece
         self._tells = tells
-        self._held = {}  # storage -> Unbacked
+        self._held = {}  # storage -> DeferredTensor
         self._paused = 0
         self._told = set()
         self._direct_reads = _DirectReads(self)
-        self.made_real = False  # whether a tensor was materialized since the owner cleared this
+        self.materialized = False  # whether a tensor was materialized since the owner cleared this
 
     def open(self):
         """Begins the recording."""
@@ -94,11 +94,11 @@ class Recording(TorchDispatchMode):
             self._paused -= 1
 
     def unbacked(self, tensor):
-        """The ``Unbacked`` whose memory ``tensor`` shares, or None."""
+        """The ``DeferredTensor`` whose memory ``tensor`` shares, or None."""
         return self._held.get(_C.storage_of(tensor)) if self._held else None
 
     def forget(self, unbacked):
-        """Drops an ``Unbacked`` whose values are in shards now."""
+        """Drops an ``DeferredTensor`` whose values are in shards now."""
         self._held.pop(_C.storage_of(unbacked.tensor), None)
 
     def settle(self, failed=False):
@@ -106,12 +106,12 @@ class Recording(TorchDispatchMode):
         try:
             for key, unbacked in list(self._held.items()):
                 if not failed and _C.sharers(unbacked.tensor) > 1:
-                    self.make_real(unbacked, None)
+                    self.materialize(unbacked, None)
                 self._held.pop(key, None)
         finally:
             self._held.clear()
 
-    def make_real(self, unbacked, func):
+    def materialize(self, unbacked, func):
         """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none.
 
         Raises:
@@ -130,12 +130,12 @@ class Recording(TorchDispatchMode):
             else:
                 write_pieces(unbacked, flat, self._piece, self._threads, self._world_size)
         self.forget(unbacked)
-        self.made_real = True
+        self.materialized = True
 
     def make_all_real(self, values, func):
-        """``make_real`` for the tensors without memory among ``values``, which may be lists."""
+        """``materialize`` for the tensors without memory among ``values``, which may be lists."""
         for unbacked in self._among(values):
-            self.make_real(unbacked, func)
+            self.materialize(unbacked, func)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -156,7 +156,7 @@ class Recording(TorchDispatchMode):
         return unbacked.tensor.detach()
 
     def _new(self, shape, dtype, device):
-        unbacked = Unbacked(shape, dtype, device)
+        unbacked = DeferredTensor(shape, dtype, device)
         self._held[_C.storage_of(unbacked.tensor)] = unbacked
         return unbacked
 
@@ -175,12 +175,12 @@ class Recording(TorchDispatchMode):
             return args[0]
         for unbacked in held:
             if unbacked is not own:
-                self.make_real(unbacked, func)
+                self.materialize(unbacked, func)
         result = None if own is None else self._elementwise(func, args, kwargs, own)
         if result is not None:
             return result
         if own is not None:
-            self.make_real(own, func)
+            self.materialize(own, func)
         return func(*args, **kwargs)
 
     def _copy(self, own, target, source):

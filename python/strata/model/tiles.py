@@ -87,10 +87,10 @@ class Tile:
             place.add(gradient)
 
     def gradient(self):
-        """``GradientPlace``: where an operation writes its gradient, of one use, in place of ``give_gradient``."""
-        from .gradient_place import GradientPlace  # not before there are tiles
+        """``GradientTarget``: where an operation writes its gradient, of one use, in place of ``give_gradient``."""
+        from .gradient_target import GradientTarget  # not before there are tiles
 
-        return GradientPlace(self)
+        return GradientTarget(self)
 
 
 class TileRun:

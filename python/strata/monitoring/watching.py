@@ -104,7 +104,7 @@ class StepWatch:
         if self._on["memory_breakdown"]:
             logger.info("step %d: %s", step, memory_text(engine.device))
         if self._monitor.enabled:
-            self._note_metrics(samples, applied)
+            self._record_metrics(samples, applied)
         if self._timed:
             self._steps[self._ended] = (step, samples)
             self._take_times(wait=False)
@@ -130,7 +130,7 @@ class StepWatch:
 
     # --- metrics ---
 
-    def _note_metrics(self, samples, applied):
+    def _record_metrics(self, samples, applied):
         engine = self._engine
         norm = engine.core.known_grad_norm  # if `applied` is None, that of an earlier step
         events = [("Train/Samples/lr", lr, samples) for lr in engine.get_lr()[:1]]

@@ -39,7 +39,7 @@ def engines():
     return [engine for engine in found if engine is not None and engine.core.alive]
 
 
-def note_error(error):
+def record_error(error):
     """Remembers an exception that goes through an engine. Where the script catches it and ends, the peers get its
     message."""
     global _last_error
@@ -68,7 +68,7 @@ class _ExceptHook:
 
     def __call__(self, kind, value, traceback):
         try:
-            _tell_peers(kind, value)
+            _notify_peers(kind, value)
         finally:
             self._previous(kind, value, traceback)
 
@@ -97,7 +97,7 @@ class _ExitHook:
             sys.exit = self._previous
 
 
-def _tell_peers(kind, value):
+def _notify_peers(kind, value):
     told = set()
     for reference, (group, _) in list(_present.items()):
         core = reference()

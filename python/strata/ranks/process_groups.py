@@ -44,7 +44,7 @@ class UsedGroups:
             self.backends.let_go()
 
 
-def note_default(group, made):
+def record_default(group, made):
     """Records the default process group, whose threads end with the program at the latest. Where Strata has ``made``
     it, the end of the program destroys it, unless the script has done so."""
     if all(known() is not group for known, _ in _defaults):

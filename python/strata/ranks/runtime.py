@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .process_groups import UsedGroups, note_default
+from .process_groups import UsedGroups, record_default
 
 logger = logging.getLogger("strata")
 choices = logging.getLogger(__name__)  # logs the chosen transport
@@ -45,7 +45,7 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
         except RuntimeError as error:  # a host without any network; one rank can do without the group
             logger.warning("torch.distributed cannot be used: no process group of this one process: %s", error)
             return
-    note_default(dist.group.WORLD, made=True)
+    record_default(dist.group.WORLD, made=True)
 
 
 def require_group():
@@ -119,11 +119,11 @@ def make_collectives(config, device, waits=None):
     does not fit the ranks or the device, and for ranks that share a GPU.
     """
     rank, world_size = rank_and_world_size()
-    with telling_the_others():
+    with notifying_ranks():
         facts = _facts(device)
         _C.require_possible(config, world_size, device, facts["on_gpu"], facts.pop("has_nccl"))
     if dist.is_initialized():
-        note_default(dist.group.WORLD, made=False)
+        record_default(dist.group.WORLD, made=False)
     if world_size == 1:
         return _C.single_rank(device, waits)
     groups = UsedGroups()
@@ -206,7 +206,7 @@ def _say(warning, text):
 
 
 @contextmanager
-def telling_the_others():
+def notifying_ranks():
     """Context for a rank's work before ``make_collectives``: if the work fails, the other ranks get the error there,
     instead of waiting for a rank that has left."""
     try:
@@ -220,7 +220,7 @@ def telling_the_others():
 
 
 @contextmanager
-def together(collectives, what):
+def agree_after(collectives, what):
     """Context. Collective. An exception inside, on any rank, becomes an error on every rank that names the first
     rank that failed, so that none waits for a rank that has left. The work inside must call no collective.
 
@@ -244,7 +244,7 @@ def together(collectives, what):
         if not isinstance(error, _C.Error):
             message = f"{kind}: {message}"
     try:
-        _C.agree(collectives, what, kind, message)
+        _C.agree_on_outcome(collectives, what, kind, message)
     except _C.Error as agreed:
         if own is not None and not isinstance(own, _C.Error):
             raise own from agreed

@@ -90,7 +90,7 @@ class Members:
 
     def multiply_transposed(self, one, other, place):
         """Writes the gradient of the groups' matrices, ``one.t() @ other`` of each group's rows, to a
-        ``GradientPlace``."""
+        ``GradientTarget``."""
         if not self.each:
             place.add_nothing()
             return

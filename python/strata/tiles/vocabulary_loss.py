@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from .. import _C
-from ..model.gradient_place import Destination
+from ..model.gradient_target import Destination
 from ..model.products import write_product
 from ..model.tiles import tiles_of
 

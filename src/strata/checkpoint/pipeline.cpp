@@ -32,7 +32,7 @@ void Pipeline::begin(Piece piece) {
   filling_.push_back({piece, turn});
 }
 
-void Pipeline::reach(const format::FilePlace* next) {
+void Pipeline::reach(const format::FileOffset* next) {
   if (options_.sync_points == nullptr) return;
   const SyncPoints& points = *options_.sync_points;
   if (next == nullptr) tell_begun();
@@ -52,7 +52,7 @@ void Pipeline::tell_begun() {
 void Pipeline::take_one() {
   const Filling filling = filling_.front();
   const Piece& piece = filling.piece;
-  const format::FilePlace place = piece.place();
+  const format::FileOffset place = piece.place();
   reach(&place);
   filling_.pop_front();
   try {

@@ -33,7 +33,7 @@ struct Piece {
   Bytes bytes;                   // at most a buffer
   std::span<std::byte> content;  // in the buffer, from fill() on
 
-  format::FilePlace place() const { return {file, offset}; }
+  format::FileOffset place() const { return {file, offset}; }
 };
 
 class Source {
@@ -71,7 +71,7 @@ class Discard final : public Sink {
 // Places of the source, ascending, at which ranks meet: reached(i) is called when the sink has
 // begun to take all pieces before places[i]. Filling goes on meanwhile.
 struct SyncPoints {
-  std::vector<format::FilePlace> places;
+  std::vector<format::FileOffset> places;
   std::function<void(std::size_t)> reached;
   // Called once, before any place is reached, and not before the sink has begun to take the first
   // piece, if there is one. May be empty.
@@ -107,7 +107,7 @@ class Pipeline {
   };
   void begin(Piece piece);
   void take_one();
-  void reach(const format::FilePlace* next);  // null: the end
+  void reach(const format::FileOffset* next);  // null: the end
   void tell_begun();
   template <typename Begin>
   void use(std::size_t turn, device::Stream* stream, Begin&& begin);

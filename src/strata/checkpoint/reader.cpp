@@ -137,7 +137,7 @@ std::vector<std::string> owners_of(const format::Manifest& manifest, std::size_t
                                    Bytes end) {
   const auto& extents = manifest.extents;
   // Extents lie one behind the other, so their ends are in order, too.
-  auto extent = std::ranges::partition_point(extents, [&](const format::ManifestExtent& e) {
+  auto extent = std::ranges::partition_point(extents, [&](const format::ManifestRange& e) {
     return e.file < file || (e.file == file && end_of(e) <= begin);
   });
   std::vector<std::string> owners;
@@ -281,7 +281,7 @@ ReadChoice ReadProbe::choose(ReadWay asked, io::IoEngine& io, TransferRing& ring
 std::unique_ptr<io::Transfer> ExtentSink::take(const Piece& piece) {
   const Bytes stop = piece.offset + piece.bytes;
   for (; next_ < extents_.size(); ++next_) {
-    const format::ManifestExtent& extent = extents_[next_];
+    const format::ManifestRange& extent = extents_[next_];
     if (extent.file != piece.file || extent.offset >= stop) break;
     const Bytes from = std::max(extent.offset, piece.offset);
     const Bytes to = std::min(end_of(extent), stop);

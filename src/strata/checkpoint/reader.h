@@ -174,7 +174,7 @@ class ReadProbe {
 class ExtentSink : public Sink {
  public:
   // Borrows the extents.
-  explicit ExtentSink(std::span<const format::ManifestExtent> extents) : extents_(extents) {}
+  explicit ExtentSink(std::span<const format::ManifestRange> extents) : extents_(extents) {}
   std::unique_ptr<io::Transfer> take(const Piece& piece) override;
 
  protected:
@@ -182,12 +182,12 @@ class ExtentSink : public Sink {
   virtual void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) = 0;
 
  private:
-  std::span<const format::ManifestExtent> extents_;
+  std::span<const format::ManifestRange> extents_;
   std::size_t next_ = 0;
 };
 
 // Where an extent ends in its file.
-inline Bytes end_of(const format::ManifestExtent& extent) {
+inline Bytes end_of(const format::ManifestRange& extent) {
   return extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
 }
 

@@ -16,9 +16,9 @@ constexpr RingOptions kWholeRing{2, 4_MiB};
 
 }  // namespace
 
-FileLayout::FileLayout(std::string name, std::vector<FilePart> parts) : name_(std::move(name)) {
+FileLayout::FileLayout(std::string name, std::vector<TensorRange> parts) : name_(std::move(name)) {
   std::vector<format::TensorSpec> specs;
-  for (const FilePart& part : parts) {
+  for (const TensorRange& part : parts) {
     // For other readers of the file: one kind a prefix.
     const bool value = part.kind == format::kValue;
     specs.push_back(
@@ -37,11 +37,11 @@ FileLayout::FileLayout(std::string name, std::vector<FilePart> parts) : name_(st
   }
 }
 
-std::vector<format::ManifestExtent> FileLayout::extents(std::span<const std::string> kinds,
-                                                        std::size_t file) const {
-  std::vector<format::ManifestExtent> extents;
+std::vector<format::ManifestRange> FileLayout::extents(std::span<const std::string> kinds,
+                                                       std::size_t file) const {
+  std::vector<format::ManifestRange> extents;
   for (std::size_t i = 0; i < parts_.size(); ++i) {
-    const FilePart& part = parts_[i];
+    const TensorRange& part = parts_[i];
     const auto kind = std::ranges::find(kinds, part.kind);
     STRATA_ASSERT(kind != kinds.end());
     extents.push_back({part.tensor, static_cast<std::size_t>(kind - kinds.begin()), part.dtype,
@@ -68,7 +68,7 @@ void FileLayout::fill(Bytes offset, std::span<std::byte> target, const FillPart&
                                        offsets_.begin());
   if (next > 0) --next;  // it may reach into the range
   for (; next < parts_.size() && offsets_[next] < end; ++next) {
-    const FilePart& part = parts_[next];
+    const TensorRange& part = parts_[next];
     const Bytes begin = offsets_[next];
     const Bytes low = std::max(begin, offset);
     const Bytes high = std::min(begin + bytes_of(part.end - part.begin, part.dtype), end);
@@ -127,10 +127,10 @@ void FileWriter::write(Source& source, TransferRing& ring) {
   next.reset();
 }
 
-format::ManifestPart FileWriter::finish(std::span<const std::string> kinds) {
+format::RankManifest FileWriter::finish(std::span<const std::string> kinds) {
   STRATA_ASSERT(part_.files.size() == layouts_.size());
   for (std::size_t i = 0; i < layouts_.size(); ++i) {
-    for (const format::ManifestExtent& extent : layouts_[i]->extents(kinds, i))
+    for (const format::ManifestRange& extent : layouts_[i]->extents(kinds, i))
       part_.extents.push_back(extent);
   }
   return std::move(part_);
@@ -163,7 +163,7 @@ class HostFile final : public WholeFile {
 
  private:
   void open(std::size_t part) {
-    const FilePart& entry = layout_.parts()[part];
+    const TensorRange& entry = layout_.parts()[part];
     const WholeTensor& tensor = tensors_[entry.tensor];
     const auto kind = std::ranges::find(
         tensor.kinds, entry.kind, [](const auto& k) -> const auto& { return k.first; });
@@ -186,8 +186,8 @@ class HostFile final : public WholeFile {
 
 // The layouts of values, and of what is kept beside them.
 std::vector<FileLayout> layouts_of(std::span<const WholeTensor> tensors) {
-  std::vector<FilePart> values;
-  std::vector<FilePart> kept;
+  std::vector<TensorRange> values;
+  std::vector<TensorRange> kept;
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     const format::ManifestTensor& tensor = tensors[t].tensor;
     const std::optional<Numel> numel = format::checked_numel(tensor.shape);

@@ -26,7 +26,7 @@
 namespace strata::checkpoint {
 
 // Elements [begin, end) of a tensor of the manifest.
-struct FilePart {
+struct TensorRange {
   std::size_t tensor = 0;
   std::string name;  // in the file; a kind other than a value goes before it
   std::string kind;
@@ -40,15 +40,15 @@ struct FilePart {
 // A safetensors file as it will be. Immutable.
 class FileLayout {
  public:
-  FileLayout(std::string name, std::vector<FilePart> parts);
+  FileLayout(std::string name, std::vector<TensorRange> parts);
 
   const std::string& name() const { return name_; }
   Bytes bytes() const { return bytes_; }
   // In the order of the file.
-  const std::vector<FilePart>& parts() const { return parts_; }
+  const std::vector<TensorRange>& parts() const { return parts_; }
   // The same, `file` being its place in a manifest. Numbers of kinds are places in `kinds`.
-  std::vector<format::ManifestExtent> extents(std::span<const std::string> kinds,
-                                              std::size_t file) const;
+  std::vector<format::ManifestRange> extents(std::span<const std::string> kinds,
+                                             std::size_t file) const;
 
   // Brings bytes [at, at + target.size()) of a part, or begins to.
   using FillPart = std::function<void(std::size_t part, Bytes at, std::span<std::byte> target)>;
@@ -60,8 +60,8 @@ class FileLayout {
   std::string name_;
   std::string head_;
   Bytes bytes_;
-  std::vector<FilePart> parts_;  // by offset
-  std::vector<Bytes> offsets_;   // of the parts
+  std::vector<TensorRange> parts_;  // by offset
+  std::vector<Bytes> offsets_;      // of the parts
 };
 
 // A whole file, in pieces of one size. Subclasses bring the bytes.
@@ -90,14 +90,14 @@ class FileWriter {
   // checksums (blocks_of()).
   void write(Source& source, TransferRing& ring);
   // The files and extents, for a manifest with these kinds. Once.
-  format::ManifestPart finish(std::span<const std::string> kinds);
+  format::RankManifest finish(std::span<const std::string> kinds);
 
  private:
   struct File;
   io::FolderCalls& calls_;
   std::vector<const FileLayout*> layouts_;
   std::vector<std::unique_ptr<File>> files_;  // null: written
-  format::ManifestPart part_;
+  format::RankManifest part_;
 };
 
 // The smallest multiple of `buffer` that is whole blocks of checksums of all the files.

@@ -50,8 +50,8 @@ struct PairPiece {
   std::size_t pair = 0;
   Numel begin;
   Numel end;
-  const ElementRun* a = nullptr;
-  const ElementRun* b = nullptr;
+  const ElementRange* a = nullptr;
+  const ElementRange* b = nullptr;
 };
 
 // The pieces of both, each pair in one buffer.
@@ -68,8 +68,8 @@ class PairSource final : public checkpoint::Source {
       run_a_ = run_b_ = 0;
     }
     if (pair_ == pairs_.size()) return false;
-    const ElementRun& a = run_at(pairs_[pair_].a->runs, run_a_);
-    const ElementRun& b = run_at(pairs_[pair_].b->runs, run_b_);
+    const ElementRange& a = run_at(pairs_[pair_].a->runs, run_a_);
+    const ElementRange& b = run_at(pairs_[pair_].b->runs, run_b_);
     const Numel most(half_ / std::max(size_of(a.dtype), size_of(b.dtype)));
     pieces_.push_back({pair_, at_, std::min({a.end, b.end, at_ + most}), &a, &b});
     at_ = pieces_.back().end;
@@ -99,12 +99,12 @@ class PairSource final : public checkpoint::Source {
   }
 
  private:
-  const ElementRun& run_at(const std::vector<ElementRun>& runs, std::size_t& run) const {
+  const ElementRange& run_at(const std::vector<ElementRange>& runs, std::size_t& run) const {
     while (runs[run].end <= at_) ++run;
     return runs[run];
   }
   std::unique_ptr<io::Transfer> read(const io::File& file, const PairPiece& pair,
-                                     const ElementRun& run, std::span<std::byte> target) {
+                                     const ElementRange& run, std::span<std::byte> target) {
     return io_.read(file, run.offset + bytes_of(pair.begin - run.begin, run.dtype), target);
   }
 
@@ -157,7 +157,8 @@ Bytes bytes_to_read(std::span<const ComparedTensor> pairs) {
   for (const ComparedTensor& pair : pairs) {
     if (!pair.compared) continue;
     for (const auto* tensor : {pair.a, pair.b}) {
-      for (const ElementRun& run : tensor->runs) total += bytes_of(run.end - run.begin, run.dtype);
+      for (const ElementRange& run : tensor->runs)
+        total += bytes_of(run.end - run.begin, run.dtype);
     }
   }
   return total;

@@ -30,7 +30,7 @@ DType dtype_in(const format::ManifestTensor& tensor, const ConsolidationOptions&
 // Casts the elements of extents and writes them to where their tensors lie.
 class CastWriter final : public checkpoint::ExtentSink {
  public:
-  CastWriter(std::span<const format::ManifestExtent> extents,
+  CastWriter(std::span<const format::ManifestRange> extents,
              std::span<const std::optional<std::size_t>> place_of,
              std::span<const format::TensorSpec> specs, format::ShardedWriter& writer,
              checkpoint::TransferRing& ring, Progress& progress)
@@ -103,14 +103,14 @@ class CastWriter final : public checkpoint::ExtentSink {
   };
 
   void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
-    const format::ManifestExtent& e = extents_[extent];
+    const format::ManifestRange& e = extents_[extent];
     const std::size_t tensor = *place_of_[e.tensor];
     cast_.give(tensor, specs_[tensor].dtype, e.begin + Numel(at / size_of(e.dtype)), bytes,
                e.dtype);
     writing_.pump();
   }
 
-  std::span<const format::ManifestExtent> extents_;
+  std::span<const format::ManifestRange> extents_;
   std::span<const std::optional<std::size_t>> place_of_;
   std::span<const format::TensorSpec> specs_;
   Progress& progress_;
@@ -132,7 +132,7 @@ class Consolidation {
         write_ring_(options.ring, ledger) {
     place_of_.resize(manifest_.tensors.size());
     for (std::size_t t = 0; t < manifest_.tensors.size(); ++t) choose(t);
-    for (const format::ManifestExtent& extent : manifest_.extents) {
+    for (const format::ManifestRange& extent : manifest_.extents) {
       if (extent.kind == 0 && place_of_[extent.tensor]) {
         check_cast(extent);
         extents_.push_back(extent);
@@ -159,7 +159,7 @@ class Consolidation {
     specs_.push_back({tensor.name, dtype_in(tensor, options_), tensor.shape});
   }
 
-  void check_cast(const format::ManifestExtent& extent) const {
+  void check_cast(const format::ManifestRange& extent) const {
     const format::TensorSpec& spec = specs_[*place_of_[extent.tensor]];
     const bool fits =
         extent.dtype == spec.dtype || (is_floating(extent.dtype) && is_floating(spec.dtype));
@@ -172,7 +172,7 @@ class Consolidation {
 
   std::vector<checkpoint::FileRange> ranges() const {
     std::vector<checkpoint::FileRange> result;
-    for (const format::ManifestExtent& extent : extents_) {
+    for (const format::ManifestRange& extent : extents_) {
       const Bytes end = checkpoint::end_of(extent);
       const bool near = !result.empty() && result.back().file == extent.file &&
                         result.back().offset + result.back().bytes + kGapRead >= extent.offset;
@@ -234,7 +234,7 @@ class Consolidation {
   checkpoint::CheckpointFiles files_;
   std::vector<std::optional<std::size_t>> place_of_;  // by the manifest's tensor, in specs_
   std::vector<format::TensorSpec> specs_;
-  std::vector<format::ManifestExtent> extents_;  // that are written, by file and offset
+  std::vector<format::ManifestRange> extents_;  // that are written, by file and offset
   std::optional<format::ShardedWriter> writer_;
   // Transfers end before the writer does.
   checkpoint::TransferRing read_ring_;

@@ -223,7 +223,7 @@ Inspection count_contents(const format::Manifest& manifest) {
     count_tensor(tensor, count_of_role(result, tensor.role));
   }
   for (const std::string& kind : manifest.kinds) result.kinds.push_back({kind, {}, {}, {}});
-  for (const format::ManifestExtent& extent : manifest.extents) {
+  for (const format::ManifestRange& extent : manifest.extents) {
     KindCount& kind = result.kinds[extent.kind];
     const Numel elements = extent.end - extent.begin;
     kind.stored_as[std::string(name_of(extent.dtype))] += elements;

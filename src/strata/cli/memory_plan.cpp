@@ -55,8 +55,8 @@ engine::UpdateRule rule_of(const engine::Config& config, std::vector<std::string
   return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
 }
 
-// Remarks on settings that are planned with a default, and that a framework will fill in.
-void note_open(const engine::Config& config, std::vector<std::string>& remarks) {
+// ConfigFindings on settings that are planned with a default, and that a framework will fill in.
+void record_open(const engine::Config& config, std::vector<std::string>& remarks) {
   for (const engine::OpenSetting& setting : config.open) {
     if (setting.path == "bf16.enabled" || setting.path == "fp16.enabled") {
       remarks.push_back(fmt::format(
@@ -87,8 +87,8 @@ std::vector<plan::ParamSpec> specs_of(const NamedModel& model, const engine::Con
 }
 
 // Without a given size of the device, no value has to leave it.
-void note_unbounded(const engine::Config& config, const PlanRequest& request,
-                    std::vector<std::string>& remarks) {
+void log_unbounded(const engine::Config& config, const PlanRequest& request,
+                   std::vector<std::string>& remarks) {
   if (!config.offload.automatic || config.offload.device_budget) return;
   if (!request.job.on_gpus) {
     remarks.emplace_back(
@@ -180,10 +180,10 @@ MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
   engine::Config own = engine::Config::parse(engine::canonical_text(document.json));
   plan.stage = own.zero.stage;
   const engine::UpdateRule rule = rule_of(own, plan.remarks);
-  note_open(own, plan.remarks);
+  record_open(own, plan.remarks);
   complete_batch(own, request.job.world_size, plan.remarks);
   plan.ranks_of_host = forecast::ranks_of_a_host(request.job);
-  note_unbounded(own, request, plan.remarks);
+  log_unbounded(own, request, plan.remarks);
   plan.tensors = model.params.size();
   for (const plan::ParamSpec& spec : specs_of(model, own)) {
     plan.elements += spec.numel();

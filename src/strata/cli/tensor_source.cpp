@@ -69,7 +69,7 @@ void TensorSource::open_training(const std::string& path, bool kinds) {
                         {}});
   };
   for (std::size_t t = 0; t < manifest.tensors.size(); ++t) add(t, 0);
-  for (const format::ManifestExtent& extent : manifest.extents) {
+  for (const format::ManifestRange& extent : manifest.extents) {
     add(extent.tensor, extent.kind);
     const auto found = place.find({extent.tensor, extent.kind});
     if (found == place.end()) continue;
@@ -77,7 +77,7 @@ void TensorSource::open_training(const std::string& path, bool kinds) {
     tensor.runs.push_back({extent.file, extent.offset, extent.dtype, extent.begin, extent.end});
     if (extent.kind != 0) tensor.dtype = extent.dtype;
   }
-  for (SourceTensor& tensor : tensors_) std::ranges::sort(tensor.runs, {}, &ElementRun::begin);
+  for (SourceTensor& tensor : tensors_) std::ranges::sort(tensor.runs, {}, &ElementRange::begin);
 }
 
 void TensorSource::open_safetensors(const std::string& path) {

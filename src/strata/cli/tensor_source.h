@@ -16,7 +16,7 @@
 namespace strata::cli {
 
 // Elements [begin, end) of a tensor, as `dtype` at `offset` of a file.
-struct ElementRun {
+struct ElementRange {
   std::size_t file = 0;
   Bytes offset;
   DType dtype = DType::kFloat32;
@@ -31,7 +31,7 @@ struct SourceTensor {
   Numel numel;
   DType dtype = DType::kFloat32;  // a value's: in which the model computes
   std::vector<std::string> aliases;
-  std::vector<ElementRun> runs;  // by begin; they cover the tensor
+  std::vector<ElementRange> runs;  // by begin; they cover the tensor
 };
 
 class TensorSource {

@@ -22,14 +22,14 @@ namespace strata::comm {
 // data beside a control plane begin each operation with it, so several of them may share one
 // control plane. `what`: equal on ranks that do the same. Returns every rank's `number`, by rank;
 // numbers are below 2^52.
-std::vector<std::uint64_t> meet(Collectives& control, const std::string& what, RankNames names,
-                                std::uint64_t number = 0);
+std::vector<std::uint64_t> agree_on_operation(Collectives& control, const std::string& what,
+                                              RankNames names, std::uint64_t number = 0);
 
 // The text that different_operations() takes for a rank that does `what`: `what`, or its departure.
-std::string told_of(const Collectives& collectives, const std::string& what);
+std::string description_of(const Collectives& collectives, const std::string& what);
 
 // The first rank whose text is not empty; `texts` by rank. Absent: all are empty.
-std::optional<std::size_t> first_to_say(std::span<const std::string> texts);
+std::optional<std::size_t> first_text(std::span<const std::string> texts);
 
 // The text of the Error that `step` threw, for the other ranks; empty: it threw none.
 template <typename Step>
@@ -44,7 +44,6 @@ std::string error_of(Step&& step) {
 
 // `errors`: by rank; empty: that rank can do the step. CommError, alike on every rank, that names
 // the first rank that cannot do `what` ("reach the others").
-void require_that_all_can(std::span<const std::string> errors, std::string_view what,
-                          RankNames names);
+void agree_all_can(std::span<const std::string> errors, std::string_view what, RankNames names);
 
 }  // namespace strata::comm

@@ -23,11 +23,11 @@
 // barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
 // barrier. If other code than the engine can write slices, finish_gathers() follows the gathers.
 //
-// Shard groups. Things may be sharded inside groups of consecutive ranks, shard_place().count each,
-// and held alike by every group (grouped_collectives). Then slices, gathers and "my slice" are
-// those of this rank's group, and a reduction still adds up the contributions of all ranks of the
-// world; ranks that hold the same slice, its replicas, get the same bits. rank() and world_size(),
-// roots, texts and errors are those of the world, always.
+// Shard groups. Things may be sharded inside groups of consecutive ranks, shard_position().count
+// each, and held alike by every group (grouped_collectives). Then slices, gathers and "my slice"
+// are those of this rank's group, and a reduction still adds up the contributions of all ranks of
+// the world; ranks that hold the same slice, its replicas, get the same bits. rank() and
+// world_size(), roots, texts and errors are those of the world, always.
 //
 // Device memory: an operation runs after the work that the device's compute stream held when the
 // operation was started. wait() makes that stream wait, not the host; "complete" below means this.
@@ -152,7 +152,7 @@ class Collectives {
   int rank() const { return rank_; }
   const Traits& traits() const { return traits_; }
   int world_size() const { return traits_.world_size; }
-  const ShardPlace& shard_place() const { return traits_.place; }
+  const ShardPosition& shard_position() const { return traits_.place; }
 
   // Local, not a collective; peers find the buffer by its name when they first read it. `name` is
   // unique among this rank's living buffers.
@@ -179,8 +179,8 @@ class Collectives {
   // later. Local.
   virtual void unmap_freed() {}
 
-  // If ShardPlace::parts is more than 1: copies the parts that other ranks own into these slices of
-  // mine. They are complete when this returns, as works are; group_barrier() has yet to come.
+  // If ShardPosition::parts is more than 1: copies the parts that other ranks own into these slices
+  // of mine. They are complete when this returns, as works are; group_barrier() has yet to come.
   virtual void complete_slices(std::span<const SliceMap> /*slices*/) {}
 
   // Sums in fp32 in the order of ranks, so that the bits are the same in every run (gloo and NCCL

@@ -18,9 +18,9 @@ Traits grouped_traits(const Traits& inside, const Traits& across, Slices slices)
   Traits traits;
   traits.world_size = size * replicas;
   traits.place = slices == Slices::kReplicated
-                     ? ShardPlace{inside.place.index, size, across.place.index, replicas, 1}
-                     : ShardPlace{inside.place.index * replicas + across.place.index,
-                                  size * replicas, 0, 1, replicas};
+                     ? ShardPosition{inside.place.index, size, across.place.index, replicas, 1}
+                     : ShardPosition{inside.place.index * replicas + across.place.index,
+                                     size * replicas, 0, 1, replicas};
   traits.one_sided = inside.one_sided;
   traits.deterministic = inside.deterministic && across.deterministic;
   traits.sums_in_fp32 = inside.sums_in_fp32;  // what the replicas add up is fp32 by then

@@ -1,5 +1,5 @@
 // The promises of collectives to their users, as plain values: of each kind alone, and of two that
-// are combined. Collectives return them; the choice of transports (carriers.h) and the forecast
+// are combined. Collectives return them; the choice of transports (transports.h) and the forecast
 // predict them by the same functions. Pure; any thread.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace strata::comm {
 
 // The position of this rank among the ranks over which a thing is sharded: its shard group.
-struct ShardPlace {
+struct ShardPosition {
   int index = 0;   // of this rank's slice
   int count = 1;   // slices of a thing, ranks of a group
   int group = 0;   // that this rank belongs to
@@ -20,7 +20,7 @@ struct ShardPlace {
 
   int held_index() const { return index / parts; }
   int held_count() const { return count / parts; }
-  bool operator==(const ShardPlace&) const = default;
+  bool operator==(const ShardPosition&) const = default;
 };
 
 // Ranks of several shard groups hold the same slices. Each owns all of a slice, or a part of it
@@ -29,7 +29,7 @@ enum class Slices : std::uint8_t { kReplicated, kSecondary };
 
 struct Traits {
   int world_size = 1;
-  ShardPlace place{};
+  ShardPosition place{};
   bool one_sided = true;           // a gather needs no other rank's call
   bool deterministic = true;       // sums run in the order of ranks: the same bits in every run
   bool sums_in_fp32 = true;        // contributions of 16 bits are widened before they are added up

@@ -80,7 +80,7 @@ void CpuGrowableMemory::release() {
   charge_ = memory::Charge(ledger_, memory::Tier::kDevice, kind_, Bytes());
 }
 
-SharedPiece CpuGrowableMemory::piece(std::size_t index) const {
+SharedHandle CpuGrowableMemory::piece(std::size_t index) const {
   STRATA_ASSERT(file_.valid());
   const Piece& piece = pieces_.at(index);
   return {FileDescriptor(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0)), piece.offset, piece.bytes};

@@ -33,7 +33,7 @@ class CpuGrowableMemory final : public GrowableMemory {
   void grow_to(Bytes bytes) override;
   void release() override;
   std::size_t pieces() const override { return pieces_.size(); }
-  SharedPiece piece(std::size_t index) const override;
+  SharedHandle piece(std::size_t index) const override;
 
  private:
   struct Piece {

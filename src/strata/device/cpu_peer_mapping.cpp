@@ -27,7 +27,7 @@ CpuPeerMapping::~CpuPeerMapping() {
   ::munmap(range_.data(), range_.size());
 }
 
-void CpuPeerMapping::add(SharedPiece piece) {
+void CpuPeerMapping::add(SharedHandle piece) {
   STRATA_ASSERT((mapped_ + piece.bytes).size() <= range_.size());
   void* const at = range_.data() + mapped_.size();
   if (::mmap(at, piece.bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,

@@ -18,7 +18,7 @@ class CpuPeerMapping final : public PeerMapping {
   const std::byte* base() const override { return range_.data(); }
   Bytes mapped() const override { return mapped_; }
   std::size_t pieces() const override { return pieces_; }
-  void add(SharedPiece piece) override;
+  void add(SharedHandle piece) override;
 
  private:
   std::span<std::byte> range_;  // reserved without access

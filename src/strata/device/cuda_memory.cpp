@@ -158,7 +158,7 @@ std::byte* CudaGrowableMemory::base() {
   return as_pointer(base_);
 }
 
-SharedPiece CudaGrowableMemory::piece(std::size_t index) const {
+SharedHandle CudaGrowableMemory::piece(std::size_t index) const {
   const Piece& piece = pieces_.at(index);
   const CudaContext::Scope scope(*pool_.context);
   const CudaDriver& cuda = pool_.context->driver();
@@ -249,7 +249,7 @@ const std::byte* CudaPeerMapping::base() const {
   return as_pointer(base_);
 }
 
-void CudaPeerMapping::add(SharedPiece piece) {
+void CudaPeerMapping::add(SharedHandle piece) {
   STRATA_ASSERT(mapped_ + piece.bytes <= reserved_);
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();

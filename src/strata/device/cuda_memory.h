@@ -89,7 +89,7 @@ class CudaGrowableMemory final : public GrowableMemory {
   void grow_to(Bytes bytes) override;
   void release() override;
   std::size_t pieces() const override { return pieces_.size(); }
-  SharedPiece piece(std::size_t index) const override;
+  SharedHandle piece(std::size_t index) const override;
 
  private:
   struct Piece {
@@ -120,7 +120,7 @@ class CudaPeerMapping final : public PeerMapping {
   const std::byte* base() const override;
   Bytes mapped() const override { return mapped_; }
   std::size_t pieces() const override { return handles_.size(); }
-  void add(SharedPiece piece) override;
+  void add(SharedHandle piece) override;
 
  private:
   std::shared_ptr<const CudaContext> context_;

@@ -57,7 +57,7 @@ class GrowableMemory {
   // For memory of Device::reserve_shared(): the number of pieces that back it so far, and one of
   // them for a peer to map.
   virtual std::size_t pieces() const = 0;
-  virtual SharedPiece piece(std::size_t index) const = 0;
+  virtual SharedHandle piece(std::size_t index) const = 0;
 };
 
 class Event {

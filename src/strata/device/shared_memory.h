@@ -15,7 +15,7 @@
 namespace strata::device {
 
 // A part of one rank's shared memory: `bytes` of the file, from `offset` on.
-struct SharedPiece {
+struct SharedHandle {
   FileDescriptor descriptor;
   Bytes offset;
   Bytes bytes;
@@ -28,7 +28,7 @@ class PeerMapping {
   virtual const std::byte* base() const = 0;
   virtual Bytes mapped() const = 0;
   virtual std::size_t pieces() const = 0;
-  virtual void add(SharedPiece piece) = 0;
+  virtual void add(SharedHandle piece) = 0;
 };
 
 // Keeps host memory registered with the driver.

@@ -34,8 +34,8 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
                                            std::span<const plan::ParamSpec> params,
                                            const plan::ModelPlan& plan,
                                            const std::string& settings) {
-  require_same_text(*collectives, "configuration", settings);
-  require_same_text(*collectives, "model", plan::describe(params, plan));
+  agree_on_text(*collectives, "configuration", settings);
+  agree_on_text(*collectives, "model", plan::describe(params, plan));
   return collectives;
 }
 
@@ -58,17 +58,17 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       gatherer_(weights_.units(), weights_.shards(), *collectives_, *device_, views, recorder_,
                 {options.max_live, options.prefetch, options.max_live_is_hard,
                  fetched_together(options, plan.scopes, weights_.units()),
-                 options.refresh_late.value_or(device_->runs_ahead()), options.max_reuse}),
+                 options.gather_lazily.value_or(device_->runs_ahead()), options.max_reuse}),
       reducer_(weights_.units(), *collectives_, *device_, recorder_,
                reducer_options(options, plan, weights_, *collectives_, *device_)),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
-      shards_(weights_, reducer_.shards(), collectives_->shard_place().index),
+      shards_(weights_, reducer_.shards(), collectives_->shard_position().index),
       optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
                                 *stores_.states, recorder_)),
       update_(weights_, gatherer_, recorder_, *collectives_, *device_),
       unfreezing_(weights_, reducer_, shards_, optimizer_.get(), *collectives_),
-      parking_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_, *device_,
-               pass_) {
+      state_offload_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_,
+                     *device_, pass_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
 }
 
@@ -88,7 +88,7 @@ void Engine::prepare() {
 }
 
 void Engine::weights_changed(bool complete) {
-  parking_.require_all("loading weights");
+  state_offload_.require_all("loading weights");
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
   update_.complete_slices(Changed::kAll);
@@ -103,7 +103,7 @@ void Engine::weights_changed(bool complete) {
   }
   InitReport::Phase phase(init_report_, "all-gather", whole);
   collectives_->barrier();  // every rank's shards are written before any rank reads them
-  gatherer_.refresh_whole(Changed::kAll, /*late=*/false);
+  gatherer_.gather_whole(Changed::kAll, /*late=*/false);
   device_->compute_stream().synchronize();
   phase.moved(whole);
   pass_.weights_loaded();
@@ -115,7 +115,7 @@ void Engine::gather_early(std::span<const int> units) {
 }
 
 void Engine::adopt_flat(std::span<const int> params) {
-  parking_.require_all("setting weights");
+  state_offload_.require_all("setting weights");
   std::vector<int> units;
   for (const int param : params) {
     const Unit& unit = weights_.unit_of(param);
@@ -138,7 +138,7 @@ void Engine::require_usable() {
 
 void Engine::begin_forward() {
   require_usable();
-  parking_.require_weights("a forward");
+  state_offload_.require_weights("a forward");
   trace_.begin_step(recorder_);
   recorder_.begin_phase(Activity::kForwardPass);
   stores_.advance();
@@ -147,7 +147,7 @@ void Engine::begin_forward() {
 
 void Engine::begin_backward(bool boundary, bool synchronise) {
   require_usable();
-  parking_.require_for_backward("backward()");
+  state_offload_.require_for_backward("backward()");
   pass_.require_backward_may_begin();
   recorder_.begin_phase(Activity::kBackwardPass);
   const bool reduces = synchronise && !options_.reduce_at_boundary;
@@ -193,9 +193,9 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
         "step() was called on an engine without an optimizer; give initialize() an optimizer, or "
         "an 'optimizer' section in the configuration");
   require_usable();
-  parking_.require_all("step()");
+  state_offload_.require_all("step()");
   pass_.require_gradients();
-  settle_step();
+  finish_step();
   // First, since gathers of what will change must be over when the others hear from this rank.
   gatherer_.invalidate(Changed::kTrainable);
   recorder_.begin_phase(Activity::kUpdate);
@@ -219,11 +219,11 @@ void Engine::update_weights(std::span<const GroupScalars> groups, const Gradient
   }
 }
 
-void Engine::settle_step() {
+void Engine::finish_step() {
   if (!check_.failed_late()) return;
   optimizer_->forget_step();
   try {
-    check_.tell_late();
+    check_.notify_late();
   } catch (const NumericsError&) {
     pass_.drop_gradients();
     throw;

@@ -40,7 +40,7 @@
 #include "strata/engine/record/step_trace.h"
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
-#include "strata/engine/state_parking.h"
+#include "strata/engine/state_offload.h"
 #include "strata/engine/unfreezing.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
@@ -87,8 +87,8 @@ class Engine {
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
   // Throws UsageError if an update or a load has failed half-way, with no load since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
-  StateParking& parking() { return parking_; }      // lends the memory of states for a while
-  Unfreezing& unfreezing() { return unfreezing_; }  // after settle_step()
+  StateOffload& parking() { return state_offload_; }  // lends the memory of states for a while
+  Unfreezing& unfreezing() { return unfreezing_; }    // after finish_step()
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
@@ -122,7 +122,7 @@ class Engine {
   std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
   void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }
   // Makes the optimizer forget the last step if the device skipped it. Throws that step's error.
-  void settle_step();
+  void finish_step();
   void zero_gradients();  // drops this rank's of the step so far, which may follow all the same
   void forget_step() {    // the step so far does not count: another one begins
     reducer_.drop_gradients();
@@ -137,7 +137,7 @@ class Engine {
   // finished. With `wait`, if something is offloaded, the first call measures the limits of the
   // links.
   std::optional<StepReport> step_report(bool wait = true) {
-    return make_step_report(recorder_, wait, collectives_->shard_place().held_count(), &links_);
+    return make_step_report(recorder_, wait, collectives_->shard_position().held_count(), &links_);
   }
   const StepTrace& trace() const { return trace_; }
   void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
@@ -169,7 +169,7 @@ class Engine {
   WeightUpdate update_;
   PassState pass_;
   Unfreezing unfreezing_;
-  StateParking parking_;
+  StateOffload state_offload_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };
 

@@ -21,10 +21,10 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   EngineOptions options;
   options.stage = config.zero.stage;
   options.reduce_at_boundary = config.strata.reduce_at == ReduceAt::kBoundary;
-  if (config.strata.refresh_at != RefreshAt::kAuto) {
-    options.refresh_late = config.strata.refresh_at == RefreshAt::kForward;
+  if (config.strata.refresh_at != LazyGather::kAuto) {
+    options.gather_lazily = config.strata.refresh_at == LazyGather::kForward;
   } else if (config.zero.overlap_comm == false) {
-    options.refresh_late = false;
+    options.gather_lazily = false;
   }
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
@@ -34,7 +34,7 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
                     offload.staging};
   options.weights = {offload.param, offload.param_tiers(), offload.param_folders,
                      bytes_of(offload.param_staging, dtype)};
-  for (offload::StatePlace* const place : {&options.states, &options.weights}) {
+  for (offload::StatePlacement* const place : {&options.states, &options.weights}) {
     place->asked = place->budget;
     place->budget = std::max(kLeastStaging, place->budget);
     place->io = offload.io;
@@ -125,7 +125,7 @@ void StepControl::abandon_backward() noexcept {
 
 void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {
   engine_.parking().require_for_backward("reading a gradient");
-  engine_.settle_step();
+  engine_.finish_step();
   const ShardedOptimizer* const optimizer = engine_.optimizer();
   engine_.gradient_check().read(unit, half_precision_,
                                 optimizer != nullptr && optimizer->takes_late_scale(), take);

@@ -19,8 +19,8 @@ void Unfreezing::train(std::span<const int> params) {
     names.push_back(fmt::format("'{}' in group {}", spec.name, spec.group));
   }
   try {
-    require_same_text(collectives_, "list of unfrozen parameter",
-                      fmt::format("{}", fmt::join(names, "\n")));
+    agree_on_text(collectives_, "list of unfrozen parameter",
+                  fmt::format("{}", fmt::join(names, "\n")));
   } catch (const CommError& error) {
     throw CommError(
         fmt::format("this rank has unfrozen parameters (requires_grad, or add_param_group) and "
@@ -28,8 +28,8 @@ void Unfreezing::train(std::span<const int> params) {
                     "do it on every rank before the same forward; found here: {}; {}",
                     fmt::join(names, ", "), error.what()));
   }
-  together(collectives_, "making room to train parameters that were frozen",
-           [&] { make_room(params); });
+  agree_after(collectives_, "making room to train parameters that were frozen",
+              [&] { make_room(params); });
 }
 
 void Unfreezing::make_room(std::span<const int> params) {

@@ -23,13 +23,13 @@ void WeightUpdate::run(ShardedOptimizer& optimizer, std::span<const GroupScalars
     bring_new_shards();
   } catch (...) {
     // The gathers under way copy shards of a failed update. Their errors would hide the cause.
-    FirstError().attempt([this] { gatherer_.abandon_refresh(); });
+    FirstError().attempt([this] { gatherer_.abandon_lazy_gather(); });
     throw;
   }
 }
 
 bool WeightUpdate::fetches_ahead() const {
-  const comm::ShardPlace place = collectives_.shard_place();
+  const comm::ShardPosition place = collectives_.shard_position();
   return device_.runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
          collectives_.traits().one_sided;
 }
@@ -71,14 +71,14 @@ std::exception_ptr WeightUpdate::update_shards(ShardedOptimizer& optimizer,
   const std::vector<std::vector<int>> rounds = plan_rounds(order);
   std::size_t round = 0;
   std::size_t updated = 0;  // of this round
-  const auto note_updated = [&](int /*unit*/) {
+  const auto record_updated = [&](int /*unit*/) {
     if (round == rounds.size() || ++updated < rounds[round].size()) return;
     updated = 0;
     collectives_.group_barrier();
     gatherer_.fetch_first(rounds[round++]);
   };
   try {
-    run_recorded(optimizer, recorder_, groups, scale, first, note_updated);
+    run_recorded(optimizer, recorder_, groups, scale, first, record_updated);
   } catch (const CommError&) {
     throw;  // the others know already
   } catch (...) {
@@ -96,7 +96,8 @@ std::exception_ptr WeightUpdate::update_shards(ShardedOptimizer& optimizer,
 void WeightUpdate::agree_on(const std::exception_ptr& mine) {
   try {
     if (collectives_.world_size() > 1) {
-      agree(collectives_, "updating the weights", mine != nullptr ? failure_of(mine) : Failure());
+      agree_on_outcome(collectives_, "updating the weights",
+                       mine != nullptr ? failure_of(mine) : Failure());
     }
   } catch (...) {
     if (mine == nullptr) throw;
@@ -108,7 +109,7 @@ void WeightUpdate::bring_new_shards() {
   try {
     complete_slices(Changed::kTrainable);
     collectives_.group_barrier();  // every shard is new before any rank gathers
-    gatherer_.refresh_whole(Changed::kTrainable, /*late=*/true);
+    gatherer_.gather_whole(Changed::kTrainable, /*late=*/true);
   } catch (const CommError&) {
     throw;  // the others know already
   } catch (const std::exception& error) {
@@ -118,7 +119,7 @@ void WeightUpdate::bring_new_shards() {
 }
 
 void WeightUpdate::complete_slices(std::span<const int> units) {
-  if (collectives_.shard_place().parts == 1) return;
+  if (collectives_.shard_position().parts == 1) return;
   std::vector<comm::SliceMap> slices;
   for (const int index : units) slices.push_back(unit(index).slices);
   collectives_.complete_slices(slices);

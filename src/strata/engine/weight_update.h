@@ -39,7 +39,7 @@ class WeightUpdate {
            const GradientScale& scale);
 
   // Collective: copies the parts of these units' slices that other ranks own to this rank's copies
-  // of them (ShardPlace::parts).
+  // of them (ShardPosition::parts).
   void complete_slices(std::span<const int> units);
   void complete_slices(Changed changed);
 

@@ -17,7 +17,7 @@ DType most_common_dtype(std::span<const plan::ParamSpec> params) {
   return most == elements.end() ? DType::kFloat32 : most->first;
 }
 
-void add_tier(offload::StatePlace& place, std::optional<memory::Tier> tier) {
+void add_tier(offload::StatePlacement& place, std::optional<memory::Tier> tier) {
   if (tier && !place.uses(*tier)) place.others.push_back(*tier);
 }
 

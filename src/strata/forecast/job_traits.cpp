@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/comm/carriers.h"
+#include "strata/comm/transports.h"
 
 namespace strata::forecast {
 
@@ -22,7 +22,7 @@ comm::Traits traits_of_job(const engine::Config& config, const Job& job) {
   const bool one_host = job.world_size <= host;
   const int size = config.shard_group_size(job.world_size);
   const int groups = job.world_size / size;
-  const comm::CarrierSettings settings = config.strata.carriers;
+  const comm::TransportSettings settings = config.strata.transports;
   comm::Traits inside =
       traits_of(choose_inside(settings, {size, one_host || host % size == 0}, job.on_gpus), size,
                 job.on_gpus);

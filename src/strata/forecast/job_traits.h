@@ -1,5 +1,5 @@
 // The traits of the collectives that would carry the bytes of a job that does not run
-// (comm/carriers.h). The functions assume that a probe of the transports' speeds would not change
+// (comm/transports.h). The functions assume that a probe of the transports' speeds would not change
 // "auto". Threads: any. Errors: UsageError for an invalid number of ranks; ConfigError if shard
 // groups are uneven, or if "peer" would have to reach another host.
 #pragma once

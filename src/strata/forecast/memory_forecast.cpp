@@ -41,7 +41,7 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   options.trace.clear();
   NoViews views;
   const std::shared_ptr<comm::Collectives> collectives = make_dry_collectives(traits, device);
-  engine::cap_staging(options, params, plan, training.rule, collectives->shard_place().count);
+  engine::cap_staging(options, params, plan, training.rule, collectives->shard_position().count);
   const offload::MadeStores stores =
       offload::make_dry_stores(options.states, options.weights, *device);
   engine::Engine engine(params, plan, options, training.rule, "", collectives, device,

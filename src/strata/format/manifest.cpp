@@ -35,7 +35,7 @@ bool is_plain_file_name(std::string_view name) {
 }
 
 std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offset) {
-  for (const ManifestExtent& extent : manifest.extents) {
+  for (const ManifestRange& extent : manifest.extents) {
     const Bytes end = extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
     if (extent.file != file || offset < extent.offset || offset >= end) continue;
     return fmt::format("tensor {} ({})", in_quotes(manifest.tensors[extent.tensor].name),
@@ -44,10 +44,10 @@ std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offs
   return "the header or the space between tensors";
 }
 
-void append(Manifest& manifest, ManifestPart part) {
+void append(Manifest& manifest, RankManifest part) {
   const std::size_t before = manifest.files.size();
   for (ManifestFile& file : part.files) manifest.files.push_back(std::move(file));
-  for (ManifestExtent& extent : part.extents) {
+  for (ManifestRange& extent : part.extents) {
     extent.file += before;
     manifest.extents.push_back(extent);
   }

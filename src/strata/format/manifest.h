@@ -58,7 +58,7 @@ struct ManifestFile {
 inline constexpr std::string_view kValue = "value";
 
 // Elements [begin, end) of a tensor, flattened, as `dtype` at `offset` of a file.
-struct ManifestExtent {
+struct ManifestRange {
   std::size_t tensor = 0;
   std::size_t kind = 0;  // of Manifest::kinds
   DType dtype = DType::kFloat32;
@@ -66,7 +66,7 @@ struct ManifestExtent {
   Bytes offset;
   Numel begin;
   Numel end;
-  bool operator==(const ManifestExtent&) const = default;
+  bool operator==(const ManifestRange&) const = default;
 };
 
 struct Manifest {
@@ -81,7 +81,7 @@ struct Manifest {
   std::vector<std::string> kinds;  // kValue first
   std::vector<ManifestTensor> tensors;
   std::vector<ManifestFile> files;
-  std::vector<ManifestExtent> extents;  // by file and offset
+  std::vector<ManifestRange> extents;  // by file and offset
 };
 
 inline constexpr std::string_view kManifestName = "manifest.json";
@@ -97,13 +97,13 @@ Manifest parse_manifest(std::string_view text, std::string_view path);
 Manifest read_manifest(const std::string& folder);
 
 // The files and extents that one rank wrote, for the rank that makes the manifest of all.
-struct ManifestPart {
+struct RankManifest {
   std::vector<ManifestFile> files;
-  std::vector<ManifestExtent> extents;  // file: place in `files`
+  std::vector<ManifestRange> extents;  // file: place in `files`
 };
-std::string to_text(const ManifestPart& part);
-ManifestPart parse_manifest_part(std::string_view text);
-void append(Manifest& manifest, ManifestPart part);
+std::string to_text(const RankManifest& part);
+RankManifest parse_manifest_part(std::string_view text);
+void append(Manifest& manifest, RankManifest part);
 
 // The owner of a file's byte at `offset`, for messages: "tensor 'lm_head.weight' (exp_avg)", or
 // "the header".

@@ -46,7 +46,7 @@ void check_names(const Manifest& manifest, std::string_view path) {
   }
 }
 
-void check_extent(const Manifest& manifest, const ManifestExtent& extent, std::string_view path) {
+void check_extent(const Manifest& manifest, const ManifestRange& extent, std::string_view path) {
   if (extent.tensor >= manifest.tensors.size() || extent.kind >= manifest.kinds.size() ||
       extent.file >= manifest.files.size()) {
     fail(path, "an extent is of a tensor, kind or file that is not there");
@@ -72,8 +72,8 @@ void check_extent(const Manifest& manifest, const ManifestExtent& extent, std::s
 // One behind the other in a file, and one behind the other in a tensor.
 void check_cover(const Manifest& manifest, std::string_view path) {
   std::map<std::pair<std::size_t, std::size_t>, std::vector<std::pair<Numel, Numel>>> parts;
-  const ManifestExtent* before = nullptr;
-  for (const ManifestExtent& extent : manifest.extents) {
+  const ManifestRange* before = nullptr;
+  for (const ManifestRange& extent : manifest.extents) {
     if (before != nullptr && before->file == extent.file &&
         before->offset + bytes_of(before->end - before->begin, before->dtype) > extent.offset) {
       fail(path, fmt::format("extents overlap in file {} at {}",
@@ -110,7 +110,7 @@ void check_manifest(const Manifest& manifest, std::string_view path) {
   if (manifest.world_size < 1 || manifest.stage < 0 || manifest.stage > 3)
     fail(path, fmt::format("a world size of {} at stage {}", manifest.world_size, manifest.stage));
   check_names(manifest, path);
-  for (const ManifestExtent& extent : manifest.extents) check_extent(manifest, extent, path);
+  for (const ManifestRange& extent : manifest.extents) check_extent(manifest, extent, path);
   check_cover(manifest, path);
 }
 

@@ -128,7 +128,7 @@ ManifestFile file_from(const Json& json, std::string_view path) {
           BlockChecksums(Bytes(reader.number("block_bytes")), std::move(sums))};
 }
 
-ManifestExtent extent_from(const Json& row, const Reader& reader) {
+ManifestRange extent_from(const Json& row, const Reader& reader) {
   constexpr std::size_t kColumns = 7;
   if (!row.is_array() || row.size() != kColumns) reader.fail("has an extent that is no row of 7");
   const auto number = [&](std::size_t i) { return reader.as_number(row[i], "extents"); };
@@ -200,9 +200,9 @@ Json files_json(std::span<const ManifestFile> files) {
   return list;
 }
 
-Json extents_json(std::span<const ManifestExtent> extents) {
+Json extents_json(std::span<const ManifestRange> extents) {
   Json list = Json::array();
-  for (const ManifestExtent& e : extents) {
+  for (const ManifestRange& e : extents) {
     list.push_back(Json::array({e.tensor, e.kind, safetensors_name_of(e.dtype), e.file,
                                 e.offset.value, e.begin.value, e.end.value}));
   }
@@ -211,14 +211,14 @@ Json extents_json(std::span<const ManifestExtent> extents) {
 
 }  // namespace
 
-std::string to_text(const ManifestPart& part) {
+std::string to_text(const RankManifest& part) {
   return Json{{"files", files_json(part.files)}, {"extents", extents_json(part.extents)}}.dump();
 }
 
-ManifestPart parse_manifest_part(std::string_view text) {
+RankManifest parse_manifest_part(std::string_view text) {
   const Json json = Json::parse(text);
   const Reader reader(json, "a rank's part", "");
-  ManifestPart part;
+  RankManifest part;
   for (const Json& entry : reader.array("files")) part.files.push_back(file_from(entry, ""));
   for (const Json& row : reader.array("extents")) part.extents.push_back(extent_from(row, reader));
   return part;

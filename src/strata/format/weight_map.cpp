@@ -34,7 +34,7 @@ bool castable(DType from, DType to) {
   return from == to || (is_floating(from) && is_floating(to));
 }
 
-[[noreturn]] void fail_piece(const ParamSources& param, const SourcePiece& piece,
+[[noreturn]] void fail_piece(const ParamSources& param, const SourceRange& piece,
                              std::string_view problem, Numel begin, Numel numel, Numel room) {
   throw UsageError(fmt::format(
       "the sources of a parameter do not fit it: {}: parameter={} source={} begin={} numel={} "
@@ -60,7 +60,7 @@ Numel numel_of(const ParamSources& param) {
 }
 
 // The copy that a piece asks for, its tensor being found and of the right shape.
-RangeCopy copy_of(const ParamSources& param, const SourcePiece& piece,
+RangeCopy copy_of(const ParamSources& param, const SourceRange& piece,
                   const CheckpointTensor& source, Numel param_numel) {
   const Numel rest = source.info.numel - piece.source_begin;
   const Numel numel = piece.numel.value_or(rest);
@@ -111,7 +111,7 @@ WeightMap::WeightMap(std::span<const ParamSources> params,
   for (std::size_t p = 0; p < params.size(); ++p) {
     const ParamSources& param = params[p];
     const Numel param_numel = numel_of(param);
-    for (const SourcePiece& piece : param.pieces) {
+    for (const SourceRange& piece : param.pieces) {
       const auto found = number.find(piece.tensor);
       if (found == number.end()) {
         misfits.missing.push_back(in_quotes(piece.tensor));
@@ -176,9 +176,9 @@ std::vector<RangeCopy> WeightMap::intersect(std::span<const ParamRange> ranges) 
   return wanted;
 }
 
-FilePlace WeightMap::end_of(std::size_t param) const {
+FileOffset WeightMap::end_of(std::size_t param) const {
   STRATA_ASSERT(param < copies_.size());
-  FilePlace end;
+  FileOffset end;
   for (const RangeCopy& copy : copies_[param])
     end = std::max(end, {copy.file, copy.offset + bytes_of(copy.numel, copy.source_dtype)});
   return end;

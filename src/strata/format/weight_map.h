@@ -21,7 +21,7 @@
 
 namespace strata::format {
 
-struct SourcePiece {
+struct SourceRange {
   std::string tensor;               // its name in the checkpoint
   std::vector<std::int64_t> shape;  // that the whole tensor must have
   Numel destination;                // first element of the parameter that the piece fills
@@ -33,7 +33,7 @@ struct ParamSources {
   std::string name;
   std::vector<std::int64_t> shape;
   DType dtype = DType::kFloat32;
-  std::vector<SourcePiece> pieces;
+  std::vector<SourceRange> pieces;
 };
 
 // Elements [begin, end) of a parameter, by its place in the list that the map was made from.
@@ -56,10 +56,10 @@ struct RangeCopy {
 };
 
 // A place in the checkpoint, in the order of reading.
-struct FilePlace {
+struct FileOffset {
   std::size_t file = 0;
   Bytes offset;
-  auto operator<=>(const FilePlace&) const = default;
+  auto operator<=>(const FileOffset&) const = default;
 };
 
 class WeightMap {
@@ -72,7 +72,7 @@ class WeightMap {
   // forward.
   std::vector<RangeCopy> intersect(std::span<const ParamRange> ranges) const;
   // Behind the last byte that the parameter takes; the beginning where it takes none.
-  FilePlace end_of(std::size_t param) const;
+  FileOffset end_of(std::size_t param) const;
   // Tensors of the checkpoint that no piece names, in the checkpoint's order.
   const std::vector<std::string>& unused() const { return unused_; }
 

@@ -9,7 +9,7 @@
 namespace strata::io {
 namespace {
 
-constexpr std::size_t kSpare = 64;  // for other code that opens files meanwhile
+constexpr std::size_t kEvictable = 64;  // for other code that opens files meanwhile
 
 std::size_t open_descriptors() {
   std::size_t count = 0;
@@ -26,7 +26,7 @@ void allow_descriptors(std::size_t more) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   const rlim_t wanted =
-      std::min(limit.rlim_max, static_cast<rlim_t>(open_descriptors() + more + kSpare));
+      std::min(limit.rlim_max, static_cast<rlim_t>(open_descriptors() + more + kEvictable));
   if (limit.rlim_cur >= wanted) return;
   limit.rlim_cur = wanted;
   ::setrlimit(RLIMIT_NOFILE, &limit);

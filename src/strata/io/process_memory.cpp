@@ -120,7 +120,7 @@ ProcessMemory::ProcessMemory(const std::string& text) {
   parts_.resize(offer.parts);
   read_whole(pid_, offer.parts_at, std::as_writable_bytes(std::span(parts_)));
   Bytes offset;
-  for (const MemoryPart& part : parts_) {
+  for (const MemoryRange& part : parts_) {
     offsets_.push_back(offset);
     offset += Bytes(static_cast<std::int64_t>(part.bytes));
   }
@@ -135,7 +135,7 @@ std::int64_t ProcessMemory::read_at(int /*fd*/, std::span<std::byte> target, Byt
   std::size_t wanted = target.size();
   for (auto i = static_cast<std::size_t>(after - offsets_.begin());
        i <= parts_.size() && i > 0 && wanted > 0 && count < kMostParts; ++i) {
-    const MemoryPart& part = parts_[i - 1];
+    const MemoryRange& part = parts_[i - 1];
     const std::size_t skipped = offset > offsets_[i - 1] ? (offset - offsets_[i - 1]).size() : 0;
     if (skipped >= part.bytes) continue;
     const std::size_t taken = std::min<std::size_t>(part.bytes - skipped, wanted);

@@ -25,7 +25,7 @@
 namespace strata::io {
 
 // A part's address in the process that offers it.
-struct MemoryPart {
+struct MemoryRange {
   std::uint64_t address;
   std::uint64_t bytes;
 };
@@ -47,7 +47,7 @@ class OfferedMemory {
 
  private:
   std::array<std::uint64_t, 2> key_;  // shows readers that it is this process
-  std::vector<MemoryPart> parts_;
+  std::vector<MemoryRange> parts_;
   bool permitted_ = false;
 };
 
@@ -72,7 +72,7 @@ class ProcessMemory final : public SystemCalls {
 
  private:
   pid_t pid_ = 0;
-  std::vector<MemoryPart> parts_;
+  std::vector<MemoryRange> parts_;
   std::vector<Bytes> offsets_;  // of the parts
   std::optional<File> file_;    // that of the system for this memory: what errors name
 };

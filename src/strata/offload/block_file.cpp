@@ -43,8 +43,8 @@ class StripedBlockFile final : public BlockFile {
   void expect_memory(std::span<std::byte> memory) override {
     registration_ = io_->register_memory(memory);
   }
-  std::vector<DriveWear> wear() const override {
-    std::vector<DriveWear> wear;
+  std::vector<DriveWrites> wear() const override {
+    std::vector<DriveWrites> wear;
     for (const DriveFile& file : files_) wear.push_back(file.wear());
     return wear;
   }

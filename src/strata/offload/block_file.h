@@ -33,7 +33,7 @@ class BlockFile {
   // engine.
   virtual void expect_memory(std::span<std::byte> /*memory*/) {}
   // One entry for each folder in which the file lies.
-  virtual std::vector<DriveWear> wear() const { return {}; }
+  virtual std::vector<DriveWrites> wear() const { return {}; }
 };
 
 // Makes a file at this path, which only its owner may read. Transfers bypass the page cache where

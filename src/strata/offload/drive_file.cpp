@@ -37,7 +37,7 @@ void DriveFile::shrink(Bytes size) noexcept {
   size_ = std::min(size_, size);
 }
 
-DriveWear DriveFile::wear() const {
+DriveWrites DriveFile::wear() const {
   const std::filesystem::path place(folder_ != nullptr ? folder_->path() : file_.path());
   return {place.parent_path().string(), written_};
 }

@@ -29,7 +29,7 @@ class DriveFile {
   void grow(Bytes size);
   void note_written(Bytes bytes) { written_ += bytes; }
   // Counted for the folder that users named: the parent of the rank's own folder.
-  DriveWear wear() const;
+  DriveWrites wear() const;
   // Gives back the space beyond; no transfer is under way there.
   void shrink(Bytes size) noexcept;
 

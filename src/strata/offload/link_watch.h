@@ -35,7 +35,8 @@ class LinkWatch {
   // Calls `wait`, which makes the compute stream wait for such copies.
   virtual void await_copies(const Call& wait) { wait(); }
   // A drive has completed a transfer.
-  virtual void note_transfer(Link /*link*/, Bytes /*bytes*/, const io::TransferTimes& /*times*/) {}
+  virtual void record_transfer(Link /*link*/, Bytes /*bytes*/, const io::TransferTimes& /*times*/) {
+  }
 };
 
 }  // namespace strata::offload

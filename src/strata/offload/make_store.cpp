@@ -46,7 +46,7 @@ std::shared_ptr<StateStore> memory_store(memory::Tier tier, device::Device& devi
 
 // One store, or one of several tiers. `on_drive` makes that one.
 template <typename OnDrive>
-std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& device,
+std::shared_ptr<StateStore> store_of(const StatePlacement& place, device::Device& device,
                                      const OnDrive& on_drive) {
   std::vector<std::shared_ptr<StateStore>> stores;
   const auto add = [&](memory::Tier tier) {
@@ -62,14 +62,14 @@ std::shared_ptr<StateStore> store_of(const StatePlace& place, device::Device& de
 
 // Makes both stores. `file_of` makes the BlockFile of a placement on drives.
 template <typename FileOf>
-MadeStores stores_of(const StatePlace& states, const StatePlace& weights, device::Device& device,
-                     const FileOf& file_of) {
+MadeStores stores_of(const StatePlacement& states, const StatePlacement& weights,
+                     device::Device& device, const FileOf& file_of) {
   Bytes budget;
-  for (const StatePlace* place : {&states, &weights}) {
+  for (const StatePlacement* place : {&states, &weights}) {
     if (place->uses(memory::Tier::kNvme)) budget += place->budget;
   }
   std::shared_ptr<StagingArena> arena;
-  const auto make = [&](const StatePlace& place) {
+  const auto make = [&](const StatePlacement& place) {
     return store_of(place, device, [&]() -> std::shared_ptr<StateStore> {
       NvmeStoreOptions options;
       options.file = file_of(place);
@@ -87,14 +87,14 @@ MadeStores stores_of(const StatePlace& states, const StatePlace& weights, device
 
 }  // namespace
 
-MadeStores make_stores(const StatePlace& states, const StatePlace& weights, device::Device& device,
-                       int rank) {
+MadeStores make_stores(const StatePlacement& states, const StatePlacement& weights,
+                       device::Device& device, int rank) {
   std::string remark;
   const auto say = [&](const std::string& text) {
     if (text.empty() || remark.find(text) != std::string::npos) return;
     remark += (remark.empty() ? "" : "; ") + text;
   };
-  MadeStores made = stores_of(states, weights, device, [&](const StatePlace& place) {
+  MadeStores made = stores_of(states, weights, device, [&](const StatePlacement& place) {
     std::vector<std::unique_ptr<SwapFolder>> folders;
     for (const std::string& path : place.folders) {
       folders.push_back(std::make_unique<SwapFolder>(path, rank));
@@ -108,13 +108,13 @@ MadeStores make_stores(const StatePlace& states, const StatePlace& weights, devi
   return made;
 }
 
-MadeStores make_dry_stores(const StatePlace& states, const StatePlace& weights,
+MadeStores make_dry_stores(const StatePlacement& states, const StatePlacement& weights,
                            device::Device& device) {
-  StatePlace dry_states = states;
-  StatePlace dry_weights = weights;
+  StatePlacement dry_states = states;
+  StatePlacement dry_weights = weights;
   dry_states.verify = dry_weights.verify = false;
   return stores_of(dry_states, dry_weights, device,
-                   [](const StatePlace&) { return std::make_unique<DryFile>(); });
+                   [](const StatePlacement&) { return std::make_unique<DryFile>(); });
 }
 
 }  // namespace strata::offload

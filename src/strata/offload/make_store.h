@@ -14,7 +14,7 @@
 namespace strata::offload {
 
 // The placement of optimizer states between steps.
-struct StatePlace {
+struct StatePlacement {
   memory::Tier tier = memory::Tier::kDevice;  // of blocks that name none
   std::vector<memory::Tier> others;           // that blocks name
   // For drives: existing folders, one on each drive, and the bytes of host memory to stage through.
@@ -38,12 +38,12 @@ struct MadeStores {
 
 // Stores that use a drive stage through one arena, with the sum of their budgets: each may use the
 // room that the other does not need.
-MadeStores make_stores(const StatePlace& states, const StatePlace& weights, device::Device& device,
-                       int rank);
+MadeStores make_stores(const StatePlacement& states, const StatePlacement& weights,
+                       device::Device& device, int rank);
 
 // For a forecast's device, which computes nothing: the stores hold the same memory, and touch no
 // drive.
-MadeStores make_dry_stores(const StatePlace& states, const StatePlace& weights,
+MadeStores make_dry_stores(const StatePlacement& states, const StatePlacement& weights,
                            device::Device& device);
 
 }  // namespace strata::offload

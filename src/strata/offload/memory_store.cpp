@@ -9,7 +9,7 @@
 #include "strata/base/error.h"
 #include "strata/memory/byte_budget.h"
 #include "strata/memory/host_buffer.h"
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 #include "strata/offload/pinned_memory.h"
 
 namespace strata::offload {
@@ -61,7 +61,7 @@ memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& bu
 struct MemoryStore::Buffer {
   memory::Kind kind;
   std::unique_ptr<device::Memory> memory;  // null: parked
-  std::unique_ptr<ParkedCopy> parked = nullptr;
+  std::unique_ptr<OffloadedCopy> parked = nullptr;
   Bytes bytes = {};
 };
 
@@ -158,8 +158,8 @@ Bytes MemoryStore::size_of(BlockId block) const {
   return block_of(block)->size;
 }
 
-std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_together(std::span<const Part> parts,
-                                                                Access /*access*/) {
+std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_all(std::span<const Part> parts,
+                                                           Access /*access*/) {
   require_apart(parts);
   for (const Part& part : parts) require_fetchable(*block_of(part.block), part);
   std::vector<std::unique_ptr<Lease>> leases;
@@ -173,23 +173,23 @@ std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_together(std::span<const 
 
 void MemoryStore::require_fetchable(const Block& block, const Part& part) const {
   require_part(part, block.name, block.size);
-  if (block.buffer->memory == nullptr) throw_parked(fmt::format("block '{}'", block.name));
+  if (block.buffer->memory == nullptr) throw_offloaded(fmt::format("block '{}'", block.name));
   for (const Part& leased : block.leased) {
     if (leased.overlaps(part)) throw_leased(leased, block.name);
   }
 }
 
-void MemoryStore::park(memory::Kind kind, bool pinned) {
+void MemoryStore::offload_states(memory::Kind kind, bool pinned) {
   if (device_ == nullptr) return;
   for (const auto& block : blocks_) {
     if (block->buffer->kind == kind && !block->leased.empty())
       throw_leased(*block->leased.begin(), block->name);
   }
-  std::vector<std::pair<Buffer*, std::unique_ptr<ParkedCopy>>> copies;
+  std::vector<std::pair<Buffer*, std::unique_ptr<OffloadedCopy>>> copies;
   for (const auto& buffer : buffers_) {
     if (buffer->kind != kind || buffer->memory == nullptr) continue;
     copies.emplace_back(buffer.get(),
-                        std::make_unique<ParkedCopy>(*device_, buffer->bytes, kind, pinned));
+                        std::make_unique<OffloadedCopy>(*device_, buffer->bytes, kind, pinned));
   }
   for (auto& [buffer, copy] : copies) copy->take(buffer->memory->bytes());
   device_->compute_stream().synchronize();
@@ -199,7 +199,7 @@ void MemoryStore::park(memory::Kind kind, bool pinned) {
   }
 }
 
-void MemoryStore::unpark() {
+void MemoryStore::reload_states() {
   for (const auto& buffer : buffers_) {
     if (buffer->parked == nullptr) continue;
     buffer->memory = allocate_(buffer->bytes, buffer->kind);

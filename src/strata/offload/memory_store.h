@@ -44,10 +44,10 @@ class MemoryStore final : public StateStore {
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
   void take_back(std::span<const BlockId> added) noexcept override;
   Bytes size_of(BlockId block) const override;
-  std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
-                                                     Access access) override;
-  void park(memory::Kind kind, bool pinned) override;
-  void unpark() override;
+  std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
+                                                Access access) override;
+  void offload_states(memory::Kind kind, bool pinned) override;
+  void reload_states() override;
   StoreCounts counts() const override { return counts_; }
 
  private:

@@ -71,8 +71,8 @@ Bytes NvmeStore::size_of(BlockId block) const {
   return blocks_->size_of(block);
 }
 
-std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_together(std::span<const Part> parts,
-                                                              Access access) {
+std::vector<std::unique_ptr<Lease>> NvmeStore::fetch_all(std::span<const Part> parts,
+                                                         Access access) {
   require_apart(parts);
   std::vector<Part> staged;
   std::vector<std::unique_ptr<Lease>> leases;

@@ -43,15 +43,15 @@ class NvmeStore final : public StateStore {
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
   void take_back(std::span<const BlockId> added) noexcept override;
   Bytes size_of(BlockId block) const override;
-  std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
-                                                     Access access) override;
+  std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
+                                                Access access) override;
   // StagingArena::lease_share(). While nothing else is leased, one fetch may lease more.
   Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;
   StoreCounts counts() const override;
   void watch(LinkWatch* watch) override;
-  std::vector<DriveWear> wear() const override { return file_->wear(); }
+  std::vector<DriveWrites> wear() const override { return file_->wear(); }
   DriveLimit measure_drives() override;
 
  private:

@@ -50,7 +50,8 @@ class PartCache::Claim {
       if (!place || (*place)->claimed == claimed) continue;
       (*place)->claimed = claimed;
       const auto state = (*place)->state;
-      if (state == kKept || state == kSpare || state == kClaimed) cache_.resident_.rest(*place);
+      if (state == kCached || state == kEvictable || state == kReserved)
+        cache_.resident_.rest(*place);
     }
   }
 
@@ -77,21 +78,21 @@ std::span<std::byte> PartCache::bytes_of(Place place) {
 }
 
 void PartCache::flush() {
-  while (!resident_.in(kSettling).empty()) resident_.finish(resident_.in(kSettling).begin());
+  while (!resident_.in(kDraining).empty()) resident_.finish(resident_.in(kDraining).begin());
   while (!resident_.in(kWriting).empty()) resident_.finish(resident_.in(kWriting).begin());
   if (blocks_->first_failure().empty()) return;
   resident_.take_write_failure();  // this tells it
   throw IoError(blocks_->first_failure());
 }
 
-bool PartCache::give_way(StagingArena::Effort effort) {
+bool PartCache::free_memory(StagingArena::Effort effort) {
   using enum StagingArena::Effort;
-  if (effort == kReadAgain) return expel_farthest();
+  if (effort == kReadAgain) return evict_farthest();
   if (effort == kNone) {
     advance();
-    return drop_spare();
+    return evict_idle();
   }
-  for (const auto state : {kWriting, kSettling}) {
+  for (const auto state : {kWriting, kDraining}) {
     if (resident_.in(state).empty()) continue;
     resident_.finish(resident_.in(state).begin());
     return true;
@@ -99,8 +100,8 @@ bool PartCache::give_way(StagingArena::Effort effort) {
   return false;
 }
 
-bool PartCache::drop_spare() {
-  ResidentParts::List& spare = resident_.in(kSpare);
+bool PartCache::evict_idle() {
+  ResidentParts::List& spare = resident_.in(kEvictable);
   if (spare.empty()) return false;
   const bool stale = round_ == 0 || now_ - spare.front().used > 2 * round_;
   resident_.drop(stale ? spare.begin() : std::prev(spare.end()));
@@ -113,9 +114,9 @@ PartCache::Place PartCache::insert(const Part& part, memory::Extent extent) {
   return place;
 }
 
-bool PartCache::expel_farthest() {
+bool PartCache::evict_farthest() {
   std::optional<Place> farthest;
-  for (const auto state : {kKept, kReading}) {
+  for (const auto state : {kCached, kReading}) {
     ResidentParts::List& list = resident_.in(state);
     for (Place place = list.begin(); place != list.end(); ++place) {
       if (!place->claimed && (!farthest || place->turn > (*farthest)->turn)) farthest = place;
@@ -130,10 +131,10 @@ bool PartCache::expect(const Part& part) {
   if (!blocks_->good(part.block)) return false;
   if (const auto there = resident_.find(part)) {
     const Place place = *there;
-    if (place->expected || place->claimed || place->state == kLent) return false;
+    if (place->expected || place->claimed || place->state == kLeased) return false;
     place->expected = true;
     place->turn = ++turn_;
-    if (place->state == kSpare) resident_.move(place, kKept);
+    if (place->state == kEvictable) resident_.move(place, kCached);
     return true;
   }
   if (!resident_.overlapping(part).empty()) return false;
@@ -155,7 +156,7 @@ void PartCache::forget(const Part& part) {
   if (!there) return;
   (*there)->expected = false;
   resident_.set_ahead(*there, false);
-  if ((*there)->state == kKept) resident_.move(*there, kSpare);
+  if ((*there)->state == kCached) resident_.move(*there, kEvictable);
 }
 
 std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
@@ -179,7 +180,7 @@ std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
     place->expected = false;
     place->used = ++now_;
     resident_.set_ahead(place, false);
-    resident_.move(place, kLent);
+    resident_.move(place, kLeased);
   }
   resident_.counts().parts += static_cast<std::int64_t>(parts.size());
   resident_.counts().parts_ready += ready;
@@ -192,7 +193,7 @@ void PartCache::require_lendable(std::span<const Part> parts) {
   for (const Part& part : parts) {
     blocks_->require_good(part.block);
     for (const Place place : resident_.overlapping(part)) {
-      if (place->state == kLent) throw_leased(place->part, blocks_->name_of(part.block));
+      if (place->state == kLeased) throw_leased(place->part, blocks_->name_of(part.block));
     }
   }
 }
@@ -200,7 +201,8 @@ void PartCache::require_lendable(std::span<const Part> parts) {
 bool PartCache::at_hand(const Part& part) const {
   const auto place = resident_.find(part);
   if (!place) return !blocks_->written(part);
-  return (*place)->state == kClaimed || ((*place)->state == kReading && (*place)->transfer->done());
+  return (*place)->state == kReserved ||
+         ((*place)->state == kReading && (*place)->transfer->done());
 }
 
 // Takes room for the missing parts and starts reading them.
@@ -233,7 +235,7 @@ PartCache::Place PartCache::await(const Part& part) {
     blocks_->require_good(part.block);
     const auto place = resident_.find(part);
     STRATA_ASSERT(place);
-    if ((*place)->state == kClaimed) return *place;
+    if ((*place)->state == kReserved) return *place;
     resident_.finish(*place);
   }
 }
@@ -242,7 +244,7 @@ void PartCache::throw_no_room(std::span<const Part> parts) {
   Bytes wanted;
   for (const Bytes size : sizes_of(parts)) wanted += size;
   Bytes lent;
-  for (const auto& resident : resident_.in(kLent)) lent += Bytes(resident.extent.bytes().size());
+  for (const auto& resident : resident_.in(kLeased)) lent += Bytes(resident.extent.bytes().size());
   throw UsageError(fmt::format(
       "the memory that states on a drive are staged through has no room for what is fetched: {} "
       "wanted beside {} that are leased, of {}; fetch what is needed at once in one call, in parts "

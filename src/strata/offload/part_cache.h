@@ -53,7 +53,7 @@ class PartCache final : public StagingArena::Holder {
 
   void advance() { resident_.advance(); }
   void flush();
-  bool give_way(StagingArena::Effort effort) override;
+  bool free_memory(StagingArena::Effort effort) override;
   StoreCounts counts() { return resident_.counts(); }
   void watch(LinkWatch* watch) { resident_.watch(watch); }
 
@@ -64,8 +64,8 @@ class PartCache final : public StagingArena::Holder {
   void take_room(std::span<const Part> parts, const Claim& claim);
   Place await(const Part& part);
   Place insert(const Part& part, memory::Extent extent);
-  bool drop_spare();
-  bool expel_farthest();
+  bool evict_idle();
+  bool evict_farthest();
   [[noreturn]] void throw_no_room(std::span<const Part> parts);
 
   device::Device& device_;

@@ -25,7 +25,7 @@ ResidentParts::ResidentParts(std::shared_ptr<DriveBlocks> blocks, std::shared_pt
     : blocks_(std::move(blocks)), file_(std::move(file)) {}
 
 ResidentParts::~ResidentParts() {
-  for (Resident& resident : in(kSettling)) {
+  for (Resident& resident : in(kDraining)) {
     try {
       if (resident.event) resident.event->wait();
     } catch (const std::exception&) {
@@ -41,7 +41,7 @@ void ResidentParts::move(Place place, State state) {
 }
 
 ResidentParts::Place ResidentParts::insert(const Part& part, memory::Extent extent) {
-  List& claimed = in(kClaimed);
+  List& claimed = in(kReserved);
   claimed.emplace_back();
   const Place place = std::prev(claimed.end());
   place->part = part;
@@ -86,11 +86,11 @@ std::vector<ResidentParts::Place> ResidentParts::overlapping(const Part& part) c
 
 void ResidentParts::rest(Place place) {
   if (place->claimed) {
-    move(place, kClaimed);
+    move(place, kReserved);
   } else if (place->changed) {
     begin_write(place);
   } else {
-    move(place, place->expected ? kKept : kSpare);
+    move(place, place->expected ? kCached : kEvictable);
   }
 }
 
@@ -155,7 +155,7 @@ void ResidentParts::finish_write(Place place) {
 void ResidentParts::tell(Link link, Place place, const io::Transfer& transfer) {
   if (watch_ == nullptr) return;
   if (const auto times = transfer.times())
-    watch_->note_transfer(link, Bytes(place->extent.bytes().size()), *times);
+    watch_->record_transfer(link, Bytes(place->extent.bytes().size()), *times);
 }
 
 void ResidentParts::finish_work(Place place) {
@@ -171,13 +171,13 @@ void ResidentParts::finish_work(Place place) {
 
 void ResidentParts::settle(Place place, std::unique_ptr<device::Event> event) {
   place->event = std::move(event);
-  move(place, kSettling);
+  move(place, kDraining);
 }
 
 void ResidentParts::finish(Place place) {
   if (place->state == kReading) {
     finish_read(place);
-  } else if (place->state == kSettling) {
+  } else if (place->state == kDraining) {
     finish_work(place);
   } else {
     STRATA_ASSERT(place->state == kWriting);
@@ -187,10 +187,10 @@ void ResidentParts::finish(Place place) {
 
 void ResidentParts::expel(Place place) {
   const Part part = place->part;
-  STRATA_ASSERT(place->state != kLent && !place->claimed);
+  STRATA_ASSERT(place->state != kLeased && !place->claimed);
   place->expected = false;
   for (auto there = find(part); there; there = find(part)) {
-    if ((*there)->state == kKept || (*there)->state == kSpare) {
+    if ((*there)->state == kCached || (*there)->state == kEvictable) {
       drop(*there);
     } else {
       finish(*there);
@@ -199,8 +199,8 @@ void ResidentParts::expel(Place place) {
 }
 
 void ResidentParts::advance() {
-  while (!in(kSettling).empty() && is_done(in(kSettling).front().event.get()))
-    finish_work(in(kSettling).begin());
+  while (!in(kDraining).empty() && is_done(in(kDraining).front().event.get()))
+    finish_work(in(kDraining).begin());
   collect();
 }
 

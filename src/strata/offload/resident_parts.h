@@ -30,15 +30,23 @@ namespace strata::offload {
 
 class ResidentParts {
  public:
-  enum State : std::uint8_t { kReading, kKept, kSpare, kClaimed, kLent, kSettling, kWriting };
+  enum State : std::uint8_t {
+    kReading,
+    kCached,
+    kEvictable,
+    kReserved,
+    kLeased,
+    kDraining,
+    kWriting
+  };
   static constexpr std::size_t kStates = 7;
   struct Resident {
     Part part;
     memory::Extent extent;  // whole pages
-    State state = kClaimed;
-    bool claimed = false;   // is about to be leased: rests in kClaimed
+    State state = kReserved;
+    bool claimed = false;   // is about to be leased: rests in kReserved
     bool changed = false;   // since it was read or written
-    bool expected = false;  // has a predicted use: rests in kKept
+    bool expected = false;  // has a predicted use: rests in kCached
     std::int64_t turn = 0;  // the turn of its predicted use
     std::int64_t used = 0;  // when it was leased last, or came
     bool ahead = false;     // was prefetched, and not leased yet
@@ -57,15 +65,15 @@ class ResidentParts {
   std::optional<Place> find(const Part& part) const;
   std::vector<Place> overlapping(const Part& part) const;
 
-  // The new part is in kClaimed.
+  // The new part is in kReserved.
   Place insert(const Part& part, memory::Extent extent);
   void move(Place place, State state);
   void drop(Place place);
   void set_ahead(Place place, bool ahead);
   // The bytes of prefetched parts that were not leased yet.
   Bytes ahead_bytes() const { return ahead_bytes_; }
-  // No work is under way on the part any more: moves it to kClaimed, begins its write, or moves it
-  // to kKept or kSpare.
+  // No work is under way on the part any more: moves it to kReserved, begins its write, or moves it
+  // to kCached or kEvictable.
   void rest(Place place);
   // Reads the part, or fills it with zeroes if it was never written.
   void fill(Place place);

@@ -72,9 +72,9 @@ std::optional<std::vector<memory::Extent>> StagingArena::try_together(
 }
 
 bool StagingArena::make_way(Effort effort, Holder* asks) {
-  if (asks != nullptr && asks->give_way(effort)) return true;
+  if (asks != nullptr && asks->free_memory(effort)) return true;
   return std::ranges::any_of(
-      holders_, [&](Holder* holder) { return holder != asks && holder->give_way(effort); });
+      holders_, [&](Holder* holder) { return holder != asks && holder->free_memory(effort); });
 }
 
 }  // namespace strata::offload

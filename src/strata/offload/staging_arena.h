@@ -40,7 +40,7 @@ class StagingArena {
     virtual ~Holder() = default;
     // Gives an extent back, or comes one step nearer to that. False: it can do nothing with this
     // effort.
-    virtual bool give_way(Effort effort) = 0;
+    virtual bool free_memory(Effort effort) = 0;
   };
 
   // The arena rounds `budget` down to whole pages and charges it as staging on the host.

@@ -9,14 +9,13 @@
 // Room. A caller fetches all that it holds at once in one call. When no lease is held, a call
 // always succeeds if its leases have at most lease_budget() bytes in all, each rounded up to
 // kPartAlignment. When leases are held already, a call may fail, but never waits for ever.
-// Offloading states. A script can free device memory for other uses: park() moves blocks of one
-// kind from the device to the host, and unpark() brings them back. Blocks on other tiers stay
-// there.
-// Threads: one thread at a time. Ownership: a Lease borrows memory of the store until it is
-// destroyed; leases that are held at the same time do not overlap.
-// Errors: OutOfMemoryError from add_all(); earlier blocks stay unchanged. IoError from fetch() and
-// flush(): the store never lends a block again that it failed to read or write. The next of these
-// calls throws an error of work beside the caller. UsageError.
+// Offloading states. A script can free device memory for other uses: offload_states() moves blocks
+// of one kind from the device to the host, and reload_states() brings them back. Blocks on other
+// tiers stay there. Threads: one thread at a time. Ownership: a Lease borrows memory of the store
+// until it is destroyed; leases that are held at the same time do not overlap. Errors:
+// OutOfMemoryError from add_all(); earlier blocks stay unchanged. IoError from fetch() and flush():
+// the store never lends a block again that it failed to read or write. The next of these calls
+// throws an error of work beside the caller. UsageError.
 #pragma once
 
 #include <cstddef>
@@ -74,10 +73,10 @@ class StateStore {
   virtual Bytes size_of(BlockId block) const = 0;
 
   // Leases all parts or none, in their order.
-  virtual std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
-                                                             Access access) = 0;
+  virtual std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
+                                                        Access access) = 0;
   std::unique_ptr<Lease> fetch(const Part& part, Access access) {
-    return std::move(fetch_together({&part, 1}, access).front());
+    return std::move(fetch_all({&part, 1}, access).front());
   }
   std::unique_ptr<Lease> fetch(BlockId block, Access access) {
     return fetch({block, Bytes(), size_of(block)}, access);
@@ -97,19 +96,19 @@ class StateStore {
   virtual void flush() {}
 
   // Frees the device memory of blocks of this kind before it returns; their content is on the host,
-  // in pinned memory if `pinned`. Until unpark(), a fetch of such a block is a UsageError. Parked
-  // blocks stay parked. Throws OutOfMemoryError, and UsageError if one of the blocks is leased:
-  // nothing has changed then.
-  virtual void park(memory::Kind /*kind*/, bool /*pinned*/) {}
+  // in pinned memory if `pinned`. Until reload_states(), a fetch of such a block is a UsageError.
+  // Parked blocks stay parked. Throws OutOfMemoryError, and UsageError if one of the blocks is
+  // leased: nothing has changed then.
+  virtual void offload_states(memory::Kind /*kind*/, bool /*pinned*/) {}
   // Brings all parked blocks back, with the same bits; their leases may have other addresses than
   // before. Throws OutOfMemoryError: the rest stays parked, and a later call may bring it back.
-  virtual void unpark() {}
+  virtual void reload_states() {}
   virtual StoreCounts counts() const { return {}; }
 
   // --- drives; stores in memory have nothing to report ---
   // The store notifies `watch` of transfers; null ends that.
   virtual void watch(LinkWatch* /*watch*/) {}
-  virtual std::vector<DriveWear> wear() const { return {}; }
+  virtual std::vector<DriveWrites> wear() const { return {}; }
   // Measures the drives in some hundredths of a second, and waits for no transfer under way. Errors
   // as measure_drive() says.
   virtual DriveLimit measure_drives() { return {}; }

@@ -40,7 +40,7 @@ struct StoreCounts {
 };
 
 // All bytes written to a folder since the start, by any caller. These bytes wear the drive.
-struct DriveWear {
+struct DriveWrites {
   std::string folder;
   Bytes written;
 };

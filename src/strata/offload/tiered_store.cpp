@@ -63,8 +63,8 @@ Bytes TieredStore::size_of(BlockId block) const {
   return stores_[place.store]->size_of(place.block);
 }
 
-std::vector<std::unique_ptr<Lease>> TieredStore::fetch_together(std::span<const Part> parts,
-                                                                Access access) {
+std::vector<std::unique_ptr<Lease>> TieredStore::fetch_all(std::span<const Part> parts,
+                                                           Access access) {
   std::vector<std::unique_ptr<Lease>> leases(parts.size());
   for (std::size_t s = 0; s < stores_.size(); ++s) {
     std::vector<Part> there;
@@ -76,7 +76,7 @@ std::vector<std::unique_ptr<Lease>> TieredStore::fetch_together(std::span<const 
       index.push_back(i);
     }
     if (there.empty()) continue;
-    auto lent = stores_[s]->fetch_together(there, access);
+    auto lent = stores_[s]->fetch_all(there, access);
     for (std::size_t i = 0; i < lent.size(); ++i) leases[index[i]] = std::move(lent[i]);
   }
   return leases;
@@ -95,12 +95,12 @@ void TieredStore::flush() {
   for (const auto& store : stores_) store->flush();
 }
 
-void TieredStore::park(memory::Kind kind, bool pinned) {
-  for (const auto& store : stores_) store->park(kind, pinned);
+void TieredStore::offload_states(memory::Kind kind, bool pinned) {
+  for (const auto& store : stores_) store->offload_states(kind, pinned);
 }
 
-void TieredStore::unpark() {
-  for (const auto& store : stores_) store->unpark();
+void TieredStore::reload_states() {
+  for (const auto& store : stores_) store->reload_states();
 }
 
 StoreCounts TieredStore::counts() const {
@@ -113,8 +113,8 @@ void TieredStore::watch(LinkWatch* watch) {
   for (const auto& store : stores_) store->watch(watch);
 }
 
-std::vector<DriveWear> TieredStore::wear() const {
-  std::vector<DriveWear> all;
+std::vector<DriveWrites> TieredStore::wear() const {
+  std::vector<DriveWrites> all;
   for (const auto& store : stores_) std::ranges::move(store->wear(), std::back_inserter(all));
   return all;
 }

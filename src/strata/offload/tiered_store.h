@@ -21,16 +21,16 @@ class TieredStore final : public StateStore {
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
   void take_back(std::span<const BlockId> added) noexcept override;
   Bytes size_of(BlockId block) const override;
-  std::vector<std::unique_ptr<Lease>> fetch_together(std::span<const Part> parts,
-                                                     Access access) override;
+  std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
+                                                Access access) override;
   Bytes lease_budget(BlockId block) const override;
   void advance() override;
   void flush() override;
-  void park(memory::Kind kind, bool pinned) override;
-  void unpark() override;
+  void offload_states(memory::Kind kind, bool pinned) override;
+  void reload_states() override;
   StoreCounts counts() const override;
   void watch(LinkWatch* watch) override;
-  std::vector<DriveWear> wear() const override;
+  std::vector<DriveWrites> wear() const override;
   DriveLimit measure_drives() override;
 
  private:

@@ -38,14 +38,14 @@ void FetchOrder::start_pass() {
   position_ = 0;
 }
 
-void FetchOrder::note_use(int unit) {
+void FetchOrder::record_use(int unit) {
   const int previous = recorded_.empty() ? -1 : recorded_.back();
   if (previous == unit) return;  // a unit in use, used again
   if (recorded_.size() == kRecordedMax) {
     recorded_.erase(recorded_.begin(), recorded_.begin() + kRecordedMax / 2);
   }
   recorded_.push_back(unit);
-  note_left_out(unit);
+  record_skipped(unit);
   if (position_ < expected_.size() && expected_[position_] == unit) {
     ++position_;
   } else {
@@ -53,7 +53,7 @@ void FetchOrder::note_use(int unit) {
   }
 }
 
-void FetchOrder::note_left_out(int unit) {
+void FetchOrder::record_skipped(int unit) {
   const auto index = static_cast<std::size_t>(unit);
   if (used_[index] == first_uses_of_[index]) return;
   ++used_[index];

@@ -31,10 +31,10 @@ class FetchOrder {
   // Records the use of `unit` and moves the position behind it. If another unit was predicted, the
   // position is searched: behind a use of the same two units in a row, or else behind the next use
   // of `unit`. If there is none either, it stays.
-  void note_use(int unit);
+  void record_use(int unit);
 
   // Records, for first_uses() alone, a use of `unit` that this rank could leave out.
-  void note_left_out(int unit);
+  void record_skipped(int unit);
 
   // The units expected next, nearest first (a unit may occur twice).
   std::span<const int> upcoming() const;

@@ -30,10 +30,10 @@ FlatLayout::FlatLayout(std::span<const ParamSpec> model, std::vector<int> param_
   padded_ = align_up(offset, alignment * world_size);
 }
 
-std::vector<ShardPiece> FlatLayout::pieces(int rank) const {
+std::vector<ShardRange> FlatLayout::pieces(int rank) const {
   const Numel begin = shard() * rank;
   const Numel end = begin + shard();
-  std::vector<ShardPiece> result;
+  std::vector<ShardRange> result;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Numel low = std::max(begin, slots_[i].offset);
     const Numel high = std::min(end, slots_[i].end());
@@ -46,7 +46,7 @@ std::vector<ShardPiece> FlatLayout::pieces(int rank) const {
 
 std::vector<ParamSegment> FlatLayout::segments(int rank, std::span<const ParamSpec> model) const {
   std::vector<ParamSegment> result;
-  for (const ShardPiece& piece : pieces(rank)) {
+  for (const ShardRange& piece : pieces(rank)) {
     const Slot& slot = slots_[static_cast<std::size_t>(piece.slot)];
     const int group = model[static_cast<std::size_t>(slot.param)].group;
     const Numel end = piece.shard_offset + (piece.param_end - piece.param_begin);

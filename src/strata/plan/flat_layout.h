@@ -23,7 +23,7 @@ struct Slot {
 };
 
 // Elements [begin, end) of one parameter, and where they start in a shard.
-struct ShardPiece {
+struct ShardRange {
   int slot = 0;  // index into FlatLayout::slots
   Numel param_begin;
   Numel param_end;
@@ -54,7 +54,7 @@ class FlatLayout {
   Bytes shard_bytes() const { return bytes_of(shard(), dtype_); }
 
   // The parts of parameters in rank r's shard, in order; padding left out.
-  std::vector<ShardPiece> pieces(int rank) const;
+  std::vector<ShardRange> pieces(int rank) const;
 
   // Rank r's shard cut by parameter. Padding between two belongs to the segment before it (its
   // values are zero and stay zero), so that neighbours can be updated as one.

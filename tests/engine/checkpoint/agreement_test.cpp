@@ -15,18 +15,18 @@ using ::testing::HasSubstr;
 
 TEST(Agreement, ReturnsWhenNobodyFailed) {
   const auto outcomes =
-      testing::on_ranks(3, [](const auto& ranks) { together(*ranks, "reading", [] {}); });
+      testing::on_ranks(3, [](const auto& ranks) { agree_after(*ranks, "reading", [] {}); });
   EXPECT_THAT(outcomes, Each(""));
 }
 
 TEST(Agreement, OneRanksFailureIsEveryRanksAndNamesIt) {
   const auto outcomes = testing::on_ranks(3, [](const auto& ranks) {
-    EXPECT_THROW(together(*ranks, "reading the weights",
-                          [&] {
-                            if (ranks->rank() == 1) throw IoError("the disk is gone");
-                          }),
+    EXPECT_THROW(agree_after(*ranks, "reading the weights",
+                             [&] {
+                               if (ranks->rank() == 1) throw IoError("the disk is gone");
+                             }),
                  IoError);
-    together(*ranks, "reading the weights", [&] {
+    agree_after(*ranks, "reading the weights", [&] {
       if (ranks->rank() == 1) throw IoError("the disk is gone");
     });
   });
@@ -38,7 +38,7 @@ template <typename Class>
 void expect_class_on_every_rank() {
   const auto outcomes = testing::on_ranks(2, [](const auto& ranks) {
     try {
-      agree(
+      agree_on_outcome(
           *ranks, "reading",
           ranks->rank() == 1 ? failure_of(std::make_exception_ptr(Class("the cause"))) : Failure());
     } catch (const Error& error) {
@@ -64,14 +64,14 @@ TEST(Agreement, CarriesEveryClassOfErrors) {
 
 TEST(Agreement, WhatAllRanksSayIsSaidAsItIs) {
   const auto outcomes = testing::on_ranks(2, [](const auto& ranks) {
-    together(*ranks, "reading", [] { throw FormatError("line one\nline two"); });
+    agree_after(*ranks, "reading", [] { throw FormatError("line one\nline two"); });
   });
   EXPECT_THAT(outcomes, Each("threw: line one\nline two"));
 }
 
 TEST(Agreement, ForeignExceptionsAreErrorsToo) {
   const auto outcomes = testing::on_ranks(2, [](const auto& ranks) {
-    together(*ranks, "reading", [&] {
+    agree_after(*ranks, "reading", [&] {
       if (ranks->rank() == 0) throw std::out_of_range("too far");
     });
   });

@@ -77,7 +77,8 @@ struct TrainedRank {
   std::string wrong(unsigned seed, const std::vector<std::string_view>& of) {
     engine::ShardStates states(*engine);
     for (const engine::Unit& unit : engine->weights().units()) {
-      for (const plan::ShardPiece& piece : unit.layout.pieces(collectives->shard_place().index)) {
+      for (const plan::ShardRange& piece :
+           unit.layout.pieces(collectives->shard_position().index)) {
         const int p = unit.layout.slots()[static_cast<std::size_t>(piece.slot)].param;
         const Numel numel = piece.param_end - piece.param_begin;
         for (const std::string_view kind : of) {

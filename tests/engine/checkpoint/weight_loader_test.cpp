@@ -32,7 +32,7 @@ Bytes load(RankModel& rank, const std::string& path,
            const checkpoint::RingOptions& staging = kSmallRing,
            checkpoint::ReadWay way = checkpoint::ReadWay::kAuto) {
   Bytes read;
-  together(*rank.collectives, "reading the weights", [&] {
+  agree_after(*rank.collectives, "reading the weights", [&] {
     const format::CheckpointIndex checkpoint(path);
     const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
     io::ThreadEngine io;
@@ -281,7 +281,7 @@ TEST(WeightLoaderErrors, AFileThatShrinksAfterItsHeaderWasReadIsAnErrorOnEveryRa
     ranks->barrier();
     io::ThreadEngine io;
     const std::vector<int> params = all_params(rank);
-    together(*ranks, "reading the weights", [&] {
+    agree_after(*ranks, "reading the weights", [&] {
       load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kSmallRing});
     });
   });

@@ -60,9 +60,9 @@ TEST(Config, HasDeepSpeedsDefaults) {
 TEST(Config, HasDefaultsOfItsOwnSection) {
   const StrataConfig s = parsed("{}").strata;
   EXPECT_EQ(s.reduce_at, ReduceAt::kMicroStep);
-  EXPECT_EQ(s.carriers.collectives, comm::CollectivesKind::kAuto);
-  EXPECT_EQ(s.carriers.gather, comm::CarrierKind::kAuto);
-  EXPECT_EQ(s.carriers.reduce, comm::CarrierKind::kAuto);
+  EXPECT_EQ(s.transports.collectives, comm::CollectivesKind::kAuto);
+  EXPECT_EQ(s.transports.gather, comm::TransportKind::kAuto);
+  EXPECT_EQ(s.transports.reduce, comm::TransportKind::kAuto);
   EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
   EXPECT_TRUE(s.wrap.empty());
   EXPECT_EQ(s.init_tier, "auto");
@@ -78,9 +78,9 @@ TEST(Config, ReadsItsOwnSection) {
       "timeout_s": 7.5}})")
                              .strata;
   EXPECT_EQ(s.reduce_at, ReduceAt::kBoundary);
-  EXPECT_EQ(s.carriers.collectives, comm::CollectivesKind::kShm);
-  EXPECT_EQ(s.carriers.gather, comm::CarrierKind::kPeer);
-  EXPECT_EQ(s.carriers.reduce, comm::CarrierKind::kNccl);
+  EXPECT_EQ(s.transports.collectives, comm::CollectivesKind::kShm);
+  EXPECT_EQ(s.transports.gather, comm::TransportKind::kPeer);
+  EXPECT_EQ(s.transports.reduce, comm::TransportKind::kNccl);
   EXPECT_EQ(s.max_live, 512_MiB);
   EXPECT_EQ(s.wrap, std::vector<std::string>{"Block"});
   EXPECT_EQ(s.unit_size, Bytes(1'000'000));

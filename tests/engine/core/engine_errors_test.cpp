@@ -196,7 +196,7 @@ TEST(EngineErrors, WhereNobodyWaitsForTheNormTheNextStepTellsOfGradientsThatAreN
                 AllOf(HasSubstr("the last step"),
                       HasSubstr("unit 'layers.0:bfloat16' in the shard of rank 2")));
     EXPECT_EQ(rank.engine().optimizer()->steps(), 0);
-    rank.engine().settle_step();  // it is said once
+    rank.engine().finish_step();  // it is said once
     train(rank);
     EXPECT_TRUE(rank.engine().step(kGroups, 1.0, false).applied);
     EXPECT_TRUE(std::isfinite(rank.engine().grad_norm()));

@@ -108,10 +108,10 @@ inline plan::ModelBuilder mixed_builder() {
 class Views final : public ParameterViews {
  public:
   Views(std::size_t units, bool can_await)
-      : can_await_(can_await), flat_(units), attached_(units), awaited_(units) {}
+      : can_await_(can_await), flat_(units), attached_(units), pending_(units) {}
   void attach(int unit, std::span<std::byte> flat) override {
     EXPECT_FALSE(attached(unit)) << "unit " << unit;
-    awaited_[static_cast<std::size_t>(unit)] = false;
+    pending_[static_cast<std::size_t>(unit)] = false;
     attached_[static_cast<std::size_t>(unit)] = true;
     flat_[static_cast<std::size_t>(unit)] = flat;
   }
@@ -123,10 +123,10 @@ class Views final : public ParameterViews {
     EXPECT_TRUE(attached(unit)) << "unit " << unit;
     if (!can_await_) return false;
     attached_[static_cast<std::size_t>(unit)] = false;
-    awaited_[static_cast<std::size_t>(unit)] = true;
+    pending_[static_cast<std::size_t>(unit)] = true;
     return true;
   }
-  bool awaited(int unit) const { return awaited_[static_cast<std::size_t>(unit)] != 0; }
+  bool awaited(int unit) const { return pending_[static_cast<std::size_t>(unit)] != 0; }
   bool attached(int unit) const { return attached_[static_cast<std::size_t>(unit)] != 0; }
   std::span<std::byte> flat(int unit) const { return flat_[static_cast<std::size_t>(unit)]; }
 
@@ -135,7 +135,7 @@ class Views final : public ParameterViews {
   std::vector<std::span<std::byte>> flat_;
   // Not vector<bool>: other threads read other units.
   std::vector<char> attached_;
-  std::vector<char> awaited_;
+  std::vector<char> pending_;
 };
 
 struct RankOptions {
@@ -238,7 +238,7 @@ class FakeRank {
   // add() of a tile, which the model computes where the engine says.
   void write(int param, const Values& gradient) {
     const int unit = engine_->weights().unit_of(param).id;
-    const GradientPlace place = engine_->reducer().begin_add(unit, 0);
+    const GradientTarget place = engine_->reducer().begin_add(unit, 0);
     ASSERT_EQ(place.dtype, DType::kFloat32);
     compute_.run([gradient, place] {
       auto* const values = reinterpret_cast<float*>(place.values);

@@ -32,7 +32,7 @@ FakeModel model_of_blocks() {
 RankOptions late_refresh(bool can_await) {
   RankOptions options;
   options.engine.stage = 2;
-  options.engine.refresh_late = true;
+  options.engine.gather_lazily = true;
   options.can_await = can_await;
   return options;
 }

@@ -36,14 +36,14 @@ inline void expect_parked(FakeRank& rank) {
 inline void go_away_and_come_back(FakeRank& rank, bool pinned) {
   const memory::Ledger& ledger = rank.ledger();
   const Bytes on_host = ledger.held(memory::Tier::kHost);
-  StateParking& parking = rank.engine().parking();
-  ASSERT_TRUE(parking.park({.moments = true, .gradients = true}, pinned));
+  StateOffload& parking = rank.engine().parking();
+  ASSERT_TRUE(parking.offload_states({.moments = true, .gradients = true}, pinned));
   EXPECT_EQ(parking.away().text(), "optim_states, lp_grads");
-  ASSERT_TRUE(parking.park(kAllStates, pinned));
-  ASSERT_TRUE(parking.park(kAllStates, pinned));
+  ASSERT_TRUE(parking.offload_states(kAllStates, pinned));
+  ASSERT_TRUE(parking.offload_states(kAllStates, pinned));
   expect_parked(rank);
-  parking.unpark();
-  parking.unpark();
+  parking.reload_states();
+  parking.reload_states();
   EXPECT_FALSE(parking.away().any());
   EXPECT_EQ(ledger.held(memory::Tier::kHost), on_host);
 }

@@ -96,7 +96,7 @@ inline std::string shards_of(FakeRank& rank) {
 }
 
 inline void expect_same_replicas(FakeRank& rank) {
-  const comm::ShardPlace place = rank.collectives().shard_place();
+  const comm::ShardPosition place = rank.collectives().shard_position();
   const std::string mine = shards_of(rank);
   const std::vector<std::string> all = rank.collectives().all_gather_text(mine);
   for (std::size_t r = 0; r < all.size(); ++r) {

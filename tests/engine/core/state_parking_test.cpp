@@ -1,12 +1,11 @@
 // States that leave the device between passes and come back: the bits of training, and the errors
 // of calls while they are away.
-#include "strata/engine/state_parking.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "engine/core/offloaded_cases.h"
 #include "engine/core/parking_cases.h"
+#include "strata/engine/state_offload.h"
 
 namespace strata::engine::fake {
 namespace {
@@ -22,7 +21,7 @@ INSTANTIATE_TEST_SUITE_P(Stages, ParkedSteps, ::testing::Values(0, 1, 2, 3),
                          [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
 
 // States on the host or a drive stay there; the weights of units that stay whole leave the device.
-TEST(StateParking, LeavesAloneWhatRestsElsewhere) {
+TEST(StateOffload, LeavesAloneWhatRestsElsewhere) {
   for (const memory::Tier tier : {memory::Tier::kHost, memory::Tier::kNvme}) {
     const testing::TemporaryFolder folder;
     const FakeModel model(uneven_builder(DType::kBFloat16));
@@ -35,32 +34,32 @@ TEST(StateParking, LeavesAloneWhatRestsElsewhere) {
 }
 
 // Evaluation goes on while only the states that steps need are away.
-TEST(StateParking, LetsForwardAndBackwardRunWithoutOptimizerStates) {
+TEST(StateOffload, LetsForwardAndBackwardRunWithoutOptimizerStates) {
   const FakeModel model(small_builder(DType::kBFloat16));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     RankOptions options;
     options.engine.stage = 3;
     FakeRank rank(model, options, std::move(collectives));
     rank.forward();
-    StateParking& parking = rank.engine().parking();
-    ASSERT_TRUE(parking.park({.moments = true, .masters = true}, true));
+    StateOffload& parking = rank.engine().parking();
+    ASSERT_TRUE(parking.offload_states({.moments = true, .masters = true}, true));
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);
     EXPECT_THAT(
         testing::message_of<UsageError>([&] { rank.engine().step(groups_of(0), 1.0, false); }),
         ::testing::HasSubstr("away are optim_states, hp_params"));
-    parking.unpark();
+    parking.reload_states();
     EXPECT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
   }));
 }
 
-TEST(StateParking, RefusesAUnitInUseAndABackwardPassAndOtherStatesOnOtherRanks) {
+TEST(StateOffload, RefusesAUnitInUseAndABackwardPassAndOtherStatesOnOtherRanks) {
   const FakeModel model(small_builder(DType::kFloat32));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     RankOptions options;
     options.engine.stage = 3;
     FakeRank rank(model, options, std::move(collectives));
-    StateParking& parking = rank.engine().parking();
-    const auto refusal = [&] { parking.park(kAllStates, true); };
+    StateOffload& parking = rank.engine().parking();
+    const auto refusal = [&] { parking.offload_states(kAllStates, true); };
     if (r == 1) rank.gatherer().acquire(0);
     EXPECT_THAT(testing::message_of<UsageError>(refusal), ::testing::HasSubstr("rank 1"));
     if (r == 1) rank.gatherer().release(0);
@@ -71,15 +70,15 @@ TEST(StateParking, RefusesAUnitInUseAndABackwardPassAndOtherStatesOnOtherRanks) 
                 ::testing::HasSubstr("within a backward pass"));
     rank.engine().abandon_backward();
     EXPECT_THAT(testing::message_of<ConfigError>(
-                    [&] { parking.park({.moments = r == 0, .masters = r == 1}, true); }),
+                    [&] { parking.offload_states({.moments = r == 0, .masters = r == 1}, true); }),
                 ::testing::HasSubstr("hp_params"));
-    parking.park(kAllStates, true);
-    parking.unpark();
+    parking.offload_states(kAllStates, true);
+    parking.reload_states();
   }));
 }
 
 // Other memory fills one rank's device when states are to come back.
-TEST(StateParking, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
+TEST(StateOffload, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
   const FakeModel model(small_builder(DType::kBFloat16));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     RankOptions options;
@@ -90,16 +89,16 @@ TEST(StateParking, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);
     ASSERT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
     const std::vector<std::byte> before = rank.weight(0);
-    StateParking& parking = rank.engine().parking();
-    parking.park(kAllStates, true);
+    StateOffload& parking = rank.engine().parking();
+    parking.offload_states(kAllStates, true);
     std::unique_ptr<device::Memory> others;
     if (r == 0)
       others = options.device->allocate(options.device->free_bytes(), memory::Kind::kStaging);
-    EXPECT_THROW(parking.unpark(), OutOfMemoryError);
+    EXPECT_THROW(parking.reload_states(), OutOfMemoryError);
     EXPECT_TRUE(parking.away().any());
     EXPECT_THROW(rank.engine().begin_forward(), UsageError);
     others.reset();
-    parking.unpark();
+    parking.reload_states();
     EXPECT_EQ(rank.weight(0), before);
     rank.forward();
     add_all(rank, all_gradients(model, 1, 0, r), {}, /*boundary=*/true);
@@ -108,18 +107,18 @@ TEST(StateParking, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
 }
 
 // Gradients that are dropped while they are away do not come back.
-TEST(StateParking, ForgetsGradientsThatAreDroppedMeanwhile) {
+TEST(StateOffload, ForgetsGradientsThatAreDroppedMeanwhile) {
   const FakeModel model(small_builder(DType::kFloat32));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     RankOptions options;
     FakeRank rank(model, options, std::move(collectives));
     rank.forward();
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/false);
-    StateParking& parking = rank.engine().parking();
-    parking.park(kAllStates, false);
+    StateOffload& parking = rank.engine().parking();
+    parking.offload_states(kAllStates, false);
     rank.engine().zero_gradients();
     EXPECT_EQ(rank.ledger().held(memory::Tier::kHost, memory::Kind::kGradientShards), 0_B);
-    parking.unpark();
+    parking.reload_states();
     EXPECT_EQ(rank.ledger().held(memory::Tier::kDevice, memory::Kind::kGradientShards), 0_B);
     const std::vector<std::byte> before = rank.weight(0);
     rank.engine().step(groups_of(0), 1.0, false);

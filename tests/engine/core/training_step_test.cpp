@@ -68,7 +68,7 @@ TEST_P(TrainingStep, HasTheBitsOfThePlainLoopWhereWholeWeightsComeBesideTheNextF
     for (const bool can_await : {true, false}) {
       Case c{DType::kBFloat16, world, 2, {}, 1.0};
       c.options.engine.stage = GetParam();
-      c.options.engine.refresh_late = true;
+      c.options.engine.gather_lazily = true;
       c.options.can_await = can_await;
       expect_bits_of_reference(model, c, plain_script(model));
     }

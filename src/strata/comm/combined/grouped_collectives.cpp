@@ -210,7 +210,7 @@ std::span<std::byte> memory_of(const SliceMap& slice, int index) {
 }
 
 void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
-  if (shard_place().parts == 1) return;
+  if (shard_position().parts == 1) return;
   core_->guarded([&] {
     core_->sums().finish_all();
     if (core_->across().traits().one_sided) {
@@ -219,10 +219,10 @@ void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
     }
     std::vector<std::unique_ptr<Work>> works;
     for (const SliceMap& slice : slices) {
-      const Bytes part(slice.slice_bytes.value / shard_place().parts);
-      const Bytes begin = slice.first_offset + slice.stride * shard_place().held_index();
+      const Bytes part(slice.slice_bytes.value / shard_position().parts);
+      const Bytes begin = slice.first_offset + slice.stride * shard_position().held_index();
       works.push_back(core_->across().all_gather({slice.buffer, begin, part, part},
-                                                 memory_of(slice, shard_place().held_index()),
+                                                 memory_of(slice, shard_position().held_index()),
                                                  "complete slices"));
     }
     for (const auto& work : works) work->wait();
@@ -233,7 +233,7 @@ void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
 void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) {
   Bytes total;
   for (const SliceMap& slice : slices)
-    total += Bytes(slice.slice_bytes.value / shard_place().parts);
+    total += Bytes(slice.slice_bytes.value / shard_position().parts);
   Collectives& across = core_->across();
   if (parts_ == nullptr || Bytes(parts_->local().size()) < total) {
     parts_.reset();
@@ -242,10 +242,10 @@ void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) 
   device::Device& device = core_->device();
   Bytes at;
   for (const SliceMap& slice : slices) {
-    const Bytes part(slice.slice_bytes.value / shard_place().parts);
-    const auto own =
-        memory_of(slice, shard_place().held_index())
-            .subspan((part * (shard_place().index % shard_place().parts)).size(), part.size());
+    const Bytes part(slice.slice_bytes.value / shard_position().parts);
+    const auto own = memory_of(slice, shard_position().held_index())
+                         .subspan((part * (shard_position().index % shard_position().parts)).size(),
+                                  part.size());
     device.copy(parts_->local().subspan(at.size(), part.size()), own, device.compute_stream());
     at += part;
   }
@@ -253,9 +253,9 @@ void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) 
   std::vector<std::unique_ptr<Work>> works;
   at = Bytes();
   for (const SliceMap& slice : slices) {
-    const Bytes part(slice.slice_bytes.value / shard_place().parts);
+    const Bytes part(slice.slice_bytes.value / shard_position().parts);
     works.push_back(across.all_gather({parts_.get(), at, Bytes(), part},
-                                      memory_of(slice, shard_place().held_index()),
+                                      memory_of(slice, shard_position().held_index()),
                                       "complete slices"));
     at += part;
   }

@@ -52,7 +52,7 @@ class JointGathers final : public Collectives {
     device_->copy(staging_->local().subspan(offset.size(), gather.source.size()), gather.source,
                   stream);
     stream.synchronize();
-    meet(*inner_, gather.what, names_);
+    agree_on_operation(*inner_, gather.what, names_);
     inner_->all_gather({staging_.get(), offset, Bytes(), slices.slice_bytes}, flat, tag)->wait();
     device_->compute_stream().synchronize();
     return std::make_unique<CompleteWork>();
@@ -114,7 +114,7 @@ class JointGathers final : public Collectives {
 std::shared_ptr<Collectives> make_joint_gathers(std::shared_ptr<Collectives> inner,
                                                 std::shared_ptr<device::Device> device,
                                                 RankNames names) {
-  STRATA_ASSERT(inner->traits().one_sided && inner->shard_place().groups == 1);
+  STRATA_ASSERT(inner->traits().one_sided && inner->shard_position().groups == 1);
   return std::make_shared<JointGathers>(std::move(inner), std::move(device), names);
 }
 

@@ -69,8 +69,8 @@ class SplitCollectives final : public Collectives {
       for (const auto& gather : std::exchange(started_, {})) {
         if (const std::shared_ptr<Work> work = gather.lock()) work->wait();
       }
-      Collectives& carrier = gathers().traits().gathers_on_device ? gathers() : reductions();
-      carrier.all_gather_on_device(all, mine);
+      Collectives& transport = gathers().traits().gathers_on_device ? gathers() : reductions();
+      transport.all_gather_on_device(all, mine);
     });
   }
 
@@ -121,7 +121,7 @@ std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives>
   STRATA_ASSERT(!gathers->traits().one_sided || !reductions->traits().one_sided);
   STRATA_ASSERT(gathers->rank() == reductions->rank() &&
                 gathers->world_size() == reductions->world_size());
-  STRATA_ASSERT(gathers->shard_place().groups == 1 && gathers->shard_place().parts == 1);
+  STRATA_ASSERT(gathers->shard_position().groups == 1 && gathers->shard_position().parts == 1);
   return std::make_unique<SplitCollectives>(std::move(gathers), std::move(reductions));
 }
 

@@ -14,19 +14,19 @@ namespace strata::comm {
 
 constexpr std::size_t kDirectorySlots = 32768;
 
-struct BufferPlace {
+struct BufferRange {
   std::int64_t offset = 0;
   std::int64_t bytes = 0;
-  bool operator==(const BufferPlace&) const = default;
+  bool operator==(const BufferRange&) const = default;
 };
 
 class BufferDirectory {
  public:
   // Owner only. Returns the slot, or nothing when all are in use.
-  std::optional<std::size_t> insert(std::uint64_t id, BufferPlace place);
+  std::optional<std::size_t> insert(std::uint64_t id, BufferRange place);
   void erase(std::size_t slot);
 
-  std::optional<BufferPlace> find(std::uint64_t id) const;
+  std::optional<BufferRange> find(std::uint64_t id) const;
   // Grows with every change: what was found stays true while this stays the same.
   std::uint64_t changes() const { return changes_.load(std::memory_order_acquire); }
 
@@ -38,7 +38,7 @@ class BufferDirectory {
     std::atomic<std::int64_t> bytes{0};
   };
 
-  void write(Slot& slot, std::uint64_t id, BufferPlace place);
+  void write(Slot& slot, std::uint64_t id, BufferRange place);
 
   std::atomic<std::uint64_t> changes_{0};
   std::atomic<std::uint64_t> used_{0};  // slots from here on were never in use

@@ -39,7 +39,7 @@ class RankProcess {
 
  private:
   struct Mapping {
-    BufferPlace place;
+    BufferRange place;
     std::shared_ptr<const memory::MappedMemory> memory;
   };
 

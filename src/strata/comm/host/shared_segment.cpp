@@ -88,7 +88,7 @@ std::unique_ptr<SharedBuffer> SharedSegment::allocate(std::string name, Bytes by
         "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
         rank_));
   }
-  const BufferPlace place{align_up(end_, alignment_of(bytes)).value, bytes.value};
+  const BufferRange place{align_up(end_, alignment_of(bytes)).value, bytes.value};
   grow(fd(), Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment, name);
   end_ = Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment;
   auto memory = std::make_shared<const memory::MappedMemory>(memory::MappedMemory::of_file(
@@ -126,7 +126,7 @@ void SharedSegment::take_pages(std::uint64_t id) const {
 }
 
 // Even while peers have them mapped.
-void SharedSegment::punch(const BufferPlace& place) const {
+void SharedSegment::punch(const BufferRange& place) const {
   if (place.bytes == 0) return;
   ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, place.offset,
               align_up(Bytes(place.bytes), kSmallAlignment).value);

@@ -44,13 +44,13 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
   friend class SegmentBuffer;
   struct Living {
     std::size_t slot;
-    BufferPlace place;
+    BufferRange place;
     std::shared_ptr<const memory::MappedMemory> memory;
   };
 
   void free(std::uint64_t id);
   void take_pages(std::uint64_t id) const;
-  void punch(const BufferPlace& place) const;
+  void punch(const BufferRange& place) const;
 
   int rank_;
   FileDescriptor file_;

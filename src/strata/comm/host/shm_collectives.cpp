@@ -57,7 +57,7 @@ class ShmRankMemory final : public RankMemory {
 
 // A rank that fails takes part in the exchanges all the same, so that every rank gets the error.
 void agree_that_all_succeeded(Bootstrap& bootstrap, const std::string& error, RankNames names) {
-  require_that_all_can(bootstrap.exchange(error), "join through shared memory", names);
+  agree_all_can(bootstrap.exchange(error), "join through shared memory", names);
 }
 
 }  // namespace

@@ -170,7 +170,7 @@ std::optional<PeerBuffers::View> PeerBuffers::look(PeerChannel& channel, const P
     }
     known->second.freed = freed;
     const bool more = !parts->pieces.empty();
-    for (device::SharedPiece& piece : parts->pieces) known->second.pieces->add(std::move(piece));
+    for (device::SharedHandle& piece : parts->pieces) known->second.pieces->add(std::move(piece));
     if (!more) break;
   }
   return View{known->second.pieces->base(), known->second.bytes, known->second.pieces->mapped()};

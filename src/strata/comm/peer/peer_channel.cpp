@@ -59,7 +59,7 @@ PeerChannel::PeerChannel(Collectives& control, Service& service, std::chrono::mi
                                 addresses[r].substr(1)));
   }
   const auto all_can = [&](std::string_view what, const auto& step) {
-    require_that_all_can(control.all_gather_text(error_of(step)), what, names_);
+    agree_all_can(control.all_gather_text(error_of(step)), what, names_);
   };
   all_can("reach the others", [&] { connect_to_peers(addresses); });
   all_can("be reached by the others", [&] { accept_peers(listener.get()); });
@@ -271,7 +271,7 @@ void PeerChannel::reply(const Peer& peer, const Question& question) {
   }
   if (parts->pieces.size() > kPiecesPerReply) parts->pieces.resize(kPiecesPerReply);
   std::vector<int> descriptors;
-  for (const device::SharedPiece& piece : parts->pieces)
+  for (const device::SharedHandle& piece : parts->pieces)
     descriptors.push_back(piece.descriptor.get());
   // One that waits must get an answer, also where the system has no descriptors left to send.
   if (!send_message(peer.socket.get(), parts_line(*parts), descriptors))

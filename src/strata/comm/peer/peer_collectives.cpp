@@ -81,7 +81,7 @@ class PeerCollectives final : public Collectives {
 
   void all_reduce(std::span<double> values, ReduceOp op) override {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
-    link_->meet(what);
+    link_->agree_on_operation(what);
     link_->transfers().synchronize();  // shards may change when all ranks have come here
     link_->controlled(what, [&] { link_->control().all_reduce(values, op); });
   }
@@ -92,7 +92,7 @@ class PeerCollectives final : public Collectives {
 
   void broadcast(std::span<std::byte> bytes, int root) override {
     const std::string what = describe_broadcast(Bytes(bytes.size()), root, world_size());
-    link_->meet(what);
+    link_->agree_on_operation(what);
     if (bytes.empty() || world_size() == 1) return;
     if (link_->device().host_accessible(bytes.data())) {
       link_->controlled(what, [&] { link_->control().broadcast(bytes, root); });
@@ -226,7 +226,7 @@ void PeerCollectives::prove() {
   std::unique_ptr<device::Memory> flat;
   std::vector<std::byte> all(kBytes * static_cast<std::size_t>(world_size()));
   const auto attempt = [&](const auto& step) {
-    require_that_all_can(all_gather_text(error_of(step)), "read its peers' memory", link_->names());
+    agree_all_can(all_gather_text(error_of(step)), "read its peers' memory", link_->names());
   };
   attempt([&] {
     buffer = allocate("proof", Bytes(kBytes));

@@ -100,8 +100,8 @@ std::unique_ptr<Work> PeerInbox::reduce(std::size_t index, const Reduction& redu
                                         std::string_view tag) {
   const Bytes slice = slice_of(index);
   STRATA_ASSERT(bytes_of(Numel(reduction.result.size()), reduction.dtype) == slice);
-  link_->meet(fmt::format("reduction of '{}' ({} {} a rank, written by each)", tag,
-                          reduction.result.size(), name_of(reduction.dtype)));
+  link_->agree_on_operation(fmt::format("reduction of '{}' ({} {} a rank, written by each)", tag,
+                                        reduction.result.size(), name_of(reduction.dtype)));
   open(index);
   PeerReductions::Sources sources;
   for (int r = 0; r < link_->world_size(); ++r)

@@ -42,7 +42,7 @@ PeerLink::PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Colle
   if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
   channel_ = std::make_unique<PeerChannel>(*control_, *this, timeout_, names_);
   if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
-  require_that_all_can(control_->all_gather_text(error), "share memory with the others", names_);
+  agree_all_can(control_->all_gather_text(error), "share memory with the others", names_);
   buffers_->set_before_unmap([this] {
     transfers_->synchronize();
     device_->compute_stream().synchronize();
@@ -198,12 +198,14 @@ void PeerLink::unmap_freed() {
   controlled("unmapping what was freed", [&] { buffers_->unmap_freed(*channel_, world_size_); });
 }
 
-std::vector<std::uint64_t> PeerLink::meet(const std::string& what, std::uint64_t number) {
-  return controlled(what, [&] { return comm::meet(*control_, what, names_, number); });
+std::vector<std::uint64_t> PeerLink::agree_on_operation(const std::string& what,
+                                                        std::uint64_t number) {
+  return controlled(what,
+                    [&] { return comm::agree_on_operation(*control_, what, names_, number); });
 }
 
 void PeerLink::barrier() {
-  meet("barrier");
+  agree_on_operation("barrier");
   ++barriers_;
   device::Stream& compute = device_->compute_stream();
   if (reduced_ != nullptr) compute.wait_for(*reduced_);
@@ -226,7 +228,7 @@ void PeerLink::exchange(std::span<std::byte> all, std::span<const std::byte> min
         "given and {} B wanted on {} ranks",
         Collectives::kOnDeviceMost, mine.size(), all.size(), world_size_));
   }
-  meet(fmt::format("exchange of {} B", mine.size()));
+  agree_on_operation(fmt::format("exchange of {} B", mine.size()));
   ++exchanges_;
   device::Stream& compute = device_->compute_stream();
   compute.wait_for(*transfers_->record());

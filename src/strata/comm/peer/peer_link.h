@@ -79,8 +79,8 @@ class PeerLink final : public PeerChannel::Service {
       fail(fmt::format("{}: {}", what, error.what()));
     }
   }
-  // comm::meet() on the control plane.
-  std::vector<std::uint64_t> meet(const std::string& what, std::uint64_t number = 0);
+  // comm::agree_on_operation() on the control plane.
+  std::vector<std::uint64_t> agree_on_operation(const std::string& what, std::uint64_t number = 0);
   // Work that a rank's streams get after it runs when the work that every rank's streams held
   // before it is done.
   void barrier();

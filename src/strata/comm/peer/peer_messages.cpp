@@ -68,7 +68,7 @@ std::optional<std::string> failure_in(std::string_view line) {
 std::string parts_line(const SharedParts& parts) {
   std::string text =
       fmt::format("{} {} {} {}", kParts, parts.number, parts.bytes.value, parts.reserved.value);
-  for (const device::SharedPiece& piece : parts.pieces)
+  for (const device::SharedHandle& piece : parts.pieces)
     text += fmt::format(" {} {}", piece.offset.value, piece.bytes.value);
   return text;
 }
@@ -80,7 +80,7 @@ std::optional<SharedParts> parts_in(SocketMessage message) {
   std::istringstream text{std::string(*numbers)};
   text >> parts.number >> parts.bytes.value >> parts.reserved.value;
   for (FileDescriptor& descriptor : message.descriptors) {
-    device::SharedPiece piece;
+    device::SharedHandle piece;
     text >> piece.offset.value >> piece.bytes.value;
     piece.descriptor = std::move(descriptor);
     parts.pieces.push_back(std::move(piece));

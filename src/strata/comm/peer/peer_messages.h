@@ -21,7 +21,7 @@ struct SharedParts {
   std::uint64_t number = 0;  // of the buffer among all that the rank ever had
   Bytes bytes;               // asked for
   Bytes reserved;            // of address space, for all pieces to come
-  std::vector<device::SharedPiece> pieces;
+  std::vector<device::SharedHandle> pieces;
 };
 
 // A rank's question to another one: for the pieces from `first` on of the buffer with this key.

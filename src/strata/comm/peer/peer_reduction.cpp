@@ -78,7 +78,7 @@ void PeerReductions::wait_for_readers(std::uint32_t number) {
 PeerReductions::Sources PeerReductions::sources_of(const Reduction& reduction,
                                                    std::string_view what) {
   const std::uint64_t number = *link_.buffers()->number_of(*reduction.source);
-  const std::vector<std::uint64_t> numbers = link_.meet(std::string(what), number);
+  const std::vector<std::uint64_t> numbers = link_.agree_on_operation(std::string(what), number);
   const Bytes slice =
       bytes_of(Numel(static_cast<std::int64_t>(reduction.result.size())), reduction.dtype);
   const Bytes offset = reduction.source_offset + slice * link_.rank();

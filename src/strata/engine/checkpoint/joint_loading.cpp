@@ -16,14 +16,14 @@ constexpr std::string_view kReading = "reading the weights";
 constexpr std::int64_t kSyncPoints = 8;  // each costs the skew between ranks
 
 // Whole units of which the map has every parameter, by the places at which they end.
-std::vector<std::pair<format::FilePlace, int>> whole_units_by_end(const Weights& weights,
-                                                                  const format::WeightMap& map,
-                                                                  std::span<const int> params) {
+std::vector<std::pair<format::FileOffset, int>> whole_units_by_end(const Weights& weights,
+                                                                   const format::WeightMap& map,
+                                                                   std::span<const int> params) {
   std::vector<std::size_t> missing;
-  std::vector<std::pair<format::FilePlace, int>> ends;
+  std::vector<std::pair<format::FileOffset, int>> ends;
   for (const Unit& unit : weights.units()) {
     missing.push_back(unit.spec.params.size());
-    ends.emplace_back(format::FilePlace{}, unit.id);
+    ends.emplace_back(format::FileOffset{}, unit.id);
   }
   for (std::size_t i = 0; i < params.size(); ++i) {
     if (params[i] < 0 || params[i] >= weights.param_count()) continue;  // load_weights() tells
@@ -47,7 +47,7 @@ Bytes whole_bytes(const Weights& weights) {
 
 LoadedBytes load_with_sync_points(Engine& engine, const LoadSource& source, Bytes enough,
                                   const std::function<void()>& meet) {
-  const comm::ShardPlace place = engine.collectives().shard_place();
+  const comm::ShardPosition place = engine.collectives().shard_position();
   std::vector<GatherPoint> points;
   if (place.held_count() > 1 && place.parts == 1)
     points = plan_gather_points(engine.weights(), source.map, source.params, enough);
@@ -57,7 +57,7 @@ LoadedBytes load_with_sync_points(Engine& engine, const LoadSource& source, Byte
   if (!points.empty()) sync_points.begun = [&engine] { engine.weights().back_all(); };
   for (const GatherPoint& point : points) sync_points.places.push_back(point.place);
   sync_points.reached = [&](std::size_t i) {
-    meet();
+    agree_on_operation();
     engine.gather_early(points[i].units);
   };
   return load_weights(engine, source, &sync_points);
@@ -90,11 +90,11 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
   comm::Collectives& collectives = engine.collectives();
   engine.parking().require_all("loading weights");
   // No rank stores before all ranks have released their gathered units.
-  together(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
+  agree_after(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
   const auto meet = [&](const Failure& mine) {
     agreeing = true;
-    agree(collectives, kReading, mine);
+    agree_on_outcome(collectives, kReading, mine);
     agreeing = false;
   };
   LoadedBytes loaded;
@@ -102,18 +102,18 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
     Failure mine;
     try {
       if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kSyncPoints);
-      loaded = load_with_sync_points(engine, source, *enough, [&] { meet({}); });
+      loaded = load_with_sync_points(engine, source, *enough, [&] { agree_on_operation({}); });
     } catch (const CommError&) {
       throw;  // the others know already
     } catch (...) {
       if (agreeing) throw;
       mine = failure_of(std::current_exception());
     }
-    meet(mine);
+    agree_on_operation(mine);
   } catch (const CommError&) {
     throw;
   } catch (...) {
-    engine.gatherer().abandon_refresh();
+    engine.gatherer().abandon_lazy_gather();
     throw;
   }
   return loaded;

@@ -16,7 +16,7 @@ namespace strata::engine {
 
 // A sync point, and the units that lie in the files before it and not before the one before.
 struct GatherPoint {
-  format::FilePlace place;
+  format::FileOffset place;
   std::vector<int> units;
 };
 

@@ -16,16 +16,16 @@ void add_kind(std::vector<std::string>& kinds, std::string_view kind) {
   if (std::ranges::find(kinds, kind) == kinds.end()) kinds.emplace_back(kind);
 }
 
-std::string file_name(std::string_view what, const comm::ShardPlace& place) {
+std::string file_name(std::string_view what, const comm::ShardPosition& place) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", what, place.index, place.count);
 }
 
 // Parts of a file while they are listed.
 struct ListedParts {
-  std::vector<checkpoint::FilePart> parts;
+  std::vector<checkpoint::TensorRange> parts;
   std::vector<ShardSource> sources;
 
-  void add(checkpoint::FilePart part, ShardSource source) {
+  void add(checkpoint::TensorRange part, ShardSource source) {
     part.shape = {(part.end - part.begin).value};
     part.source = sources.size();
     parts.push_back(std::move(part));
@@ -82,14 +82,14 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
   saved.kinds = {std::string(kValue)};
   for (const std::string& kind : kinds_of_all) add_kind(saved.kinds, kind);
   const std::vector<std::size_t> tensor_of = add_parameters(saved, weights, content);
-  const comm::ShardPlace place = engine.collectives().shard_place();
+  const comm::ShardPosition place = engine.collectives().shard_position();
   ListedParts values;
   ListedParts kept;
   if (place.group == 0) {
     for (const Unit& unit : weights.units()) {
-      const std::vector<plan::ShardPiece> pieces = unit.layout.pieces(place.index);
+      const std::vector<plan::ShardRange> pieces = unit.layout.pieces(place.index);
       for (const std::string_view kind : states.kinds_of(unit.id)) {
-        for (const plan::ShardPiece& piece : pieces) {
+        for (const plan::ShardRange& piece : pieces) {
           const int p = unit.layout.slots()[static_cast<std::size_t>(piece.slot)].param;
           const std::size_t tensor = tensor_of[static_cast<std::size_t>(p)];
           if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
@@ -98,7 +98,7 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
               .add(
                   {tensor, weights.param(p).name, std::string(kind), states.dtype_of(unit.id, kind),
                    first + piece.param_begin, first + piece.param_end},
-                  ShardRun{unit.id, piece.shard_offset});
+                  ShardOffset{unit.id, piece.shard_offset});
         }
       }
     }
@@ -142,7 +142,7 @@ std::unique_ptr<io::Transfer> ShardFileSource::fill(checkpoint::Piece& piece,
                                                     std::span<std::byte>) {
   file_.layout.fill(
       piece.offset, piece.content, [&](std::size_t i, Bytes at, std::span<std::byte> target) {
-        const checkpoint::FilePart& part = file_.layout.parts()[i];
+        const checkpoint::TensorRange& part = file_.layout.parts()[i];
         const ShardSource& source = file_.sources[part.source];
         if (const auto* const memory = std::get_if<const std::byte*>(&source)) {
           device_.copy(target, {*memory + at.size(), target.size()}, device_.compute_stream());
@@ -151,7 +151,7 @@ std::unique_ptr<io::Transfer> ShardFileSource::fill(checkpoint::Piece& piece,
         const Bytes element = size_of(part.dtype);
         const Bytes bytes(target.size());
         STRATA_ASSERT(at % element == Bytes() && bytes % element == Bytes());
-        const auto& run = std::get<ShardRun>(source);
+        const auto& run = std::get<ShardOffset>(source);
         states_.enqueue_read(run.unit, part.kind, run.first + Numel(at / element),
                              Numel(bytes / element), target);
       });

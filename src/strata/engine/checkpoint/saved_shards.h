@@ -42,11 +42,12 @@ struct SavedContent {
 };
 
 // Elements of a unit's shard, of a kind.
-struct ShardRun {
+struct ShardOffset {
   int unit = 0;
   Numel first;
 };
-using ShardSource = std::variant<ShardRun, const std::byte*>;  // memory: of the host or the device
+using ShardSource =
+    std::variant<ShardOffset, const std::byte*>;  // memory: of the host or the device
 
 // A file, and where its parts come from.
 struct ShardFile {

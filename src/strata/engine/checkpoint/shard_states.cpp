@@ -156,7 +156,7 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const Numel high = std::min(begin + numel, owned_end);
   if (low >= high) return;
   const Unit& unit = weights.unit_of(param);
-  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
+  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_position().index;
   const Numel at = weights.slot_of(param).offset + low - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   const DType dtype = dtype_of(unit.id, kind);

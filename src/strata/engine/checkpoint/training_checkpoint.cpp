@@ -12,7 +12,7 @@ namespace strata::engine {
 namespace {
 
 using format::Manifest;
-using format::ManifestExtent;
+using format::ManifestRange;
 using format::TensorRole;
 
 constexpr std::string_view kOpening = "opening the checkpoint";
@@ -34,7 +34,7 @@ TrainingCheckpoint::TrainingCheckpoint(std::string path, format::Manifest manife
       by_name_.emplace(std::pair(tensors[i].role, alias), i);
   }
   for (std::size_t i = 0; i < manifest_.extents.size(); ++i) {
-    const ManifestExtent& e = manifest_.extents[i];
+    const ManifestRange& e = manifest_.extents[i];
     extents_[{e.tensor, manifest_.kinds[e.kind]}].push_back(i);
   }
 }
@@ -53,7 +53,7 @@ const std::vector<std::size_t>& TrainingCheckpoint::extents(std::size_t tensor,
 
 TrainingCheckpoint open_training(comm::Collectives& collectives, const std::string& path) {
   std::string text;
-  together(collectives, kOpening, [&] {
+  agree_after(collectives, kOpening, [&] {
     if (collectives.rank() == 0) text = to_text(format::read_manifest(path));
   });
   std::string folder = collectives.all_gather_text(path).front();
@@ -123,7 +123,7 @@ UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor, std::string_view kind) {
   Bytes bytes;
   for (const std::size_t i : checkpoint.extents(tensor, kind)) {
-    const ManifestExtent& e = checkpoint.manifest().extents[i];
+    const ManifestRange& e = checkpoint.manifest().extents[i];
     bytes += bytes_of(e.end - e.begin, e.dtype);
   }
   return bytes;
@@ -133,12 +133,12 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
                 std::span<std::byte> target, std::string_view kind) {
   STRATA_ASSERT(Bytes(target.size()) == whole_bytes(checkpoint, tensor, kind));
   const Manifest& manifest = checkpoint.manifest();
-  std::vector<ManifestExtent> extents;  // by file and offset
-  std::map<Numel, Bytes> places;        // in the target, by first element
+  std::vector<ManifestRange> extents;  // by file and offset
+  std::map<Numel, Bytes> places;       // in the target, by first element
   std::set<std::size_t> wanted;
   std::vector<checkpoint::FileRange> ranges;
   for (const std::size_t i : checkpoint.extents(tensor, kind)) {
-    const ManifestExtent& e = extents.emplace_back(manifest.extents[i]);
+    const ManifestRange& e = extents.emplace_back(manifest.extents[i]);
     wanted.insert(e.file);
     places[e.begin] = bytes_of(e.end - e.begin, e.dtype);
     ranges.push_back({e.file, e.offset, places[e.begin]});
@@ -150,7 +150,7 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
       manifest.files, true, [&](const checkpoint::WrongRange& wrong) { files.fail(wrong); }};
   class Whole final : public checkpoint::ExtentSink {
    public:
-    Whole(const std::vector<ManifestExtent>& extents, const std::map<Numel, Bytes>& places,
+    Whole(const std::vector<ManifestRange>& extents, const std::map<Numel, Bytes>& places,
           std::span<std::byte> target)
         : ExtentSink(extents), extents_(extents), places_(places), target_(target) {}
 
@@ -159,7 +159,7 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
       const Bytes place = places_.at(extents_[extent].begin) + at;
       std::ranges::copy(bytes, target_.subspan(place.size(), bytes.size()).begin());
     }
-    const std::vector<ManifestExtent>& extents_;
+    const std::vector<ManifestRange>& extents_;
     const std::map<Numel, Bytes>& places_;
     std::span<std::byte> target_;
   } sink(extents, places, target);

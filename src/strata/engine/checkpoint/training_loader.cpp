@@ -16,7 +16,7 @@ namespace {
 
 using format::kValue;
 using format::Manifest;
-using format::ManifestExtent;
+using format::ManifestRange;
 using format::TensorRole;
 
 constexpr std::string_view kLoadingTraining = "loading the checkpoint";
@@ -79,7 +79,7 @@ class StateSources {
     const std::vector<std::size_t>& extents = checkpoint_.extents(tensor, kind);
     if (extents.empty()) return;  // of a tensor without elements
     for (const std::size_t i : extents) {
-      const ManifestExtent& e = manifest.extents[i];
+      const ManifestRange& e = manifest.extents[i];
       // A tile takes the elements that lie in it.
       const Numel begin = std::max(e.begin, first);
       const Numel end = std::min(e.end, first + param.numel());
@@ -159,8 +159,8 @@ StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
   return sources;
 }
 
-void require_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
-                        const LoadRequest& request) {
+void check_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
+                      const LoadRequest& request) {
   UnlikeNames differences = compare(checkpoint, engine);
   const comm::Collectives& ranks = engine.collectives();
   const UnlikeNames buffers =
@@ -224,10 +224,10 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
   std::optional<checkpoint::CheckpointFiles> files;
   std::optional<StateSources> sources;
   std::optional<format::WeightMap> map;
-  engine.settle_step();
+  engine.finish_step();
   engine.parking().require_all("loading a checkpoint");
-  together(collectives, kLoadingTraining, [&] {
-    if (request.strict) require_same_model(checkpoint, engine, request);
+  agree_after(collectives, kLoadingTraining, [&] {
+    if (request.strict) check_same_model(checkpoint, engine, request);
     sources.emplace(sources_of(engine, checkpoint, request));
     map.emplace(sources->map());
     std::set<std::size_t> wanted;
@@ -237,10 +237,10 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
     engine.prepare();
   });
   // No rank stores before all ranks have released their gathered units.
-  together(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
+  agree_after(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
   try {
-    together(collectives, kLoadingTraining,
-             [&] { store(engine, *files, *sources, *map, request, io, staging); });
+    agree_after(collectives, kLoadingTraining,
+                [&] { store(engine, *files, *sources, *map, request, io, staging); });
     engine.weights_changed();
   } catch (const std::exception& error) {
     engine.loading_failed(error.what());

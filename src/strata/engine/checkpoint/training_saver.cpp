@@ -25,7 +25,7 @@ constexpr auto kLook = std::chrono::milliseconds(10);  // for files of other ran
 constexpr auto kAsk = std::chrono::milliseconds(200);  // whether other ranks live
 constexpr auto kLastWait = std::chrono::seconds(60);
 
-void require_same_tag(comm::Collectives& collectives, const std::string& tag) {
+void agree_on_tag(comm::Collectives& collectives, const std::string& tag) {
   const std::vector<std::string> tags = collectives.all_gather_text(tag);
   for (std::size_t rank = 1; rank < tags.size(); ++rank) {
     if (tags[rank] == tags[0]) continue;
@@ -59,7 +59,7 @@ void require_room(comm::Collectives& collectives, const SavedShards& saved,
   Bytes mine;
   for (const ShardFile& file : saved.files) mine += file.layout.bytes();
   const std::vector<std::string> texts = collectives.all_gather_text(std::to_string(mine.value));
-  together(collectives, kSavingTraining, [&] {
+  agree_after(collectives, kSavingTraining, [&] {
     if (collectives.rank() != 0) return;
     Bytes wanted;
     for (const std::string& text : texts) wanted += Bytes(std::int64_t{std::stoll(text)});
@@ -87,8 +87,8 @@ struct SaveJob {
 void begin_save(SaveJob& job, Engine& engine, ShardStates& states, const SaveRequest& request,
                 io::FolderCalls& calls) {
   comm::Collectives& collectives = engine.collectives();
-  require_same_tag(collectives, request.tag);
-  together(collectives, kSavingTraining, [&] {
+  agree_on_tag(collectives, request.tag);
+  agree_after(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
     engine.parking().require_all("saving a checkpoint");
     format::require_tag(request.tag);
@@ -172,14 +172,15 @@ bool is_usable(comm::Collectives& collectives) {
 void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
                    io::FolderCalls& calls, const checkpoint::RingOptions& staging) {
   comm::Collectives& collectives = engine.collectives();
-  engine.settle_step();  // what it has left to say is better said before a checkpoint
+  engine.finish_step();  // what it has left to say is better said before a checkpoint
   SaveJob job;
   ShardStates states(engine);
   begin_save(job, engine, states, request, calls);
   const std::vector<const checkpoint::FileLayout*> layouts = job.saved.layouts();
   std::optional<checkpoint::FileWriter> writer;
-  together(collectives, kSavingTraining, [&] { writer.emplace(job.folder, layouts, io, calls); });
-  together(collectives, kSavingTraining, [&] {
+  agree_after(collectives, kSavingTraining,
+              [&] { writer.emplace(job.folder, layouts, io, calls); });
+  agree_after(collectives, kSavingTraining, [&] {
     if (!layouts.empty()) {
       checkpoint::TransferRing ring(
           {staging.buffers, checkpoint::blocks_of(staging.buffer_bytes, layouts)}, engine.device());
@@ -190,7 +191,7 @@ void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
     }
     tell_part(job, *writer, io, calls);
   });
-  together(collectives, kSavingTraining, [&] {
+  agree_after(collectives, kSavingTraining, [&] {
     if (job.checkpoint)
       publish(job, io, calls, [] { throw IoError("another rank has not written its part"); });
   });
@@ -238,12 +239,12 @@ void AsyncSaver::expect(Bytes more) {
 
 void AsyncSaver::start(const SaveRequest& request) {
   wait();
-  engine_.settle_step();  // what it has left to say is better said before a checkpoint
+  engine_.finish_step();  // what it has left to say is better said before a checkpoint
   auto job = std::make_unique<Job>();
   {
     ShardStates states(engine_);
     begin_save(*job, engine_, states, request, *calls_);
-    together(engine_.collectives(), kSavingAsync, [&] { copy_shards(*job, states); });
+    agree_after(engine_.collectives(), kSavingAsync, [&] { copy_shards(*job, states); });
   }
   job->request.content = {};  // what it refers to is copied
   job_ = std::move(job);
@@ -317,7 +318,7 @@ void AsyncSaver::wait() {
     mine = failure_of(std::current_exception());
   }
   try {
-    agree(engine_.collectives(), kSavingAsync, mine);
+    agree_on_outcome(engine_.collectives(), kSavingAsync, mine);
   } catch (const Error&) {
     job_->give_up = true;
     writer_.join();
@@ -326,7 +327,7 @@ void AsyncSaver::wait() {
   }
   writer_.join();
   const std::unique_ptr<Job> job = std::move(job_);
-  together(engine_.collectives(), kSavingAsync, [&] {
+  agree_after(engine_.collectives(), kSavingAsync, [&] {
     if (job->rank == 0) job->published.get_future().get();
   });
 }

@@ -21,8 +21,8 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
       writes_(engine.collectives().rank() == 0),
       shard_gather_(engine.weights().shards(), engine.collectives(), engine.device(),
                     engine.recorder()) {
-  engine_.settle_step();  // what it has left to say is better said before a checkpoint
-  together(engine_.collectives(), kSaving, [&] {
+  engine_.finish_step();  // what it has left to say is better said before a checkpoint
+  agree_after(engine_.collectives(), kSaving, [&] {
     engine_.require_intact_weights();
     engine_.parking().require_weights("saving weights");
     for (const SavedTensor& tensor : tensors_) check_tensor(tensor);
@@ -50,7 +50,7 @@ WeightSaver::~WeightSaver() = default;
 void WeightSaver::check_tensor(const SavedTensor& tensor) const {
   if (tensor.pieces.empty()) return;
   Numel sum;
-  for (const SavedPiece& piece : tensor.pieces) {
+  for (const SavedRange& piece : tensor.pieces) {
     STRATA_ASSERT(piece.param >= 0 && piece.param < engine_.weights().param_count());
     const plan::ParamSpec& param = engine_.weights().param(piece.param);
     if (param.dtype != tensor.spec.dtype || piece.begin.value < 0 || piece.numel.value < 0 ||
@@ -76,7 +76,7 @@ void WeightSaver::plan_runs() {
   Weights& weights = engine_.weights();
   for (std::size_t t = 0; t < tensors_.size(); ++t) {
     Numel at;
-    for (const SavedPiece& piece : tensors_[t].pieces) {
+    for (const SavedRange& piece : tensors_[t].pieces) {
       const Numel begin = weights.slot_of(piece.param).offset + piece.begin;
       if (piece.numel.value > 0) {
         runs_.push_back({weights.unit_of(piece.param).id, begin, piece.numel, t, at});
@@ -145,7 +145,7 @@ void WeightSaver::write(std::size_t tensor, std::span<const std::byte> bytes) {
 }
 
 void WeightSaver::finish() {
-  together(engine_.collectives(), kSaving, [&] {
+  agree_after(engine_.collectives(), kSaving, [&] {
     if (failure_) std::rethrow_exception(failure_);
     if (!writes_) return;
     ring_->drain();

@@ -25,7 +25,7 @@
 namespace strata::engine {
 
 // Elements [begin, begin + numel) of a parameter.
-struct SavedPiece {
+struct SavedRange {
   int param = 0;
   Numel begin;
   Numel numel;
@@ -34,7 +34,7 @@ struct SavedPiece {
 // A tensor of the checkpoint: its pieces follow each other. Without pieces: given by write().
 struct SavedTensor {
   format::TensorSpec spec;
-  std::vector<SavedPiece> pieces;  // of parameters of the dtype that the spec says
+  std::vector<SavedRange> pieces;  // of parameters of the dtype that the spec says
 };
 
 struct WeightSaverOptions {

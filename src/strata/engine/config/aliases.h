@@ -11,7 +11,7 @@
 namespace strata::engine {
 
 // `remarks` gets a finding for each old spelling.
-void apply_aliases(nlohmann::json* document, Remarks* remarks);
+void apply_aliases(nlohmann::json* document, ConfigFindings* remarks);
 
 // The object that holds `path`'s last key, or null when the document has none.
 nlohmann::json* holder_of(nlohmann::json* document, std::string_view path);

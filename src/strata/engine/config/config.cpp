@@ -20,7 +20,7 @@ namespace {
 
 using nlohmann::json;
 
-json open_document(std::string_view text_or_path, Remarks* remarks) {
+json open_document(std::string_view text_or_path, ConfigFindings* remarks) {
   const ConfigSource source = open_config_source(text_or_path);
   json document = parse_json_text(source.text, source.origin);
   if (!document.is_object()) {
@@ -93,14 +93,14 @@ ZeroConfig read_zero(const Settings& s) {
   return zero;
 }
 
-comm::CarrierKind carrier_of(const std::string& name) {
-  using comm::CarrierKind;
-  return name == "peer"   ? CarrierKind::kPeer
-         : name == "nccl" ? CarrierKind::kNccl
-                          : CarrierKind::kAuto;
+comm::TransportKind transport_of(const std::string& name) {
+  using comm::TransportKind;
+  return name == "peer"   ? TransportKind::kPeer
+         : name == "nccl" ? TransportKind::kNccl
+                          : TransportKind::kAuto;
 }
 
-comm::CarrierSettings read_carriers(const Settings& s) {
+comm::TransportSettings read_transports(const Settings& s) {
   using comm::CollectivesKind;
   const std::string how = s.text("strata.collectives");
   return {.collectives = how == "local"  ? CollectivesKind::kLocal
@@ -109,8 +109,8 @@ comm::CarrierSettings read_carriers(const Settings& s) {
                          : how == "nccl" ? CollectivesKind::kNccl
                          : how == "peer" ? CollectivesKind::kPeer
                                          : CollectivesKind::kAuto,
-          .gather = carrier_of(s.text("strata.gather")),
-          .reduce = carrier_of(s.text("strata.reduce"))};
+          .gather = transport_of(s.text("strata.gather")),
+          .reduce = transport_of(s.text("strata.reduce"))};
 }
 
 StrataConfig read_strata(const Settings& s) {
@@ -123,13 +123,13 @@ StrataConfig read_strata(const Settings& s) {
   const auto threads = s.maybe<std::int64_t>("strata.threads");
   return {.reduce_at =
               s.text("strata.reduce_at") == "boundary" ? ReduceAt::kBoundary : ReduceAt::kMicroStep,
-          .refresh_at = refresh == "step"      ? RefreshAt::kStep
-                        : refresh == "forward" ? RefreshAt::kForward
-                                               : RefreshAt::kAuto,
+          .refresh_at = refresh == "step"      ? LazyGather::kStep
+                        : refresh == "forward" ? LazyGather::kForward
+                                               : LazyGather::kAuto,
           .device = where == "cpu"    ? DeviceKind::kCpu
                     : where == "cuda" ? DeviceKind::kCuda
                                       : DeviceKind::kAuto,
-          .carriers = read_carriers(s),
+          .transports = read_transports(s),
           .move_inputs = s.flag("strata.move_inputs"),
           .max_live = bytes("strata.max_live_bytes"),
           .wrap = s.texts("strata.wrap"),
@@ -157,7 +157,7 @@ std::optional<std::int64_t> read_steps_per_print(const Settings& s) {
 }
 
 // An optimizer section that does not say which optimizer, in a configuration of a training.
-void note_missing_type(const json& document, Remarks* remarks) {
+void record_missing_type(const json& document, ConfigFindings* remarks) {
   const auto section = document.find("optimizer");
   if (section == document.end() || section->is_null()) return;
   const auto params = section->find("params");
@@ -177,7 +177,8 @@ void note_missing_type(const json& document, Remarks* remarks) {
 }
 
 // "auto" that no other batch size settles: one pass a step would train something else.
-void note_open_accumulation(const json& document, const BatchSizes& batch, Remarks* remarks) {
+void record_open_accumulation(const json& document, const BatchSizes& batch,
+                              ConfigFindings* remarks) {
   constexpr std::string_view kKey = "gradient_accumulation_steps";
   const bool settled = batch.train_batch_size && batch.micro_batch_size;
   const auto given = document.find(std::string(kKey));
@@ -187,11 +188,11 @@ void note_open_accumulation(const json& document, const BatchSizes& batch, Remar
 
 // Weights that groups of ranks hold, or that peers are told to read, stay on the device. Settings
 // that "auto" ignores, and settings that only "auto" reads, are hints.
-void restrict_automatic(Config& config, const Settings& s, Remarks* remarks) {
+void restrict_automatic(Config& config, const Settings& s, ConfigFindings* remarks) {
   OffloadConfig& offload = config.offload;
-  const comm::CarrierSettings& carriers = config.strata.carriers;
-  if (config.zero.shard_group_size != 0 || carriers.gather == comm::CarrierKind::kPeer ||
-      carriers.collectives == comm::CollectivesKind::kPeer)
+  const comm::TransportSettings& transports = config.strata.transports;
+  if (config.zero.shard_group_size != 0 || transports.gather == comm::TransportKind::kPeer ||
+      transports.collectives == comm::CollectivesKind::kPeer)
     offload.places_weights = false;
   const auto note = [&](std::string_view path, bool given, std::string_view reason) {
     if (given) remarks->hints.push_back({std::string(path), std::string(reason)});
@@ -210,7 +211,7 @@ void restrict_automatic(Config& config, const Settings& s, Remarks* remarks) {
   }
 }
 
-void note_tiles(const Config& config, Remarks* remarks) {
+void record_tiles(const Config& config, ConfigFindings* remarks) {
   if (config.strata.tile_max && config.zero.stage != 3)
     remarks->hints.push_back({"strata.tiles", "parameters stay whole at stages 0 to 2"});
 }
@@ -223,7 +224,7 @@ bool is_in(std::string_view path, std::string_view section) {
 }  // namespace
 
 Config Config::parse(std::string_view text_or_path) {
-  Remarks remarks;
+  ConfigFindings remarks;
   const json document = open_document(text_or_path, &remarks);
   Config config;
   Settings s;
@@ -233,12 +234,12 @@ Config Config::parse(std::string_view text_or_path) {
   config.precision = read_precision(s);
   config.strata = read_strata(s);
   restrict_automatic(config, s, &remarks);
-  note_tiles(config, &remarks);
-  config.strata.carriers.joint_gathers = config.offload.offloads_params();
+  record_tiles(config, &remarks);
+  config.strata.transports.joint_gathers = config.offload.offloads_params();
   config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
                   .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),
                   .accumulation_steps = s.maybe<std::int64_t>("gradient_accumulation_steps")};
-  note_open_accumulation(document, config.batch, &remarks);
+  record_open_accumulation(document, config.batch, &remarks);
   config.gradient_clipping = s.number("gradient_clipping");
   config.gradient_op =
       s.text("gradient_allreduce_op") == "sum" ? GradientOp::kSum : GradientOp::kMean;
@@ -252,7 +253,7 @@ Config Config::parse(std::string_view text_or_path) {
   s.at("optimizer.params");
   s.at("scheduler.params");
   if (has_optimizer) config.optimizer = read_optimizer(&s, &remarks);
-  if (!has_optimizer) note_missing_type(document, &remarks);
+  if (!has_optimizer) record_missing_type(document, &remarks);
   if (has_scheduler) config.torch_scheduler = read_torch_scheduler(&s, &remarks);
   if (has_scheduler && !config.torch_scheduler) config.scheduler = read_scheduler(&s, &remarks);
   STRATA_ASSERT(s.first_unread().empty());

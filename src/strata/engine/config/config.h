@@ -15,7 +15,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
-#include "strata/comm/carriers.h"
+#include "strata/comm/transports.h"
 #include "strata/engine/config/batch_sizes.h"
 #include "strata/engine/config/offload_config.h"
 #include "strata/engine/config/optimizer_config.h"
@@ -54,23 +54,23 @@ struct ZeroConfig {
 
 enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
-enum class RefreshAt : std::uint8_t { kAuto, kStep, kForward };
+enum class LazyGather : std::uint8_t { kAuto, kStep, kForward };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
 struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
-  RefreshAt refresh_at = RefreshAt::kAuto;
+  LazyGather refresh_at = LazyGather::kAuto;
   DeviceKind device = DeviceKind::kAuto;
-  comm::CarrierSettings carriers;  // collectives, gather, reduce
-  bool move_inputs = true;         // of the host, to the model's device
-  std::optional<Bytes> max_live;   // absent: from zero.max_live_parameters
-  std::vector<std::string> wrap;   // empty: blocks are found by themselves
-  std::optional<Bytes> unit_size;  // absent: the engine's own
-  std::optional<int> threads;      // absent: cores over ranks
-  std::string init_tier = "auto";  // else the tier that was asked for
-  Numel replay_above;              // elements of a parameter whose constructors are replayed
-  std::string init_read = "auto";  // or "buffered", "direct": how files are read
+  comm::TransportSettings transports;  // collectives, gather, reduce
+  bool move_inputs = true;             // of the host, to the model's device
+  std::optional<Bytes> max_live;       // absent: from zero.max_live_parameters
+  std::vector<std::string> wrap;       // empty: blocks are found by themselves
+  std::optional<Bytes> unit_size;      // absent: the engine's own
+  std::optional<int> threads;          // absent: cores over ranks
+  std::string init_tier = "auto";      // else the tier that was asked for
+  Numel replay_above;                  // elements of a parameter whose constructors are replayed
+  std::string init_read = "auto";      // or "buffered", "direct": how files are read
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
   bool decay_unused = false;         // parameters without a gradient decay, too

@@ -22,7 +22,7 @@ using nlohmann::ordered_json;
 constexpr std::string_view kOptimizerType = "optimizer.type";
 
 // Reads the classes that the sections name, beside the rows of the table.
-void read_classes(Settings& settings, Remarks& remarks) {
+void read_classes(Settings& settings, ConfigFindings& remarks) {
   const auto read = [&](std::string_view path, const auto& of_section) {
     const json type = settings.at(path);
     if (type.is_null()) return;
@@ -30,7 +30,7 @@ void read_classes(Settings& settings, Remarks& remarks) {
       of_section();
     } catch (const ConfigError& error) {
       std::erase_if(remarks.findings, [&](const Finding& f) { return f.path == path; });
-      note_error(error, path, type, &remarks);
+      record_error(error, path, type, &remarks);
     }
   };
   read(kOptimizerType, [&] { read_optimizer(&settings, &remarks); });
@@ -55,7 +55,7 @@ Finding* find(std::vector<Finding>& findings, std::string_view path) {
 }
 
 // Finds remarks that need all settings together: contradictions, and settings without effect.
-void look_at_all(const json& document, Remarks& remarks) {
+void look_at_all(const json& document, ConfigFindings& remarks) {
   Config config;
   try {
     config = Config::parse(canonical_text(document));
@@ -129,7 +129,7 @@ ConfigReview review_config(std::string_view text_or_path) {
     throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
                                   source.origin, shown(document)));
   }
-  Remarks remarks;
+  ConfigFindings remarks;
   remarks.collects = true;
   apply_aliases(&document, &remarks);
   Settings settings;

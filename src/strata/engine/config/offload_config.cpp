@@ -77,7 +77,7 @@ Numel param_staging(const Settings& settings) {
 
 // The device that `key` names, where the stage shards what lies there.
 memory::Tier tier_at(const Settings& settings, std::string_view key, bool sharded, int stage,
-                     std::string_view advice, Remarks* remarks) {
+                     std::string_view advice, ConfigFindings* remarks) {
   const memory::Tier tier = tier_named(settings.text(key));
   if (sharded || tier == memory::Tier::kDevice) return tier;
   remarks->hints.push_back(
@@ -96,7 +96,8 @@ void require_sharded(bool sharded, std::string_view what, std::string_view stage
       what, stages, stage));
 }
 
-void read_param(const Settings& settings, int stage, OffloadConfig& config, Remarks* remarks) {
+void read_param(const Settings& settings, int stage, OffloadConfig& config,
+                ConfigFindings* remarks) {
   config.param = tier_at(settings, kParamDevice, stage == 3, stage,
                          "weights are sharded at stage 3 alone", remarks);
   config.param_staging = param_staging(settings);
@@ -151,7 +152,7 @@ bool OffloadConfig::offloads_params() const {
   return names(param, tiers, memory::Tier::kHost) || names(param, tiers, memory::Tier::kNvme);
 }
 
-OffloadConfig read_offload(const Settings& settings, int stage, Remarks* remarks) {
+OffloadConfig read_offload(const Settings& settings, int stage, ConfigFindings* remarks) {
   OffloadConfig config;
   const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
   config.staging = bytes_of(elements, DType::kFloat32);

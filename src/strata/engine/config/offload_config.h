@@ -14,7 +14,7 @@
 namespace strata::engine {
 
 class Settings;
-struct Remarks;
+struct ConfigFindings;
 
 // One part is read, one is worked on and one is written, each at least as large as what a drive
 // moves at full speed.
@@ -58,6 +58,6 @@ struct OffloadConfig {
 
 // `stage` is that of zero_optimization. Values that this stage does not shard stay on the device,
 // as under DeepSpeed; settings of their place are hints.
-OffloadConfig read_offload(const Settings& settings, int stage, Remarks* remarks);
+OffloadConfig read_offload(const Settings& settings, int stage, ConfigFindings* remarks);
 
 }  // namespace strata::engine

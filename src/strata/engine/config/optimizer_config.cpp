@@ -88,7 +88,7 @@ bool takes_none(const std::string& name) {
 }
 
 // The arguments of the class: all given keys but the engine's own.
-json torch_arguments(const std::string& torch_class, const json& params, Remarks* remarks) {
+json torch_arguments(const std::string& torch_class, const json& params, ConfigFindings* remarks) {
   json kept = json::object();
   for (const auto& [name, value] : params.items()) {
     if (name == "torch_adam" || name == "adam_w_mode") continue;
@@ -118,7 +118,7 @@ json torch_arguments(const std::string& torch_class, const json& params, Remarks
 }
 
 OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
-                                Settings* settings, Remarks* remarks) {
+                                Settings* settings, ConfigFindings* remarks) {
   const json arguments = torch_arguments(torch_class, params, remarks);
   const auto is_set = [&](const char* name) {
     return arguments.contains(name) && flag_in(arguments[name]) == true;
@@ -147,7 +147,7 @@ bool flag_or(const json& params, const char* name, bool fallback) {
 
 }  // namespace
 
-OptimizerConfig read_optimizer(Settings* settings, Remarks* remarks) {
+OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");
   const std::string_view name = class_of(type);

@@ -42,6 +42,6 @@ struct OptimizerConfig {
 };
 
 // Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.
-OptimizerConfig read_optimizer(Settings* settings, Remarks* remarks);
+OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks);
 
 }  // namespace strata::engine

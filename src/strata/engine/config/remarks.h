@@ -1,5 +1,5 @@
-// Remarks on a configuration: for the user who starts with it, and for a review of it key by key
-// (config_review.h). Plain values.
+// ConfigFindings on a configuration: for the user who starts with it, and for a review of it key by
+// key (config_review.h). Plain values.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct Finding {
   std::string reason;  // what it does, why it does nothing, or what to write instead
 };
 
-struct Remarks {
+struct ConfigFindings {
   std::vector<Finding> findings;  // one a key that was read
   bool collects = false;          // an error in a key is a finding, and reading goes on
   std::vector<Hint> hints;

@@ -119,7 +119,8 @@ ScheduleParams params_of(const std::string& type, const Params& p) {
 
 }  // namespace
 
-std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings, Remarks* remarks) {
+std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings,
+                                                         ConfigFindings* remarks) {
   const std::string type = settings->text("scheduler.type");
   if (std::ranges::find(kTorchClasses, type) == kTorchClasses.end()) return std::nullopt;
   const json params = settings->at("scheduler.params");
@@ -136,7 +137,7 @@ std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings, Rem
   return TorchSchedulerConfig{type, canonical_text(kept)};
 }
 
-std::optional<SchedulerConfig> read_scheduler(Settings* settings, Remarks* remarks) {
+std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("scheduler.type");
   const json params = settings->at("scheduler.params");
   const auto keys = scheduler_keys(type);

@@ -26,10 +26,11 @@ struct TorchSchedulerConfig {
 };
 
 // Absent where scheduler.type names none.
-std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings, Remarks* remarks);
+std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings,
+                                                         ConfigFindings* remarks);
 
 // Reads scheduler.type and scheduler.params out of `settings`, and adds the parameters read to it.
 // Absent while one of them is still to be filled in (remarks->open).
-std::optional<SchedulerConfig> read_scheduler(Settings* settings, Remarks* remarks);
+std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings* remarks);
 
 }  // namespace strata::engine

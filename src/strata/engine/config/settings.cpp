@@ -56,8 +56,8 @@ std::string example_of(const Key& key) {
 
 class Reader {
  public:
-  Reader(std::span<const Key> keys, Settings* settings, Remarks* remarks)
-      : keys_(keys), settings_(settings), remarks_(remarks) {}
+  Reader(std::span<const Key> keys, Settings* settings, ConfigFindings* remarks)
+      : keys_(keys), settings_(settings), findings_(remarks) {}
 
   void read(const json& object, std::string_view prefix, bool quiet) {
     for (const auto& [name, value] : object.items()) {
@@ -65,7 +65,7 @@ class Reader {
       try {
         read_key(name, path, value, prefix, quiet);
       } catch (const ConfigError& error) {
-        note_error(error, path, value, remarks_);
+        record_error(error, path, value, findings_);
       }
     }
   }
@@ -73,7 +73,7 @@ class Reader {
   void fill_defaults() {
     for (const Key& key : keys_) {
       if (key.treatment == Treatment::kShown && key.kind != Kind::kSection)
-        remarks_->shown.emplace(key.path, key.fallback);
+        findings_->shown.emplace(key.path, key.fallback);
       if (key.treatment != Treatment::kHonoured || key.kind == Kind::kSection) continue;
       if (!settings_->has(key.path))
         settings_->set(std::string(key.path), json::parse(key.fallback));
@@ -84,8 +84,8 @@ class Reader {
   void read_key(const std::string& name, const std::string& path, const json& value,
                 std::string_view prefix, bool quiet) {
     if (prefix.empty() && name.find('.') != std::string::npos) {
-      note_hint(name, value,
-                "a key with a dot names nothing; nest it: {\"section\": {\"key\": value}}");
+      record_hint(name, value,
+                  "a key with a dot names nothing; nest it: {\"section\": {\"key\": value}}");
       return;
     }
     const Key* key = find_key(keys_, path);
@@ -100,12 +100,12 @@ class Reader {
   }
 
   void note(std::string_view path, Verdict verdict, const json& value, std::string reason) {
-    remarks_->findings.push_back({std::string(path), verdict, shown(value), std::move(reason)});
+    findings_->findings.push_back({std::string(path), verdict, shown(value), std::move(reason)});
   }
 
-  void note_hint(std::string_view path, const json& value, std::string_view reason,
-                 bool missed = false) {
-    remarks_->hints.push_back({std::string(path), std::string(reason), missed});
+  void record_hint(std::string_view path, const json& value, std::string_view reason,
+                   bool missed = false) {
+    findings_->hints.push_back({std::string(path), std::string(reason), missed});
     note(path, Verdict::kHint, value, std::string(reason));
   }
 
@@ -120,7 +120,7 @@ class Reader {
     }
     if (value != "auto" || key.kind == Kind::kRules) return true;
     if (changes_results(key) && !(quiet && leaf_of(key.path) != "enabled")) {
-      remarks_->open.push_back(unresolved_auto(
+      findings_->open.push_back(unresolved_auto(
           key.path, fmt::format("{} ({})", wanted(key), key.meaning), example_of(key)));
       note(key.path, Verdict::kOpen, value, std::string(key.meaning));
       return false;
@@ -158,19 +158,19 @@ class Reader {
       if (key.kind != Kind::kParams)
         note(key.path, Verdict::kHonoured, value, std::string(key.meaning));
       if (key.treatment == Treatment::kShown) {
-        remarks_->shown[std::string(key.path)] = canonical_text(checked);
-        remarks_->shown_given.emplace(key.path);
+        findings_->shown[std::string(key.path)] = canonical_text(checked);
+        findings_->shown_given.emplace(key.path);
       } else {
         settings_->set(std::string(key.path), std::move(checked));
       }
       return;
     }
-    remarks_->hint_values.emplace(key.path, canonical_text(checked));
+    findings_->hint_values.emplace(key.path, canonical_text(checked));
     if (quiet) {
       note(key.path, Verdict::kOff, value, "its section is off");
     } else {
       const bool asks = checked != json::parse(key.fallback);
-      note_hint(key.path, value, key.note, asks && key.treatment == Treatment::kMissed);
+      record_hint(key.path, value, key.note, asks && key.treatment == Treatment::kMissed);
     }
   }
 
@@ -178,8 +178,9 @@ class Reader {
     if (leaves_off(key, value)) {
       // DeepSpeed has a default for each of its settings, by which some are on.
       if (value.is_object() && value.empty())
-        remarks_->hints.push_back({std::string(key.path),
-                                   fmt::format("an empty section counts as off: {}", key.meaning)});
+        findings_->hints.push_back(
+            {std::string(key.path),
+             fmt::format("an empty section counts as off: {}", key.meaning)});
       note(key.path, Verdict::kOff, value, std::string(key.meaning));
       return;
     }
@@ -211,7 +212,7 @@ class Reader {
     if (!near.empty()) refuse_unknown(name, near, value);
     const char* reason =
         "no key of DeepSpeed or Strata has a name like it, so it is taken for your own";
-    remarks_->hints.push_back({name, reason});
+    findings_->hints.push_back({name, reason});
     note(name, Verdict::kOwn, value, reason);
   }
 
@@ -236,7 +237,7 @@ class Reader {
 
   std::span<const Key> keys_;
   Settings* settings_;
-  Remarks* remarks_;
+  ConfigFindings* findings_;
 };
 
 }  // namespace
@@ -264,14 +265,14 @@ std::map<std::string, std::string> Settings::canonical() const {
 }
 
 void read_settings(std::span<const Key> keys, const json& object, std::string_view prefix,
-                   Settings* settings, Remarks* remarks) {
+                   Settings* settings, ConfigFindings* remarks) {
   Reader reader(keys, settings, remarks);
   reader.read(object, prefix, false);
   reader.fill_defaults();
 }
 
-void note_error(const ConfigError& error, std::string_view path, const json& value,
-                Remarks* remarks) {
+void record_error(const ConfigError& error, std::string_view path, const json& value,
+                  ConfigFindings* remarks) {
   if (!remarks->collects) throw;
   std::string reason = error.what();
   if (reason.starts_with(std::string(path) + ": ")) reason = reason.substr(path.size() + 2);

@@ -61,12 +61,12 @@ class Settings {
 // Walks `object`, found at `prefix` ("" for the root), along `keys` and adds to `settings` and
 // `remarks`. Every honoured key of `keys` has a value in `settings` afterwards.
 void read_settings(std::span<const Key> keys, const nlohmann::json& object, std::string_view prefix,
-                   Settings* settings, Remarks* remarks);
+                   Settings* settings, ConfigFindings* remarks);
 
 // To be called in the handler of `error`, which reading `value` at `path` ended with: throws it
 // again, or makes a finding of it where `remarks` collects.
-void note_error(const ConfigError& error, std::string_view path, const nlohmann::json& value,
-                Remarks* remarks);
+void record_error(const ConfigError& error, std::string_view path, const nlohmann::json& value,
+                  ConfigFindings* remarks);
 
 // The setting at `path` is "auto", and what would be written there is `wanted`, such as `example`.
 OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,

@@ -38,7 +38,7 @@ GatherMemory::GatherMemory(device::Device& device, comm::Collectives& collective
       pool_([&device](Bytes bytes) { return std::make_unique<GatheredMemory>(device, bytes); }) {}
 
 GatherMemory::Ranks GatherMemory::ranks_of(const comm::Collectives& collectives) {
-  const comm::ShardPlace place = collectives.shard_place();
+  const comm::ShardPosition place = collectives.shard_position();
   if (collectives.traits().one_sided || place.held_count() == 1) return Ranks::kNeedNot;
   return place.groups == 1 ? Ranks::kAgree : Ranks::kCannotAgree;
 }
@@ -86,7 +86,7 @@ std::shared_ptr<device::Memory> GatherMemory::replace(Pool::Lease& lease) {
 
 std::string GatherMemory::shortage_of_any(const std::string& mine) {
   const std::vector<std::string> all = collectives_.all_gather_text(mine);
-  const std::optional<std::size_t> first = comm::first_to_say(all);
+  const std::optional<std::size_t> first = comm::first_text(all);
   if (!first) return "";
   return static_cast<int>(*first) == collectives_.rank()
              ? mine

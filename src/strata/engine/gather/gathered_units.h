@@ -33,7 +33,7 @@ struct GatherBounds {
   Bytes prefetch;       // fetched ahead of use; none where 0
   bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
   Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
-  bool refresh_late = false;  // whole units may be gathering when a step is over
+  bool gather_lazily = false;  // whole units may be gathering when a step is over
   // Releases a unit even if there is room for it, unless it is used again with at most `max_reuse`
   // elements of other units in between.
   std::optional<Numel> max_reuse{};

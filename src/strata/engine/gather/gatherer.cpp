@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 
 namespace strata::engine {
 
@@ -40,8 +40,8 @@ std::span<std::byte> Gatherer::flat(int index) const {
 
 void Gatherer::acquire(int index) {
   if (unit(index).parked)
-    offload::throw_parked(fmt::format("unit '{}' of the weights", unit(index).name()));
-  order_.note_use(index);
+    offload::throw_offloaded(fmt::format("unit '{}' of the weights", unit(index).name()));
+  order_.record_use(index);
   gathered_.drop_idle_tiles(index);
   if (unit(index).whole) {
     whole_.complete(index);
@@ -126,12 +126,12 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
   return result;
 }
 
-void Gatherer::refresh_whole(Changed changed, bool late) {
-  if (collectives_.shard_place().held_count() == 1) return;
+void Gatherer::gather_whole(Changed changed, bool late) {
+  if (collectives_.shard_position().held_count() == 1) return;
   for (const int index : whole_units(changed)) {
     if (!whole_.started(index)) whole_.start(index);
   }
-  whole_.end(late && bounds_.refresh_late);
+  whole_.end(late && bounds_.gather_lazily);
 }
 
 std::vector<int> Gatherer::first_needed() const {
@@ -143,7 +143,7 @@ std::vector<int> Gatherer::first_needed() const {
   bool has_tile = false;
   for (const int index : order_.next_pass()) {
     const Unit& u = unit(index);
-    if (u.whole ? !bounds_.refresh_late : !prefetches_) continue;
+    if (u.whole ? !bounds_.gather_lazily : !prefetches_) continue;
     if (std::ranges::find(result, index) != result.end()) continue;
     if (u.spec.tile() && !u.whole && std::exchange(has_tile, true)) break;
     all += gathered_.footprint(index);
@@ -156,7 +156,7 @@ std::vector<int> Gatherer::first_needed() const {
 }
 
 void Gatherer::fetch_first(std::span<const int> units) {
-  if (collectives_.shard_place().held_count() == 1) return;
+  if (collectives_.shard_position().held_count() == 1) return;
   for (const int index : units) {
     if (unit(index).whole) {
       whole_.start(index);

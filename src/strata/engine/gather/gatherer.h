@@ -5,7 +5,7 @@
 // last blocks of the forward pass; a unit that is used sooner may take the room. The Gatherer
 // learns the order of uses (plan::FetchOrder), which also drives prefetching, within a bound of its
 // own. Units that stay whole are complete, except between a change of the shards and
-// refresh_whole(). With `refresh_late` they may stay incomplete longer, until their first acquire()
+// gather_whole(). With `gather_lazily` they may stay incomplete longer, until their first acquire()
 // or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state of sharded and
 // of whole units.
 //
@@ -50,7 +50,7 @@ class Gatherer {
   void acquire(int unit);
   // This rank does not use the unit, but other ranks may acquire() it now. Its gradients are
   // reduced all the same.
-  void leave_out(int unit) { order_.note_left_out(unit); }
+  void leave_out(int unit) { order_.record_skipped(unit); }
   void release(int unit);
   // Unpins the unit, and drops values that were written to the gathered copy: if another pin holds
   // it, it is gathered again in place.
@@ -78,22 +78,22 @@ class Gatherer {
   // Collective: copies all ranks' changed shards into the whole units, except those that
   // fetch_first() has started. They are complete when this returns; with `late`, and if the bounds
   // allow it, some may still be under way.
-  void refresh_whole(Changed changed, bool late);
+  void gather_whole(Changed changed, bool late);
   // Trainable units that this rank's next pass uses before anything else, in their order.
   std::vector<int> first_needed() const;
   // Starts to gather these units for the next pass; their shards are new on every rank by now.
-  // Collective for units that stay whole; refresh_whole() ends it.
+  // Collective for units that stay whole; gather_whole() ends it.
   void fetch_first(std::span<const int> units);
   // Whether fetch_first() has started this whole unit.
   bool begun(int unit) const { return whole_.started(unit); }
   // Ends only the gathers that fetch_first() has started, since the shards are no good.
-  void abandon_refresh() { whole_.abandon(); }
+  void abandon_lazy_gather() { whole_.abandon(); }
   // Releases all unpinned units.
   void evict_all() { gathered_.evict_all(); }
   // Also frees buffers that are kept for later gathers. Collective where gathers are.
   void free_memory() { gathered_.free_memory(); }
-  // For Weights::park() and unpark(): whole units lose their memory, and get it back. No unit is
-  // gathered then, and no refresh is under way.
+  // For Weights::offload_states() and reload_states(): whole units lose their memory, and get it
+  // back. No unit is gathered then, and no refresh is under way.
   void detach_whole() { whole_.detach(); }
   void attach_whole() { whole_.attach(); }
 

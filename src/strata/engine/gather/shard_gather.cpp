@@ -50,7 +50,7 @@ std::unique_ptr<comm::Work> ShardGather::start(const Unit& unit, std::span<std::
   if (!unit.offloaded) return collectives_.all_gather(unit.slices, flat, unit.name());
   if (uploads_ == nullptr) uploads_ = device_.create_stream();
   uploads_->wait_for(*device_.compute_stream().record());
-  const comm::ShardPlace place = collectives_.shard_place();
+  const comm::ShardPosition place = collectives_.shard_position();
   const std::span<std::byte> own = flat.subspan((unit.layout.shard_bytes() * place.index).size(),
                                                 unit.layout.shard_bytes().size());
   try {

@@ -53,7 +53,7 @@ void WholeUnits::complete_all() {
 
 void WholeUnits::finish(int unit, Slot& s) {
   if (s.work == nullptr) return;
-  recorder_.measure(Activity::kRefreshWait, unit, [&] { s.work->wait(); });
+  recorder_.measure(Activity::kLazyGatherWait, unit, [&] { s.work->wait(); });
   recorder_.end(std::exchange(s.recording, nullptr));
   s.work.reset();
   if (std::exchange(s.awaited, false))
@@ -66,7 +66,7 @@ void WholeUnits::start(int index) {
   Slot& s = of(index);
   STRATA_ASSERT(u.whole && s.work == nullptr);
   const Bytes bytes(u.resident.size());
-  s.recording = recorder_.begin_transfer(Activity::kRefresh, index, bytes);
+  s.recording = recorder_.begin_transfer(Activity::kLazyGather, index, bytes);
   s.work = collectives_.all_gather(u.slices, u.resident, u.name());
   recorder_.started(s.recording, *s.work);
   ++recorder_.counts().refreshes;

@@ -81,7 +81,7 @@ void AdamOptimizer::make_stage() {
   if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest, watch_);
 }
 
-void AdamOptimizer::unpark() {
+void AdamOptimizer::reload_states() {
   if (prepared() && stage_ == nullptr) make_stage();
 }
 

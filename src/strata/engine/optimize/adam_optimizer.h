@@ -33,8 +33,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   bool takes_late_scale() const override { return !has_wide_weights_; }
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
-  void park(bool /*masters*/) override { stage_.reset(); }
-  void unpark() override;
+  void offload_states(bool /*masters*/) override { stage_.reset(); }
+  void reload_states() override;
 
   bool prepared() const { return !states_.empty(); }
   // The steps in which the parameter took part, and the number of all steps: bias correction uses

@@ -56,7 +56,7 @@ void ExternalOptimizer::add(int /*unit*/, bool /*is_new*/) {
   prepare();
 }
 
-void ExternalOptimizer::park(bool masters) {
+void ExternalOptimizer::offload_states(bool masters) {
   wide_.free_on_device();
   if (!masters) return;
   segments_.clear();

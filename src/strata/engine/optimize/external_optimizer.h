@@ -1,10 +1,10 @@
 // An optimizer that the user brings, from torch.optim and the like. It updates the fp32 master
 // shards in place, through spans that stay valid for the engine's life, or until masters are
-// offloaded (park()). The engine then rounds the result to the weights. The optimizer updates units
-// on the host whose states rest there: masters are leased where they rest, gradients come to the
-// host, and the device's work on both has ended when the callback runs. If fp32 weights lie
-// elsewhere than they are updated, they have a copy there. Each step makes that copy anew, so it
-// has the values that scripts have written.
+// offloaded (offload_states()). The engine then rounds the result to the weights. The optimizer
+// updates units on the host whose states rest there: masters are leased where they rest, gradients
+// come to the host, and the device's work on both has ended when the callback runs. If fp32 weights
+// lie elsewhere than they are updated, they have a copy there. Each step makes that copy anew, so
+// it has the values that scripts have written.
 //
 // Threads: one thread at a time. Ownership: makes the Weights hold every master, so the masters
 // must fit in memory together. Lends gradients to the callback, scaled in place unless they lie
@@ -54,9 +54,9 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   std::int64_t steps() const override { return steps_; }
-  // From then on the segments are others: segments() returns them, after unpark().
-  void park(bool masters) override;
-  void unpark() override {}
+  // From then on the segments are others: segments() returns them, after reload_states().
+  void offload_states(bool masters) override;
+  void reload_states() override {}
 
  private:
   const Unit& of(const OptimizerShards::UnitShard& shard) const {

@@ -91,8 +91,8 @@ class ShardedOptimizer {
   virtual std::int64_t steps() const = 0;  // updates made
   // No step comes for a while: frees the memory that each step uses and, with `masters`, the
   // masters that it holds.
-  virtual void park(bool masters) = 0;
-  virtual void unpark() = 0;
+  virtual void offload_states(bool masters) = 0;
+  virtual void reload_states() = 0;
 };
 
 // Its step(), with each unit's part recorded.

@@ -52,7 +52,7 @@ struct Need {
 
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
                  const plan::ModelPlan& plan, UpdateRule rule, int shards) {
-  const auto on_drive = [](const offload::StatePlace& place, std::optional<memory::Tier> own) {
+  const auto on_drive = [](const offload::StatePlacement& place, std::optional<memory::Tier> own) {
     return own.value_or(place.tier) == memory::Tier::kNvme;
   };
   const plan::Masters masters = masters_for(rule, options);
@@ -74,7 +74,7 @@ void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params
   // Weights and states share one arena evenly: each gets what either needs.
   const bool both = states.all > Bytes() && weights.all > Bytes();
   const Bytes lease = both ? std::max(states.lease, weights.lease) : Bytes();
-  const auto cap = [lease](offload::StatePlace& place, const Need& need) {
+  const auto cap = [lease](offload::StatePlacement& place, const Need& need) {
     // Loading cuts blocks into other parts than the update, which leaves gaps.
     const Bytes kept = std::max(need.all + need.all / 2, kLeastStaging);
     place.budget = std::min(place.budget, std::max(kept, lease * offload::StagingArena::kShares));

@@ -15,7 +15,7 @@
 namespace strata::engine {
 
 // Lowers the budgets of `options` to that memory, but not below kLeastStaging. `shards`: the parts
-// into which a unit is cut (ShardPlace::count).
+// into which a unit is cut (ShardPosition::count).
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
                  const plan::ModelPlan& plan, UpdateRule rule, int shards);
 

@@ -44,7 +44,7 @@ struct LinkReport {
   std::optional<double> copy_wait;
   std::int64_t parts = 0;  // that stores lent in the step
   std::int64_t parts_ready = 0;
-  std::vector<offload::DriveWear> wear;  // of each folder, since the start
+  std::vector<offload::DriveWrites> wear;  // of each folder, since the start
 };
 
 // Without limits and wear, of a rank that has these links.

@@ -37,11 +37,11 @@ offload::StoreCounts Links::counts() const {
 }
 
 // Stores in one folder count together.
-std::vector<offload::DriveWear> Links::wear() const {
-  std::vector<offload::DriveWear> all;
+std::vector<offload::DriveWrites> Links::wear() const {
+  std::vector<offload::DriveWrites> all;
   for (const auto& store : stores_) {
-    for (const offload::DriveWear& each : store->wear()) {
-      const auto same = std::ranges::find(all, each.folder, &offload::DriveWear::folder);
+    for (const offload::DriveWrites& each : store->wear()) {
+      const auto same = std::ranges::find(all, each.folder, &offload::DriveWrites::folder);
       if (same == all.end()) {
         all.push_back(each);
       } else {
@@ -68,7 +68,7 @@ void Links::measure_limits() noexcept {
     std::set<std::vector<std::string>> seen;  // drives that several stores share are measured once
     for (const auto& store : stores_) {
       std::vector<std::string> folders;
-      for (const offload::DriveWear& each : store->wear()) folders.push_back(each.folder);
+      for (const offload::DriveWrites& each : store->wear()) folders.push_back(each.folder);
       if (folders.empty() || !seen.insert(folders).second) continue;
       const offload::DriveLimit limit = store->measure_drives();
       limit_of(kRead) += limit.read_gb_per_s;
@@ -82,7 +82,7 @@ void Links::measure_limits() noexcept {
 std::optional<LinkReport> Links::report(const StepRecord& record, bool measure) {
   if (!offloads_) return std::nullopt;
   if (measure && !measured_) measure_limits();
-  const std::vector<offload::DriveWear> drives = wear();
+  const std::vector<offload::DriveWrites> drives = wear();
   LinkReport report = make_link_report(record, device_.runs_ahead(), !drives.empty());
   report.wear = drives;
   for (LinkUse& use : report.uses) {

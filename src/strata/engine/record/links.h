@@ -32,7 +32,7 @@ class Links {
 
  private:
   offload::StoreCounts counts() const;
-  std::vector<offload::DriveWear> wear() const;
+  std::vector<offload::DriveWrites> wear() const;
   void measure_limits() noexcept;
   double& limit_of(offload::Link link) { return limits_.at(static_cast<std::size_t>(link)); }
 

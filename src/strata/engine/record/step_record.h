@@ -27,7 +27,7 @@ enum class Activity : std::uint8_t {
   // The compute stream waits for a unit.
   kGatherWait,
   kReduceWait,
-  kRefreshWait,
+  kLazyGatherWait,
   // The compute stream waits for copies between the host and the device.
   kCopyWait,
   // Spans at a step's end, on the compute stream.
@@ -35,7 +35,7 @@ enum class Activity : std::uint8_t {
   kOptimizer,
   // A unit's bytes on their way, beside the compute stream.
   kGather,
-  kRefresh,  // a gather of a unit that stays whole
+  kLazyGather,  // a gather of a unit that stays whole
   kReduce,
   // A reduction between peers waits until the peers' contributions are ready.
   kPeersReady,

@@ -19,8 +19,8 @@ Activity wait_for(Activity transfer) {
     case Activity::kReduce:
       return Activity::kReduceWait;
     default:
-      STRATA_ASSERT(transfer == Activity::kRefresh);
-      return Activity::kRefreshWait;
+      STRATA_ASSERT(transfer == Activity::kLazyGather);
+      return Activity::kLazyGatherWait;
   }
 }
 
@@ -88,7 +88,7 @@ bool StepRecorder::timing() const {
   return timed_;
 }
 
-void StepRecorder::note_idle() {
+void StepRecorder::record_idle() {
   const std::lock_guard lock(mutex_);
   if (!timed_) return;
   step_.idle = device_.compute_stream().record_timed();
@@ -174,7 +174,8 @@ void StepRecorder::await_copies(const Call& wait) {
   measure(Activity::kCopyWait, -1, wait);
 }
 
-void StepRecorder::note_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) {
+void StepRecorder::record_transfer(offload::Link link, Bytes bytes,
+                                   const io::TransferTimes& times) {
   const std::lock_guard lock(mutex_);
   if (!in_step_) return;
   const bool read = link == offload::Link::kRead;

@@ -67,7 +67,7 @@ class StepRecorder final : public offload::LinkWatch {
   void begin_phase(Activity phase);
   void end_phase();
   // The device has ended its work now: relates this rank's times to those of other ranks.
-  void note_idle();
+  void record_idle();
 
   // --- spans ---
   bool timing() const;  // within a step that is timed
@@ -91,7 +91,7 @@ class StepRecorder final : public offload::LinkWatch {
   // --- links --- counted within steps; copies where host and device are apart
   void copy(offload::Link link, Bytes bytes, device::Stream& stream, const Call& queue) override;
   void await_copies(const Call& wait) override;
-  void note_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) override;
+  void record_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) override;
 
   // --- what was recorded ---
   // Reads the times of the steps that the device has finished; `wait`: of all ended steps.

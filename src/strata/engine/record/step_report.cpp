@@ -29,7 +29,7 @@ StepReport make_step_report(const StepRecord& record, int world_size) {
   const StepCounts& counts = record.counts;
   times.gather = transfers(record, kGather, kGatherWait, counts.gathered, world_size);
   times.reduce = transfers(record, kReduce, kReduceWait, counts.reduced, world_size);
-  times.refresh = transfers(record, kRefresh, kRefreshWait, counts.refreshed, world_size);
+  times.refresh = transfers(record, kLazyGather, kLazyGatherWait, counts.refreshed, world_size);
   report.times = times;
   return report;
 }

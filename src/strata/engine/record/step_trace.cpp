@@ -49,14 +49,14 @@ Track track_of(Activity activity) {
       return kCompute;
     case kGatherWait:
     case kReduceWait:
-    case kRefreshWait:
+    case kLazyGatherWait:
     case kCopyWait:
       return kWaits;
     case kNorm:
     case kOptimizer:
       return kUpdates;
     case kGather:
-    case kRefresh:
+    case kLazyGather:
       return kGathers;
     case kReduce:
       return kReductions;

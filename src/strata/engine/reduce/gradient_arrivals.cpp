@@ -98,7 +98,7 @@ bool GradientArrivals::note(int unit, std::size_t slot, Bytes unit_bytes) {
   return true;
 }
 
-void GradientArrivals::note_reduced(int unit) {
+void GradientArrivals::record_reduced(int unit) {
   waiting_ -= std::exchange(of(unit).waiting, Bytes());
   ++of(unit).turns_over;
 }

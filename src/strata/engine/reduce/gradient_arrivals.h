@@ -43,7 +43,7 @@ class GradientArrivals {
   // A gradient of this slot has come; `unit_bytes`: what its unit's gradients take. True: the unit
   // is complete by it, and was not reduced before.
   bool note(int unit, std::size_t slot, Bytes unit_bytes);
-  void note_reduced(int unit);
+  void record_reduced(int unit);
   bool reduced(int unit) const { return of(unit).turns_over > 0; }  // in this pass
   // Whether the next gradient of this slot is the only one that this pass is known to bring.
   bool only_one_expected(int unit, std::size_t slot) const {

@@ -41,7 +41,7 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
   }
   last_finding_ = measure(loss_scale);
   recorder_.end(span);
-  recorder_.note_idle();
+  recorder_.record_idle();
   applied_ = !skips(allows_overflow);
   if (!applied_) ++skipped_;
   return {applied_, last_finding_.norm,
@@ -118,7 +118,7 @@ std::vector<double> GradientCheck::totals(bool first, bool reads) {
     if (!stats.finite) not_finite += 1.0;
   }
   // Every group has all shards: those of the first one count.
-  if (collectives_.shard_place().group > 0) sum = 0.0;
+  if (collectives_.shard_position().group > 0) sum = 0.0;
   std::vector<double> values{sum, not_finite};
   if (first) {
     values.push_back(static_cast<double>(reducer_.late_units().size()));
@@ -179,7 +179,7 @@ void GradientCheck::tell(bool late) {
   const std::vector<std::string> texts = collectives_.all_gather_text(
       mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
   // Even if all gradients are finite, the sum of their squares may be too large for a number.
-  const std::optional<std::size_t> first = comm::first_to_say(texts);
+  const std::optional<std::size_t> first = comm::first_text(texts);
   const std::string where =
       first ? fmt::format("unit '{}' in the shard of rank {}", texts[*first], *first)
             : "none; their norm is too large for a number";
@@ -212,7 +212,7 @@ void GradientCheck::report_unused() {
   const int param = reducer_.record().unused();
   const std::vector<std::string> names = collectives_.all_gather_text(
       param >= 0 ? fmt::format("'{}'", weights_.param(param).name) : "");
-  const std::size_t first = comm::first_to_say(names).value();
+  const std::size_t first = comm::first_text(names).value();
   reducer_.drop_gradients();
   throw UsageError(fmt::format(
       "a trainable parameter got no gradient in this step, which "
@@ -246,7 +246,7 @@ void GradientCheck::look_at_norm() {
   ++in_a_row_;
   ++skipped_;
   last_finding_.norm = std::numeric_limits<double>::infinity();
-  tells_late_ = true;
+  notify_late_ = true;
 }
 
 double GradientCheck::last_norm() {
@@ -264,7 +264,7 @@ void GradientCheck::set_skipped_steps(std::int64_t steps) {
   skipped_ = steps;
   in_a_row_ = 0;
   applied_ = true;
-  tells_late_ = false;
+  notify_late_ = false;
 }
 
 std::int64_t GradientCheck::skipped_steps(bool wait) {
@@ -274,11 +274,11 @@ std::int64_t GradientCheck::skipped_steps(bool wait) {
 
 bool GradientCheck::failed_late() {
   look_at_norm();
-  return tells_late_;
+  return notify_late_;
 }
 
-void GradientCheck::tell_late() {
-  tells_late_ = false;
+void GradientCheck::notify_late() {
+  notify_late_ = false;
   tell(/*late=*/true);
 }
 

@@ -70,11 +70,11 @@ class GradientCheck {
   std::int64_t skipped_steps(bool wait);
   // Takes the count of an earlier run, as if its last step had been applied.
   void set_skipped_steps(std::int64_t steps);
-  // Whether the last step had a late factor and was skipped, and tell_late() was not called since.
-  // Waits for the device as last_norm() does.
+  // Whether the last step had a late factor and was skipped, and notify_late() was not called
+  // since. Waits for the device as last_norm() does.
   bool failed_late();
   // Collective, on every rank for which failed_late(). Throws after too many skipped steps.
-  void tell_late();
+  void notify_late();
   // The message on skipped steps that the user has not been told yet; empty: none.
   std::string take_warning() { return std::exchange(warning_, {}); }
 
@@ -101,10 +101,10 @@ class GradientCheck {
   const EngineOptions& options_;
   GradientNorm norm_;
   WholeGradients whole_;
-  PackedCounts counts_;      // by parameter: ranks that have a gradient of it
-  Finding last_finding_;     // of the last step whose norm is known
-  bool applied_ = true;      // that step
-  bool tells_late_ = false;  // it was skipped, and tell_late() has yet to come
+  PackedCounts counts_;       // by parameter: ranks that have a gradient of it
+  Finding last_finding_;      // of the last step whose norm is known
+  bool applied_ = true;       // that step
+  bool notify_late_ = false;  // it was skipped, and notify_late() has yet to come
   std::int64_t skipped_ = 0;
   int in_a_row_ = 0;  // steps until now whose gradients were not finite, against expectation
   bool told_ = false;

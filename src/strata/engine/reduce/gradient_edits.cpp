@@ -8,25 +8,26 @@ void GradientEdits::drop_all() {
   // Shard groups add up their parts later, also with ranks that have dropped nothing: zeroes then.
   std::vector<int> parts;
   for (const Unit& unit : units_) {
-    if (collectives_.shard_place().groups > 1 && shards_.filled(unit.id)) parts.push_back(unit.id);
+    if (collectives_.shard_position().groups > 1 && shards_.filled(unit.id))
+      parts.push_back(unit.id);
   }
   shards_.clear();
   for (const int unit : parts) shards_.change(unit);
-  record_.note_all_dropped();
+  record_.record_all_dropped();
 }
 
 void GradientEdits::drop(int unit, int slot, bool came) {
   const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
   writes_.drop(unit, slot);
   if (shards_.filled(unit)) write(unit, slot, nullptr);
-  record_.note_dropped(layout.slots()[static_cast<std::size_t>(slot)].param, came);
+  record_.record_dropped(layout.slots()[static_cast<std::size_t>(slot)].param, came);
 }
 
 void GradientEdits::store(int unit, int slot, const float* values) {
   const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
   writes_.drop(unit, slot);
   write(unit, slot, values);
-  record_.note_got(layout.slots()[static_cast<std::size_t>(slot)].param);
+  record_.record_gradient(layout.slots()[static_cast<std::size_t>(slot)].param);
 }
 
 void GradientEdits::write(int unit, int slot, const float* values) {
@@ -34,7 +35,7 @@ void GradientEdits::write(int unit, int slot, const float* values) {
   const DType dtype = shards_.dtype();
   const std::span<std::byte> kept = shards_.change(unit);
   device::Stream& stream = device_.compute_stream();
-  for (const plan::ShardPiece& piece : layout.pieces(collectives_.shard_place().index)) {
+  for (const plan::ShardRange& piece : layout.pieces(collectives_.shard_position().index)) {
     if (piece.slot != slot) continue;
     const Numel numel = piece.param_end - piece.param_begin;
     const std::span<std::byte> target =

@@ -123,7 +123,7 @@ bool GradientInbox::zero_padding(const plan::FlatLayout& layout, std::span<float
     device_.fill_zero(std::as_writable_bytes(shard.subspan(end.size(), (to - end).size())),
                       *collectives_.contribution_stream());
   };
-  for (const plan::ShardPiece& piece : layout.pieces(collectives_.shard_place().index)) {
+  for (const plan::ShardRange& piece : layout.pieces(collectives_.shard_position().index)) {
     zero(piece.shard_offset);
     end = piece.shard_offset + (piece.param_end - piece.param_begin);
   }

@@ -28,18 +28,18 @@ class GradientRecord {
   }
 
   void begin_pass() { collects_ = true; }
-  void note_reduced_pass() { ++reduced_passes_; }
-  void note_got(int param, bool got = true) { got_[static_cast<std::size_t>(param)] = got; }
-  void note_unused(int param) {
+  void record_reduced_pass() { ++reduced_passes_; }
+  void record_gradient(int param, bool got = true) { got_[static_cast<std::size_t>(param)] = got; }
+  void record_unused(int param) {
     if (unused_ < 0) unused_ = param;
   }
-  void note_all_dropped() {
+  void record_all_dropped() {
     clear();
     dropped_ = 0;
     note(1);
   }
-  void note_dropped(int param, bool came) {
-    note_got(param, came);
+  void record_dropped(int param, bool came) {
+    record_gradient(param, came);
     note(static_cast<std::uint32_t>(param) + 2);
   }
   // The step is over.

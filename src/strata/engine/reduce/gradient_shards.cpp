@@ -254,12 +254,12 @@ void GradientShards::clear() {
   left_out_.clear();
 }
 
-void GradientShards::park(bool pinned) {
-  std::vector<std::pair<Shard*, std::unique_ptr<offload::ParkedCopy>>> copies;
+void GradientShards::offload_states(bool pinned) {
+  std::vector<std::pair<Shard*, std::unique_ptr<offload::OffloadedCopy>>> copies;
   for (Shard& shard : shards_) {
     if (shard.memory == nullptr || !shard.filled) continue;
     const Bytes bytes(shard.memory->bytes().size());
-    copies.emplace_back(&shard, std::make_unique<offload::ParkedCopy>(
+    copies.emplace_back(&shard, std::make_unique<offload::OffloadedCopy>(
                                     device_, bytes, memory::Kind::kGradientShards, pinned));
   }
   wait_for_arrived();
@@ -274,7 +274,7 @@ void GradientShards::park(bool pinned) {
   widened_.reset();
 }
 
-void GradientShards::unpark() {
+void GradientShards::reload_states() {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     Shard& shard = shards_[i];
     if (shard.parked == nullptr) continue;

@@ -17,7 +17,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/offload/link_watch.h"
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 
 namespace strata::engine {
 
@@ -60,17 +60,18 @@ class GradientShards {
   std::size_t count() const { return shards_.size(); }  // units
   void clear();  // forgets all values and what is left out; the memory stays
   // Between passes: moves values on the device to the host, and frees all their device memory.
-  // Until unpark() only filled(), on_host() and clear() may be called. Both calls may throw
-  // OutOfMemoryError, and be called again: park() has done nothing then, unpark() a part.
-  void park(bool pinned);
-  void unpark();
+  // Until reload_states() only filled(), on_host() and clear() may be called. Both calls may throw
+  // OutOfMemoryError, and be called again: offload_states() has done nothing then, reload_states()
+  // a part.
+  void offload_states(bool pinned);
+  void reload_states();
 
  private:
   struct Shard {
     std::unique_ptr<device::Memory> memory;    // null on the host
     std::byte* values = nullptr;               // null: no memory yet
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
-    std::unique_ptr<offload::ParkedCopy> parked;
+    std::unique_ptr<offload::OffloadedCopy> parked;
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0

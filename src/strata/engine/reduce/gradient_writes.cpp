@@ -131,7 +131,7 @@ void GradientWrites::write(int unit, int slot_index, const std::byte* gradient, 
   }
 }
 
-GradientPlace GradientWrites::place(int unit, int slot) {
+GradientTarget GradientWrites::place(int unit, int slot) {
   UnitBuffer& b = of(unit);
   const auto index = static_cast<std::size_t>(slot);
   device::Stream& compute = device_.compute_stream();
@@ -201,7 +201,7 @@ std::unique_ptr<comm::Work> GradientWrites::reduce(int unit, comm::Reduction red
   return work;
 }
 
-GradientBuffers::Buffer GradientWrites::give_up_buffer(int unit, bool pushed) {
+GradientBuffers::Buffer GradientWrites::release_buffer(int unit, bool pushed) {
   UnitBuffer& b = of(unit);
   const bool holds_late_ones = pushed && std::ranges::find(b.written, true) != b.written.end();
   return holds_late_ones ? nullptr : std::move(b.buffer);
@@ -215,13 +215,13 @@ void GradientWrites::drop() {
   }
 }
 
-void GradientWrites::park(bool pinned) {
+void GradientWrites::offload_states(bool pinned) {
   compute_follows();
-  std::vector<std::pair<UnitBuffer*, std::unique_ptr<offload::ParkedCopy>>> copies;
+  std::vector<std::pair<UnitBuffer*, std::unique_ptr<offload::OffloadedCopy>>> copies;
   for (UnitBuffer& b : buffers_of_) {
     if (b.buffer == nullptr) continue;
     const Bytes bytes(b.buffer->memory->local().size());
-    copies.emplace_back(&b, std::make_unique<offload::ParkedCopy>(
+    copies.emplace_back(&b, std::make_unique<offload::OffloadedCopy>(
                                 device_, bytes, memory::Kind::kGradients, pinned));
   }
   for (auto& [b, copy] : copies) copy->take(b->buffer->memory->local());
@@ -234,7 +234,7 @@ void GradientWrites::park(bool pinned) {
   inbox_.free();
 }
 
-void GradientWrites::unpark() {
+void GradientWrites::reload_states() {
   for (const Unit& unit : units_) {
     UnitBuffer& b = of(unit.id);
     if (b.parked == nullptr) continue;

@@ -32,12 +32,12 @@
 #include "strata/engine/reduce/gradient_inbox.h"
 #include "strata/engine/reduce/held_gradients.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 
 namespace strata::engine {
 
 // The place to which a caller writes the gradient of a parameter.
-struct GradientPlace {
+struct GradientTarget {
   std::byte* values = nullptr;
   DType dtype = DType::kFloat32;
   bool holds = false;  // something that the gradient is added to; else whatever lay there
@@ -81,7 +81,7 @@ class GradientWrites {
   void write(int unit, int slot, const std::byte* gradient, DType dtype);
   // Instead of write(), for a unit with a buffer: the compute stream may write to this place from
   // now on, until wrote().
-  GradientPlace place(int unit, int slot);
+  GradientTarget place(int unit, int slot);
   void wrote(int unit, int slot);
   // Keeps `owner` of a gradient of `bytes` until the gradient is written. Null: the compute stream
   // waits until then.
@@ -96,7 +96,7 @@ class GradientWrites {
   std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed);
   // The buffer, for as long as the reduction reads it. A pushed unit has none, unless gradients in
   // its buffer were pushed, too. A buffer with gradients that came too late stays.
-  GradientBuffers::Buffer give_up_buffer(int unit, bool pushed);
+  GradientBuffers::Buffer release_buffer(int unit, bool pushed);
 
   void drop(int unit, int slot) {  // forgets what was written of one parameter; between passes
     if (has_buffer(unit)) of(unit).written[static_cast<std::size_t>(slot)] = false;
@@ -107,16 +107,17 @@ class GradientWrites {
   void drop();
 
   // Between passes, after a barrier: moves the content of buffers to the host, and frees buffers
-  // and inbox. Until unpark() only drop() may be called. Both calls may throw OutOfMemoryError, and
-  // be called again: park() has done nothing then, unpark() a part.
-  void park(bool pinned);
-  void unpark();
+  // and inbox. Until reload_states() only drop() may be called. Both calls may throw
+  // OutOfMemoryError, and be called again: offload_states() has done nothing then, reload_states()
+  // a part.
+  void offload_states(bool pinned);
+  void reload_states();
 
  private:
   struct UnitBuffer {
     GradientBuffers::Buffer buffer;
-    std::vector<bool> written;                              // slots of it that hold something
-    std::unique_ptr<offload::ParkedCopy> parked = nullptr;  // of the buffer
+    std::vector<bool> written;                                 // slots of it that hold something
+    std::unique_ptr<offload::OffloadedCopy> parked = nullptr;  // of the buffer
   };
 
   DType dtype(int unit, bool wide) const;

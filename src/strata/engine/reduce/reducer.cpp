@@ -32,7 +32,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
               {options_.name, options_.reduce_dtype, options_.max_reducing, options_.max_held}),
       arrivals_(units, collectives, most_waiting(units, writes_, options_.max_reducing)),
       in_flight_(buffers_, shards_, recorder),
-      adds_up_later_(collectives.shard_place().groups > 1 &&
+      adds_up_later_(collectives.shard_position().groups > 1 &&
                      options_.accumulation_dtype == DType::kFloat32 &&
                      std::ranges::all_of(units,
                                          [this](const Unit& unit) {
@@ -78,7 +78,7 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
   const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
-  note_got(unit, index);
+  record_gradient(unit, index);
   const bool alone =
       is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
   if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
@@ -89,9 +89,9 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
   note_written(unit, index);
 }
 
-GradientPlace Reducer::begin_add(int unit, int slot) {
+GradientTarget Reducer::begin_add(int unit, int slot) {
   STRATA_ASSERT(!is_pushed(unit));
-  note_got(unit, static_cast<std::size_t>(slot));
+  record_gradient(unit, static_cast<std::size_t>(slot));
   open_buffer(unit);
   return writes_.place(unit, slot);
 }
@@ -101,8 +101,8 @@ void Reducer::end_add(int unit, int slot) {
   note_written(unit, static_cast<std::size_t>(slot));
 }
 
-void Reducer::note_got(int unit, std::size_t slot) {
-  record_.note_got(units_[static_cast<std::size_t>(unit)].layout.slots()[slot].param);
+void Reducer::record_gradient(int unit, std::size_t slot) {
+  record_.record_gradient(units_[static_cast<std::size_t>(unit)].layout.slots()[slot].param);
 }
 
 void Reducer::note_written(int unit, std::size_t slot) {
@@ -122,7 +122,7 @@ void Reducer::start_reduction(int unit) {
   const std::optional<std::size_t> unused =
       pushed ? writes_.push_missing(unit) : writes_.write_missing(unit);
   const Unit& u = units_[static_cast<std::size_t>(unit)];
-  if (unused && !late) record_.note_unused(u.layout.slots()[*unused].param);
+  if (unused && !late) record_.record_unused(u.layout.slots()[*unused].param);
   const Bytes bytes = writes_.bytes(unit);
   if (late) in_flight_.finish(unit);
   const GradientShards::Target target = shards_.begin(unit);
@@ -139,8 +139,8 @@ void Reducer::start_reduction(int unit) {
   recorder_.started(recording, *work);
   ++recorder_.counts().reductions;
   recorder_.counts().reduced += bytes;
-  arrivals_.note_reduced(unit);
-  in_flight_.add(unit, writes_.give_up_buffer(unit, pushed), std::move(work), std::move(recording));
+  arrivals_.record_reduced(unit);
+  in_flight_.add(unit, writes_.release_buffer(unit, pushed), std::move(work), std::move(recording));
 }
 
 // Depends on the passes alone, so that it is the same on every rank.
@@ -159,7 +159,7 @@ void Reducer::end_backward() {
     writes_.compute_follows();
     return;
   }
-  record_.note_reduced_pass();
+  record_.record_reduced_pass();
   while (const std::optional<int> unit = arrivals_.next()) start_reduction(*unit);
   in_flight_.finish();
   writes_.end_pushing();
@@ -236,16 +236,16 @@ void Reducer::complete_groups() {
   if (!units.empty()) reduce_once_more(units);
 }
 
-void Reducer::park(bool shards, bool buffers, bool pinned) {
+void Reducer::offload_states(bool shards, bool buffers, bool pinned) {
   // Reductions are complete; what measures them may still run.
   if (device::Stream* const stream = collectives_.contribution_stream()) stream->synchronize();
-  if (buffers) writes_.park(pinned);
-  if (shards) shards_.park(pinned);
+  if (buffers) writes_.offload_states(pinned);
+  if (shards) shards_.offload_states(pinned);
 }
 
-void Reducer::unpark() {
-  writes_.unpark();
-  shards_.unpark();
+void Reducer::reload_states() {
+  writes_.reload_states();
+  shards_.reload_states();
 }
 
 }  // namespace strata::engine

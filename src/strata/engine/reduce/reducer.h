@@ -70,7 +70,7 @@ class Reducer {
            std::shared_ptr<const void> owner);
   // Instead of add(), for a tile: the compute stream computes its gradient into the place of
   // begin_add(), before end_add(). Only gathers may be called in between.
-  GradientPlace begin_add(int unit, int slot);
+  GradientTarget begin_add(int unit, int slot);
   void end_add(int unit, int slot);
   // Reduces the remaining gradients and waits for all. The shards are up to date afterwards.
   void end_backward();
@@ -99,9 +99,9 @@ class Reducer {
 
   // Between passes, after a barrier: frees memory of gradients, and keeps its values on the host.
   // `shards`: of reduced gradients. `buffers`: of gradients on their way into a reduction. Until
-  // unpark() only drop_gradients() may be called. Throws as GradientShards does.
-  void park(bool shards, bool buffers, bool pinned);
-  void unpark();
+  // reload_states() only drop_gradients() may be called. Throws as GradientShards does.
+  void offload_states(bool shards, bool buffers, bool pinned);
+  void reload_states();
 
   GradientShards& shards() { return shards_; }
 
@@ -112,7 +112,7 @@ class Reducer {
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
   void open_buffer(int unit);
-  void note_got(int unit, std::size_t slot);
+  void record_gradient(int unit, std::size_t slot);
   void note_written(int unit, std::size_t slot);
   // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
   // reads them, and a tied tile would occur twice in a pass.

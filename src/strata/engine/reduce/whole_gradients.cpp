@@ -18,7 +18,7 @@ void WholeGradients::gather(const Take& take) {
   if (largest == Bytes()) return;
   const auto memory = device_.allocate(largest, memory::Kind::kStaging);
   device::Stream& stream = device_.compute_stream();
-  const auto mine = static_cast<std::size_t>(collectives_.shard_place().index);
+  const auto mine = static_cast<std::size_t>(collectives_.shard_position().index);
   for (const Unit& unit : units_) {
     if (!wanted(unit)) continue;
     const std::size_t bytes = bytes_of(unit.layout.shard(), DType::kFloat32).size();

@@ -62,10 +62,10 @@ Failure failure_of(const std::exception_ptr& error) {
   }
 }
 
-void agree(comm::Collectives& collectives, std::string_view what, const Failure& mine) {
+void agree_on_outcome(comm::Collectives& collectives, std::string_view what, const Failure& mine) {
   const std::string text = mine.kind.empty() ? "" : mine.kind + "\n" + mine.message;
   const std::vector<std::string> all = collectives.all_gather_text(text);
-  const std::optional<std::size_t> rank = comm::first_to_say(all);
+  const std::optional<std::size_t> rank = comm::first_text(all);
   if (!rank) return;
   const std::string& first = all[*rank];
   const std::size_t line = first.find('\n');

@@ -25,11 +25,11 @@ Failure failure_of(const std::exception_ptr& error);
 // Collective. Returns if no rank failed; else throws, on every rank, an error of the class that the
 // first failed rank had, whose message names that rank and `what` it was doing. If all ranks failed
 // alike, each throws its own message.
-void agree(comm::Collectives& collectives, std::string_view what, const Failure& mine);
+void agree_on_outcome(comm::Collectives& collectives, std::string_view what, const Failure& mine);
 
 // Collective. Runs `part`, which takes part in no collective itself, and agrees on its outcome.
 template <typename Part>
-void together(comm::Collectives& collectives, std::string_view what, Part&& part) {
+void agree_after(comm::Collectives& collectives, std::string_view what, Part&& part) {
   Failure mine;
   try {
     std::forward<Part>(part)();
@@ -38,7 +38,7 @@ void together(comm::Collectives& collectives, std::string_view what, Part&& part
   } catch (...) {
     mine = failure_of(std::current_exception());
   }
-  agree(collectives, what, mine);
+  agree_on_outcome(collectives, what, mine);
 }
 
 }  // namespace strata::engine

@@ -31,8 +31,8 @@ std::string digest_of(const std::string& text) {
 
 }  // namespace
 
-void require_same_text(comm::Collectives& collectives, const std::string& what,
-                       const std::string& text) {
+void agree_on_text(comm::Collectives& collectives, const std::string& what,
+                   const std::string& text) {
   if (collectives.world_size() == 1) return;
   const std::vector<std::string> digests = collectives.all_gather_text(digest_of(text));
   if (std::all_of(digests.begin(), digests.end(),

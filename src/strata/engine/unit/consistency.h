@@ -10,7 +10,7 @@ namespace strata::engine {
 // Collective. Compares every rank's `text` with rank 0's, line by line. If they differ, throws
 // ConfigError on every rank, with the first differing line, rank 0's text there, that of the first
 // other rank, and the ranks that differ. `what` names the thing ("model", "configuration").
-void require_same_text(comm::Collectives& collectives, const std::string& what,
-                       const std::string& text);
+void agree_on_text(comm::Collectives& collectives, const std::string& what,
+                   const std::string& text);
 
 }  // namespace strata::engine

@@ -21,14 +21,14 @@ struct EngineOptions {
   bool reduce_at_boundary = false;
   // Whether weights that stay whole are brought up to date beside the next forward, each unit when
   // it is used; otherwise before the step ends. Absent: beside it where the device runs ahead.
-  std::optional<bool> refresh_late;
+  std::optional<bool> gather_lazily;
   bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
   // Where reduced gradients rest between their reduction and the update: the device, or the host.
   memory::Tier gradient_tier = memory::Tier::kDevice;
-  offload::StatePlace states;   // what the optimizer keeps, and masters
-  offload::StatePlace weights;  // of units that are sharded (stage 3) and not persistent
+  offload::StatePlacement states;   // what the optimizer keeps, and masters
+  offload::StatePlacement weights;  // of units that are sharded (stage 3) and not persistent
   bool offloads_weights() const { return weights.offloads(); }
   // Whether any state rests elsewhere than on the device.
   bool offloads() const {

@@ -36,7 +36,7 @@ void for_each_range(offload::StateStore& store, std::span<const StateBlock> bloc
       const Bytes to = until == numel ? store.size_of(block.id) : bytes_of_elements(block, until);
       parts.push_back({block.id, from, to});
     }
-    const auto leases = store.fetch_together(parts, access);
+    const auto leases = store.fetch_all(parts, access);
     work({first, until, leases});
     first = until;
   }

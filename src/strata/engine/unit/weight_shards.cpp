@@ -4,7 +4,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/state_ranges.h"
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 
 namespace strata::engine {
 
@@ -31,7 +31,7 @@ void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access a
   const auto bytes_between = [&](std::span<std::byte> bytes, Numel first, Numel last) {
     return bytes.subspan(bytes_of(first, dtype).size(), bytes_of(last - first, dtype).size());
   };
-  if (unit.parked) offload::throw_parked(fmt::format("the weights of unit '{}'", unit.name()));
+  if (unit.parked) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
   if (!unit.offloaded) {
     if (begin < end) work({begin, end, bytes_between(unit.shard, begin, end), nullptr});
     return;

@@ -23,7 +23,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     : params_(params.begin(), params.end()),
       unit_of_param_(plan.unit_of_param),
       slot_of_param_(params.size()),
-      place_(collectives.shard_place()),
+      place_(collectives.shard_position()),
       device_(device),
       states_(*stores.states),
       shards_(units_, stores.weights.get()),
@@ -83,17 +83,18 @@ void Weights::back_all() {
   back(static_cast<int>(units_.size()) - 1);
 }
 
-void Weights::copy_for_parking(bool pinned) {
+void Weights::copy_for_offload(bool pinned) {
   back_all();
   const Bytes all = offsets_.back();
   if (all == Bytes()) return;
-  parked_ = std::make_unique<offload::ParkedCopy>(device_, all, memory::Kind::kWeights, pinned);
-  parked_->take(memory_->buffer->local().first(all.size()));
+  offloaded_ =
+      std::make_unique<offload::OffloadedCopy>(device_, all, memory::Kind::kWeights, pinned);
+  offloaded_->take(memory_->buffer->local().first(all.size()));
   device_.compute_stream().synchronize();
 }
 
-void Weights::park() {
-  if (parked_ == nullptr) return;
+void Weights::offload_states() {
+  if (offloaded_ == nullptr) return;
   scratch_.reset();
   memory_->buffer->release();
   memory_->charge =
@@ -101,17 +102,17 @@ void Weights::park() {
   for (Unit& unit : units_) unit.parked = !unit.offloaded;
 }
 
-void Weights::unpark() {
-  if (parked_ == nullptr) return;
+void Weights::reload_states() {
+  if (offloaded_ == nullptr) return;
   const Bytes all = offsets_.back();
   memory_->buffer->back(all);
-  parked_->give_back(memory_->buffer->local().first(all.size()));
+  offloaded_->give_back(memory_->buffer->local().first(all.size()));
   device_.compute_stream().synchronize();
   memory_->charge.grow(all);
-  parked_.reset();
+  offloaded_.reset();
 }
 
-void Weights::settle_unparked() {
+void Weights::finish_reload() {
   for (Unit& unit : units_) unit.parked = false;
 }
 

@@ -1,5 +1,5 @@
 // The weights of a model as this rank holds them: one SharedBuffer with every unit's shard (and its
-// neighbours that this rank holds for others, ShardPlace::parts), or, for units that stay whole,
+// neighbours that this rank holds for others, ShardPosition::parts), or, for units that stay whole,
 // the unit's whole flat buffer; and the fp32 master weights of the trainable shards, in the form
 // that suits the weights and the optimizer (plan/master_form.h).
 //
@@ -19,7 +19,7 @@
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/ledger.h"
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/master_form.h"
 
@@ -83,16 +83,16 @@ class Weights {
 
   // Parking moves all values in device memory to the host for a while, or none. This tells whether
   // the collectives can give that memory back; true if there is none.
-  bool can_park() const { return memory_->buffer->releasable(); }
+  bool can_offload() const { return memory_->buffer->releasable(); }
   // Copies the values, and may throw OutOfMemoryError; drop_copy() undoes it.
-  void copy_for_parking(bool pinned);
-  void drop_copy() { parked_.reset(); }
+  void copy_for_offload(bool pinned);
+  void drop_copy() { offloaded_.reset(); }
   // Gives the memory back to the device, when no rank reads it any more. Units are `parked` then.
-  void park();
+  void offload_states();
   // Takes the memory and the values back, at the same addresses; may throw OutOfMemoryError, and be
-  // called again. Units are parked until settle_unparked(), when all ranks have done so.
-  void unpark();
-  void settle_unparked();
+  // called again. Units are parked until finish_reload(), when all ranks have done so.
+  void reload_states();
+  void finish_reload();
 
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
@@ -118,7 +118,7 @@ class Weights {
   std::vector<int> unit_of_param_;
   std::vector<int> slot_of_param_;
   std::vector<Unit> units_;
-  comm::ShardPlace place_;
+  comm::ShardPosition place_;
   device::Device& device_;
   offload::StateStore& states_;
   // Goes with the last that keeps it (Unit::memory).
@@ -132,7 +132,7 @@ class Weights {
   WeightShards shards_;
   MasterStates masters_;
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
-  std::unique_ptr<offload::ParkedCopy> parked_;  // null: not parked
+  std::unique_ptr<offload::OffloadedCopy> offloaded_;  // null: not parked
 };
 
 }  // namespace strata::engine

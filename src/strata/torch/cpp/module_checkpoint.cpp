@@ -93,7 +93,7 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   comm::Collectives& collectives = engine.collectives();
   const auto buffers = module.named_buffers();
   std::optional<LoadPlan> plan;
-  engine::together(collectives, fmt::format("opening the checkpoint '{}'", path), [&] {
+  engine::agree_after(collectives, fmt::format("opening the checkpoint '{}'", path), [&] {
     plan.emplace(path);
     plan->map.emplace(engine::whole_tensors(engine.weights().params()), plan->index.tensors(),
                       path);
@@ -106,7 +106,7 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
       checkpoint::read_way_from(model.config().strata.init_read).value();
   engine::load_weights_together(engine,
                                 {plan->index.open_files(), *plan->map, params, io, {}, way});
-  engine::together(collectives, fmt::format("loading '{}'", path), [&] {
+  engine::agree_after(collectives, fmt::format("loading '{}'", path), [&] {
     for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
   });
   engine.weights_changed();

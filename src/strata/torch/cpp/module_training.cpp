@@ -114,7 +114,7 @@ void restore_all(ShardedModel& model, TrainerState state,
 void save_training_of(ShardedModel& model, const ::torch::nn::Module& module, TrainerState state,
                       const std::string& folder, std::string tag) {
   engine::Engine& engine = model.engine();
-  engine.settle_step();
+  engine.finish_step();
   if (tag.empty()) tag = fmt::format("global_step{}", model.control().global_steps());
   engine::SaveRequest request;
   request.folder = folder;
@@ -146,7 +146,7 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
   engine::Engine& engine = model.engine();
   comm::Collectives& collectives = engine.collectives();
   std::string found;
-  engine::together(collectives, kLoadingTrainer, [&] {
+  engine::agree_after(collectives, kLoadingTrainer, [&] {
     if (tag.empty()) tag = format::latest_tag(folder).value_or("");
     if (tag.empty()) return;
     const auto path = format::find_checkpoint(folder, tag);
@@ -164,7 +164,7 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
     request.buffers.push_back({buffer.key(), buffer.value().sizes().vec()});
   engine::load_training(engine, checkpoint, request, io);
   try {
-    engine::together(collectives, kLoadingTrainer, [&] {
+    engine::agree_after(collectives, kLoadingTrainer, [&] {
       load_buffers(checkpoint, module, io);
       restore_all(model, std::move(state), checkpoint);
     });

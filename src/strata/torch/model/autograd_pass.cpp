@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "strata/torch/model/scaled_run.h"
+#include "strata/torch/model/scaled_pass.h"
 
 namespace strata::torch {
 namespace {
@@ -126,7 +126,7 @@ at::Tensor AutogradPass::scaled(const at::Tensor& loss, double factor, double lo
   at::Tensor result = loss.to(at::kFloat) * factor;
   run_before(*result.grad_fn(), /*first=*/true, [state = std::weak_ptr(state_), loss_scale] {
     autograd::Engine::get_default_engine().queue_callback(
-        [run = std::make_shared<ScaledRun>(loss_scale)] {});  // destroyed with the run
+        [run = std::make_shared<ScaledPass>(loss_scale)] {});  // destroyed with the run
     if (const auto s = state.lock()) s->begin();
   });
   return result;

@@ -59,7 +59,7 @@ class AutogradPass {
 
   void expect(std::span<const at::Tensor> outputs);
   // Returns `loss`, which must require a gradient, times `factor`. An autograd pass from there
-  // counts as one of a loss scaled by `loss_scale` (ScaledRun), for other models, too.
+  // counts as one of a loss scaled by `loss_scale` (ScaledPass), for other models, too.
   at::Tensor scaled(const at::Tensor& loss, double factor, double loss_scale);
   // Called from within autograd: begins the pass unless it runs already.
   void begin();

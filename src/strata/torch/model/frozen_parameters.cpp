@@ -46,7 +46,7 @@ void FrozenParameters::train(std::span<const int> params) {
   }
   if (trained.empty()) return;
   engine_.parking().require_all("training parameters that were frozen");
-  engine_.settle_step();
+  engine_.finish_step();
   engine_.unfreezing().train(trained);
   std::erase_if(frozen_, [&](int param) { return weights.param(param).trainable; });
   if (told_) told_(trained);

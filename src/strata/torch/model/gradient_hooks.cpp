@@ -191,7 +191,7 @@ GradientHooks::Destination GradientHooks::begin_take(int param) {
   const engine::Weights& weights = receiver.engine->weights();
   receiver.pass->begin();
   receiver.took = true;
-  const engine::GradientPlace place = receiver.engine->reducer().begin_add(
+  const engine::GradientTarget place = receiver.engine->reducer().begin_add(
       weights.trainable_unit_of(param).id, weights.slot_index_of(param));
   const auto options =
       at::TensorOptions().dtype(to_scalar_type(place.dtype)).device(receiver.place);

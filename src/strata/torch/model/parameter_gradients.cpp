@@ -71,7 +71,7 @@ ParameterGradients::ParameterGradients(engine::Engine& engine, engine::StepContr
       control_(control),
       parameters_(parameters),
       index_of_(static_cast<std::size_t>(parameters.size()), -1) {
-  if (!AwaitedStorage::available()) return;
+  if (!PendingStorage::available()) return;
   for (const engine::Unit& unit : engine.weights().units()) {
     if (!unit.trainable() || unit.spec.tile()) continue;
     for (const plan::Slot& slot : unit.layout.slots()) {
@@ -96,7 +96,7 @@ bool ParameterGradients::shows(const Shown& shown) const {
 
 void ParameterGradients::add_tiled(const at::Tensor& whole, const std::vector<std::int64_t>& shape,
                                    const std::vector<int>& tiles) {
-  if (!AwaitedStorage::available() || !engine_.weights().unit_of(tiles.front()).trainable()) return;
+  if (!PendingStorage::available() || !engine_.weights().unit_of(tiles.front()).trainable()) return;
   shown_.push_back({.params = tiles, .whole = whole, .shape = shape});
 }
 
@@ -108,7 +108,7 @@ void ParameterGradients::make(std::size_t index) {
   Shown& shown = shown_[index];
   const DType dtype = engine_.weights().param(shown.params.front()).dtype;
   shown.values = make_gradient_storage(parameters_.place());
-  shown.storage = c10::make_intrusive<AwaitedStorage>(
+  shown.storage = c10::make_intrusive<PendingStorage>(
       shown.values, [this, index] { read(shown_[index]); }, kUnreadAddress);
   shown.storage->on_zero([this, index] {
     if (shown_[index].look == Look::kRead) return false;
@@ -117,7 +117,7 @@ void ParameterGradients::make(std::size_t index) {
   });
   const at::Tensor view = make_unread(shown.values, shown.shape, to_scalar_type(dtype));
   shown.storage->set_nbytes(bytes_of(Numel(view.numel()), dtype).size());
-  shown.tensor = AwaitedStorage::view(shown.storage, view);
+  shown.tensor = PendingStorage::view(shown.storage, view);
 }
 
 void ParameterGradients::show() {
@@ -258,8 +258,8 @@ void ParameterGradients::take_values(const Shown& shown, const at::Tensor& gradi
   if (was_read) {
     at::Tensor kept = at::zeros({count}, mine.options().dtype(at::kFloat));
     if (shards.filled(unit)) {
-      for (const plan::ShardPiece& piece :
-           weights.unit_of(param).layout.pieces(engine_.collectives().shard_place().index)) {
+      for (const plan::ShardRange& piece :
+           weights.unit_of(param).layout.pieces(engine_.collectives().shard_position().index)) {
         if (piece.slot == slot)
           kept = tensor_over(shards.values(unit).data() + piece.shard_offset.size(), count,
                              at::kFloat, parameters_.place());

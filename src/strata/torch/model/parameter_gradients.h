@@ -3,7 +3,7 @@
 // averaged over ranks as step() will use it (under fp16 times the loss scale). Scripts may change
 // it by operators, or assign another tensor or None; step() uses the result.
 //
-// show() assigns a tensor without values (AwaitedStorage), so a script that does not look pays for
+// show() assigns a tensor without values (PendingStorage), so a script that does not look pays for
 // no gather and no memory. The first operator on one fetches the values. On one rank it fetches
 // those of its unit. On several ranks it fetches those of all units, since all ranks have to take
 // part; a rank that does not read takes part in its step() (GradientCheck::read()). At stage 3 on
@@ -28,8 +28,8 @@
 
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
-#include "strata/torch/model/awaited_storage.h"
 #include "strata/torch/model/parameter_set.h"
+#include "strata/torch/model/pending_storage.h"
 
 namespace strata::torch {
 
@@ -65,7 +65,7 @@ class ParameterGradients {
     std::vector<std::int64_t> shape = {};
     at::Tensor tensor = {};  // the present or former `.grad`; undefined: none yet
     c10::intrusive_ptr<c10::StorageImpl> values = {};
-    c10::intrusive_ptr<AwaitedStorage> storage = {};
+    c10::intrusive_ptr<PendingStorage> storage = {};
     Look look = Look::kHidden;
   };
 

@@ -75,7 +75,7 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
     const bool given = !full.empty() && full[i].defined();
     variables_[i].set_data(given ? full[i] : empties_[i]);
   }
-  forget_awaited();
+  forget_pending();
   for (ParameterStorage& storage : storages_) storage.take();
   storages_.clear();
   units_.clear();
@@ -84,8 +84,8 @@ void ParameterSet::unbind(std::span<const at::Tensor> full) {
   index_.clear();
 }
 
-void ParameterSet::forget_awaited() {
-  for (ParameterStorage& storage : storages_) storage.forget_awaited();
+void ParameterSet::forget_pending() {
+  for (ParameterStorage& storage : storages_) storage.forget_pending();
 }
 
 std::size_t ParameterSet::others(int unit) const {
@@ -143,9 +143,9 @@ void ParameterSet::leave(int unit, std::shared_ptr<void> memory) {
 }
 
 bool ParameterSet::await(int unit) {
-  if (units_.empty() || !complete_ || !may_await_ || !AwaitedStorage::available()) return false;
+  if (units_.empty() || !complete_ || !may_await_ || !PendingStorage::available()) return false;
   if (others(unit) > 0) return false;
-  point_all(unit, Pointed::kAtAwaited);
+  point_all(unit, Pointed::kAtPending);
   return true;
 }
 
@@ -153,7 +153,7 @@ const at::Tensor& ParameterSet::target(int param, Pointed at) {
   if (at == Pointed::kAtNothing) return empties_[static_cast<std::size_t>(param)];
   if (at == Pointed::kAtUnit) return storage_of(param).view();
   const int unit = unit_of_[static_cast<std::size_t>(param)];
-  return storage_of(param).awaited_view([this, unit] { complete_(unit); });
+  return storage_of(param).pending_view([this, unit] { complete_(unit); });
 }
 
 void ParameterSet::point_all(int unit, Pointed at) {

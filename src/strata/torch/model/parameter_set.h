@@ -12,7 +12,7 @@
 // unless keep_views() was called.
 //
 // A unit that stays whole may have a lazy all-gather beside the next forward. Its parameters are
-// pending (AwaitedStorage) until its attach(), unless a script holds a view of its memory, whose
+// pending (PendingStorage) until its attach(), unless a script holds a view of its memory, whose
 // reader could not be made to wait.
 //
 // A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). torch does not
@@ -72,7 +72,7 @@ class ParameterSet final : public engine::ParameterViews {
   // From now on values are complete before parameters point at them. Any thread.
   void await_no_more() { may_await_ = false; }
   // Called before the object that completes pending values is destroyed.
-  void forget_awaited();
+  void forget_pending();
 
   void attach(int unit, std::span<std::byte> flat) override;
   void detach(int unit) override;
@@ -116,7 +116,7 @@ class ParameterSet final : public engine::ParameterViews {
   c10::Device place() const { return place_; }
 
  private:
-  enum class Pointed { kAtNothing, kAtUnit, kAtAwaited };
+  enum class Pointed { kAtNothing, kAtUnit, kAtPending };
   struct UnitParams {
     std::vector<int> params;
     Pointed pointed = Pointed::kAtUnit;  // where bind() leaves them

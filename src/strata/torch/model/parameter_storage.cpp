@@ -110,14 +110,14 @@ bool ParameterStorage::leave_copy() {
 
 std::size_t ParameterStorage::others(const at::Tensor& variable) const {
   const at::Tensor* const known[] = {&view_, &variable};
-  std::size_t ours = awaited_ != nullptr ? 1 : 0;
-  std::size_t waits = awaited_ != nullptr ? awaited_.use_count() - 1 : 0;
+  std::size_t ours = pending_ != nullptr ? 1 : 0;
+  std::size_t waits = pending_ != nullptr ? pending_.use_count() - 1 : 0;
   for (const at::Tensor* tensor : known) {
     const c10::StorageImpl* storage = tensor->storage().unsafeGetStorageImpl();
     if (storage == impl()) ++ours;
-    if (awaited_ != nullptr && storage == awaited_.get()) --waits;
+    if (pending_ != nullptr && storage == pending_.get()) --waits;
   }
-  if (awaited_view_.defined()) --waits;
+  if (pending_view_.defined()) --waits;
   return view_.storage().use_count() - ours + waits;
 }
 
@@ -131,25 +131,25 @@ void ParameterStorage::forget_moved() {
   set_memory(storage_of_view(view_), c10::DataPtr(given_, view_.device()));
 }
 
-const at::Tensor& ParameterStorage::awaited_view(const std::function<void()>& complete) {
-  if (awaited_ == nullptr) {
-    awaited_ = c10::make_intrusive<AwaitedStorage>(
+const at::Tensor& ParameterStorage::pending_view(const std::function<void()>& complete) {
+  if (pending_ == nullptr) {
+    pending_ = c10::make_intrusive<PendingStorage>(
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage_of_view(view_)), complete);
-    awaited_view_ = AwaitedStorage::view(awaited_, view_);
+    pending_view_ = PendingStorage::view(pending_, view_);
   }
-  awaited_->set_nbytes(bytes());  // a copy must not find it empty
-  return awaited_view_;
+  pending_->set_nbytes(bytes());  // a copy must not find it empty
+  return pending_view_;
 }
 
-void ParameterStorage::forget_awaited() {
-  if (awaited_ != nullptr) awaited_->forget();
+void ParameterStorage::forget_pending() {
+  if (pending_ != nullptr) pending_->forget();
 }
 
 // The old storage lives as long as tensors hold it.
 void ParameterStorage::renew() {
-  forget_awaited();
-  awaited_view_.reset();
-  awaited_.reset();
+  forget_pending();
+  pending_view_.reset();
+  pending_.reset();
   point(view_, make_view(view_.scalar_type(), view_.sizes(), view_.device()));
 }
 

@@ -19,7 +19,7 @@
 #include <memory>
 
 #include "strata/plan/flat_layout.h"
-#include "strata/torch/model/awaited_storage.h"
+#include "strata/torch/model/pending_storage.h"
 
 namespace strata::torch {
 
@@ -47,9 +47,9 @@ class ParameterStorage {
   void forget_moved();
 
   // The parameter's view of the storage that waits for values. Both are made at the first call.
-  const at::Tensor& awaited_view(const std::function<void()>& complete);
-  const AwaitedStorage* awaited() const { return awaited_.get(); }
-  void forget_awaited();
+  const at::Tensor& pending_view(const std::function<void()>& complete);
+  const PendingStorage* awaited() const { return pending_.get(); }
+  void forget_pending();
 
  private:
   void renew();
@@ -58,8 +58,8 @@ class ParameterStorage {
   Numel offset_;
   at::Tensor view_;
   std::byte* given_ = nullptr;                       // null: no memory
-  c10::intrusive_ptr<AwaitedStorage> awaited_ = {};  // null: it never was
-  at::Tensor awaited_view_;
+  c10::intrusive_ptr<PendingStorage> pending_ = {};  // null: it never was
+  at::Tensor pending_view_;
 };
 
 // Does the same as set_data() for tensors of one dtype and device. set_data() is an operator, so it

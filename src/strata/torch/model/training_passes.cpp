@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/torch/model/scaled_run.h"
+#include "strata/torch/model/scaled_pass.h"
 
 namespace strata::torch {
 namespace {
@@ -99,7 +99,7 @@ void TrainingPasses::end_backward() {
 void TrainingPasses::begin_found() {
   scopes_.failure().rethrow();
   frozen_.train_unfrozen();
-  const std::optional<double> loss_scale = ScaledRun::scale_here();
+  const std::optional<double> loss_scale = ScaledPass::scale_here();
   if (scales_loss_ && !loss_scale) {
     throw UsageError(
         "fp16 needs a scaled loss, and backward() was called on one that is not; call "

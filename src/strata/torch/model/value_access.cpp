@@ -57,7 +57,7 @@ void ValueAccess::release(std::span<const int> params, bool discard) {
 
 bool ValueAccess::gathers_together() const {
   const comm::Collectives& collectives = engine_.collectives();
-  return !collectives.traits().one_sided && collectives.shard_place().held_count() > 1;
+  return !collectives.traits().one_sided && collectives.shard_position().held_count() > 1;
 }
 
 void ValueAccess::publish(std::span<const int> params, int root) {
@@ -173,7 +173,7 @@ void ValueAccess::read_own(int param, Numel begin, Numel end, std::byte* target)
   if (begin >= end) return;
   const engine::Unit& unit = engine_.weights().unit_of(param);
   const DType dtype = unit.layout.dtype();
-  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_place().index;
+  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_position().index;
   const Numel at = engine_.weights().slot_of(param).offset + begin - shard_begin;
   device::Device& device = engine_.device();
   engine_.weights().shards().for_each(

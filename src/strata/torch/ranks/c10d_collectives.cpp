@@ -186,7 +186,7 @@ class C10dCollectives final : public comm::Collectives {
                                  sizeof(hash)) == 0;
     }
     if (!same) {
-      const std::vector<std::string> whats = gather_text(comm::told_of(*this, what));
+      const std::vector<std::string> whats = gather_text(comm::description_of(*this, what));
       failure_->fail_with(comm::different_operations(whats, names_of_ranks_));
     }
   }

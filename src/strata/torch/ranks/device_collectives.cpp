@@ -270,7 +270,8 @@ class DeviceCollectives final : public comm::Collectives {
 
   // Called before sizes and kinds must agree, and before work is queued that only a peer can end.
   void require_same_operation(const std::string& what) {
-    planes_->controlled(what, [&] { comm::meet(planes_->control(), what, names_of_ranks_); });
+    planes_->controlled(
+        what, [&] { comm::agree_on_operation(planes_->control(), what, names_of_ranks_); });
   }
 
   // The backend hides its streams. So another stream waits for the same events and records the

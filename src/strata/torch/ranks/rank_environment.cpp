@@ -8,8 +8,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "strata/base/error.h"
-#include "strata/comm/carriers.h"
 #include "strata/comm/host/local_collectives.h"
+#include "strata/comm/transports.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/device_collectives.h"
 #include "strata/torch/ranks/rank_joining.h"
@@ -65,10 +65,11 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
 }
 
 // The C++ face starts no NCCL.
-void require_one_carrier(const engine::Config& config, c10::Device place) {
-  using comm::CarrierKind;
-  for (const CarrierKind kind : {config.strata.carriers.gather, config.strata.carriers.reduce}) {
-    if (kind == CarrierKind::kAuto || (kind == CarrierKind::kPeer && place.is_cuda())) continue;
+void require_one_transport(const engine::Config& config, c10::Device place) {
+  using comm::TransportKind;
+  for (const TransportKind kind :
+       {config.strata.transports.gather, config.strata.transports.reduce}) {
+    if (kind == TransportKind::kAuto || (kind == TransportKind::kPeer && place.is_cuda())) continue;
     throw ConfigError(fmt::format(
         "strata.gather, strata.reduce: they choose between peer and nccl for a model on GPUs, and "
         "a C++ program that wants NCCL for one of them makes both (make_split_collectives) and "
@@ -112,13 +113,13 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
                                                     const engine::Config& config,
                                                     c10::Device place) {
   if (environment.world_size == 1) return single_rank(place);
-  const comm::CarrierSettings& settings = config.strata.carriers;
-  require_one_carrier(config, place);
-  const comm::CarrierChoice choice =
+  const comm::TransportSettings& settings = config.strata.transports;
+  require_one_transport(config, place);
+  const comm::TransportChoice choice =
       choose_inside(settings, {environment.world_size, true}, place.is_cuda());
   if (settings.collectives == comm::CollectivesKind::kLocal ||
-      choice.control == comm::CarrierChoice::Control::kBackend ||
-      (choice.bulk && choice.bulk->has(comm::CarrierKind::kNccl))) {
+      choice.control == comm::TransportChoice::Control::kBackend ||
+      (choice.bulk && choice.bulk->has(comm::TransportKind::kNccl))) {
     throw ConfigError(fmt::format(
         "strata.collectives: a C++ program of several processes of one host finds \"shm\" for a "
         "model on the CPU by itself and \"peer\" for one on GPUs, with \"auto\"; for anything else "

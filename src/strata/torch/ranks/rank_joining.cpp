@@ -27,8 +27,8 @@
 namespace strata::torch {
 namespace {
 
-using comm::CarrierKind;
-using Control = comm::CarrierChoice::Control;
+using comm::TransportKind;
+using Control = comm::TransportChoice::Control;
 
 constexpr std::string_view kFailed = "failed: ";
 
@@ -40,8 +40,8 @@ std::chrono::milliseconds timeout_of(const engine::Config& config) {
 enum Line : std::size_t { kHost, kDevice, kGroups, kKinds, kNcclRuns, kLines };
 using Lines = std::array<std::string, kLines>;
 
-std::vector<Lines> meet(const JoiningRank& rank, std::chrono::milliseconds timeout,
-                        const Lines& mine) {
+std::vector<Lines> agree_on_operation(const JoiningRank& rank, std::chrono::milliseconds timeout,
+                                      const Lines& mine) {
   StoreBootstrap bootstrap(rank.store, rank.rank, rank.world_size, timeout);
   const std::vector<std::string> texts =
       bootstrap.exchange(fmt::format("{}", fmt::join(mine, "\n")));
@@ -90,7 +90,7 @@ void require_own_devices(const std::vector<Lines>& ranks) {
 }
 
 // Only "peer" can join ranks that share a GPU.
-bool may_share_devices(const comm::CarrierSettings& settings) {
+bool may_share_devices(const comm::TransportSettings& settings) {
   const std::array named{name_of(settings.collectives), name_of(settings.gather),
                          name_of(settings.reduce)};
   return std::ranges::any_of(named, [](auto name) { return name == "peer"; }) &&
@@ -119,11 +119,11 @@ class Part {
     return set;
   }
 
-  comm::JoinedCarriers join(const comm::CarrierChoice& choice, bool nccl_runs) {
+  comm::JoinedTransports join(const comm::TransportChoice& choice, bool nccl_runs) {
     if (choice.control == Control::kNone) return {single_rank(me_.place, me_.waits), std::nullopt};
     const std::shared_ptr<comm::Collectives> control = make_control(choice.control);
     if (!choice.bulk) return {control, std::nullopt};
-    comm::CarrierMakers makers;
+    comm::TransportFactories makers;
     makers.peers = [&] {
       comm::PeerOptions options{options_.timeout, options_.names};
       return std::shared_ptr(
@@ -139,7 +139,7 @@ class Part {
     makers.say = [&](bool warning, const std::string& text) {
       if (rank_ == 0 && me_.say) me_.say(warning, text);
     };
-    return comm::join_carriers(*choice.bulk, makers);
+    return comm::join_transports(*choice.bulk, makers);
   }
 
  private:
@@ -201,18 +201,18 @@ std::string host_identity() {
   return fmt::format("{} {} {}", boot, processes.string(), ::getuid());
 }
 
-comm::JoinedCarriers join_ranks(const engine::Config& config, const JoiningRank& me) {
-  const comm::CarrierSettings& settings = config.strata.carriers;
+comm::JoinedTransports join_ranks(const engine::Config& config, const JoiningRank& me) {
+  const comm::TransportSettings& settings = config.strata.transports;
   const comm::ShardGroups groups{config.shard_group_size(me.world_size),
                                  me.world_size / config.shard_group_size(me.world_size)};
   const bool secondary = config.zero.secondary_shards;
   const std::vector<Lines> world =
-      meet(me, timeout_of(config),
-           {me.host, me.device,
-            fmt::format("{}groups of {}", secondary ? "secondary " : "", groups.size),
-            fmt::format("{}, {} and {}", name_of(settings.collectives), name_of(settings.gather),
-                        name_of(settings.reduce)),
-            me.nccl_runs ? "nccl" : ""});
+      agree_on_operation(me, timeout_of(config),
+                         {me.host, me.device,
+                          fmt::format("{}groups of {}", secondary ? "secondary " : "", groups.size),
+                          fmt::format("{}, {} and {}", name_of(settings.collectives),
+                                      name_of(settings.gather), name_of(settings.reduce)),
+                          me.nccl_runs ? "nccl" : ""});
   require_same(world, kGroups, "zero_optimization.mics_shard_size, zero_hpz_partition_size",
                "shard groups");
   require_same(world, kKinds, "strata.collectives, strata.gather and strata.reduce", "collectives");
@@ -222,7 +222,7 @@ comm::JoinedCarriers join_ranks(const engine::Config& config, const JoiningRank&
   const bool nccl_runs = groups.count == 1 && std::ranges::all_of(world, [](const Lines& lines) {
                            return !lines[kNcclRuns].empty();
                          });
-  comm::JoinedCarriers joined =
+  comm::JoinedTransports joined =
       inside.join(choose_inside(settings, inside.set(world), me.on_gpu), nccl_runs);
   if (settings.joint_gathers && me.world_size > 1 && joined.collectives->traits().one_sided) {
     joined.collectives =

@@ -1,6 +1,6 @@
 // Makes the collectives of a job whose ranks find each other in a c10d Store. The ranks compare
-// their hosts, devices and settings, and join as comm/carriers.h describes. The Python face and the
-// C++ face both call this. They differ in the function that makes process groups, which may be
+// their hosts, devices and settings, and join as comm/transports.h describes. The Python face and
+// the C++ face both call this. They differ in the function that makes process groups, which may be
 // absent.
 // Threads: one thread a rank. Ownership: shares the store, also with the collectives that it makes.
 // Errors: CommError if ranks do not reach each other, or one failed before; ConfigError if their
@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/combined/carrier_join.h"
+#include "strata/comm/combined/transport_join.h"
 #include "strata/device/host_waits.h"
 #include "strata/engine/config/config.h"
 #include "strata/torch/ranks/group_backend.h"
@@ -50,7 +50,7 @@ struct JoiningRank {
 std::string host_identity();
 
 // Collective. More than one rank.
-comm::JoinedCarriers join_ranks(const engine::Config& config, const JoiningRank& rank);
+comm::JoinedTransports join_ranks(const engine::Config& config, const JoiningRank& rank);
 
 // Called instead of join_ranks() by a rank that has failed: the others' join_ranks() throws its
 // reason. Waits for them at most `patience`.

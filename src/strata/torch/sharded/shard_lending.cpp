@@ -20,8 +20,8 @@ class ShardLending {
         most_(std::max<std::int64_t>(1, borrowing.piece / size_of(dtype_))) {}
 
   void lend_own() {
-    const Numel before = unit_.layout.shard() * engine_.collectives().shard_place().index;
-    const auto [begin, end] = range_of(engine_.collectives().shard_place().index);
+    const Numel before = unit_.layout.shard() * engine_.collectives().shard_position().index;
+    const auto [begin, end] = range_of(engine_.collectives().shard_position().index);
     if (begin >= end) return;
     if (!unit_.offloaded) {  // lent in place
       const std::span<std::byte> bytes =
@@ -41,7 +41,7 @@ class ShardLending {
       const auto [begin, end] = range_of(rank);
       for (Numel at = begin; at < end; at += most_) {
         const Numel count = std::min(most_, end - at);
-        if (rank == engine_.collectives().shard_place().index) read(at, count);
+        if (rank == engine_.collectives().shard_position().index) read(at, count);
         engine_.collectives().broadcast(piece().first(bytes_of(count, dtype_).size()), rank);
         use(at, piece().data(), count);
       }
@@ -65,7 +65,7 @@ class ShardLending {
 
   // Copies elements of this rank's shard to the piece.
   void read(Numel at, Numel count) {
-    const Numel before = unit_.layout.shard() * engine_.collectives().shard_place().index;
+    const Numel before = unit_.layout.shard() * engine_.collectives().shard_position().index;
     const Numel first = slot_.offset + at - before;
     std::byte* const target = piece().data();
     device::Device& device = engine_.device();
@@ -94,7 +94,7 @@ class ShardLending {
 }  // namespace
 
 bool lends_pieces(engine::Engine& engine) {
-  const comm::ShardPlace place = engine.collectives().shard_place();
+  const comm::ShardPosition place = engine.collectives().shard_position();
   return place.groups == 1 && place.parts == 1;
 }
 

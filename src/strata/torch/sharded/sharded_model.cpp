@@ -133,23 +133,23 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
   return passes_->step(groups);
 }
 
-bool ShardedModel::park(const engine::StateSet& states, bool pinned) {
+bool ShardedModel::offload_states(const engine::StateSet& states, bool pinned) {
   require_alive();
   engine_->parking().require_no_pass();
   passes_->let_go();
   passes_->shown_gradients().take_back();  // until all is back
   const Scopes::Claim claim(passes_->scopes());
   try {
-    return engine_->parking().park(states, pinned);
+    return engine_->parking().offload_states(states, pinned);
   } catch (...) {
     if (!engine_->parking().away().any()) passes_->show_gradients();  // all is as it was
     throw;
   }
 }
 
-void ShardedModel::unpark() {
+void ShardedModel::reload_states() {
   require_alive();
-  engine_->parking().unpark();
+  engine_->parking().reload_states();
   passes_->show_gradients();
 }
 
@@ -220,7 +220,8 @@ void ShardedModel::wait_for_all() {
 
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
-  if (engine_->parking().away().weights) engine_->parking().unpark();  // parameters keep values
+  if (engine_->parking().away().weights)
+    engine_->parking().reload_states();  // parameters keep values
   passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;
@@ -257,7 +258,7 @@ std::vector<at::Tensor> ShardedModel::own_copies(bool of_sharded) {
 }
 
 void ShardedModel::let_go(std::span<const at::Tensor> full) {
-  parameters_.forget_awaited();
+  parameters_.forget_pending();
   parameters_.on_graphs(nullptr);  // nothing is gathered any more
   values_.reset();
   passes_.reset();

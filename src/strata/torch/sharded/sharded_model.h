@@ -67,8 +67,8 @@ class ShardedModel final : public ParameterOwner {
   GradientHooks& gradients() { return passes().gradients(); }
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
   // Collective, between passes: Engine::parking()'s. Parameters of offloaded weights are empty.
-  bool park(const engine::StateSet& states, bool pinned);
-  void unpark();
+  bool offload_states(const engine::StateSet& states, bool pinned);
+  void reload_states();
 
   // --- values: ValueAccess says what they do ---
   void gather(std::span<const int> params);

@@ -15,15 +15,15 @@
 namespace strata::torch {
 namespace {
 
-plan::ShardPiece piece_of(const engine::Weights& weights, int param, int index) {
+plan::ShardRange piece_of(const engine::Weights& weights, int param, int index) {
   const int slot = weights.slot_index_of(param);
-  for (const plan::ShardPiece& piece : weights.unit_of(param).layout.pieces(index)) {
+  for (const plan::ShardRange& piece : weights.unit_of(param).layout.pieces(index)) {
     if (piece.slot == slot) return piece;
   }
   return {};
 }
 
-std::int64_t count_of(const plan::ShardPiece& piece) {
+std::int64_t count_of(const plan::ShardRange& piece) {
   return piece.param_end.value - piece.param_begin.value;
 }
 
@@ -65,7 +65,7 @@ StateValues::StateValues(ShardedModel& model, int param)
       engine_(model.engine()),
       param_(param),
       unit_(engine_.weights().unit_of(param)),
-      piece_(piece_of(engine_.weights(), param, engine_.collectives().shard_place().index)) {}
+      piece_(piece_of(engine_.weights(), param, engine_.collectives().shard_position().index)) {}
 
 std::pair<std::int64_t, std::int64_t> StateValues::range() const {
   return {piece_.param_begin.value, piece_.param_end.value};
@@ -73,7 +73,7 @@ std::pair<std::int64_t, std::int64_t> StateValues::range() const {
 
 void StateValues::finish_queued() {
   engine_.parking().require_all("reading or setting a state of a parameter");
-  engine_.settle_step();
+  engine_.finish_step();
   engine_.device().compute_stream().synchronize();
 }
 
@@ -128,7 +128,7 @@ at::Tensor StateValues::join(const at::Tensor& mine) {
   current_stream(model_.place()).synchronize();
   // If every shard group holds all shards, those of the first group count.
   for (int index = 0; index < unit_.layout.world_size(); ++index) {
-    const plan::ShardPiece piece = piece_of(weights, param_, index);
+    const plan::ShardRange piece = piece_of(weights, param_, index);
     if (count_of(piece) == 0) continue;
     engine_.collectives().broadcast(
         values_of(all.narrow(0, piece.param_begin.value, count_of(piece))), index);

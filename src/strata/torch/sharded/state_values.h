@@ -55,7 +55,7 @@ class StateValues {
   engine::Engine& engine_;
   int param_;
   const engine::Unit& unit_;
-  plan::ShardPiece piece_;  // of this rank; empty where it has no part
+  plan::ShardRange piece_;  // of this rank; empty where it has no part
 };
 
 }  // namespace strata::torch

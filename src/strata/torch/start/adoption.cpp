@@ -159,7 +159,7 @@ std::function<void()> Adoption::gathering_early() {
   const bool all = order_.size() == parameters_.size() && those(false).empty();
   double least[] = {all ? 1.0 : 0.0};
   engine_.collectives().all_reduce(least, comm::ReduceOp::kMin);
-  const comm::ShardPlace place = engine_.collectives().shard_place();
+  const comm::ShardPosition place = engine_.collectives().shard_position();
   if (least[0] == 0.0 || place.held_count() == 1 || place.parts > 1) return {};
   std::vector<int> whole;
   for (const engine::Unit& unit : engine_.weights().units()) {
@@ -291,7 +291,7 @@ bool Adoption::run(plan::InitTier tier) {
     engine::InitReport::Phase phase(engine_.init_report(), "compare ranks", {});
     fingerprint_in_place();
     comparison_.exchange();
-    if (comparison_.any()) engine_.gatherer().abandon_refresh();  // its values will change
+    if (comparison_.any()) engine_.gatherer().abandon_lazy_gather();  // its values will change
   }
   const bool distributed = tier == plan::InitTier::kDistributed && all_in_place();
   if (distributed && !comparison_.any()) {

@@ -12,7 +12,7 @@
 namespace strata::torch {
 
 // The dtype of each parameter's values, if it has some. It must be equal on all ranks, or they
-// bring different models. For engine::require_same_text, before adopt_values().
+// bring different models. For engine::agree_on_text, before adopt_values().
 std::string describe_values(const std::vector<ModelParameter>& parameters);
 
 // Collective. Rank 0's values win: the other ranks read them in rank 0's memory (rank_0_values.h),

@@ -127,7 +127,7 @@ HostIntake::HostIntake(engine::Engine& engine, ThreadPool& threads, Comparison* 
 void HostIntake::add(int param, Numel begin, const at::Tensor& values) {
   STRATA_ASSERT(values.is_cpu() && values.is_contiguous());
   const int world = engine_.collectives().world_size();
-  const bool replicated = engine_.collectives().shard_place().groups > 1;
+  const bool replicated = engine_.collectives().shard_position().groups > 1;
   complete_ = complete_ && !(engine_.weights().unit_of(param).whole && world > 1);
   const bool compares = comparison_ != nullptr && comparison_->wanted();
   STRATA_ASSERT(!compares || begin == Numel());

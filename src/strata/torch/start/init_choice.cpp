@@ -78,7 +78,7 @@ plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
                              const engine::Config& config, engine::UpdateRule rule,
                              const ModelRuntime& runtime) {
   const int world = runtime.collectives->world_size();
-  const comm::ShardPlace place = runtime.collectives->shard_place();
+  const comm::ShardPosition place = runtime.collectives->shard_position();
   const int shards = place.count;
   std::vector<plan::InitFacts> by_rank;
   for (const std::string& text :

@@ -44,8 +44,8 @@ bool comes_from_files(const ModelInput& input) {
 void compare_ranks(const ModelInput& input, const PlannedModel& model, const engine::Config& config,
                    comm::Collectives& collectives) {
   if (collectives.world_size() == 1) return;
-  engine::require_same_text(collectives, "configuration", config.digest());
-  engine::require_same_text(
+  engine::agree_on_text(collectives, "configuration", config.digest());
+  engine::agree_on_text(
       collectives, "model",
       plan::describe(model.specs, model.plan) + describe_values(input.parameters));
 }
@@ -55,7 +55,7 @@ bool uses_drives(const engine::EngineOptions& options) {
 }
 
 // The warning about a budget that is raised because one part would have to wait for another.
-std::string raised_budget(const offload::StatePlace& place, const char* what) {
+std::string raised_budget(const offload::StatePlacement& place, const char* what) {
   if (place.budget <= place.asked) return "";
   return fmt::format(
       "{} on a drive are staged through {}, although buffer_count times buffer_size is {}: one "
@@ -116,7 +116,7 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
     make();
     return {std::move(made.states), std::move(made.weights)};
   }
-  engine::together(collectives, "making room on drives", make);
+  engine::agree_after(collectives, "making room on drives", make);
   for (const std::string& told :
        {made.remark, raised_budget(options.states, "the optimizer's states"),
         raised_budget(options.weights, "the weights")}) {
@@ -128,7 +128,7 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
 void ModelStart::require_room(const engine::EngineOptions& options) const {
   if (!uses_drives(options)) return;
   comm::Collectives& collectives = *runtime_.collectives;
-  engine::together(collectives, "looking for staging memory", [&] {
+  engine::agree_after(collectives, "looking for staging memory", [&] {
     require_staging_room(options, ranks_of_host(collectives.world_size()),
                          memory::available_memory());
   });
@@ -138,7 +138,7 @@ void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choic
   engine::EngineOptions engine_options = engine_options_of(model_, config_);
   engine_options.name = std::move(options.name);
   engine::cap_staging(engine_options, model_.specs, model_.plan, options.rule,
-                      runtime_.collectives->shard_place().count);
+                      runtime_.collectives->shard_position().count);
   require_room(engine_options);
   started_.engine = std::make_unique<engine::Engine>(
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),

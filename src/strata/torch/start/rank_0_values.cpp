@@ -146,7 +146,7 @@ bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
     ranks.barrier();
     reasons = meet_with_readers();
   }
-  if (const auto rank = comm::first_to_say(reasons)) {
+  if (const auto rank = comm::first_text(reasons)) {
     if (all) tell(engine, fmt::format("rank {}: {}", *rank, reasons[*rank]));
     return false;
   }

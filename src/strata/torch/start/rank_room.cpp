@@ -30,7 +30,7 @@ forecast::Room agreed_room(const ModelInput& input, const engine::Config& config
                            const ModelRuntime& runtime) {
   if (!config.offload.automatic) return {};
   comm::Collectives& collectives = *runtime.collectives;
-  engine::require_same_text(collectives, "configuration", config.digest());
+  engine::agree_on_text(collectives, "configuration", config.digest());
   release_cached_memory(runtime.place);
   const Bytes device = runtime.device->free_bytes() + values_on(input, runtime.place);
   const Bytes host = memory::available_memory() / ranks_of_host(collectives.world_size());
@@ -52,7 +52,7 @@ void require_staging_room(const engine::EngineOptions& options, int ranks_of_hos
                           Bytes available) {
   Bytes wanted;
   std::string parts;
-  const auto add = [&](const offload::StatePlace& place, std::string_view section) {
+  const auto add = [&](const offload::StatePlacement& place, std::string_view section) {
     if (!place.uses(memory::Tier::kNvme)) return;
     wanted += place.budget;
     parts += fmt::format("{}{} of offload_{}", parts.empty() ? "" : ", ", to_string(place.budget),

@@ -67,7 +67,7 @@ class ProductSum:
             self._destination.add_nothing()
 
 
-class GradientPlace(Destination):
+class GradientTarget(Destination):
     """A tile's gradient of one use, in the memory from which the engine reduces it: there is no copy. A context in
     backward, at whose end the engine reduces the gradient; no other gradient may be given within it."""
 

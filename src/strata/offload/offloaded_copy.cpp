@@ -1,4 +1,4 @@
-#include "strata/offload/parked_copy.h"
+#include "strata/offload/offloaded_copy.h"
 
 #include <fmt/format.h>
 
@@ -28,18 +28,18 @@ std::unique_ptr<device::Memory> host_memory(device::Device& device, Bytes bytes,
 
 }  // namespace
 
-ParkedCopy::ParkedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned)
+OffloadedCopy::OffloadedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned)
     : device_(device), memory_(host_memory(device, bytes, kind, pinned)) {}
 
-void ParkedCopy::take(std::span<const std::byte> source) {
+void OffloadedCopy::take(std::span<const std::byte> source) {
   device_.copy(memory_->bytes(), source, device_.compute_stream());
 }
 
-void ParkedCopy::give_back(std::span<std::byte> target) {
+void OffloadedCopy::give_back(std::span<std::byte> target) {
   device_.copy(target, memory_->bytes(), device_.compute_stream());
 }
 
-void throw_parked(std::string_view what) {
+void throw_offloaded(std::string_view what) {
   throw UsageError(
       fmt::format("{} cannot be used now, since offload_states() has moved it to the host; call "
                   "reload_states() first",

@@ -17,15 +17,15 @@ namespace strata::comm {
 
 enum class CollectivesKind : std::uint8_t { kAuto, kLocal, kShm, kC10d, kNccl, kPeer };
 // The transport of weights or gradients between GPUs; kAuto: as CollectivesKind says.
-enum class CarrierKind : std::uint8_t { kAuto, kPeer, kNccl };
+enum class TransportKind : std::uint8_t { kAuto, kPeer, kNccl };
 std::string_view name_of(CollectivesKind kind);  // as configurations spell it
-std::string_view name_of(CarrierKind kind);
+std::string_view name_of(TransportKind kind);
 
 // strata.collectives, strata.gather, strata.reduce.
-struct CarrierSettings {
+struct TransportSettings {
   CollectivesKind collectives = CollectivesKind::kAuto;
-  CarrierKind gather = CarrierKind::kAuto;
-  CarrierKind reduce = CarrierKind::kAuto;
+  TransportKind gather = TransportKind::kAuto;
+  TransportKind reduce = TransportKind::kAuto;
   // Peers cannot read the memory in which weights rest, so all ranks take part in a gather: NCCL on
   // GPUs (joint_gathers.h on the host).
   bool joint_gathers = false;
@@ -40,7 +40,7 @@ struct RankFacts {
   std::string device;    // of the model, for errors: "cuda:0"
 };
 // Throws if the settings are impossible for this rank, whatever the other ranks have.
-void require_possible(const CarrierSettings& settings, const RankFacts& facts);
+void require_possible(const TransportSettings& settings, const RankFacts& facts);
 
 // Ranks that exchange bytes with each other.
 struct RankSet {
@@ -50,30 +50,32 @@ struct RankSet {
 
 // The transports of weights and of gradients if the control plane does not carry them. kAuto: peers
 // if all ranks reach each other's memory, unless a probe finds NCCL faster; else NCCL.
-struct BulkCarriers {
-  CarrierKind gather = CarrierKind::kAuto;
-  CarrierKind reduce = CarrierKind::kAuto;
-  bool has(CarrierKind kind) const { return gather == kind || reduce == kind; }
-  bool operator==(const BulkCarriers&) const = default;
+struct BulkTransports {
+  TransportKind gather = TransportKind::kAuto;
+  TransportKind reduce = TransportKind::kAuto;
+  bool has(TransportKind kind) const { return gather == kind || reduce == kind; }
+  bool operator==(const BulkTransports&) const = default;
 };
 
-struct CarrierChoice {
+struct TransportChoice {
   enum class Control : std::uint8_t {
     kNone,          // one rank
     kSharedMemory,  // of one host
     kBackend,       // a process group
   };
   Control control = Control::kNone;
-  std::optional<BulkCarriers> bulk;  // nothing: the control plane carries everything
-  bool operator==(const CarrierChoice&) const = default;
+  std::optional<BulkTransports> bulk;  // nothing: the control plane carries everything
+  bool operator==(const TransportChoice&) const = default;
 };
 
 // `inside`: the ranks of a shard group, which are all ranks where there is one group.
-CarrierChoice choose_inside(const CarrierSettings& settings, const RankSet& inside, bool on_gpus);
+TransportChoice choose_inside(const TransportSettings& settings, const RankSet& inside,
+                              bool on_gpus);
 // `across`: the ranks that hold the same slice, one of each of several groups.
-CarrierChoice choose_across(const CarrierSettings& settings, const RankSet& across, bool on_gpus);
+TransportChoice choose_across(const TransportSettings& settings, const RankSet& across,
+                              bool on_gpus);
 
 // The traits on rank 0 of the set, if a probe leaves kAuto to peers.
-Traits traits_of(const CarrierChoice& choice, int size, bool on_gpus);
+Traits traits_of(const TransportChoice& choice, int size, bool on_gpus);
 
 }  // namespace strata::comm

@@ -1,5 +1,5 @@
 // Ranks join the chosen transports; one of them fails, or the other is faster.
-#include "strata/comm/combined/carrier_join.h"
+#include "strata/comm/combined/transport_join.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 namespace strata::comm {
 namespace {
 
-using enum CarrierKind;
+using enum TransportKind;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -40,12 +40,12 @@ struct Fakes {
       said.push_back((warning ? "warning: " : "") + text);
     };
   }
-  std::string name_of_joined(BulkCarriers wanted) {
-    return std::string(join_carriers(wanted, makers).collectives->name());
+  std::string name_of_joined(BulkTransports wanted) {
+    return std::string(join_transports(wanted, makers).collectives->name());
   }
 
-  CarrierMakers makers;
-  ProbedCarriers probed;
+  TransportFactories makers;
+  ProbedTransports probed;
   std::string peers_error;
   std::string nccl_error;
   std::vector<std::string> made;
@@ -68,29 +68,29 @@ TEST(CarrierJoin, ProbesWhereNcclRunsAnyway) {
   Fakes fakes;
   fakes.makers.nccl_runs = true;
   fakes.probed = {{3.0, 3.0}, {2.5, 1.9}};
-  const JoinedCarriers joined = join_carriers({kAuto, kAuto}, fakes.makers);
+  const JoinedTransports joined = join_transports({kAuto, kAuto}, fakes.makers);
   EXPECT_EQ(joined.collectives->name(), "local/network");
   ASSERT_TRUE(joined.probe);
   EXPECT_EQ(joined.probe->nccl.reduce, 1.9);
   EXPECT_THAT(fakes.said, ElementsAre(AllOf(HasSubstr("gathers go over peer, reductions over nccl"),
                                             HasSubstr("nccl 2500.00 and 1900.00 ms"))));
-  EXPECT_FALSE(join_carriers({kPeer, kNccl}, fakes.makers).probe);
+  EXPECT_FALSE(join_transports({kPeer, kNccl}, fakes.makers).probe);
 }
 
 TEST(CarrierJoin, NcclMustBeFasterByFar) {
-  const ProbedCarriers probed{{3.0, 3.0}, {2.5, 1.9}};
-  EXPECT_EQ(choose_faster({kAuto, kAuto}, probed), (BulkCarriers{kPeer, kNccl}));
-  EXPECT_EQ(choose_faster({kNccl, kAuto}, probed), (BulkCarriers{kNccl, kNccl}));
-  EXPECT_EQ(choose_faster({kAuto, kPeer}, probed), (BulkCarriers{kPeer, kPeer}));
+  const ProbedTransports probed{{3.0, 3.0}, {2.5, 1.9}};
+  EXPECT_EQ(choose_faster({kAuto, kAuto}, probed), (BulkTransports{kPeer, kNccl}));
+  EXPECT_EQ(choose_faster({kNccl, kAuto}, probed), (BulkTransports{kNccl, kNccl}));
+  EXPECT_EQ(choose_faster({kAuto, kPeer}, probed), (BulkTransports{kPeer, kPeer}));
 }
 
 TEST(CarrierJoin, WhatCouldNotBeMeasuredIsNotChosen) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
-  const ProbedCarriers cases[] = {{{kNever, kNever}, {1.0, 1.0}},
-                                  {{1.0, 1.0}, {kNever, kNever}},
-                                  {{kNever, kNever}, {kNever, kNever}}};
-  for (const ProbedCarriers& probed : cases)
-    EXPECT_EQ(choose_faster({kAuto, kAuto}, probed), (BulkCarriers{kPeer, kPeer}));
+  const ProbedTransports cases[] = {{{kNever, kNever}, {1.0, 1.0}},
+                                    {{1.0, 1.0}, {kNever, kNever}},
+                                    {{kNever, kNever}, {kNever, kNever}}};
+  for (const ProbedTransports& probed : cases)
+    EXPECT_EQ(choose_faster({kAuto, kAuto}, probed), (BulkTransports{kPeer, kPeer}));
 }
 
 TEST(CarrierJoin, TakesNcclWherePeersDoNotReachEachOther) {
@@ -100,9 +100,9 @@ TEST(CarrierJoin, TakesNcclWherePeersDoNotReachEachOther) {
   EXPECT_THAT(fakes.said, ElementsAre("warning: weights and gradients go through NCCL, since the "
                                       "GPUs do not reach each other's memory: rank 1 cannot share "
                                       "memory"));
-  EXPECT_THROW(join_carriers({kAuto, kPeer}, fakes.makers), CommError);
+  EXPECT_THROW(join_transports({kAuto, kPeer}, fakes.makers), CommError);
   fakes.makers.nccl = nullptr;
-  EXPECT_THROW(join_carriers({kAuto, kAuto}, fakes.makers), CommError);
+  EXPECT_THROW(join_transports({kAuto, kAuto}, fakes.makers), CommError);
 }
 
 TEST(CarrierJoin, TheFailureOfNcclSaysWhyPeersWereNotTaken) {
@@ -110,7 +110,7 @@ TEST(CarrierJoin, TheFailureOfNcclSaysWhyPeersWereNotTaken) {
   fakes.peers_error = "no handles to give";
   fakes.nccl_error = "NCCL did not start";
   try {
-    join_carriers({kAuto, kAuto}, fakes.makers);
+    join_transports({kAuto, kAuto}, fakes.makers);
     FAIL();
   } catch (const CommError& error) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL did not start"),

@@ -1,7 +1,7 @@
-"""One rank of a case of bench_birth.py: makes the parameter, trains a step, and prints the memory that it held.
+"""One rank of a case of bench_deferred_init.py: makes the parameter, trains a step, and prints the memory that it held.
 
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
-        python bench/birth_rank.py '{"library": "strata", "source": "init", "place": "device", "size": 512, ...}'
+        python bench/deferred_init_rank.py '{"library": "strata", "source": "init", "place": "device", ...}'
 """
 
 import json

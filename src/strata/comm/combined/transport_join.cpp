@@ -1,4 +1,4 @@
-#include "strata/comm/combined/carrier_join.h"
+#include "strata/comm/combined/transport_join.h"
 
 #include <fmt/format.h>
 
@@ -16,12 +16,13 @@ namespace {
 // model's, copy engines do not.
 constexpr double kNcclMustBe = 1.5;
 
-CarrierKind faster(CarrierKind wanted, double peer, double nccl) {
-  if (wanted != CarrierKind::kAuto) return wanted;
-  return std::isfinite(peer) && nccl * kNcclMustBe < peer ? CarrierKind::kNccl : CarrierKind::kPeer;
+TransportKind faster(TransportKind wanted, double peer, double nccl) {
+  if (wanted != TransportKind::kAuto) return wanted;
+  return std::isfinite(peer) && nccl * kNcclMustBe < peer ? TransportKind::kNccl
+                                                          : TransportKind::kPeer;
 }
 
-std::string describe(BulkCarriers chosen, const ProbedCarriers& probed, double seconds) {
+std::string describe(BulkTransports chosen, const ProbedTransports& probed, double seconds) {
   const auto figures = [](const ProbeTimes& times) {
     return fmt::format("{:.2f} and {:.2f} ms", times.gather * 1e3, times.reduce * 1e3);
   };
@@ -32,22 +33,23 @@ std::string describe(BulkCarriers chosen, const ProbedCarriers& probed, double s
       seconds * 1e3);
 }
 
-// The carriers that were made, for one set of ranks.
+// The transports that were made, for one set of ranks.
 class Join {
  public:
-  Join(BulkCarriers wanted, const CarrierMakers& makers) : wanted_(wanted), makers_(makers) {}
+  Join(BulkTransports wanted, const TransportFactories& makers)
+      : wanted_(wanted), makers_(makers) {}
 
-  JoinedCarriers run() {
-    if (wanted_ != BulkCarriers{CarrierKind::kNccl, CarrierKind::kNccl}) make_peers();
-    const bool probes = makers_.nccl_runs && wanted_.has(CarrierKind::kAuto);
-    if (wanted_.has(CarrierKind::kNccl) || probes) make_nccl();
-    JoinedCarriers joined;
+  JoinedTransports run() {
+    if (wanted_ != BulkTransports{TransportKind::kNccl, TransportKind::kNccl}) make_peers();
+    const bool probes = makers_.nccl_runs && wanted_.has(TransportKind::kAuto);
+    if (wanted_.has(TransportKind::kNccl) || probes) make_nccl();
+    JoinedTransports joined;
     if (probes && peers_ != nullptr) joined.probe = probe();
-    const auto carrier = [&](CarrierKind kind) {
-      return kind == CarrierKind::kNccl ? nccl_ : peers_;
+    const auto transport = [&](TransportKind kind) {
+      return kind == TransportKind::kNccl ? nccl_ : peers_;
     };
-    auto gathers = carrier(wanted_.gather);
-    auto reductions = carrier(wanted_.reduce);
+    auto gathers = transport(wanted_.gather);
+    auto reductions = transport(wanted_.reduce);
     joined.collectives = gathers == reductions
                              ? std::move(gathers)
                              : make_split_collectives(std::move(gathers), std::move(reductions));
@@ -59,11 +61,11 @@ class Join {
     try {
       peers_ = makers_.peers();
     } catch (const CommError& error) {
-      if (wanted_.has(CarrierKind::kPeer) || !makers_.nccl) throw;
+      if (wanted_.has(TransportKind::kPeer) || !makers_.nccl) throw;
       without_peers_ = fmt::format("the GPUs do not reach each other's memory: {}", error.what());
       makers_.say(true,
                   fmt::format("weights and gradients go through NCCL, since {}", without_peers_));
-      wanted_ = {CarrierKind::kNccl, CarrierKind::kNccl};
+      wanted_ = {TransportKind::kNccl, TransportKind::kNccl};
     }
   }
 
@@ -77,9 +79,9 @@ class Join {
     }
   }
 
-  ProbedCarriers probe() {
+  ProbedTransports probe() {
     const auto began = std::chrono::steady_clock::now();
-    ProbedCarriers probed;
+    ProbedTransports probed;
     probed.peer = makers_.probe(*peers_);
     probed.nccl = makers_.probe(*nccl_);
     wanted_ = choose_faster(wanted_, probed);
@@ -88,8 +90,8 @@ class Join {
     return probed;
   }
 
-  BulkCarriers wanted_;
-  const CarrierMakers& makers_;
+  BulkTransports wanted_;
+  const TransportFactories& makers_;
   std::shared_ptr<Collectives> peers_;
   std::shared_ptr<Collectives> nccl_;
   std::string without_peers_;  // why; empty: they were made, or not tried
@@ -97,11 +99,11 @@ class Join {
 
 }  // namespace
 
-JoinedCarriers join_carriers(BulkCarriers wanted, const CarrierMakers& makers) {
+JoinedTransports join_transports(BulkTransports wanted, const TransportFactories& makers) {
   return Join(wanted, makers).run();
 }
 
-BulkCarriers choose_faster(BulkCarriers wanted, const ProbedCarriers& probed) {
+BulkTransports choose_faster(BulkTransports wanted, const ProbedTransports& probed) {
   return {faster(wanted.gather, probed.peer.gather, probed.nccl.gather),
           faster(wanted.reduce, probed.peer.reduce, probed.nccl.reduce)};
 }

@@ -2,7 +2,7 @@
 // them.
 //
 // During a unit's lazy all-gather, beside the model's next forward, its parameters lie in an
-// AwaitedStorage. Every operator of torch that gets such a tensor first waits for the values
+// PendingStorage. Every operator of torch that gets such a tensor first waits for the values
 // (complete()) and then runs. So a script that reads a parameter between a step and the next
 // forward sees the same values as if the step had waited. That holds for p.data as well, if the
 // script took it meanwhile. Asking for the address without any operator (data_ptr(),
@@ -28,7 +28,7 @@
 
 namespace strata::torch {
 
-class AwaitedStorage final : public c10::StorageImpl {
+class PendingStorage final : public c10::StorageImpl {
  public:
   // False if another library has taken the key; then this process cannot have pending parameters.
   static bool available();
@@ -36,7 +36,7 @@ class AwaitedStorage final : public c10::StorageImpl {
   // `values`: the memory that complete() fills. `complete`: returns when later work on the current
   // stream will find the values there. `no_address`: the message of the error for a caller that
   // asks for the address; null: the message for parameters.
-  AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values, std::function<void()> complete,
+  PendingStorage(c10::intrusive_ptr<c10::StorageImpl> values, std::function<void()> complete,
                  const char* no_address = nullptr);
   // Sets a function that is called in place of zero_() on a tensor that is not settled. If it
   // returns false, zero_() runs as other operators do.
@@ -45,7 +45,7 @@ class AwaitedStorage final : public c10::StorageImpl {
 
   // A pending tensor in `storage` with the shape and offset of `view`, which is a tensor of the
   // values.
-  static at::Tensor view(const c10::intrusive_ptr<AwaitedStorage>& storage, const at::Tensor& view);
+  static at::Tensor view(const c10::intrusive_ptr<PendingStorage>& storage, const at::Tensor& view);
 
   // Waits for the values. Then points the tensor at them unless the engine has already done so; it
   // has for parameters, but not for a tensor object that the script made of one meanwhile (p.data).

@@ -1,6 +1,6 @@
 """The cost of a parameter from its construction to its first step: one JSON line per case, of its largest rank.
 
-    python bench/bench_birth.py [--size 22528] [--ranks 2] [--libraries strata deepspeed] \
+    python bench/bench_deferred_init.py [--size 22528] [--ranks 2] [--libraries strata deepspeed] \
         [--sources init host file load] [--places device host nvme] [--tile-mib 64] [--drive DIR] [--json FILE]
 
 A module of one fp32 parameter of SIZE x SIZE, at stage 3, trained one step by AdamW. *source*: built within zero.Init,
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 
-from birth_rank import BATCH, PIECE
+from deferred_init_rank import BATCH, PIECE
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES, SOURCES, PLACES = ("strata", "deepspeed"), ("init", "host", "file", "load"), ("device", "host", "nvme")
@@ -50,7 +50,8 @@ def _largest(figures):
 def _write_file(drive, size):
     """A checkpoint of the module, in a process of its own: its memory goes with it."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from birth_rank import model_classes; c, m = model_classes();"
+        "import sys; sys.path.insert(0, sys.argv[1]); from deferred_init_rank import model_classes;"
+        "c, m = model_classes();"
         "m(c(size=int(sys.argv[3]))).save_pretrained(sys.argv[2])"
     )
     subprocess.run([sys.executable, "-c", code, HERE, os.path.join(drive, "model"), str(size)], check=True)
@@ -88,7 +89,7 @@ def run_case(library, source, place, arguments, drive):
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.ranks),
             "LOCAL_WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         }
-        command = [sys.executable, os.path.join(HERE, "birth_rank.py"), json.dumps(case | {"drive": drive})]
+        command = [sys.executable, os.path.join(HERE, "deferred_init_rank.py"), json.dumps(case | {"drive": drive})]
         logs = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]
         processes.append((subprocess.Popen(command, env=environment, stdout=logs[0], stderr=logs[1]), *logs))
     _wait_for([process for process, _, _ in processes], time.monotonic() + arguments.timeout)

@@ -1,4 +1,4 @@
-#include "strata/engine/state_parking.h"
+#include "strata/engine/state_offload.h"
 
 #include <fmt/format.h>
 
@@ -9,8 +9,8 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kParking = "moving states to the host";
-constexpr std::string_view kUnparking = "bringing states back from the host";
+constexpr std::string_view kOffloading = "moving states to the host";
+constexpr std::string_view kReloading = "bringing states back from the host";
 
 }  // namespace
 
@@ -27,18 +27,18 @@ std::string StateSet::text() const {
   return names;
 }
 
-void StateParking::require_no_pass() const {
+void StateOffload::require_no_pass() const {
   if (!pass_.in_backward()) return;
   throw UsageError(
       "offload_states() was called within a backward pass, which needs all states; call it after "
       "backward()");
 }
 
-bool StateParking::park(const StateSet& states, bool pinned) {
+bool StateOffload::offload_states(const StateSet& states, bool pinned) {
   require_no_pass();
-  require_same_text(collectives_, "offload_states()", states.text());
+  agree_on_text(collectives_, "offload_states()", states.text());
   StateSet moving = states;
-  double can = weights_.can_park() ? 1.0 : 0.0;
+  double can = weights_.can_offload() ? 1.0 : 0.0;
   collectives_.all_reduce({&can, 1}, comm::ReduceOp::kMin);
   if (can == 0.0) moving.weights = false;
   moving.moments = moving.moments && !away_.moments;
@@ -48,14 +48,14 @@ bool StateParking::park(const StateSet& states, bool pinned) {
   moving.gradient_buffers = moving.gradient_buffers && !away_.gradient_buffers;
   if (moving.any()) {
     let_go_of_weights(moving.weights);
-    park_memory(moving, pinned);
+    offload_memory(moving, pinned);
   }
   return can == 1.0 || !states.weights;
 }
 
 // Until all ranks have read what others have.
-void StateParking::let_go_of_weights(bool they_move) {
-  together(collectives_, kParking, [&] {
+void StateOffload::let_go_of_weights(bool they_move) {
+  agree_after(collectives_, kOffloading, [&] {
     gatherer_.complete_all();
     if (they_move) gatherer_.invalidate(Changed::kAll);
   });
@@ -64,19 +64,19 @@ void StateParking::let_go_of_weights(bool they_move) {
   collectives_.barrier();
 }
 
-void StateParking::park_memory(const StateSet& moving, bool pinned) {
+void StateOffload::offload_memory(const StateSet& moving, bool pinned) {
   away_.moments |= moving.moments;
   away_.masters |= moving.masters;
   away_.gradients |= moving.gradients;
   away_.gradient_buffers |= moving.gradient_buffers;
   try {
-    together(collectives_, kParking, [&] {
-      if (outside_.park) outside_.park(moving, pinned);
-      if (moving.weights) weights_.copy_for_parking(pinned);
-      reducer_.park(moving.gradients, moving.gradient_buffers, pinned);
-      if (optimizer_ != nullptr) optimizer_->park(moving.masters);
-      if (moving.masters) stores_.states->park(memory::Kind::kMasterWeights, pinned);
-      if (moving.moments) stores_.states->park(memory::Kind::kOptimizerState, pinned);
+    agree_after(collectives_, kOffloading, [&] {
+      if (outside_.offload_states) outside_.offload_states(moving, pinned);
+      if (moving.weights) weights_.copy_for_offload(pinned);
+      reducer_.offload_states(moving.gradients, moving.gradient_buffers, pinned);
+      if (optimizer_ != nullptr) optimizer_->offload_states(moving.masters);
+      if (moving.masters) stores_.states->offload_states(memory::Kind::kMasterWeights, pinned);
+      if (moving.moments) stores_.states->offload_states(memory::Kind::kOptimizerState, pinned);
     });
   } catch (...) {
     if (moving.weights) weights_.drop_copy();
@@ -85,30 +85,30 @@ void StateParking::park_memory(const StateSet& moving, bool pinned) {
   if (moving.weights) {
     away_.weights = true;
     gatherer_.detach_whole();
-    weights_.park();
+    weights_.offload_states();
   }
   collectives_.barrier();  // what others have mapped of it keeps it
   collectives_.unmap_freed();
   collectives_.barrier();
 }
 
-void StateParking::unpark() {
+void StateOffload::reload_states() {
   if (!away_.any()) return;
-  together(collectives_, kUnparking, [&] {
-    weights_.unpark();
-    stores_.states->unpark();
-    reducer_.unpark();
-    if (optimizer_ != nullptr) optimizer_->unpark();
-    if (outside_.unpark) outside_.unpark();
+  agree_after(collectives_, kReloading, [&] {
+    weights_.reload_states();
+    stores_.states->reload_states();
+    reducer_.reload_states();
+    if (optimizer_ != nullptr) optimizer_->reload_states();
+    if (outside_.reload_states) outside_.reload_states();
   });
   if (away_.weights) {
-    weights_.settle_unparked();
+    weights_.finish_reload();
     gatherer_.attach_whole();
   }
   away_ = {};
 }
 
-void StateParking::refuse(bool missing, std::string_view call) const {
+void StateOffload::refuse(bool missing, std::string_view call) const {
   if (!missing) return;
   throw UsageError(fmt::format(
       "{} needs states that offload_states() has moved to the host; call reload_states() first; "
@@ -116,15 +116,15 @@ void StateParking::refuse(bool missing, std::string_view call) const {
       call, away_.text()));
 }
 
-void StateParking::require_all(std::string_view call) const {
+void StateOffload::require_all(std::string_view call) const {
   refuse(away_.any(), call);
 }
 
-void StateParking::require_weights(std::string_view call) const {
+void StateOffload::require_weights(std::string_view call) const {
   refuse(away_.weights, call);
 }
 
-void StateParking::require_for_backward(std::string_view call) const {
+void StateOffload::require_for_backward(std::string_view call) const {
   refuse(away_.weights || away_.gradients || away_.gradient_buffers, call);
 }
 

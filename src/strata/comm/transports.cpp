@@ -1,4 +1,4 @@
-#include "strata/comm/carriers.h"
+#include "strata/comm/transports.h"
 
 #include <fmt/format.h>
 
@@ -9,17 +9,17 @@
 namespace strata::comm {
 namespace {
 
-using Control = CarrierChoice::Control;
+using Control = TransportChoice::Control;
 
-void require_sensible(std::string_view key, CarrierKind found, const RankFacts& facts) {
-  if (found == CarrierKind::kAuto) return;
+void require_sensible(std::string_view key, TransportKind found, const RankFacts& facts) {
+  if (found == TransportKind::kAuto) return;
   if (!facts.on_gpu) {
     throw ConfigError(
         fmt::format("strata.{}: '{}' is for GPUs, and the model trains on {}; leave it out, since "
                     "strata.collectives chooses on the host",
                     key, name_of(found), facts.device));
   }
-  if (found == CarrierKind::kNccl && facts.world_size > 1 && !facts.has_nccl) {
+  if (found == TransportKind::kNccl && facts.world_size > 1 && !facts.has_nccl) {
     throw ConfigError(
         fmt::format("strata.{}: this build of torch has no NCCL; write 'peer'. Found 'nccl'", key));
   }
@@ -32,9 +32,9 @@ void require_sensible(std::string_view key, CarrierKind found, const RankFacts& 
   }
 }
 
-void require_joint_gathers(const CarrierSettings& settings, const RankFacts& facts) {
+void require_joint_gathers(const TransportSettings& settings, const RankFacts& facts) {
   if (!settings.joint_gathers || facts.world_size == 1) return;
-  if (settings.gather == CarrierKind::kPeer || settings.collectives == CollectivesKind::kPeer) {
+  if (settings.gather == TransportKind::kPeer || settings.collectives == CollectivesKind::kPeer) {
     throw ConfigError(
         "strata.gather, strata.collectives: 'peer' reads weights in the memory of other GPUs, and "
         "zero_optimization.offload_param keeps them elsewhere; write 'auto'");
@@ -48,28 +48,29 @@ void require_joint_gathers(const CarrierSettings& settings, const RankFacts& fac
   }
 }
 
-std::optional<BulkCarriers> choose_bulk(const CarrierSettings& settings, const RankSet& ranks,
-                                        bool on_gpus) {
-  CarrierKind both = CarrierKind::kNccl;
+std::optional<BulkTransports> choose_bulk(const TransportSettings& settings, const RankSet& ranks,
+                                          bool on_gpus) {
+  TransportKind both = TransportKind::kNccl;
   if (settings.collectives == CollectivesKind::kPeer) {
-    both = CarrierKind::kPeer;
+    both = TransportKind::kPeer;
   } else if (settings.collectives != CollectivesKind::kNccl) {
     if (!on_gpus) return std::nullopt;
-    if (settings.collectives == CollectivesKind::kAuto && ranks.one_host) both = CarrierKind::kAuto;
+    if (settings.collectives == CollectivesKind::kAuto && ranks.one_host)
+      both = TransportKind::kAuto;
   }
-  const auto one = [both](CarrierKind own) { return own == CarrierKind::kAuto ? both : own; };
-  return BulkCarriers{settings.joint_gathers ? CarrierKind::kNccl : one(settings.gather),
-                      one(settings.reduce)};
+  const auto one = [both](TransportKind own) { return own == TransportKind::kAuto ? both : own; };
+  return BulkTransports{settings.joint_gathers ? TransportKind::kNccl : one(settings.gather),
+                        one(settings.reduce)};
 }
 
-CarrierChoice choose(const CarrierSettings& settings, const RankSet& ranks, bool on_gpus) {
+TransportChoice choose(const TransportSettings& settings, const RankSet& ranks, bool on_gpus) {
   if (ranks.size == 1) return {};
   const CollectivesKind kind = settings.collectives;
   const bool shares_memory =
       kind == CollectivesKind::kShm || (kind != CollectivesKind::kC10d && ranks.one_host);
-  const CarrierChoice choice{shares_memory ? Control::kSharedMemory : Control::kBackend,
-                             choose_bulk(settings, ranks, on_gpus)};
-  if (choice.bulk && choice.bulk->has(CarrierKind::kPeer) && !ranks.one_host) {
+  const TransportChoice choice{shares_memory ? Control::kSharedMemory : Control::kBackend,
+                               choose_bulk(settings, ranks, on_gpus)};
+  if (choice.bulk && choice.bulk->has(TransportKind::kPeer) && !ranks.one_host) {
     throw ConfigError(
         "strata.gather, strata.reduce: 'peer' joins ranks of one host, and these are on several; "
         "write 'nccl', or leave both out");
@@ -84,12 +85,12 @@ std::string_view name_of(CollectivesKind kind) {
   return kNames.at(static_cast<std::size_t>(kind));
 }
 
-std::string_view name_of(CarrierKind kind) {
+std::string_view name_of(TransportKind kind) {
   constexpr std::array<std::string_view, 3> kNames{"auto", "peer", "nccl"};
   return kNames.at(static_cast<std::size_t>(kind));
 }
 
-void require_possible(const CarrierSettings& settings, const RankFacts& facts) {
+void require_possible(const TransportSettings& settings, const RankFacts& facts) {
   const CollectivesKind kind = settings.collectives;
   if (kind == CollectivesKind::kLocal && facts.world_size > 1) {
     throw ConfigError(fmt::format(
@@ -113,7 +114,8 @@ void require_possible(const CarrierSettings& settings, const RankFacts& facts) {
   require_sensible("reduce", settings.reduce, facts);
 }
 
-CarrierChoice choose_inside(const CarrierSettings& settings, const RankSet& inside, bool on_gpus) {
+TransportChoice choose_inside(const TransportSettings& settings, const RankSet& inside,
+                              bool on_gpus) {
   if (settings.collectives == CollectivesKind::kPeer && !inside.one_host) {
     throw ConfigError(
         "strata.collectives: 'peer' joins ranks of one host, and these are on several; write "
@@ -122,17 +124,18 @@ CarrierChoice choose_inside(const CarrierSettings& settings, const RankSet& insi
   return choose(settings, inside, on_gpus);
 }
 
-CarrierChoice choose_across(const CarrierSettings& settings, const RankSet& across, bool on_gpus) {
-  CarrierSettings reaching = settings;
+TransportChoice choose_across(const TransportSettings& settings, const RankSet& across,
+                              bool on_gpus) {
+  TransportSettings reaching = settings;
   const bool within_a_host = settings.collectives == CollectivesKind::kShm ||
                              settings.collectives == CollectivesKind::kPeer;
   if (within_a_host && !across.one_host) reaching.collectives = CollectivesKind::kAuto;
   return choose(reaching, across, on_gpus);
 }
 
-Traits traits_of(const CarrierChoice& choice, int size, bool on_gpus) {
-  const auto carried_by = [&](CarrierKind kind) {
-    return among(kind == CarrierKind::kNccl ? kBackendTraits : kPeerTraits, 0, size);
+Traits traits_of(const TransportChoice& choice, int size, bool on_gpus) {
+  const auto carried_by = [&](TransportKind kind) {
+    return among(kind == TransportKind::kNccl ? kBackendTraits : kPeerTraits, 0, size);
   };
   if (choice.control == Control::kNone)
     return among(on_gpus ? kOneDeviceTraits : kHostMemoryTraits, 0, size);

@@ -1,4 +1,4 @@
-#include "strata/torch/base/unbacked_tensor.h"
+#include "strata/torch/base/deferred_tensor.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
@@ -43,7 +43,7 @@ at::Tensor on_gpu(const std::vector<std::int64_t>& shape, at::ScalarType dtype, 
 
 }  // namespace
 
-at::Tensor unbacked_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+at::Tensor deferred_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                            c10::Device place) {
   std::size_t bytes = c10::elementSize(dtype);
   for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);

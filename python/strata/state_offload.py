@@ -9,7 +9,7 @@ logger = logging.getLogger("strata")
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
-class StateParking:
+class StateOffload:
     """The part of ``Engine`` that frees device memory for other uses between two phases of training."""
 
     _told_of_weights = False
@@ -56,7 +56,7 @@ class StateParking:
         for name in states:
             if name not in STATES:
                 raise _C.UsageError(f"offload_states: include names states of {', '.join(STATES)}; found {name!r}")
-        weights_follow = self.core.park(list(states), pin_memory)
+        weights_follow = self.core.offload_states(list(states), pin_memory)
         if not weights_follow and not self._told_of_weights and self.global_rank == 0:
             self._told_of_weights = True
             logger.warning("offload_states: the weights (lp_params) stay on the device, since %s cannot give their "
@@ -72,7 +72,7 @@ class StateParking:
             OutOfMemoryError: on every rank, where a device has no room. States that are not back stay on the host;
                 free memory, and call it again.
         """
-        self.core.unpark()
+        self.core.reload_states()
         outside = getattr(self.core, "segment_states", None)  # where an optimizer of the user's updates the shards
         if outside is not None:
             outside.take_back(self.core)

@@ -12,7 +12,7 @@
 namespace strata::torch {
 
 // Contiguous; on the host, or a GPU.
-at::Tensor unbacked_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+at::Tensor deferred_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                            c10::Device place);
 
 // Gives the tensor memory for good, filled with zeroes. OutOfMemoryError if the host has less

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from replayed_models import config_of_birth
-from strata import births
+from strata import deferred_init
 from strata.model.owner import owner_of
 from strata.zero import GatheredParameters, Init
 from torch import nn
@@ -54,16 +54,16 @@ def _built(replay_above, values_come_later, **arguments):
 
 def _compare():
     for replay_above in (0, LARGE):
-        alone = births._TOGETHER, births._POSTPONED
+        alone = deferred_init._TOGETHER, deferred_init._POSTPONED
         try:
-            births._TOGETHER = 1
+            deferred_init._TOGETHER = 1
             many, expected = _built(replay_above, values_come_later=False)
-            births._TOGETHER = alone[0]
+            deferred_init._TOGETHER = alone[0]
             few, values = _built(replay_above, values_come_later=True, fails=replay_above == LARGE)
-            births._TOGETHER, births._POSTPONED = 304, 300  # elements: of a layer, and fewer
+            deferred_init._TOGETHER, deferred_init._POSTPONED = 304, 300  # elements: of a layer, and fewer
             some, in_parts = _built(replay_above, values_come_later=True)
         finally:
-            births._TOGETHER, births._POSTPONED = alone
+            deferred_init._TOGETHER, deferred_init._POSTPONED = alone
         assert many == 2 * LAYERS and few <= 2 and few < some <= LAYERS + 2, (replay_above, many, few, some)
         assert expected["layers.1.norm.weight"].eq(3).all()
         for found in (values, in_parts):

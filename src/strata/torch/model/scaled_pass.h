@@ -12,13 +12,13 @@
 
 namespace strata::torch {
 
-class ScaledRun {
+class ScaledPass {
  public:
   // Marks the graph that runs in this thread.
-  explicit ScaledRun(double scale);
-  ~ScaledRun();
-  ScaledRun(const ScaledRun&) = delete;
-  ScaledRun& operator=(const ScaledRun&) = delete;
+  explicit ScaledPass(double scale);
+  ~ScaledPass();
+  ScaledPass(const ScaledPass&) = delete;
+  ScaledPass& operator=(const ScaledPass&) = delete;
 
   // The scale of the graph that runs in this thread; nullopt: its loss was not scaled.
   static std::optional<double> scale_here();

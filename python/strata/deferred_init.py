@@ -7,8 +7,8 @@ import types
 import torch
 
 from . import _C
-from .model import failed_births
-from .model.looks import BornParameters
+from .model import failed_constructors
+from .model.looks import ShardedConstruction
 from .model.model_input import describe_modules, describe_parameters
 from .model.owner import clear_owner, owner_of
 from .model.ownership import take_ownership
@@ -17,13 +17,13 @@ from .model.placement import choose_device
 from .model.recording import write_pieces
 from .model.reference_counts import is_alone
 from .ranks.departure import watch
-from .ranks.runtime import make_collectives, rank_and_world_size, telling_the_others, together
+from .ranks.runtime import make_collectives, rank_and_world_size, notifying_ranks, agree_after
 
 _TOGETHER = 1 << 27  # elements of modules that are sharded as one: each such call has several sync points
 _POSTPONED = 1 << 24  # elements of small parameters that stay whole until they are sharded together
 
 
-class Births:
+class DeferredInit:
     """Shards and frees parameters under ``zero.Init``. Every method that shards is collective. A home is a pair
     (module, name of a parameter). An unbacked parameter is one without memory, which has a recipe.
 
@@ -66,7 +66,7 @@ class Births:
         number = self._numbers[id(module)]
         self._postponed = [m for m in self._postponed if self._numbers[id(m)] < number]
         where = f"{type(module).__name__}/{number}/{self._count}"
-        failed_births.give_up(self._looks.take_failed(number), where, self._device)
+        failed_constructors.give_up(self._looks.take_failed(number), where, self._device)
 
     def of_all(self, facts):
         """[bool], whether each of ``facts`` is true on every rank. Collective, unless there are none."""
@@ -80,7 +80,7 @@ class Births:
         self._shard([(m, name) for m in module.modules() for name in m._parameters])
         for m in module.modules():  # a parametrization takes over parameters of another module that are sharded
             if type(m._parameters) is dict and any(p is not None and owner_of(p)[0] for p in m._parameters.values()):
-                _read_born(m)
+                _read_constructed(m)
 
     def shard_complete(self, module, is_root):
         """``shard_all`` of a module whose constructor is over, now or together with others. ``is_root``: no other
@@ -110,10 +110,10 @@ class Births:
         own = [p for p in dict.values(module._parameters) if p is not None]
         for unbacked, parameter in ((self._recording.unbacked(p), p) for p in own):
             if unbacked is not None and not unbacked.is_all_of(parameter):
-                self._recording.make_real(unbacked, None)  # a part, which another parameter may share
+                self._recording.materialize(unbacked, None)  # a part, which another parameter may share
         if any(self._recording.unbacked(p) is not None for p in own):
             self._waiting.append(module)
-            _read_born(module)
+            _read_constructed(module)
 
     def waiting(self):
         """The homes of all parameters of the modules that wait, also of those that have values by now."""
@@ -130,13 +130,13 @@ class Births:
         others, self._waiting = [m for m in self._waiting if id(m) not in known], []
         dropped = self.of_all([is_alone(others, place) for place in range(len(others))])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
-        each = [[(m, name) for name in m._parameters if self._is_unbacked(_at(m, name))] for m in modules]
+        each = [[(m, name) for name in m._parameters if self._is_deferred(_at(m, name))] for m in modules]
         groups = list(_joined(each))
         recipes = self._agreed_recipes([home for group in groups for home in group])
-        replayed = []  # (parameter, its Unbacked)
+        replayed = []  # (parameter, its DeferredTensor)
         try:
             for group in groups:
-                self._replay([home for home in group if self._is_unbacked(_at(*home))], recipes, replayed)
+                self._replay([home for home in group if self._is_deferred(_at(*home))], recipes, replayed)
         except BaseException:  # every rank has one
             self._take_back(replayed)
             raise
@@ -164,12 +164,12 @@ class Births:
         """With the first of all ``homes``: chooses the device and connects the ranks."""
         if self._device is not None or not homes:
             return
-        with telling_the_others():
+        with notifying_ranks():
             device = choose_device(self._config, _Flat(homes))
         if rank_and_world_size()[1] > 1:
             self._collectives, self._group = make_collectives(self._config, device), object()
             runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)
-            with together(self._collectives, "making room for the weights"):
+            with agree_after(self._collectives, "making room for the weights"):
                 self._runtime = runtime.storing(self._config)
         self._device = device
 
@@ -243,13 +243,13 @@ class Births:
     def _own(self, core, tree, parameters, homes):
         take_ownership(core, parameters, stage=3, weakly=False)
         for module in {id(m): m for m, _ in homes}.values():
-            _read_born(module)
+            _read_constructed(module)
         if self._looks is not None:
             number = min(self._numbers.get(id(m), -1) for m, _ in homes)
             self._looks.add(core, [p for _, p in tree.parameters], [(m._parameters, name) for m, name in homes], number)
         core.free_originals()
 
-    def _is_unbacked(self, parameter):
+    def _is_deferred(self, parameter):
         return _can_be_sharded(parameter) and self._recording.unbacked(parameter) is not None
 
     def _has_values(self, parameter):
@@ -293,9 +293,9 @@ def _joined(groups):
         yield joined
 
 
-def _read_born(module):
-    if not isinstance(module._parameters, BornParameters):
-        module.__dict__["_parameters"] = BornParameters(dict.items(module._parameters))
+def _read_constructed(module):
+    if not isinstance(module._parameters, ShardedConstruction):
+        module.__dict__["_parameters"] = ShardedConstruction(dict.items(module._parameters))
 
 
 def _can_be_sharded(parameter):

@@ -1,4 +1,4 @@
-#include "strata/torch/model/awaited_storage.h"
+#include "strata/torch/model/pending_storage.h"
 
 #include <ATen/core/stack.h>
 #include <torch/library.h>
@@ -10,7 +10,7 @@
 namespace strata::torch {
 namespace {
 
-constexpr c10::DispatchKey kAwaited = c10::DispatchKey::DeferredInit;
+constexpr c10::DispatchKey kPending = c10::DispatchKey::DeferredInit;
 
 constexpr const char* kNoAddress =
     "the address of a parameter was asked for between step() and the next forward, while its new "
@@ -30,16 +30,16 @@ at::Tensor make_like(const c10::TensorImpl& like,
 }
 
 // The tensor's storage if its values are pending, else null.
-AwaitedStorage* awaited(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.key_set().has(kAwaited)) return nullptr;
+PendingStorage* awaited(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kPending)) return nullptr;
   const auto find = [&] {
-    return dynamic_cast<AwaitedStorage*>(tensor.storage().unsafeGetStorageImpl());
+    return dynamic_cast<PendingStorage*>(tensor.storage().unsafeGetStorageImpl());
   };
-  AwaitedStorage* storage = find();
+  PendingStorage* storage = find();
   // Another thread may be pointing the tensor at its values: the storage changes before the key.
   for (int turn = 0; storage == nullptr && turn < 1000; ++turn) {
     std::this_thread::yield();
-    if (!tensor.key_set().has(kAwaited)) return nullptr;
+    if (!tensor.key_set().has(kPending)) return nullptr;
     storage = find();
   }
   if (storage == nullptr) {
@@ -51,9 +51,9 @@ AwaitedStorage* awaited(const at::Tensor& tensor) {
 }
 
 void settle(const at::Tensor& tensor) {
-  AwaitedStorage* found = awaited(tensor);
+  PendingStorage* found = awaited(tensor);
   if (found == nullptr) return;
-  c10::intrusive_ptr<AwaitedStorage>::reclaim_copy(found)->settle(tensor);
+  c10::intrusive_ptr<PendingStorage>::reclaim_copy(found)->settle(tensor);
 }
 
 void settle(const c10::IValue& value) {
@@ -69,7 +69,7 @@ void settle(const c10::IValue& value) {
 // zero_() returns its argument, which is on the stack already.
 bool zeroed(const c10::OperatorHandle& op, const ::torch::jit::Stack& stack) {
   if (op.operator_name().name != "aten::zero_" || !stack.back().isTensor()) return false;
-  const AwaitedStorage* const found = awaited(stack.back().toTensor());
+  const PendingStorage* const found = awaited(stack.back().toTensor());
   return found != nullptr && found->zero();
 }
 
@@ -83,11 +83,11 @@ void settle_and_run(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
 
 }  // namespace
 
-bool AwaitedStorage::available() {
+bool PendingStorage::available() {
   // Torch keeps one fallback a key for the whole process.
   static const bool registered = [] {
     try {
-      static ::torch::Library library(::torch::Library::IMPL, "_", kAwaited, __FILE__, __LINE__);
+      static ::torch::Library library(::torch::Library::IMPL, "_", kPending, __FILE__, __LINE__);
       library.fallback(::torch::CppFunction::makeFromBoxedFunction<&settle_and_run>());
       return true;
     } catch (const c10::Error&) {
@@ -97,7 +97,7 @@ bool AwaitedStorage::available() {
   return registered;
 }
 
-AwaitedStorage::AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values,
+PendingStorage::PendingStorage(c10::intrusive_ptr<c10::StorageImpl> values,
                                std::function<void()> complete, const char* no_address)
     : c10::StorageImpl(use_byte_size_t(), c10::SymInt(0), c10::DataPtr(nullptr, values->device()),
                        nullptr, /*resizable=*/false),
@@ -107,22 +107,22 @@ AwaitedStorage::AwaitedStorage(c10::intrusive_ptr<c10::StorageImpl> values,
                                                                              : kNoAddress);
 }
 
-at::Tensor AwaitedStorage::view(const c10::intrusive_ptr<AwaitedStorage>& storage,
+at::Tensor PendingStorage::view(const c10::intrusive_ptr<PendingStorage>& storage,
                                 const at::Tensor& view) {
   const c10::TensorImpl* like = view.unsafeGetTensorImpl();
-  return make_like(*like, storage, like->key_set().add(kAwaited));
+  return make_like(*like, storage, like->key_set().add(kPending));
 }
 
-void AwaitedStorage::settle(const at::Tensor& tensor) {
+void PendingStorage::settle(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex_);
   if (complete_) complete_();
   if (awaited(tensor) != this) return;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  const at::Tensor twin = make_like(*impl, values_, impl->key_set().remove(kAwaited));
+  const at::Tensor twin = make_like(*impl, values_, impl->key_set().remove(kPending));
   impl->shallow_copy_from(twin.getIntrusivePtr());
 }
 
-void AwaitedStorage::forget(std::function<void()> instead) {
+void PendingStorage::forget(std::function<void()> instead) {
   const std::lock_guard lock(mutex_);
   complete_ = std::move(instead);
   zeroed_ = nullptr;

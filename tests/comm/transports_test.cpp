@@ -1,5 +1,5 @@
 // The one choice of transports, as a table, and its promises.
-#include "strata/comm/carriers.h"
+#include "strata/comm/transports.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 
 namespace strata::comm {
 
-void PrintTo(const CarrierChoice& choice, std::ostream* out) {
+void PrintTo(const TransportChoice& choice, std::ostream* out) {
   constexpr const char* kControls[] = {"none", "shared memory", "backend"};
   *out << kControls[static_cast<int>(choice.control)];
   if (choice.bulk)
@@ -20,31 +20,31 @@ void PrintTo(const CarrierChoice& choice, std::ostream* out) {
 
 namespace {
 
-using enum CarrierKind;
+using enum TransportKind;
 using Kind = CollectivesKind;
-using Control = CarrierChoice::Control;
+using Control = TransportChoice::Control;
 using testing::HasSubstr;
 
-constexpr CarrierChoice kAlone{};
+constexpr TransportChoice kAlone{};
 
-CarrierChoice memory() {
+TransportChoice memory() {
   return {Control::kSharedMemory, std::nullopt};
 }
-CarrierChoice memory(CarrierKind gather, CarrierKind reduce) {
-  return {Control::kSharedMemory, BulkCarriers{gather, reduce}};
+TransportChoice memory(TransportKind gather, TransportKind reduce) {
+  return {Control::kSharedMemory, BulkTransports{gather, reduce}};
 }
-CarrierChoice backend() {
+TransportChoice backend() {
   return {Control::kBackend, std::nullopt};
 }
-CarrierChoice backend(CarrierKind both) {
-  return {Control::kBackend, BulkCarriers{both, both}};
+TransportChoice backend(TransportKind both) {
+  return {Control::kBackend, BulkTransports{both, both}};
 }
 
 struct Case {
-  CarrierSettings settings;
+  TransportSettings settings;
   RankSet ranks;
   bool on_gpus;
-  CarrierChoice wanted;
+  TransportChoice wanted;
 };
 
 TEST(Carriers, OfAShardGroup) {
@@ -95,7 +95,7 @@ TEST(Carriers, AcrossShardGroupsReachFurther) {
     EXPECT_EQ(choose_across(each.settings, each.ranks, each.on_gpus), each.wanted);
 }
 
-std::string refused(const CarrierSettings& settings, const RankSet& ranks) {
+std::string refused(const TransportSettings& settings, const RankSet& ranks) {
   try {
     choose_inside(settings, ranks, true);
   } catch (const ConfigError& error) {
@@ -113,7 +113,7 @@ TEST(Carriers, PeersJoinRanksOfOneHost) {
             "several; write 'nccl', or leave both out");
 }
 
-std::string refused_alone(const CarrierSettings& settings, const RankFacts& facts) {
+std::string refused_alone(const TransportSettings& settings, const RankFacts& facts) {
   try {
     require_possible(settings, facts);
   } catch (const ConfigError& error) {
@@ -161,7 +161,7 @@ TEST(Traits, OfAPairGatherAsTheOneAndReduceAsTheOther) {
   EXPECT_TRUE(mixed.one_sided && mixed.gathers_on_device);
   EXPECT_FALSE(mixed.deterministic || mixed.sums_in_fp32 || mixed.has_contribution_stream ||
                mixed.has_inbox);
-  EXPECT_EQ(mixed.place, (ShardPlace{1, 3, 0, 1}));
+  EXPECT_EQ(mixed.place, (ShardPosition{1, 3, 0, 1}));
 }
 
 TEST(Traits, OfGroupsAreThoseInsideWithSumsOfBoth) {
@@ -169,11 +169,11 @@ TEST(Traits, OfGroupsAreThoseInsideWithSumsOfBoth) {
   const Traits across = among(kBackendTraits, 2, 3);
   const Traits replicated = grouped_traits(inside, across, Slices::kReplicated);
   EXPECT_EQ(replicated.world_size, 12);
-  EXPECT_EQ(replicated.place, (ShardPlace{1, 4, 2, 3, 1}));
+  EXPECT_EQ(replicated.place, (ShardPosition{1, 4, 2, 3, 1}));
   EXPECT_TRUE(replicated.one_sided && replicated.sums_in_fp32);
   EXPECT_FALSE(replicated.deterministic || replicated.gathers_on_device || replicated.has_inbox);
   EXPECT_EQ(grouped_traits(inside, across, Slices::kSecondary).place,
-            (ShardPlace{1 * 3 + 2, 12, 0, 1, 3}));
+            (ShardPosition{1 * 3 + 2, 12, 0, 1, 3}));
 }
 
 }  // namespace

@@ -12,8 +12,8 @@ import torch
 from devices import ON_GPU, needs_a_gpu_each
 from ranks import run_ranks
 from replayed_models import config_of_birth
-from strata.births import Births
-from strata.model import failed_births
+from strata.deferred_init import DeferredInit
+from strata.model import failed_constructors
 from strata.model.constructors import ConstructorWatch
 from strata.model.looks import Looks, open_looks
 from strata.model.recording import Recording
@@ -64,14 +64,14 @@ class Instead(nn.Module):
 
 def _watched_cores():
     """Returns a list that gets a weak reference to every sharding core made from now on."""
-    cores, made = [], Births._make_core
+    cores, made = [], DeferredInit._make_core
 
-    def make(births, *arguments):
-        core = made(births, *arguments)
+    def make(deferred, *arguments):
+        core = made(deferred, *arguments)
         cores.append(weakref.ref(core))
         return core
 
-    Births._make_core = make
+    DeferredInit._make_core = make
     return cores
 
 
@@ -132,7 +132,7 @@ def test_offloaded_shards_of_a_failed_constructor_go(place, tmp_path):
 def _behind(folder):
     """(Shards that are left after a failure for which rank 0 does not wait, and after the next context.)"""
     rank, _ = rank_and_world()
-    failed_births._PATIENCE_S = 0.0 if rank == 0 else 60.0
+    failed_constructors._PATIENCE_S = 0.0 if rank == 0 else 60.0
 
     class Late(nn.Module):
         def __init__(self):
@@ -207,7 +207,7 @@ def test_what_others_built_is_whole_after_a_failure(world):
 def _failing_ends():
     """Lets each action at the end of a context fail in turn; returns the action's class and its leftovers."""
     found = []
-    for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (Looks, "close"), (Births, "close")):
+    for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (Looks, "close"), (DeferredInit, "close")):
         constructor, end = nn.Linear.__dict__["__init__"], getattr(kind, name)
 
         def ends_and_fails(self, *args, end=end, **kwargs):

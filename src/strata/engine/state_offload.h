@@ -8,9 +8,9 @@
 //
 // Threads: one thread at a time. Ownership: borrows all; the owner of each device memory keeps its
 // copy on the host. Errors: UsageError; OutOfMemoryError where the host, or later the device, has
-// no room. After an error of park(), except for calls out of order, all its states count as away,
-// and unpark() brings back those that have moved. After an error of unpark(), it may be called
-// again.
+// no room. After an error of offload_states(), except for calls out of order, all its states count
+// as away, and reload_states() brings back those that have moved. After an error of
+// reload_states(), it may be called again.
 #pragma once
 
 #include <functional>
@@ -40,20 +40,20 @@ struct StateSet {
   std::string text() const;  // their names; "" for none
 };
 
-class StateParking {
+class StateOffload {
  public:
   // States of training that the layer above keeps: those of a user's optimizer. Both calls take
   // part in no collective; if one throws, all ranks get an error.
   struct Outside {
     // The engine has moved no state yet, and will refuse no more. `moving`: the states that leave
     // now.
-    std::function<void(const StateSet& moving, bool pinned)> park;
+    std::function<void(const StateSet& moving, bool pinned)> offload_states;
     // The engine's own states are back. Called again after an error.
-    std::function<void()> unpark;
+    std::function<void()> reload_states;
   };
 
   // `optimizer` may be null.
-  StateParking(Weights& weights, Gatherer& gatherer, Reducer& reducer, ShardedOptimizer* optimizer,
+  StateOffload(Weights& weights, Gatherer& gatherer, Reducer& reducer, ShardedOptimizer* optimizer,
                const Stores& stores, comm::Collectives& collectives, device::Device& device,
                const PassState& pass)
       : weights_(weights),
@@ -65,14 +65,14 @@ class StateParking {
         device_(device),
         pass_(pass) {}
 
-  // The first checks of park(), for callers that have work to do before it.
+  // The first checks of offload_states(), for callers that have work to do before it.
   void require_no_pass() const;
   // Collective; the same on every rank. Not within a backward pass. States that are away stay away.
   // Releases gathered weights, and frees the memory that is kept for gathers. False: `states`
   // includes weights, and those stay, since the collectives cannot give their memory back.
-  bool park(const StateSet& states, bool pinned);
+  bool offload_states(const StateSet& states, bool pinned);
   // Collective: when it returns, all states are back. Does nothing if none are away.
-  void unpark();
+  void reload_states();
 
   void set_outside(Outside outside) { outside_ = std::move(outside); }
 
@@ -84,7 +84,7 @@ class StateParking {
 
  private:
   void let_go_of_weights(bool they_move);
-  void park_memory(const StateSet& moving, bool pinned);
+  void offload_memory(const StateSet& moving, bool pinned);
   void refuse(bool missing, std::string_view call) const;
 
   Weights& weights_;

@@ -9,8 +9,8 @@ from devices import ON_GPU, needs_a_gpu_each
 from hf_models import MODELS
 from ranks import run_ranks
 from replayed_models import compare_worlds, config_of_birth, unlike, values_under_init
-from strata import births
-from strata.births import Births
+from strata import deferred_init
+from strata.deferred_init import DeferredInit
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
 from tiny_models import differences, full_parameters, make_engine, rank_and_world
@@ -121,7 +121,7 @@ def _peaks():
     return {who: {place: one[place][1] for place in one} for who, one in report.items()}
 
 
-@pytest.mark.skipif(ON_GPU, reason="bench/bench_birth.py measures it there")
+@pytest.mark.skipif(ON_GPU, reason="bench/bench_deferred_init.py measures it there")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_parameter_is_whole_nowhere(world):
     """No rank holds more than its shard and two chunks: neither while the constructor runs nor while an engine, whose
@@ -243,16 +243,16 @@ def _no_room():
             kept.append(self)
             self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
-    made, together = Births._make_core, births._TOGETHER
+    made, together = DeferredInit._make_core, deferred_init._TOGETHER
     try:
-        births._TOGETHER = 1  # element: each matrix by itself
-        Births._make_core = lambda own, *arguments: (
+        deferred_init._TOGETHER = 1  # element: each matrix by itself
+        DeferredInit._make_core = lambda own, *arguments: (
             made(own, *arguments) if own._count == 0 else own._config.no_room)
         with pytest.raises(AttributeError):
             with Init(config_dict_or_path=config_of_birth()):
                 Two()
     finally:
-        Births._make_core, births._TOGETHER = made, together
+        DeferredInit._make_core, deferred_init._TOGETHER = made, together
     parameters = list(kept[0].parameters())
     assert [p.numel() for p in parameters] == [256, 16] * 2
     assert not any("_strata_core" in p.__dict__ or "ds_id" in p.__dict__ for p in parameters)

@@ -13,10 +13,10 @@
 
 namespace strata::offload {
 
-class ParkedCopy {
+class OffloadedCopy {
  public:
   // `pinned`: uses pinned memory as far as the system lets this process pin it.
-  ParkedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned);
+  OffloadedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned);
 
   // These queue the copy on the compute stream. `source` and `target` have the size of the copy.
   void take(std::span<const std::byte> source);
@@ -28,6 +28,6 @@ class ParkedCopy {
 };
 
 // Throws the UsageError which says that `what` is offloaded.
-[[noreturn]] void throw_parked(std::string_view what);
+[[noreturn]] void throw_offloaded(std::string_view what);
 
 }  // namespace strata::offload
