@@ -46,7 +46,7 @@ Bytes whole_bytes(const Weights& weights) {
 }
 
 LoadedBytes load_with_sync_points(Engine& engine, const LoadSource& source, Bytes enough,
-                                  const std::function<void()>& meet) {
+                                  const std::function<void()>& sync) {
   const comm::ShardPosition place = engine.collectives().shard_position();
   std::vector<GatherPoint> points;
   if (place.held_count() > 1 && place.parts == 1)
@@ -57,7 +57,7 @@ LoadedBytes load_with_sync_points(Engine& engine, const LoadSource& source, Byte
   if (!points.empty()) sync_points.begun = [&engine] { engine.weights().back_all(); };
   for (const GatherPoint& point : points) sync_points.places.push_back(point.place);
   sync_points.reached = [&](std::size_t i) {
-    agree_on_operation();
+    sync();
     engine.gather_early(points[i].units);
   };
   return load_weights(engine, source, &sync_points);
@@ -92,7 +92,7 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
   // No rank stores before all ranks have released their gathered units.
   agree_after(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
-  const auto meet = [&](const Failure& mine) {
+  const auto sync = [&](const Failure& mine) {
     agreeing = true;
     agree_on_outcome(collectives, kReading, mine);
     agreeing = false;
@@ -102,14 +102,14 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
     Failure mine;
     try {
       if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kSyncPoints);
-      loaded = load_with_sync_points(engine, source, *enough, [&] { agree_on_operation({}); });
+      loaded = load_with_sync_points(engine, source, *enough, [&] { sync({}); });
     } catch (const CommError&) {
       throw;  // the others know already
     } catch (...) {
       if (agreeing) throw;
       mine = failure_of(std::current_exception());
     }
-    agree_on_operation(mine);
+    sync(mine);
   } catch (const CommError&) {
     throw;
   } catch (...) {
