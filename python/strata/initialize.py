@@ -17,7 +17,7 @@ from .model.placement import choose_device
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
 from .rank_logging import show_logs
 from .ranks.runtime import (
-    init_distributed, make_collectives, rank_and_world_size, require_group, notifying_ranks, together,
+    init_distributed, make_collectives, rank_and_world_size, require_group, notifying_ranks, agree_after,
 )
 from .schedule import schedule_from_config
 
