@@ -28,7 +28,7 @@ function(strata_layer)
   add_library(strata_${L_NAME} STATIC ${L_SOURCES})
   add_library(strata::${L_NAME} ALIAS strata_${L_NAME})
   set_target_properties(strata_${L_NAME} PROPERTIES EXPORT_NAME ${L_NAME})
-  if(STRATA_SANITIZE)  # what a test needs is built, and nothing else
+  if(STRATA_SANITIZE STREQUAL "thread")  # what a test needs is built, and nothing else
     set_target_properties(strata_${L_NAME} PROPERTIES EXCLUDE_FROM_ALL ON)
   endif()
   target_sources(strata_${L_NAME} PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/src
@@ -87,6 +87,9 @@ function(strata_test)
     endif()
   endif()
   target_include_directories(${T_NAME} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
+  if(MOLD_PROGRAM)
+    target_link_options(${T_NAME} PRIVATE -fuse-ld=mold)
+  endif()
   add_test(NAME ${T_NAME} COMMAND ${T_NAME} --gtest_brief=1)
   set_tests_properties(${T_NAME} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS ${T_LABEL})
   if(T_RANKS)
