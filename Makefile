@@ -57,14 +57,14 @@ $(BUILD)/.configured-$(WERROR): CMakePresets.json $(VENV)/.strata-ready
 	  -DPython_EXECUTABLE=$(abspath $(VENV_PYTHON)) --log-level=NOTICE
 	@rm -f $(BUILD)/.configured-* && touch $@
 
-build/dev/build.ninja build/asan/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
-	cmake --preset $(notdir $(@D)) --log-level=NOTICE
+# CUDA kernels are nvcc's work, the same for each of these: those of the build above serve, where they are made.
+FATBIN = -DSTRATA_CUDA_FATBIN=$(abspath $(wildcard $(BUILD)/src/strata/device/cuda_kernels.fatbin))
+build/dev/build.ninja build/tsan/build.ninja: CMakePresets.json | $(SYSTEM)
+	cmake --preset $(notdir $(@D)) --log-level=NOTICE $(FATBIN)
 	@touch $@
 
-# CUDA kernels are nvcc's work, not clang's: those of the build with g++ serve.
-build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
-	cmake --preset clang --log-level=NOTICE \
-	  -DSTRATA_CUDA_FATBIN=$(abspath $(wildcard $(BUILD)/src/strata/device/cuda_kernels.fatbin))
+build/asan/build.ninja build/clang/build.ninja: CMakePresets.json | $(STAMPS)/lint
+	cmake --preset $(notdir $(@D)) --log-level=NOTICE $(FATBIN)
 	@touch $@
 
 # `import strata` in the virtual environment is this build, and so is its program `strata`; STRATA_COMPAT works as where
@@ -122,6 +122,7 @@ soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, di
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
+	STRATA_KILLS=1000 $(RUN_TESTS) --python-only -- tests/python/test_killed_writers.py $(PYTEST)
 	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)
 	sh tools/framework_environments.sh $(VENV) $(FRAMEWORKS)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
@@ -156,7 +157,7 @@ FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 # Seeds of drives that fail: fewer where each takes ten times as long.
 sanitize: export STRATA_DRIVE_SEEDS ?= 40
-sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core under ASan+UBSan, then under TSan
+sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core with clang under ASan+UBSan, then with g++ under TSan
 	ninja -C build/asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
 	ninja -C build/tsan -j $(JOBS)
@@ -188,14 +189,14 @@ tidy: style clang  ## The same and clang-tidy on the core: minutes
 
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS = safetensors_header manifest
-fuzz: build/clang/build.ninja  ## libFuzzer over safetensors headers, then manifests, each for FUZZ_SECONDS=60
-	ninja -C build/clang -j $(JOBS) $(addsuffix _fuzz,$(FUZZ_TARGETS))
+fuzz: build/asan/build.ninja  ## libFuzzer over safetensors headers, then manifests, each for FUZZ_SECONDS=60
+	ninja -C build/asan -j $(JOBS) $(addsuffix _fuzz,$(FUZZ_TARGETS))
 	@for target in $(FUZZ_TARGETS); do \
-	  corpus=build/clang/fuzz/corpus_$$target; mkdir -p $$corpus; \
+	  corpus=build/asan/fuzz/corpus_$$target; mkdir -p $$corpus; \
 	  echo "Fuzzing $$target for $(FUZZ_SECONDS) s, from fuzz/$${target}_seeds"; \
-	  build/clang/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
+	  build/asan/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -timeout=10 -verbosity=0 -print_funcs=0 \
 	    $$(ls fuzz/$$target.dict 2>/dev/null | sed 's/^/-dict=/') -print_final_stats=1 \
-	    -artifact_prefix=build/clang/fuzz/ $$corpus fuzz/$${target}_seeds; \
+	    -artifact_prefix=build/asan/fuzz/ $$corpus fuzz/$${target}_seeds; \
 	done
 	@echo "Nothing crashed a parser."
 

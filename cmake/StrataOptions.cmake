@@ -22,10 +22,15 @@ if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
     CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} ${CCACHE_PROGRAM})
 endif()
 
+find_program(MOLD_PROGRAM mold)  # it links a test program in a tenth of ld's time
+
 if(STRATA_SANITIZE)
   add_compile_options(-fsanitize=${STRATA_SANITIZE} -fno-sanitize-recover=all
                       -fno-omit-frame-pointer -g1)
   add_link_options(-fsanitize=${STRATA_SANITIZE})
+  if(STRATA_SANITIZE MATCHES "address")
+    add_compile_definitions(STRATA_ASAN)  # compilers have macros of different names
+  endif()
 endif()
 
 # Strata's targets link it PRIVATE, so that it does not reach users of the installed package.

@@ -23,6 +23,7 @@ need g++ command -v "${CXX:-c++}"
 need cmake command -v cmake
 need ninja-build command -v ninja
 need ccache command -v ccache
+need mold command -v mold
 need pkg-config command -v pkg-config
 if command -v "${CXX:-c++}" >/dev/null; then
   need libfmt-dev compiles '#include <fmt/format.h>'

@@ -179,7 +179,7 @@ TEST(LateBroadcasts, GiveTheRootsValuesOfTheirRound) {
 }
 
 // Small whole numbers: every order of adding gives the same.
-float contribution(int rank, std::size_t index, int round) {
+float late_contribution(int rank, std::size_t index, int round) {
   return static_cast<float>(rank + 1 + round) + static_cast<float>(index % 7);
 }
 
@@ -198,7 +198,7 @@ int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
     device.enqueue(device.compute_stream(), [&wrong, sums, first, round, world = c.world_size()] {
       for (std::size_t i = 0; i < sums.size(); ++i) {
         float wanted = 0.0F;
-        for (int r = 0; r < world; ++r) wanted += contribution(r, first + i, round);
+        for (int r = 0; r < world; ++r) wanted += late_contribution(r, first + i, round);
         if (sums[i] != wanted) wrong.fetch_add(1, std::memory_order_relaxed);
       }
     });
@@ -206,7 +206,7 @@ int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
   for (int round = 0; round < 20; ++round) {
     if (round % c.world_size() == c.rank()) device.enqueue(*c.contribution_stream(), work_long);
     device.enqueue(device.compute_stream(), [there = floats_of(*source), rank = c.rank(), round] {
-      for (std::size_t i = 0; i < there.size(); ++i) there[i] = contribution(rank, i, round);
+      for (std::size_t i = 0; i < there.size(); ++i) there[i] = late_contribution(rank, i, round);
     });
     Reduction reduction;
     reduction.source = source.get();

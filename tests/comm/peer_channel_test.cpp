@@ -222,7 +222,7 @@ TEST(PeerChannel, ARankWithoutDescriptorsCannotBeReached) {
 // The system polls no more descriptors than a process may have. UBSan opens a pipe to look at an
 // object, which the limit forbids as well; the other builds run this.
 TEST(PeerChannel, SaysThatItCannotWaitForItsPeersAnyMore) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef STRATA_ASAN
   GTEST_SKIP() << "UBSan needs descriptors itself";
 #endif
   SyncPoint meeting(30min);

@@ -61,7 +61,7 @@ class CountedMapping final : public device::PeerMapping {
   MappedBytes& count_;
 };
 
-class CountingDevice final : public device::CpuDevice {
+class MappingDevice final : public device::CpuDevice {
  public:
   std::unique_ptr<device::PeerMapping> reserve_mapping(Bytes bytes) override {
     return std::make_unique<CountedMapping>(CpuDevice::reserve_mapping(bytes), mapped);
@@ -73,8 +73,8 @@ using Body = std::function<void(Collectives&, MappedBytes&)>;
 
 void run(const Body& body) {
   LocalGroup group(kWorld);
-  std::vector<std::shared_ptr<CountingDevice>> devices;
-  for (int r = 0; r < kWorld; ++r) devices.push_back(std::make_shared<CountingDevice>());
+  std::vector<std::shared_ptr<MappingDevice>> devices;
+  for (int r = 0; r < kWorld; ++r) devices.push_back(std::make_shared<MappingDevice>());
   const auto device = [&](int rank) { return devices[static_cast<std::size_t>(rank)]; };
   const auto results = run_as_threads(
       kWorld, [&](int rank) { return make_peer_collectives(device(rank), group.rank(rank)); },

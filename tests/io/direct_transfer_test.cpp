@@ -42,8 +42,8 @@ struct RefusedDirectEngine {
   }
 };
 
-using Engines = ::testing::Types<DirectThreadEngine, FaultyDirectEngine, RefusedDirectEngine>;
-INSTANTIATE_TYPED_TEST_SUITE_P(DirectTransfers, IoEngineConformance, Engines);
+using DirectEngines = ::testing::Types<DirectThreadEngine, FaultyDirectEngine, RefusedDirectEngine>;
+INSTANTIATE_TYPED_TEST_SUITE_P(DirectTransfers, IoEngineConformance, DirectEngines);
 
 // A file of ten blocks and 100 bytes, read by one thread whose calls are counted.
 class DirectTransfer : public ::testing::Test {

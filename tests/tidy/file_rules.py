@@ -16,6 +16,9 @@ FOLDERS = ("src", "python", "cli", "tests", "fuzz", "bench", "examples", "tools"
 SUFFIXES = {".h", ".cpp", ".py", ".sh"}
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
+PRODUCT = ("src", "python")  # its size may fall, and rise only with these numbers
+MAX_PRODUCT_LINES = 67_000
+MAX_PRODUCT_FILES = 520
 MAX_PYTHON_COLUMNS = 120  # of C++ clang-format sees to it
 MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
@@ -98,8 +101,16 @@ def banned_name(name: str) -> list[str]:
             for word in sorted(words & BANNED_NAMES)]
 
 
+def large_product(root: Path, most_lines: int = MAX_PRODUCT_LINES, most_files: int = MAX_PRODUCT_FILES) -> list[str]:
+    files = listed_files(root, PRODUCT)
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+    counts = ((lines, most_lines, "lines"), (len(files), most_files, "files"))
+    return [f"src, python: {found:,} {unit} of product code; the most is {most:,}"
+            for found, most, unit in counts if found > most]
+
+
 def check(root: Path) -> list[str]:
-    findings = []
+    findings = large_product(root)
     for path in listed_files(root):
         name = path.relative_to(root).as_posix()
         text = path.read_text(encoding="utf-8")

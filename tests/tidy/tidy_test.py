@@ -134,6 +134,13 @@ class FileRulesTest(TreeTest):
         self.write("src/strata/base/units.cpp", "int x;\n" * 601)
         self.assert_finds(self.check(), "units.cpp:1", "601 lines")
 
+    def test_a_product_that_grows_is_found(self):
+        self.write("src/strata/base/units.cpp", "int x;\n" * 3)
+        self.write("python/strata/engine.py", '"""The engine."""\n')
+        self.assertEqual(file_rules.large_product(self.root, 4, 2), [])
+        self.assert_finds(file_rules.large_product(self.root, 3, 2), "4 lines", "the most is 3")
+        self.assert_finds(file_rules.large_product(self.root, 4, 1), "2 files", "the most is 1")
+
     def test_a_header_without_a_paragraph_is_found(self):
         self.write("src/strata/base/units.h", "#pragma once\n" + PARAGRAPH)
         self.assert_finds(self.check(), "opens with a paragraph")
