@@ -1,6 +1,6 @@
 #include "strata/cli/config_check.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

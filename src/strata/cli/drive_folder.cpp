@@ -1,6 +1,6 @@
 #include "strata/cli/drive_folder.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <linux/magic.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>

@@ -1,6 +1,6 @@
 #include "strata/cli/memory_plan.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // A memory plan as people and programs read it.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "strata/cli/python_module.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/auxv.h>
 #include <unistd.h>
 

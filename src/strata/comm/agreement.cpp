@@ -1,6 +1,6 @@
 #include "strata/comm/agreement.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <functional>

@@ -1,6 +1,6 @@
 #include "strata/comm/bulk_operation.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "strata/base/error.h"
 

@@ -1,6 +1,6 @@
 #include "strata/device/cpu_device.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <chrono>

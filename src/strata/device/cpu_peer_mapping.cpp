@@ -1,6 +1,6 @@
 #include "strata/device/cpu_peer_mapping.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 
 #include <algorithm>

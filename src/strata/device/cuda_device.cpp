@@ -1,6 +1,6 @@
 #include "strata/device/cuda_device.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 #include <future>

@@ -1,6 +1,6 @@
 #include "strata/device/cuda_update_kernels.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "strata/kernels/adam_constants.h"
 

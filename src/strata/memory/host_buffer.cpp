@@ -1,6 +1,6 @@
 #include "strata/memory/host_buffer.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 

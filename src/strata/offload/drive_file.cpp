@@ -1,7 +1,7 @@
 #include "strata/offload/drive_file.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 

@@ -1,6 +1,6 @@
 #include "strata/offload/memory_store.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <map>
 #include <set>

@@ -1,7 +1,7 @@
 #include "strata/offload/swap_folder.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>

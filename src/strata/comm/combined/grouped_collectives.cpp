@@ -1,6 +1,6 @@
 #include "strata/comm/combined/grouped_collectives.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <charconv>
 #include <utility>

@@ -1,6 +1,6 @@
 #include "strata/comm/combined/replica_sums.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

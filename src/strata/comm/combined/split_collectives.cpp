@@ -1,6 +1,6 @@
 #include "strata/comm/combined/split_collectives.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 #include <vector>

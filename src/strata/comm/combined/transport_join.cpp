@@ -1,6 +1,6 @@
 #include "strata/comm/combined/transport_join.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <chrono>
 #include <cmath>

@@ -1,6 +1,6 @@
 #include "strata/comm/host/control_block.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <xxhash.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 #include "strata/comm/host/file_bootstrap.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
 

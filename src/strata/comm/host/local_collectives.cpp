@@ -1,6 +1,6 @@
 #include "strata/comm/host/local_collectives.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <mutex>
 #include <unordered_map>

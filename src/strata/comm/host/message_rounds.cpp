@@ -1,6 +1,6 @@
 #include "strata/comm/host/message_rounds.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstring>

@@ -1,6 +1,6 @@
 #include "strata/comm/host/pull_collectives.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 #include "strata/comm/host/rank_link.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 #include "strata/comm/host/rank_process.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>

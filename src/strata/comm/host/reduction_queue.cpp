@@ -1,6 +1,6 @@
 #include "strata/comm/host/reduction_queue.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <exception>
 #include <utility>

@@ -1,7 +1,7 @@
 #include "strata/comm/host/shared_segment.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 
 #include <cerrno>

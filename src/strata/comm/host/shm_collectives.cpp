@@ -1,6 +1,6 @@
 #include "strata/comm/host/shm_collectives.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 #include <vector>

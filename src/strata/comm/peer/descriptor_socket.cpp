@@ -1,6 +1,6 @@
 #include "strata/comm/peer/descriptor_socket.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>

@@ -1,6 +1,6 @@
 #include "strata/comm/peer/flag_watch.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string_view>
 

@@ -5,7 +5,7 @@
 // OutOfMemoryError.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <functional>
 #include <map>

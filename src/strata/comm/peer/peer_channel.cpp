@@ -1,6 +1,6 @@
 #include "strata/comm/peer/peer_channel.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>

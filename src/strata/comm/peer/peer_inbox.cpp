@@ -1,6 +1,6 @@
 #include "strata/comm/peer/peer_inbox.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <utility>

@@ -4,7 +4,7 @@
 // and the works that they started. Errors: CommError, the same at every later call.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <atomic>
 #include <memory>

@@ -1,6 +1,6 @@
 #include "strata/comm/peer/peer_messages.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <charconv>
 #include <sstream>

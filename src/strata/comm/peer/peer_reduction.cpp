@@ -1,6 +1,6 @@
 #include "strata/comm/peer/peer_reduction.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "strata/base/error.h"
 #include "strata/comm/bulk_operation.h"

@@ -1,6 +1,6 @@
 #include "strata/engine/config/aliases.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string>
 #include <string_view>

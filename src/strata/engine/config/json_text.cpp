@@ -1,6 +1,6 @@
 #include "strata/engine/config/json_text.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 #include "strata/engine/config/value_check.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

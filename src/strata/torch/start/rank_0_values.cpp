@@ -1,6 +1,6 @@
 #include "strata/torch/start/rank_0_values.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <memory>

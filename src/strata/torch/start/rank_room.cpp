@@ -1,6 +1,6 @@
 #include "strata/torch/start/rank_room.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <sstream>
