@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "strata/cli/comparison.h"
 #include "strata/cli/text_table.h"

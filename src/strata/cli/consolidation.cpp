@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"

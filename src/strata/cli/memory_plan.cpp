@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config_source.h"

@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/text_table.h"

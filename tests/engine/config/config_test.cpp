@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <nlohmann/json.hpp>
 
 #include "engine/config/parsing.h"
 #include "strata/engine/config/value_check.h"

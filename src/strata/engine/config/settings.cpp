@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/json_text.h"
