@@ -1,5 +1,3 @@
-#include "strata/comm/host/file_bootstrap.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -10,6 +8,7 @@
 
 #include "comm/scratch_directory.h"
 #include "strata/base/error.h"
+#include "strata/comm/bootstrap.h"
 
 namespace strata::comm {
 namespace {

@@ -1,5 +1,3 @@
-#include "strata/kernels/tensor_adam.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +10,7 @@
 #include "kernels/adam_tensor.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
+#include "strata/kernels/adam.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::kernels {

@@ -1,5 +1,3 @@
-#include "strata/memory/available_memory.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -8,6 +6,8 @@
 #include <fstream>
 #include <limits>
 #include <string>
+
+#include "strata/memory/system_memory.h"
 
 namespace strata::memory {
 namespace {

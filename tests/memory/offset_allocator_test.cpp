@@ -1,5 +1,3 @@
-#include "strata/memory/offset_allocator.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/memory/arena.h"
 
 namespace strata::memory {
 namespace {

@@ -1,5 +1,3 @@
-#include "strata/memory/page_sharing.h"
-
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -7,6 +5,8 @@
 
 #include <array>
 #include <cstring>
+
+#include "strata/memory/system_memory.h"
 
 namespace strata::memory {
 namespace {

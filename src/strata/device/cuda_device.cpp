@@ -14,7 +14,6 @@
 #include "strata/device/cuda_kernels.h"
 #include "strata/device/cuda_memory.h"
 #include "strata/device/cuda_stream.h"
-#include "strata/device/cuda_update_kernels.h"
 
 namespace strata::device {
 namespace {

@@ -5,8 +5,9 @@
 
 #include <array>
 #include <memory>
+#include <span>
 
-#include "strata/device/cuda_module.h"
+#include "strata/device/cuda_driver.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/grad_stats.h"
 
@@ -51,6 +52,32 @@ class CudaKernels {
   CUfunction totals_ = nullptr;
   CUfunction gradient_factor_ = nullptr;
   CUfunction fingerprints_ = nullptr;
+};
+
+// The kernels of the update and of its masters: cuda_adam.cuh. Threads, memory, errors: as
+// CudaKernels. Ownership: borrows the module.
+class CudaUpdateKernels {
+ public:
+  explicit CudaUpdateKernels(const CudaModule& module);
+
+  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+            CUstream stream) const;
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, CUstream stream) const;
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     CUstream stream) const;
+
+ private:
+  const CudaModule& module_;
+  std::array<CUfunction, kKernelTypes> adam_{};
+  std::array<CUfunction, kKernelTypes> remainder_{};
+  std::array<CUfunction, kKernelTypes> adopt_{};
+  CUfunction adam_remainder_ = nullptr;
+  CUfunction join_masters_ = nullptr;
+  CUfunction adam_rounded_ = nullptr;
+  CUfunction adam_rounded16_ = nullptr;  // with bf16 moments
 };
 
 }  // namespace strata::device

@@ -1,13 +1,112 @@
 #include "strata/memory/arena.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <iterator>
 #include <mutex>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/memory/offset_allocator.h"
 
 namespace strata::memory {
+namespace {
+
+bool is_power_of_two(Bytes bytes) {
+  return bytes.value > 0 && std::has_single_bit(static_cast<std::uint64_t>(bytes.value));
+}
+
+}  // namespace
+
+OffsetAllocator::OffsetAllocator(Bytes capacity, Bytes granule)
+    : granule_(granule), capacity_(capacity / granule.value * granule.value) {
+  STRATA_ASSERT(capacity.value >= 0 && is_power_of_two(granule));
+  if (capacity_ == Bytes()) return;
+  put_free(by_offset_.insert(make_held(Bytes(), capacity_)).position);
+}
+
+std::optional<Bytes> OffsetAllocator::try_allocate(Bytes size, Bytes alignment) {
+  STRATA_ASSERT(size.value >= 0 && is_power_of_two(alignment));
+  if (size > capacity_) return std::nullopt;  // and rounding up cannot overflow below
+  size = align_up(std::max(size, Bytes(1)), granule_);
+  const auto found = find_free(size, alignment);
+  if (found == by_size_.end()) return std::nullopt;
+
+  const auto [whole, offset] = *found;
+  const Bytes start = align_up(offset, alignment);
+  const Bytes before = start - offset;
+  const Bytes after = whole - size - before;
+  // All that may throw comes first; then the range is split by moving nodes.
+  ByOffset::node_type held;
+  ByOffset::node_type rest;
+  if (before.value > 0) held = make_held(start, size);
+  if (after.value > 0) rest = make_held(start + size, after);
+
+  const auto range = by_offset_.find(offset);
+  range->second.parked = by_size_.extract(found);
+  if (before.value > 0) {
+    range->second.size = before;
+    put_free(range);
+    by_offset_.insert(std::move(held));
+  } else {
+    range->second.size = size;
+  }
+  if (after.value > 0) put_free(by_offset_.insert(std::move(rest)).position);
+  in_use_ += size;
+  return start;
+}
+
+void OffsetAllocator::release(Bytes offset) {
+  auto range = by_offset_.find(offset);
+  STRATA_ASSERT(range != by_offset_.end() && !range->second.free());
+  in_use_ -= range->second.size;
+  if (const auto next = std::next(range); next != by_offset_.end() && next->second.free()) {
+    range->second.size += next->second.size;
+    by_size_.erase({next->second.size, next->first});
+    by_offset_.erase(next);
+  }
+  if (range != by_offset_.begin() && std::prev(range)->second.free()) {
+    const auto previous = std::prev(range);
+    previous->second.parked = by_size_.extract({previous->second.size, previous->first});
+    previous->second.size += range->second.size;
+    by_offset_.erase(range);
+    range = previous;
+  }
+  put_free(range);
+}
+
+Bytes OffsetAllocator::largest_free() const {
+  return by_size_.empty() ? Bytes() : by_size_.rbegin()->first;
+}
+
+double OffsetAllocator::fragmentation() const {
+  const Bytes free = capacity_ - in_use_;
+  if (free == Bytes()) return 0.0;
+  return 1.0 - static_cast<double>(largest_free().value) / static_cast<double>(free.value);
+}
+
+OffsetAllocator::ByOffset::node_type OffsetAllocator::make_held(Bytes offset, Bytes size) {
+  BySize by_size;
+  const auto sized = by_size.emplace(size, offset).first;
+  ByOffset by_offset;
+  const auto range = by_offset.emplace(offset, Range{size, by_size.extract(sized)}).first;
+  return by_offset.extract(range);
+}
+
+OffsetAllocator::BySize::iterator OffsetAllocator::find_free(Bytes size, Bytes alignment) {
+  auto range = by_size_.lower_bound({size, Bytes()});
+  for (; range != by_size_.end(); ++range) {
+    const auto [whole, offset] = *range;
+    if (align_up(offset, alignment) - offset + size <= whole) break;
+  }
+  return range;
+}
+
+void OffsetAllocator::put_free(ByOffset::iterator range) {
+  BySize::node_type node = std::move(range->second.parked);
+  node.value() = {range->second.size, range->first};
+  by_size_.insert(std::move(node));
+}
 
 struct Extent::Home {
   Home(std::span<std::byte> span, Bytes granule)

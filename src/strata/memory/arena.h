@@ -9,13 +9,65 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
+#include <utility>
 
 #include "strata/base/units.h"
 
 namespace strata::memory {
+
+// Gives out ranges [offset, offset + size) of a fixed space that it never touches: memory of an
+// arena, bytes of a file. Best fit: the smallest free range that suffices, the lowest offset among
+// equals; freed ranges are joined with their free neighbours at once, so that no two free ranges
+// ever touch.
+// Cost: O(log n) in the number of ranges for alignments up to the granule; a greater alignment
+// also looks at the free ranges that are large enough but for their position.
+// Threads: one at a time.
+// Units: bytes; sizes are rounded up to the granule, and so are offsets.
+// Errors: none but InternalError for a range that is not held; a release never allocates.
+class OffsetAllocator {
+ public:
+  // Both are powers of two where alignment matters; the rest of `capacity` beyond whole granules is
+  // unused.
+  OffsetAllocator(Bytes capacity, Bytes granule);
+
+  // Offset of a range of at least `size` bytes (0 takes one granule), a multiple of `alignment` (a
+  // power of two); nullopt when no free range holds it.
+  std::optional<Bytes> try_allocate(Bytes size, Bytes alignment);
+  void release(Bytes offset);
+
+  Bytes capacity() const { return capacity_; }
+  Bytes in_use() const { return in_use_; }  // with the rounding
+  Bytes largest_free() const;               // what one request can still get at most
+  // Share of the free bytes that lie outside the largest free range: 0 when one range holds all of
+  // them.
+  double fragmentation() const;
+
+ private:
+  using BySize = std::set<std::pair<Bytes, Bytes>>;  // (size, offset)
+  // A range, free or held. Each owns one node of by_size_: in the set while the range is free,
+  // parked here while it is held, so that to release is to put it back.
+  struct Range {
+    Bytes size;
+    BySize::node_type parked;
+    bool free() const { return parked.empty(); }
+  };
+  using ByOffset = std::map<Bytes, Range>;  // covers the capacity without gaps
+
+  static ByOffset::node_type make_held(Bytes offset, Bytes size);
+  BySize::iterator find_free(Bytes size, Bytes alignment);
+  void put_free(ByOffset::iterator range);
+
+  const Bytes granule_;
+  const Bytes capacity_;
+  Bytes in_use_;
+  ByOffset by_offset_;
+  BySize by_size_;  // the free ranges
+};
 
 // A piece of an arena; given back by the destructor. Movable.
 class Extent {

@@ -1,5 +1,3 @@
-#include "strata/comm/combined/split_collectives.h"
-
 #include <fmt/core.h>
 
 #include <utility>
@@ -7,6 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/combined/collectives_pair.h"
+#include "strata/comm/combined/combined_collectives.h"
 
 namespace strata::comm {
 namespace {

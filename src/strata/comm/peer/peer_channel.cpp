@@ -11,10 +11,9 @@
 #include <limits>
 #include <span>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/peer/descriptor_socket.h"
+#include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
 namespace {

@@ -24,8 +24,7 @@
 
 #include "strata/base/file_descriptor.h"
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
-#include "strata/comm/peer/flag_watch.h"
+#include "strata/comm/peer/peer_flags.h"
 #include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {

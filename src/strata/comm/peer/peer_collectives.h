@@ -16,7 +16,6 @@
 #include <memory>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
 #include "strata/device/device.h"
 
 namespace strata::comm {

@@ -14,13 +14,11 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/comm/peer/flag_watch.h"
 #include "strata/comm/peer/peer_buffers.h"
 #include "strata/comm/peer/peer_channel.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/comm/peer/peer_flags.h"
-#include "strata/comm/peer/peer_mapper.h"
-#include "strata/memory/mapped_memory.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::comm {
 

@@ -1,4 +1,4 @@
-#include "strata/comm/peer/flag_watch.h"
+#include "strata/comm/peer/peer_flags.h"
 
 #include <fmt/core.h>
 
