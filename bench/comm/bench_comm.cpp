@@ -23,10 +23,9 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/bootstrap.h"
 #include "strata/comm/host/bulk_copy.h"
-#include "strata/comm/host/file_bootstrap.h"
-#include "strata/comm/host/local_collectives.h"
-#include "strata/comm/host/shm_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm {
 namespace {

@@ -9,7 +9,6 @@
 #include <filesystem>
 #include <system_error>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::cli {

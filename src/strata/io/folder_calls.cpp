@@ -13,7 +13,6 @@
 #include <fstream>
 #include <system_error>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/base/file_descriptor.h"
 

@@ -11,7 +11,7 @@
 #include <random>
 #include <sstream>
 
-#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
 
 namespace strata::io {
 namespace {

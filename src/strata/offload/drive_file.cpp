@@ -10,7 +10,6 @@
 #include <chrono>
 #include <filesystem>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 

@@ -14,7 +14,6 @@
 #include <system_error>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::offload {

@@ -6,7 +6,7 @@
 #include <sstream>
 
 #include "strata/base/error.h"
-#include "strata/memory/available_memory.h"
+#include "strata/memory/system_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 

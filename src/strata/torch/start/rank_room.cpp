@@ -8,7 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/consistency.h"
-#include "strata/memory/available_memory.h"
+#include "strata/memory/system_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 
