@@ -21,14 +21,12 @@ class NaiveModel {
   NaiveModel(Bytes capacity, Bytes granule)
       : granule_(granule), used_(capacity.size() / granule.size()) {}
 
-  std::optional<Bytes> try_allocate(Bytes size, Bytes alignment) {
+  std::optional<Bytes> try_allocate(Bytes size) {
     const std::size_t wanted = align_up(std::max(size, 1_B), granule_).size() / granule_.size();
-    const std::size_t step = std::max<std::size_t>(1, alignment.size() / granule_.size());
     std::optional<std::pair<std::size_t, std::size_t>> best;  // (size of the free run, start)
     for (const auto& [begin, length] : free_runs()) {
-      const std::size_t start = (begin + step - 1) / step * step;
-      if (start + wanted > begin + length) continue;
-      if (!best || length < best->first) best = {length, start};
+      if (wanted > length) continue;
+      if (!best || length < best->first) best = {length, begin};
     }
     if (!best) return std::nullopt;
     std::fill_n(used_.begin() + static_cast<std::ptrdiff_t>(best->second), wanted, true);
@@ -45,12 +43,6 @@ class NaiveModel {
   Bytes in_use() const {
     return Bytes(static_cast<std::int64_t>(std::count(used_.begin(), used_.end(), true))) *
            granule_.value;
-  }
-
-  Bytes largest_free() const {
-    std::size_t largest = 0;
-    for (const auto& [begin, length] : free_runs()) largest = std::max(largest, length);
-    return Bytes(largest) * granule_.value;
   }
 
  private:
@@ -79,13 +71,9 @@ void compare_with_model(std::uint32_t seed, Bytes capacity, Bytes granule, Bytes
   for (int step = 0; step < 1000; ++step) {
     if (held.empty() || random() % 100 < 55) {
       const Bytes size(static_cast<std::int64_t>(random()) % (largest.value + 1));
-      const Bytes alignment(std::int64_t{1} << (random() % 10));
-      const auto got = allocator.try_allocate(size, alignment);
-      ASSERT_EQ(got, model.try_allocate(size, alignment)) << "seed " << seed << " step " << step;
-      if (got) {
-        ASSERT_EQ(*got % alignment, 0_B);
-        held.push_back(*got);
-      }
+      const auto got = allocator.try_allocate(size);
+      ASSERT_EQ(got, model.try_allocate(size)) << "seed " << seed << " step " << step;
+      if (got) held.push_back(*got);
     } else {
       std::swap(held[random() % held.size()], held.back());
       allocator.release(held.back());
@@ -93,12 +81,10 @@ void compare_with_model(std::uint32_t seed, Bytes capacity, Bytes granule, Bytes
       held.pop_back();
     }
     ASSERT_EQ(allocator.in_use(), model.in_use());
-    ASSERT_EQ(allocator.largest_free(), model.largest_free());
   }
   for (const Bytes offset : held) allocator.release(offset);
   EXPECT_EQ(allocator.in_use(), 0_B);
-  EXPECT_EQ(allocator.largest_free(), allocator.capacity());
-  EXPECT_EQ(allocator.fragmentation(), 0.0);
+  EXPECT_EQ(allocator.try_allocate(allocator.capacity()), 0_B);  // in one piece
 }
 
 TEST(OffsetAllocator, BehavesAsThePlainModelOverRandomHistories) {
@@ -112,44 +98,28 @@ TEST(OffsetAllocator, BehavesAsThePlainModelOverRandomHistories) {
 TEST(OffsetAllocator, FillsTheWholeCapacityAndThenRefuses) {
   OffsetAllocator allocator(1000_B, 256_B);
   EXPECT_EQ(allocator.capacity(), 768_B);
-  EXPECT_EQ(allocator.try_allocate(257_B, 1_B), 0_B);
-  EXPECT_EQ(allocator.try_allocate(0_B, 1_B), 512_B);
-  EXPECT_EQ(allocator.try_allocate(1_B, 1_B), std::nullopt);
+  EXPECT_EQ(allocator.try_allocate(257_B), 0_B);
+  EXPECT_EQ(allocator.try_allocate(0_B), 512_B);
+  EXPECT_EQ(allocator.try_allocate(1_B), std::nullopt);
   EXPECT_EQ(allocator.in_use(), 768_B);
-  EXPECT_EQ(allocator.largest_free(), 0_B);
-  EXPECT_EQ(allocator.fragmentation(), 0.0);
-}
-
-TEST(OffsetAllocator, FragmentationIsTheShareOutsideTheLargestFreeRange) {
-  OffsetAllocator allocator(400_B, 1_B);
-  for (int i = 0; i < 4; ++i) ASSERT_TRUE(allocator.try_allocate(100_B, 1_B));
-  allocator.release(0_B);
-  allocator.release(200_B);
-  EXPECT_EQ(allocator.largest_free(), 100_B);
-  EXPECT_DOUBLE_EQ(allocator.fragmentation(), 0.5);
-  allocator.release(100_B);
-  EXPECT_EQ(allocator.largest_free(), 300_B);
-  EXPECT_DOUBLE_EQ(allocator.fragmentation(), 0.0);
 }
 
 TEST(OffsetAllocator, RefusesAbsurdSizesAndServesAnEmptySpace) {
   OffsetAllocator allocator(1_KiB, 256_B);
-  EXPECT_EQ(allocator.try_allocate(Bytes(std::numeric_limits<std::int64_t>::max()), 1_B),
-            std::nullopt);
+  EXPECT_EQ(allocator.try_allocate(Bytes(std::numeric_limits<std::int64_t>::max())), std::nullopt);
   EXPECT_EQ(allocator.in_use(), 0_B);
   OffsetAllocator empty(0_B, 256_B);
-  EXPECT_EQ(empty.try_allocate(0_B, 1_B), std::nullopt);
-  EXPECT_EQ(empty.largest_free(), 0_B);
+  EXPECT_EQ(empty.try_allocate(0_B), std::nullopt);
 }
 
 TEST(OffsetAllocator, ARangeThatIsNotHeldIsABug) {
   OffsetAllocator allocator(1_KiB, 256_B);
-  const auto offset = allocator.try_allocate(256_B, 1_B);
+  const auto offset = allocator.try_allocate(256_B);
   ASSERT_TRUE(offset);
   EXPECT_THROW(allocator.release(512_B), InternalError);
   allocator.release(*offset);
   EXPECT_THROW(allocator.release(*offset), InternalError);
-  EXPECT_EQ(allocator.largest_free(), 1_KiB);
+  EXPECT_EQ(allocator.try_allocate(1_KiB), 0_B);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/memory/byte_budget.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::device {
 

@@ -13,7 +13,7 @@
 #include "strata/base/error.h"
 #include "strata/device/cuda_kernels.h"
 #include "strata/device/cuda_memory.h"
-#include "strata/device/cuda_stream.h"
+#include "strata/device/cuda_driver.h"
 
 namespace strata::device {
 namespace {

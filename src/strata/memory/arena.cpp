@@ -25,35 +25,25 @@ OffsetAllocator::OffsetAllocator(Bytes capacity, Bytes granule)
   put_free(by_offset_.insert(make_held(Bytes(), capacity_)).position);
 }
 
-std::optional<Bytes> OffsetAllocator::try_allocate(Bytes size, Bytes alignment) {
-  STRATA_ASSERT(size.value >= 0 && is_power_of_two(alignment));
+std::optional<Bytes> OffsetAllocator::try_allocate(Bytes size) {
+  STRATA_ASSERT(size.value >= 0);
   if (size > capacity_) return std::nullopt;  // and rounding up cannot overflow below
   size = align_up(std::max(size, Bytes(1)), granule_);
-  const auto found = find_free(size, alignment);
+  const auto found = by_size_.lower_bound({size, Bytes()});
   if (found == by_size_.end()) return std::nullopt;
 
   const auto [whole, offset] = *found;
-  const Bytes start = align_up(offset, alignment);
-  const Bytes before = start - offset;
-  const Bytes after = whole - size - before;
+  const Bytes after = whole - size;
   // All that may throw comes first; then the range is split by moving nodes.
-  ByOffset::node_type held;
   ByOffset::node_type rest;
-  if (before.value > 0) held = make_held(start, size);
-  if (after.value > 0) rest = make_held(start + size, after);
+  if (after.value > 0) rest = make_held(offset + size, after);
 
   const auto range = by_offset_.find(offset);
   range->second.parked = by_size_.extract(found);
-  if (before.value > 0) {
-    range->second.size = before;
-    put_free(range);
-    by_offset_.insert(std::move(held));
-  } else {
-    range->second.size = size;
-  }
+  range->second.size = size;
   if (after.value > 0) put_free(by_offset_.insert(std::move(rest)).position);
   in_use_ += size;
-  return start;
+  return offset;
 }
 
 void OffsetAllocator::release(Bytes offset) {
@@ -75,31 +65,12 @@ void OffsetAllocator::release(Bytes offset) {
   put_free(range);
 }
 
-Bytes OffsetAllocator::largest_free() const {
-  return by_size_.empty() ? Bytes() : by_size_.rbegin()->first;
-}
-
-double OffsetAllocator::fragmentation() const {
-  const Bytes free = capacity_ - in_use_;
-  if (free == Bytes()) return 0.0;
-  return 1.0 - static_cast<double>(largest_free().value) / static_cast<double>(free.value);
-}
-
 OffsetAllocator::ByOffset::node_type OffsetAllocator::make_held(Bytes offset, Bytes size) {
   BySize by_size;
   const auto sized = by_size.emplace(size, offset).first;
   ByOffset by_offset;
   const auto range = by_offset.emplace(offset, Range{size, by_size.extract(sized)}).first;
   return by_offset.extract(range);
-}
-
-OffsetAllocator::BySize::iterator OffsetAllocator::find_free(Bytes size, Bytes alignment) {
-  auto range = by_size_.lower_bound({size, Bytes()});
-  for (; range != by_size_.end(); ++range) {
-    const auto [whole, offset] = *range;
-    if (align_up(offset, alignment) - offset + size <= whole) break;
-  }
-  return range;
 }
 
 void OffsetAllocator::put_free(ByOffset::iterator range) {
@@ -157,10 +128,9 @@ Arena::Arena(std::span<std::byte> memory, Bytes granule)
   STRATA_ASSERT(is_multiple(memory.data(), granule));
 }
 
-std::optional<Extent> Arena::try_allocate(Bytes bytes, Bytes alignment) {
-  STRATA_ASSERT(alignment.value > 0 && is_multiple(home_->memory.data(), alignment));
+std::optional<Extent> Arena::try_allocate(Bytes bytes) {
   const std::lock_guard lock(home_->mutex);
-  const auto offset = home_->offsets.try_allocate(bytes, alignment);
+  const auto offset = home_->offsets.try_allocate(bytes);
   if (!offset) return std::nullopt;
   return Extent(home_, *offset, home_->memory.subspan(offset->size(), bytes.size()));
 }
@@ -172,16 +142,6 @@ Bytes Arena::capacity() const {
 Bytes Arena::in_use() const {
   const std::lock_guard lock(home_->mutex);
   return home_->offsets.in_use();
-}
-
-Bytes Arena::largest_free() const {
-  const std::lock_guard lock(home_->mutex);
-  return home_->offsets.largest_free();
-}
-
-double Arena::fragmentation() const {
-  const std::lock_guard lock(home_->mutex);
-  return home_->offsets.fragmentation();
 }
 
 }  // namespace strata::memory

@@ -24,28 +24,22 @@ namespace strata::memory {
 // arena, bytes of a file. Best fit: the smallest free range that suffices, the lowest offset among
 // equals; freed ranges are joined with their free neighbours at once, so that no two free ranges
 // ever touch.
-// Cost: O(log n) in the number of ranges for alignments up to the granule; a greater alignment
-// also looks at the free ranges that are large enough but for their position.
+// Cost: O(log n) in the number of ranges.
 // Threads: one at a time.
 // Units: bytes; sizes are rounded up to the granule, and so are offsets.
 // Errors: none but InternalError for a range that is not held; a release never allocates.
 class OffsetAllocator {
  public:
-  // Both are powers of two where alignment matters; the rest of `capacity` beyond whole granules is
-  // unused.
+  // `granule` is a power of two; the rest of `capacity` beyond whole granules is unused.
   OffsetAllocator(Bytes capacity, Bytes granule);
 
-  // Offset of a range of at least `size` bytes (0 takes one granule), a multiple of `alignment` (a
-  // power of two); nullopt when no free range holds it.
-  std::optional<Bytes> try_allocate(Bytes size, Bytes alignment);
+  // Offset of a range of at least `size` bytes (0 takes one granule); nullopt when no free range
+  // holds it.
+  std::optional<Bytes> try_allocate(Bytes size);
   void release(Bytes offset);
 
   Bytes capacity() const { return capacity_; }
   Bytes in_use() const { return in_use_; }  // with the rounding
-  Bytes largest_free() const;               // what one request can still get at most
-  // Share of the free bytes that lie outside the largest free range: 0 when one range holds all of
-  // them.
-  double fragmentation() const;
 
  private:
   using BySize = std::set<std::pair<Bytes, Bytes>>;  // (size, offset)
@@ -59,7 +53,6 @@ class OffsetAllocator {
   using ByOffset = std::map<Bytes, Range>;  // covers the capacity without gaps
 
   static ByOffset::node_type make_held(Bytes offset, Bytes size);
-  BySize::iterator find_free(Bytes size, Bytes alignment);
   void put_free(ByOffset::iterator range);
 
   const Bytes granule_;
@@ -96,13 +89,10 @@ class Arena {
   // `memory` begins at a multiple of `granule`, a power of two.
   explicit Arena(std::span<std::byte> memory, Bytes granule = kDefaultGranule);
 
-  // `alignment` is a power of two that the address of the span is a multiple of.
-  std::optional<Extent> try_allocate(Bytes bytes, Bytes alignment = 1_B);
+  std::optional<Extent> try_allocate(Bytes bytes);
 
   Bytes capacity() const;
-  Bytes in_use() const;          // with the rounding
-  Bytes largest_free() const;    // what one extent can get now
-  double fragmentation() const;  // share of the free bytes outside the largest free piece
+  Bytes in_use() const;  // with the rounding
 
  private:
   std::shared_ptr<Extent::Home> home_;

@@ -56,7 +56,8 @@ MappedMemory::MappedMemory(MappedMemory&& other) noexcept
     : bytes_(std::exchange(other.bytes_, {})) {}
 
 MappedMemory& MappedMemory::operator=(MappedMemory&& other) noexcept {
-  std::swap(bytes_, other.bytes_);
+  MappedMemory taken(std::move(other));
+  std::swap(bytes_, taken.bytes_);
   return *this;
 }
 
@@ -141,7 +142,7 @@ void give_back_pages(std::span<std::byte> bytes) noexcept {
   }
 }
 
-HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(bytes) {
+HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) {
   STRATA_ASSERT(bytes.value >= 0);
   if (bytes == Bytes()) return;
   // Rounding up, and the page that aligns, must not overflow.
@@ -149,49 +150,24 @@ HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(by
     throw_out_of_memory(bytes, options, ENOMEM);
   }
   const bool huge = options.huge_pages && bytes >= kHugePageSize;
-  data_ = huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
-  if (data_ == nullptr) throw_out_of_memory(bytes, options, errno);
+  std::byte* const mapped =
+      huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
+  if (mapped == nullptr) throw_out_of_memory(bytes, options, errno);
+  memory_ = MappedMemory({mapped, bytes.size()});
   try {
     if (options.touch != nullptr) touch(*options.touch);
     charge_ = Charge(options.ledger, options.tier, options.kind, bytes);
   } catch (const OutOfMemoryError&) {
-    unmap();
     throw_out_of_memory(bytes, options, ENOMEM);
-  } catch (...) {
-    unmap();
-    throw;
   }
-}
-
-HostBuffer::HostBuffer(HostBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, Bytes())),
-      charge_(std::move(other.charge_)) {}
-
-HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
-  if (this == &other) return *this;
-  unmap();
-  data_ = std::exchange(other.data_, nullptr);
-  size_ = std::exchange(other.size_, Bytes());
-  charge_ = std::move(other.charge_);
-  return *this;
-}
-
-HostBuffer::~HostBuffer() {
-  unmap();
-}
-
-void HostBuffer::unmap() noexcept {
-  if (data_ != nullptr) unmap_pages(data_, whole_pages(size_));
-  data_ = nullptr;
 }
 
 void HostBuffer::touch(ThreadPool& pool) {
   // Chunks of several huge pages: long enough to pay for a call, short enough to share evenly.
   const Bytes grain = kHugePageSize * 8;
-  pool.parallel_for(whole_pages(size_).value, grain.value,
+  pool.parallel_for(whole_pages(size()).value, grain.value,
                     [this](std::int64_t begin, std::int64_t end) {
-                      const int error = populate(data_ + begin, Bytes(end - begin));
+                      const int error = populate(data() + begin, Bytes(end - begin));
                       if (error != 0) throw OutOfMemoryError("pages refused");
                     });
 }

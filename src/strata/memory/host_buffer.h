@@ -36,6 +36,8 @@ class MappedMemory {
                               std::string_view purpose);
 
   MappedMemory() = default;  // nothing
+  // Takes over a mapping, which begins at a page.
+  explicit MappedMemory(std::span<std::byte> bytes) : bytes_(bytes) {}
   MappedMemory(MappedMemory&& other) noexcept;
   MappedMemory& operator=(MappedMemory&& other) noexcept;
   MappedMemory(const MappedMemory&) = delete;
@@ -48,7 +50,6 @@ class MappedMemory {
   void give_back() const;
 
  private:
-  explicit MappedMemory(std::span<std::byte> bytes) : bytes_(bytes) {}
   static MappedMemory map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
                           std::string_view purpose);
 
@@ -78,23 +79,18 @@ class HostBuffer {
  public:
   HostBuffer() = default;  // 0 bytes
   explicit HostBuffer(Bytes bytes, const HostBufferOptions& options = {});
-  HostBuffer(HostBuffer&& other) noexcept;
-  HostBuffer& operator=(HostBuffer&& other) noexcept;
-  ~HostBuffer();
 
-  std::byte* data() { return data_; }
-  const std::byte* data() const { return data_; }
-  Bytes size() const { return size_; }
-  std::span<std::byte> bytes() { return {data_, size_.size()}; }
-  std::span<const std::byte> bytes() const { return {data_, size_.size()}; }
+  std::byte* data() { return memory_.bytes().data(); }
+  const std::byte* data() const { return memory_.bytes().data(); }
+  Bytes size() const { return Bytes(memory_.bytes().size()); }
+  std::span<std::byte> bytes() { return memory_.bytes(); }
+  std::span<const std::byte> bytes() const { return memory_.bytes(); }
 
  private:
-  void unmap() noexcept;
   void touch(ThreadPool& pool);
 
-  std::byte* data_ = nullptr;  // null when size_ is 0
-  Bytes size_;
   Charge charge_;
+  MappedMemory memory_;  // nothing when the size is 0
 };
 
 }  // namespace strata::memory

@@ -154,4 +154,19 @@ void Ledger::remove(Tier tier, Kind kind, Bytes bytes) noexcept {
   by_tier_[index_of(tier)].held -= bytes;
 }
 
+std::optional<ByteBudget::Hold> ByteBudget::take(Bytes bytes) {
+  STRATA_ASSERT(bytes.value >= 0);
+  // Made first: from here on nothing throws.
+  auto give_back = [budget = shared_from_this(), bytes](ByteBudget*) {
+    const std::lock_guard lock(budget->mutex_);
+    budget->left_ += bytes;
+  };
+  Hold hold(nullptr, std::move(give_back));
+  const std::lock_guard lock(mutex_);
+  if (bytes > left_) return std::nullopt;
+  left_ -= bytes;
+  hold.reset(this);
+  return hold;
+}
+
 }  // namespace strata::memory
