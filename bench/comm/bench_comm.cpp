@@ -22,8 +22,8 @@
 #include <thread>
 #include <vector>
 
+#include "comm/file_bootstrap.h"
 #include "strata/base/error.h"
-#include "strata/comm/bootstrap.h"
 #include "strata/comm/host/bulk_copy.h"
 #include "strata/comm/host/host_collectives.h"
 

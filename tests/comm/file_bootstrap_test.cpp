@@ -1,3 +1,5 @@
+#include "comm/file_bootstrap.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -8,7 +10,6 @@
 
 #include "comm/scratch_directory.h"
 #include "strata/base/error.h"
-#include "strata/comm/bootstrap.h"
 
 namespace strata::comm {
 namespace {

@@ -4,8 +4,8 @@
 #include <unistd.h>
 
 #include "comm/collectives_conformance.h"
+#include "comm/file_bootstrap.h"
 #include "comm/scratch_directory.h"
-#include "strata/comm/bootstrap.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"

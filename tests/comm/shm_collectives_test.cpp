@@ -6,8 +6,8 @@
 #include <filesystem>
 
 #include "comm/collectives_conformance.h"
+#include "comm/file_bootstrap.h"
 #include "comm/scratch_directory.h"
-#include "strata/comm/bootstrap.h"
 #include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm::conformance {

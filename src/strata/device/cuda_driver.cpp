@@ -148,16 +148,13 @@ CUfunction CudaModule::find(const std::string& name) const {
   return function;
 }
 
-void CudaModule::launch(CUfunction function, std::int64_t threads, void** arguments,
-                        CUstream stream, unsigned blocks_most) const {
-  const auto wanted = static_cast<std::uint64_t>((threads + kThreads - 1) / kThreads);
-  const auto blocks =
-      static_cast<unsigned>(std::min<std::uint64_t>(wanted, std::min(blocks_max_, blocks_most)));
+void CudaModule::launch_grid(CUfunction function, const Grid& grid, CUstream stream,
+                             void** arguments) const {
   const CudaContext::Scope scope(*context_);
   const CudaDriver& cuda = context_->driver();
-  cuda.check(
-      cuda.LaunchKernel(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
-      "cuLaunchKernel");
+  cuda.check(cuda.LaunchKernel(function, grid.x, grid.y, 1, grid.threads, 1, 1, 0, stream,
+                               arguments, nullptr),
+             "cuLaunchKernel");
 }
 
 namespace {

@@ -8,7 +8,9 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <new>
@@ -111,9 +113,29 @@ class CudaModule {
   // Enough to fill the device several times.
   unsigned blocks_max() const { return blocks_max_; }
   CUfunction find(const std::string& name) const;
-  // `threads` of work; `arguments` are pointers to the kernel's parameters.
-  void launch(CUfunction function, std::int64_t threads, void** arguments, CUstream stream,
-              unsigned blocks_most = 0xFFFFFFFFU) const;
+  // `threads` of work; `arguments`: values of exactly the types of the kernel's parameters.
+  template <typename... Arguments>
+  void launch(CUfunction function, std::int64_t threads, CUstream stream,
+              Arguments... arguments) const {
+    launch_at_most(blocks_max_, function, threads, stream, arguments...);
+  }
+  // The same in at most so many blocks.
+  template <typename... Arguments>
+  void launch_at_most(unsigned blocks_most, CUfunction function, std::int64_t threads,
+                      CUstream stream, Arguments... arguments) const {
+    void* pointers[] = {&arguments...};
+    const auto wanted = static_cast<std::uint64_t>((threads + kThreads - 1) / kThreads);
+    const std::uint64_t blocks =
+        std::min({wanted, std::uint64_t{blocks_max_}, std::uint64_t{blocks_most}});
+    launch_grid(function, {static_cast<unsigned>(blocks), 1, kThreads}, stream, pointers);
+  }
+  // A grid of its own.
+  struct Grid {
+    unsigned x = 1;
+    unsigned y = 1;
+    unsigned threads = 1;  // of a block
+  };
+  void launch_grid(CUfunction function, const Grid& grid, CUstream stream, void** arguments) const;
 
  private:
   std::shared_ptr<const CudaContext> context_;

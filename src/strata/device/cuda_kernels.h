@@ -1,4 +1,4 @@
-// The kernels of cuda_kernels.cu but for those of the update. Ownership: borrows the module.
+// The kernels of cuda_kernels.cu. Ownership: borrows the module.
 // Threads: calls from any thread; work goes to the stream that is given. Memory: of the device, or
 // pinned. Errors: UsageError for element types that a kernel does not have; DeviceError.
 #pragma once
@@ -39,6 +39,16 @@ class CudaKernels {
                     CUstream stream) const;
   static std::int64_t chunks_of(std::span<const std::span<const float>> arrays);
 
+  // The update and its masters: cuda_adam.cuh.
+  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+            CUstream stream) const;
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, CUstream stream) const;
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     CUstream stream) const;
+
  private:
   using ByTypes = std::array<std::array<CUfunction, kKernelTypes>, kKernelTypes>;
 
@@ -52,25 +62,6 @@ class CudaKernels {
   CUfunction totals_ = nullptr;
   CUfunction gradient_factor_ = nullptr;
   CUfunction fingerprints_ = nullptr;
-};
-
-// The kernels of the update and of its masters: cuda_adam.cuh. Threads, memory, errors: as
-// CudaKernels. Ownership: borrows the module.
-class CudaUpdateKernels {
- public:
-  explicit CudaUpdateKernels(const CudaModule& module);
-
-  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-            CUstream stream) const;
-  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
-                       DType source_dtype, Numel numel, CUstream stream) const;
-  void join_masters(std::span<float> masters, const std::byte* weights,
-                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
-  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
-                     CUstream stream) const;
-
- private:
-  const CudaModule& module_;
   std::array<CUfunction, kKernelTypes> adam_{};
   std::array<CUfunction, kKernelTypes> remainder_{};
   std::array<CUfunction, kKernelTypes> adopt_{};

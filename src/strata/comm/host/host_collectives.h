@@ -13,7 +13,6 @@
 
 #include <memory>
 
-#include "strata/comm/bootstrap.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/host/rank_link.h"
 

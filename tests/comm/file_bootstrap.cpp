@@ -1,4 +1,4 @@
-#include "strata/comm/bootstrap.h"
+#include "comm/file_bootstrap.h"
 
 #include <fmt/core.h>
 #include <fmt/ranges.h>
